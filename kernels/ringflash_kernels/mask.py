@@ -1,0 +1,207 @@
+"""The mask of one attention call: which key rows each query row sees.
+
+Every supported mask gives each query row one interval of visible keys, and, since the bounds never
+decrease from row to row, each key row one interval of queries that see it. A `Mask` is written as a
+few rectangles, each with an optional diagonal band:
+
+    causal, 4 x 4              documents of 1 and 3 tokens, causal
+    x . . .                    x . . .      Region(0, 1, 0, 1)
+    x x . .   Region(0, 4,     . x . .      Region(1, 4, 1, 4, upper=0)
+    x x x .     0, 4,          . x x .
+    x x x x     upper=0)       . x x x
+
+Rows and columns are local to the tensors of the call; `ringflash.schedule` translates from global
+positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+
+class Region(NamedTuple):
+    """Query rows i of [q_start, q_stop) see key rows j of [k_start, k_stop) where lower <= j - i <= upper.
+
+    `None` leaves that side of the band open.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lower: int | None = None
+    upper: int | None = None
+
+    def trimmed(self) -> Region | None:
+        """The smallest equal region, without bounds that do not bind; None where nothing is visible."""
+        q_start, q_stop, k_start, k_stop, lower, upper = self
+        if upper is not None:
+            q_start = max(q_start, k_start - upper)
+        if lower is not None:
+            q_stop = min(q_stop, k_stop - lower)
+            k_start = max(k_start, q_start + lower)
+        if upper is not None:
+            k_stop = min(k_stop, q_stop + upper)
+        if q_start >= q_stop or k_start >= k_stop:
+            return None
+        if lower is not None and q_stop - 1 + lower <= k_start:
+            lower = None
+        if upper is not None and q_start + upper >= k_stop - 1:
+            upper = None
+        return Region(q_start, q_stop, k_start, k_stop, lower, upper)
+
+    def transposed(self) -> Region:
+        """The same pairs with the roles of queries and keys exchanged."""
+        lower = None if self.upper is None else -self.upper
+        upper = None if self.lower is None else -self.lower
+        return Region(self.k_start, self.k_stop, self.q_start, self.q_stop, lower, upper)
+
+    @property
+    def num_visible(self) -> int:
+        """Number of visible (query, key) pairs."""
+        num_k = self.k_stop - self.k_start
+        above = 0 if self.lower is None else self._pairs_up_to(self.lower - 1)
+        below = (self.q_stop - self.q_start) * num_k if self.upper is None else self._pairs_up_to(self.upper)
+        return below - above
+
+    def _pairs_up_to(self, diagonal: int) -> int:
+        """Number of pairs of the rectangle with j - i <= diagonal."""
+        num_k = self.k_stop - self.k_start
+        first = self.q_start + diagonal + 1 - self.k_start  # visible keys of the first row, before clamping
+        last = self.q_stop + diagonal - self.k_start  # ... of the last row
+        return _triangle(last) - _triangle(first - 1) - _triangle(last - num_k) + _triangle(first - 1 - num_k)
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2 if n > 0 else 0
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Visible pairs of a call with `seqlen_q` query and `seqlen_k` key rows.
+
+    Args:
+        regions: disjoint, ordered by query row, then by key row; build them with the constructors.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    regions: tuple[Region, ...]
+    _cache: dict[object, object] = field(default_factory=dict, repr=False, compare=False, hash=False)
+
+    @classmethod
+    def of(cls, seqlen_q: int, seqlen_k: int, regions: Iterable[Region]) -> Mask:
+        """A mask of the given regions, each trimmed, empty ones dropped."""
+        trimmed = (region.trimmed() for region in regions)
+        return cls(seqlen_q, seqlen_k, tuple(region for region in trimmed if region is not None))
+
+    @classmethod
+    def full(cls, seqlen_q: int, seqlen_k: int) -> Mask:
+        """Every query sees every key."""
+        return cls.of(seqlen_q, seqlen_k, [Region(0, seqlen_q, 0, seqlen_k)])
+
+    @classmethod
+    def band(
+        cls, seqlen_q: int, seqlen_k: int, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)
+    ) -> Mask:
+        """Causal and/or sliding-window mask, aligned at the bottom right as FlashAttention does.
+
+        Args:
+            window_size: (left, right), inclusive, counted from the query's own position; -1 is unlimited.
+        """
+        lower, upper = band_of(causal, window_size)
+        shift = seqlen_k - seqlen_q
+        lower = None if lower is None else lower + shift
+        upper = None if upper is None else upper + shift
+        return cls.of(seqlen_q, seqlen_k, [Region(0, seqlen_q, 0, seqlen_k, lower, upper)])
+
+    @classmethod
+    def documents(
+        cls, cu_seqlens: Sequence[int], *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)
+    ) -> Mask:
+        """Packed documents [cu_seqlens[i], cu_seqlens[i + 1]): no query sees another document."""
+        lower, upper = band_of(causal, window_size)
+        regions = (Region(a, b, a, b, lower, upper) for a, b in pairwise(cu_seqlens))
+        return cls.of(cu_seqlens[-1], cu_seqlens[-1], regions)
+
+    @property
+    def num_visible(self) -> int:
+        """Number of visible (query, key) pairs: attention costs 4 * head_dim FLOPs a pair and head forward."""
+        return sum(region.num_visible for region in self.regions)
+
+    @property
+    def q_span(self) -> tuple[int, int]:
+        """Smallest [start, stop) of query rows that holds every row with a visible key."""
+        return (min(r.q_start for r in self.regions), max(r.q_stop for r in self.regions)) if self.regions else (0, 0)
+
+    @property
+    def k_span(self) -> tuple[int, int]:
+        """Smallest [start, stop) of key rows that holds every visible key."""
+        return (min(r.k_start for r in self.regions), max(r.k_stop for r in self.regions)) if self.regions else (0, 0)
+
+    def transposed(self) -> Mask:
+        """The mask seen from the keys: its bounds are the visible query interval of each key."""
+        regions = sorted(region.transposed() for region in self.regions)
+        return Mask(self.seqlen_k, self.seqlen_q, tuple(regions))
+
+    def bounds(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+        """Visible keys of each query row, as half-open intervals [start, stop).
+
+        Returns:
+            start, stop: (seqlen_q,), int32 on `device`, neither ever decreasing; start == stop for a row that
+            sees nothing. Computed once for a device and kept with the mask.
+        Raises:
+            ValueError: the visible keys of a row are not one interval.
+        """
+        key = ("bounds", torch.device(device))
+        if key not in self._cache:
+            self._cache[key] = tuple(x.to(device) for x in self._host_bounds())
+        return self._cache[key]  # type: ignore[return-value]
+
+    def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Visibility of every pair: (seqlen_q, seqlen_k), bool. For the reference and for tests."""
+        start, stop = self.bounds(device)
+        columns = torch.arange(self.seqlen_k, device=device)
+        return (columns >= start[:, None]) & (columns < stop[:, None])
+
+    def _host_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        start = torch.full((self.seqlen_q,), self.seqlen_k, dtype=torch.int64)
+        stop = torch.zeros(self.seqlen_q, dtype=torch.int64)
+        if self.regions:
+            rows, first, last = _expand(self.regions)
+            start.scatter_reduce_(0, rows, first, "amin")
+            stop.scatter_reduce_(0, rows, last, "amax")
+        stop = torch.cummax(stop, 0).values if self.seqlen_q else stop
+        start = torch.minimum(start, stop)
+        if int((stop - start).sum()) != self.num_visible:
+            raise ValueError(
+                f"mask must show every query one interval of keys, with bounds that never decrease, got {self.regions}; "
+                "build it with Mask.full, Mask.band or Mask.documents."
+            )
+        return start.int(), stop.int()
+
+
+def band_of(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
+    """(lower, upper) of the band lower <= key position - query position <= upper; None is unlimited."""
+    left, right = window_size
+    lower = None if left < 0 else -left
+    upper = None if right < 0 else right
+    return lower, (0 if causal else upper)
+
+
+def _expand(regions: Sequence[Region]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row index, first and one-past-last visible key of every (region, row)."""
+    far = 1 << 40
+    table = torch.tensor([[r[0], r[1], r[2], r[3], -far if r.lower is None else r.lower, far if r.upper is None else r.upper] for r in regions])
+    q_start, q_stop, k_start, k_stop, lower, upper = table.unbind(1)
+    lengths = q_stop - q_start
+    region = torch.repeat_interleave(torch.arange(len(regions)), lengths)
+    rows = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths)[region] + q_start[region]
+    first = torch.maximum(k_start[region], rows + lower[region])
+    last = torch.minimum(k_stop[region], rows + upper[region] + 1)
+    return rows, first, last
