@@ -1,0 +1,30 @@
+"""Exact attention on one device: forward and backward with log-sum-exp, resumable, over interval masks.
+
+`api` is the contract, `reference` its specification; `portable` and `hopper` are faster implementations
+that never import one another.
+"""
+
+from ringflash_kernels.api import (
+    IMPLS,
+    BackwardPass,
+    Choice,
+    attention_backward,
+    attention_forward,
+    begin_backward,
+    choose_impl,
+)
+from ringflash_kernels.mask import Mask, Region
+from ringflash_kernels.merge import merge_
+
+__all__ = [
+    "IMPLS",
+    "BackwardPass",
+    "Choice",
+    "Mask",
+    "Region",
+    "attention_backward",
+    "attention_forward",
+    "begin_backward",
+    "choose_impl",
+    "merge_",
+]

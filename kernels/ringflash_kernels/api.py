@@ -1,0 +1,242 @@
+"""Attention on one device: the contract, its checks, and dispatch to an implementation named by the caller.
+
+`impl`  "reference"  eager, any device and dtype: the specification
+        "flash2"     torch's FlashAttention-2 operators, CUDA, fp16 and bf16
+        "hopper"     our kernels for compute capability 9.0, fp16 and bf16
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ringflash_kernels.mask import Mask
+from ringflash_kernels.reference import state_dtype
+
+_MODULES = {"flash2": "ringflash_kernels.portable", "reference": "ringflash_kernels.reference"}
+
+IMPLS = tuple(_MODULES)
+
+
+class BackwardPass(Protocol):
+    """Gradients of one attention call, over one or several sets of keys."""
+
+    def add(
+        self, k: torch.Tensor, v: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
+    ) -> None:
+        """Compute the gradients of the visible pairs of (q, k).
+
+        Args:
+            k, v: (batch, seqlen_k, num_kv_heads, head_dim).
+            dk, dv: as k, v. `accumulate`: fp32 (fp64 for fp64), added to; otherwise any dtype, overwritten.
+        """
+
+    def finish(self) -> torch.Tensor:
+        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q, summed over all calls of `add`."""
+
+
+class Choice(NamedTuple):
+    """An implementation and the reason it was chosen."""
+
+    impl: str
+    reason: str
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    impl: str,
+    mask: Mask | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    acc: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(softmax_scale * q k^T) v over the visible pairs, and the log-sum-exp of the scores.
+
+    With `acc` and `lse` the call resumes: they hold the attention over other keys, and the result covers
+    both. A ring of two hops:
+
+        acc, lse = attention_forward(q, k0, v0, impl=impl, out=torch.empty_like(q, dtype=torch.float32))
+        out, lse = attention_forward(q, k1, v1, impl=impl, acc=acc, lse=lse)
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim).
+        k, v: (batch, seqlen_k, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
+        impl: one of IMPLS.
+        mask: visible pairs; instead of `causal` and `window_size`.
+        causal, window_size: aligned at the bottom right; the window is (left, right), inclusive, -1 unlimited.
+        softmax_scale: default head_dim ** -0.5.
+        acc: as q, fp32 (fp64 for fp64): output of the earlier calls; needs `lse`.
+        out: where to write the result, in the dtype of q or of acc; may be acc itself. Default new, as q.
+        lse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64): updated in place with `acc`, written without.
+    Returns:
+        out: as q.  lse: (batch, num_heads, seqlen_q), natural log. A row that sees nothing is 0 and -inf.
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        NotImplementedError: the implementation cannot take the inputs; names one that can.
+    """
+    check_inputs(q, k, v)
+    mask = _mask_of(q, k, mask, causal, window_size)
+    if acc is not None and lse is None:
+        raise ValueError("lse must be given with acc, got None; pass the lse that earlier calls returned.")
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if lse is None:
+        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
+    _check_state(q, out, lse, acc)
+    implementation(impl, q, k, v).forward(q, k, v, mask, _scale(q, softmax_scale), out=out, lse=lse, acc=acc)
+    return out, lse
+
+
+def begin_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    impl: str,
+    softmax_scale: float | None = None,
+    dlse: torch.Tensor | None = None,
+    deterministic: bool = False,
+) -> BackwardPass:
+    """What all hops of one backward pass share: delta = rowsum(dout * out) - dlse, and the dq accumulator.
+
+    Args:
+        dout, out: as q. lse, dlse: (batch, num_heads, seqlen_q), of the whole attention.
+        deterministic: equal bits on repeat.
+    """
+    backward = implementation(impl, q, q, q).Backward
+    scale = _scale(q, softmax_scale)
+    return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic)
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    impl: str,
+    mask: Mask | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    dlse: torch.Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of `attention_forward` in one call.
+
+    Args: as `attention_forward` and `begin_backward`.
+    Returns:
+        dq: as q.  dk, dv: as k, v.
+    """
+    check_inputs(q, k, v)
+    mask = _mask_of(q, k, mask, causal, window_size)
+    implementation(impl, q, k, v)
+    backward = begin_backward(
+        dout, q, out, lse, impl=impl, softmax_scale=softmax_scale, dlse=dlse, deterministic=deterministic
+    )
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    backward.add(k, v, mask, dk, dv, accumulate=False)
+    return backward.finish(), dk, dv
+
+
+def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:
+    """The implementation `auto` stands for: the fastest that can take these inputs, and why."""
+    refused = []
+    for impl in IMPLS:
+        problem = _module(impl).unsupported(q, k, v)
+        if problem is None:
+            return Choice(impl, "; ".join(refused) or f"{q.device.type}, {q.dtype}, head_dim {q.shape[-1]}")
+        refused.append(f"{impl} cannot take {problem}")
+    raise NotImplementedError(f"inputs must suit one of {IMPLS}, got {'; '.join(refused)}.")
+
+
+def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ModuleType:
+    """The module of `impl`, once it is known to take these inputs."""
+    if impl not in _MODULES:
+        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}; use 'auto' in ring_attention to have one chosen.")
+    problem = _module(impl).unsupported(q, k, v)
+    if problem is not None:
+        able = [name for name in IMPLS if _module(name).unsupported(q, k, v) is None]
+        raise NotImplementedError(f"impl={impl!r} must be able to take the inputs, got {problem}; use one of {able}.")
+    return _module(impl)
+
+
+def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise ValueError unless q, k and v fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, seqlen, num_heads, head_dim), got {tuple(x.shape)}; "
+                "add the missing dimension or transpose heads behind the sequence."
+            )
+        if 0 in x.shape:
+            raise ValueError(f"{name} must not be empty, got {tuple(x.shape)}; every rank needs at least one token.")
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"{name} must be floating point, got {x.dtype}; cast it.")
+    if k.shape != v.shape:
+        raise ValueError(f"v must have the shape of k {tuple(k.shape)}, got {tuple(v.shape)}; slice or pad it.")
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(
+            f"k must have batch and head_dim of q {(q.shape[0], q.shape[3])}, got {(k.shape[0], k.shape[3])}; "
+            "expand or project it."
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads ({k.shape[2]}), got {q.shape[2]}; repeat heads of k and v."
+        )
+    for attribute in ("dtype", "device"):
+        values = tuple(getattr(x, attribute) for x in (q, k, v))
+        if len(set(values)) > 1:
+            raise ValueError(f"q, k and v must share one {attribute}, got {values}; move or cast them.")
+
+
+def _check_state(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None) -> None:
+    state = state_dtype(q.dtype)
+    if out.shape != q.shape or out.dtype not in (q.dtype, state):
+        raise ValueError(
+            f"out must be {tuple(q.shape)} in {q.dtype} or {state}, got {tuple(out.shape)} in {out.dtype}; leave it out."
+        )
+    if lse.shape != (q.shape[0], q.shape[2], q.shape[1]) or lse.dtype != state:
+        raise ValueError(
+            f"lse must be (batch, num_heads, seqlen_q) {(q.shape[0], q.shape[2], q.shape[1])} in {state}, "
+            f"got {tuple(lse.shape)} in {lse.dtype}; leave it out."
+        )
+    if acc is not None and (acc.shape != q.shape or acc.dtype != state):
+        raise ValueError(
+            f"acc must be {tuple(q.shape)} in {state}, got {tuple(acc.shape)} in {acc.dtype}; "
+            "make the earlier calls write to such an `out`."
+        )
+
+
+def _mask_of(
+    q: torch.Tensor, k: torch.Tensor, mask: Mask | None, causal: bool, window_size: tuple[int, int]
+) -> Mask:
+    if mask is None:
+        return Mask.band(q.shape[1], k.shape[1], causal=causal, window_size=window_size)
+    if causal or tuple(window_size) != (-1, -1):
+        raise ValueError("mask must come without causal and window_size, got both; put them into the mask.")
+    if (mask.seqlen_q, mask.seqlen_k) != (q.shape[1], k.shape[1]):
+        raise ValueError(
+            f"mask must be made for seqlen_q, seqlen_k {(q.shape[1], k.shape[1])}, "
+            f"got {(mask.seqlen_q, mask.seqlen_k)}; build it for these lengths."
+        )
+    return mask
+
+
+def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+
+
+def _module(impl: str) -> ModuleType:
+    return importlib.import_module(_MODULES[impl])

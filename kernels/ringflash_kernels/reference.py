@@ -1,0 +1,150 @@
+"""Eager attention on any device and dtype: the specification the kernels are measured against.
+
+Low-precision inputs are computed in fp32, fp64 inputs in fp64. Nothing is fused; rows are processed in
+blocks so that the score matrix stays bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ringflash_kernels.mask import Mask
+from ringflash_kernels.merge import merge_
+
+_MAX_SCORES = 1 << 26  # elements of one block of the score matrix
+
+
+def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why this implementation cannot take the call; None when it can."""
+    return None if q.dtype.is_floating_point else f"dtype {q.dtype}"
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of lse, of the carried output and of accumulated gradients."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None = None,
+) -> None:
+    """See `api.attention_forward`; arguments are checked there."""
+    if acc is None:
+        out.zero_()
+        lse.fill_(float("-inf"))
+        state = out if out.dtype == lse.dtype else torch.zeros_like(out, dtype=lse.dtype)
+    else:
+        state = acc
+    for rows, cols, visible in _blocks(q, mask):
+        scores = _scores(q[:, rows], k[:, cols], softmax_scale).masked_fill(~visible, float("-inf"))
+        part_lse = scores.logsumexp(-1)
+        part = _weighted_values(_probabilities(scores, part_lse, visible), v[:, cols], visible)
+        merge_(state[:, rows], lse[..., rows], part, _ungroup(part_lse))
+    if state is not out:
+        out.copy_(state)
+
+
+class Backward:
+    """Gradients of one attention, hop by hop; see `api.begin_backward`."""
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        softmax_scale: float,
+        dlse: torch.Tensor | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        del deterministic  # every operation here is
+        dtype = state_dtype(q.dtype)
+        self.q, self.lse, self.softmax_scale = q, lse, softmax_scale
+        self.dout = dout.to(dtype)
+        self.delta = (self.dout * out.to(dtype)).sum(-1).transpose(1, 2)
+        if dlse is not None:
+            self.delta = self.delta - dlse
+        self.dq = torch.zeros_like(q, dtype=dtype)
+
+    def add(
+        self, k: torch.Tensor, v: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
+    ) -> None:
+        """Gradients of the pairs of `mask`: added to dk, dv and to the dq held here."""
+        num_kv_heads = k.shape[2]
+        grad_k, grad_v = (torch.zeros_like(x, dtype=self.dq.dtype) for x in (k, v))
+        for rows, cols, visible in _blocks(self.q, mask):
+            q, dout = (_group(x[:, rows].to(self.dq.dtype), num_kv_heads) for x in (self.q, self.dout))
+            keys, values = (x[:, cols].to(self.dq.dtype) for x in (k, v))
+            lse, delta = (_group_rows(x[..., rows], num_kv_heads) for x in (self.lse, self.delta))
+            p = _probabilities(_scores(self.q[:, rows], k[:, cols], self.softmax_scale), lse, visible)
+            dp = torch.einsum("bihgd,bjhd->bhgij", dout, values)
+            ds = (p * (dp - delta.unsqueeze(-1)) * self.softmax_scale).masked_fill(~visible, 0.0)
+            self.dq[:, rows] += torch.einsum("bhgij,bjhd->bihgd", ds, keys).flatten(2, 3)
+            grad_k[:, cols] += torch.einsum("bhgij,bihgd->bjhd", ds, q)
+            grad_v[:, cols] += torch.einsum("bhgij,bihgd->bjhd", p, dout)
+        for total, part in ((dk, grad_k), (dv, grad_v)):
+            total.add_(part) if accumulate else total.copy_(part)
+
+    def finish(self) -> torch.Tensor:
+        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q."""
+        return self.dq.to(self.q.dtype)
+
+
+def _blocks(q: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Blocks of query rows with a visible key: rows, columns, visibility (rows, columns)."""
+    if not mask.regions:
+        return
+    cols = slice(*mask.k_span)
+    first, end = mask.q_span
+    visible = mask.dense(q.device)
+    block = max(1, _MAX_SCORES // (q.shape[0] * q.shape[2] * (cols.stop - cols.start)))
+    for start in range(first, end, block):
+        rows = slice(start, min(start + block, end))
+        yield rows, cols, visible[rows, cols]
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+    """Scaled scores: (batch, num_kv_heads, group, rows, columns)."""
+    dtype = state_dtype(q.dtype)
+    return torch.einsum("bihgd,bjhd->bhgij", _group(q.to(dtype), k.shape[2]), k.to(dtype)) * softmax_scale
+
+
+def _probabilities(scores: torch.Tensor, lse: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """exp(scores - lse), exactly zero where not visible, also in rows that see nothing or hold NaN."""
+    shift = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
+    return torch.exp(scores - shift.unsqueeze(-1)).masked_fill(~visible, 0.0)
+
+
+def _weighted_values(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """p v: (batch, rows, num_heads, head_dim), where a NaN or infinity in v reaches only the rows that see it."""
+    broken = ~torch.isfinite(v)
+    out = torch.einsum("bhgij,bjhd->bihgd", p, v.to(p.dtype).masked_fill(broken, 0.0)).flatten(2, 3)
+    if broken.any():
+        seen = torch.einsum("ij,bjhd->bihd", visible.to(p.dtype), broken.to(p.dtype)) > 0
+        out = out.masked_fill(seen.repeat_interleave(p.shape[2], 2), float("nan"))
+    return out
+
+
+def _group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """(batch, rows, num_heads, head_dim) as (batch, rows, num_kv_heads, group, head_dim)."""
+    return x.unflatten(2, (num_kv_heads, -1))
+
+
+def _group_rows(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """(batch, num_heads, rows) as (batch, num_kv_heads, group, rows)."""
+    return x.unflatten(1, (num_kv_heads, -1))
+
+
+def _ungroup(x: torch.Tensor) -> torch.Tensor:
+    """(batch, num_kv_heads, group, rows) as (batch, num_heads, rows)."""
+    return x.flatten(1, 2)

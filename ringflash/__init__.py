@@ -1,0 +1,32 @@
+"""Exact ring attention for training on million-token sequences.
+
+    out = ringflash.ring_attention(q, k, v, group=group)
+
+The data path: `layout` (which tokens a rank holds) -> `schedule` (what it computes on each step) ->
+`ring` (the loop) over `transport` (how K/V move) and `ringflash_kernels` (one device) -> `loss`.
+"""
+
+from ringflash import loss
+from ringflash.agreement import set_agreement_check
+from ringflash.api import Explanation, RingAttention, explain, ring_attention
+from ringflash.layout import local_positions, shard_sequence, unshard_sequence
+from ringflash.padding import PaddedBatch, pad_sequence
+from ringflash.transport import buffer_bytes, release_buffers
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Explanation",
+    "PaddedBatch",
+    "RingAttention",
+    "buffer_bytes",
+    "explain",
+    "local_positions",
+    "loss",
+    "pad_sequence",
+    "release_buffers",
+    "ring_attention",
+    "set_agreement_check",
+    "shard_sequence",
+    "unshard_sequence",
+]

@@ -1,0 +1,114 @@
+"""Ranks of a group compare what they were asked to do before anything is sent.
+
+A rank that raises alone, or that posts messages of another size, leaves the others waiting. So a call
+first exchanges its signature and its own error, if it has one, and then every rank raises or none does.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from ringflash.group import Group, backend_of, resolve
+
+Policy = Literal["changed", "always", "never"]
+
+MESSAGE_BYTES = 2048
+TIMEOUT = timedelta(seconds=120)  # a rank that never joins: longer than ranks drift apart, shorter than a coffee
+
+_ERRORS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, NotImplementedError, RuntimeError)}
+
+_CPU = torch.device("cpu")
+
+_policy: Policy = "changed"
+_channels: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # group name: (group, its CPU channel)
+_last: dict[str, bytes] = {}  # group name: message of the last call that was compared
+
+
+def set_agreement_check(policy: Policy) -> None:
+    """When ranks compare their calls.
+
+    Args:
+        policy: "changed" (default) compares whenever this rank's call differs from its last one, and every time
+            on gloo, where it is cheap; "always" also catches one rank alone repeating its last call, for some
+            0.2 ms of host time a call; "never" trusts the caller.
+    """
+    global _policy
+    if policy not in ("changed", "always", "never"):
+        raise ValueError(f"policy must be 'changed', 'always' or 'never', got {policy!r}; the default is 'changed'.")
+    _policy = policy
+
+
+def agree(group: Group, signature: dict[str, object], error: Exception | None = None) -> None:
+    """Return if every rank of `group` made the same call and none has an error; raise on every rank otherwise.
+
+    Args:
+        signature: JSON values that must be equal on all ranks.
+        error: what this rank would raise.
+    Raises:
+        The type of the first rank's error; ValueError where signatures differ; RuntimeError where a rank does
+        not join within 120 s.
+    """
+    group = resolve(group)
+    if group is None or _policy == "never":
+        if error is not None:
+            raise error
+        return
+    message = _encode(signature, error)
+    cheap = backend_of(group, _CPU) == "gloo"
+    if cheap or _policy == "always" or error is not None or _last.get(group.group_name) != message:
+        _compare(_exchange(group, message), error)
+        _last[group.group_name] = message
+
+
+def _encode(signature: dict[str, object], error: Exception | None) -> bytes:
+    content: dict[str, object] = {"call": signature}
+    if error is not None:
+        content = {"error": type(error).__name__, "text": str(error)[: MESSAGE_BYTES // 4]}
+    return json.dumps(content).encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES)
+
+
+def _exchange(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
+    """Every rank's message, in rank order."""
+    mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    try:
+        dist.all_gather(gathered, mine, group=_channel(group))
+    except RuntimeError as cause:
+        raise RuntimeError(
+            f"every rank of the group must make the call, got no answer from some of {group.size()} ranks ({cause}); "
+            "look for a rank that stopped, or that made another call."
+        ) from cause
+    return [x.numpy().tobytes() for x in gathered]
+
+
+def _compare(messages: list[bytes], error: Exception | None) -> None:
+    if len(set(messages)) == 1 and error is None:
+        return
+    contents = [json.loads(m) for m in messages]
+    failed = [rank for rank, content in enumerate(contents) if "error" in content]
+    if failed:
+        first = contents[failed[0]]
+        if error is not None and str(error)[: MESSAGE_BYTES // 4] == first["text"]:
+            raise error
+        raise _ERRORS.get(first["error"], RuntimeError)(f"{first['text']} (raised on ranks {failed})")
+    calls = [content["call"] for content in contents]
+    fields = [name for name in calls[0] if len({json.dumps(call.get(name)) for call in calls}) > 1]
+    table = "; ".join(f"{name}: " + ", ".join(f"rank {r} {c.get(name)}" for r, c in enumerate(calls)) for name in fields)
+    raise ValueError(f"all ranks of the group must make the same call, got {table}; give every rank the same arguments.")
+
+
+def _channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group over the same ranks that takes CPU tensors: comparing must not wait for the device."""
+    if backend_of(group, _CPU) == "gloo":
+        return group
+    known = _channels.get(group.group_name)
+    if known is None or known[0] is not group:
+        ranks = dist.get_process_group_ranks(group)
+        channel = dist.new_group(ranks, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
+        known = _channels[group.group_name] = (group, channel)
+    return known[1]

@@ -1,0 +1,161 @@
+"""The public call: attention over a sequence whose tokens are spread over a group of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ringflash import ops
+from ringflash.group import Group, resolve
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Group,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    cu_seqlens: torch.Tensor | None = None,
+    layout: str = "zigzag",
+    impl: str = "auto",
+    transport: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention of this rank's queries over the whole sequence.
+
+    All ranks of the group call it together, each with the tokens that `local_positions` names. The masks
+    speak of global positions and combine: a query sees the keys that are causal, and in the window, and in
+    its own document.
+
+    Args:
+        q: (batch, seqlen_local, num_heads, head_dim).
+        k, v: (batch, seqlen_local, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
+        group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence; None for one process.
+        softmax_scale: default head_dim ** -0.5.
+        window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
+        cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
+            its length, equal on all ranks; batch must then be 1. On the CPU it costs no synchronisation.
+        layout: "zigzag" (balanced under a causal mask) or "contiguous".
+        impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses.
+        transport: "auto", "gloo" (CPU tensors) or "nccl".
+        deterministic: gradients have equal bits on repeat, at the kernel's cost.
+        return_lse: also return the log-sum-exp, differentiable.
+    Returns:
+        out: as q.  lse, if asked for: (batch, num_heads, seqlen_local), natural log, fp32 (fp64 for fp64).
+    Raises:
+        ValueError: bad input, or ranks that disagree. NotImplementedError: what the implementation cannot do.
+            Either is raised on every rank, before anything is sent.
+    Numerics: state and gradients travel and accumulate in fp32 (fp64 for fp64); docs/numerics.md.
+    """
+    resolved = resolve(group)
+    left, right = window_size
+    grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
+    out, lse = ops.ring_attention(
+        q, k, v, cu_seqlens,
+        "" if resolved is None else resolved.group_name,
+        causal,
+        q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+        left, right, layout, impl, transport, deterministic, grad_flags, return_lse,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How `ring_attention` would carry out a call on this rank."""
+
+    impl: str
+    impl_reason: str
+    transport: str | None
+    cp_size: int
+    cp_rank: int
+    steps: tuple[str, ...]
+    num_visible: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"impl {self.impl} ({self.impl_reason}), transport {self.transport}, rank {self.cp_rank} of {self.cp_size}",
+            *self.steps,
+            f"{self.num_visible} visible pairs on this rank",
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Group,
+    causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    cu_seqlens: torch.Tensor | None = None,
+    layout: str = "zigzag",
+    impl: str = "auto",
+    transport: str = "auto",
+) -> Explanation:
+    """Say which kernel, transport and hops `ring_attention` would use, without running or sending anything.
+
+    Args: as `ring_attention`.
+    """
+    resolved = resolve(group)
+    left, right = window_size
+    name = "" if resolved is None else resolved.group_name
+    options = ops.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
+    plan = ops._plan(q, k, v, cu_seqlens, options, 0)
+    steps = tuple(
+        f"step {hop.step}: K/V of rank {hop.source}, {hop.mask.num_visible} pairs in {len(hop.mask.regions)} region(s)"
+        for hop in plan.schedule.hops
+        if hop.source is not None
+    )
+    return Explanation(
+        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, steps, plan.schedule.num_visible
+    )
+
+
+class RingAttention(nn.Module):
+    """`ring_attention` with its options bound once, to be called as `attention(q, k, v)`.
+
+    Args: as `ring_attention`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        causal: bool = True,
+        softmax_scale: float | None = None,
+        window_size: Sequence[int] = (-1, -1),
+        layout: str = "zigzag",
+        impl: str = "auto",
+        transport: str = "auto",
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group = resolve(group)
+        self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, tuple(window_size)
+        self.layout, self.impl, self.transport, self.deterministic = layout, impl, transport, deterministic
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """out, as q; arguments as `ring_attention`."""
+        out = ring_attention(
+            q, k, v, group=self.group, causal=self.causal, softmax_scale=self.softmax_scale,
+            window_size=self.window_size, cu_seqlens=cu_seqlens, layout=self.layout, impl=self.impl,
+            transport=self.transport, deterministic=self.deterministic,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def extra_repr(self) -> str:
+        """Options that differ from call to call of print(model)."""
+        cp_size = 1 if self.group is None else self.group.size()
+        return f"cp_size={cp_size}, causal={self.causal}, window_size={self.window_size}, layout={self.layout!r}"

@@ -1,0 +1,41 @@
+"""The group of ranks that share one sequence, in the forms a caller may hold it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Group = dist.ProcessGroup | DeviceMesh | None
+
+
+def resolve(group: Group) -> dist.ProcessGroup | None:
+    """The process group behind `group`; None where there is nobody to communicate with.
+
+    Args:
+        group: a ProcessGroup, a 1-D DeviceMesh, or None for one process. `dist.group.WORLD` is a ProcessGroup.
+    Raises:
+        ValueError: a mesh of several axes, or something else.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group must be a 1-D mesh, got axes {group.mesh_dim_names or group.ndim}; pass mesh['context_parallel']."
+            )
+        group = group.get_group()
+    if group is None:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}; "
+            "a rank outside the group must not call."
+        )
+    return group if group.size() > 1 else None
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that carries this group's tensors on `device` ("gloo", "nccl"); "none" where there is none."""
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return "none"

@@ -1,0 +1,153 @@
+"""Token cross-entropy with the one loss scale that every backend turns into the right gradient.
+
+    loss on a rank = sum of its token losses / labelled tokens of the whole sequence * cp_size
+
+DDP, FSDP2 and ZeRO-0 to 3 average gradients over all their ranks, context-parallel ones included. With this
+scale that average is the gradient of the mean token loss of the data-parallel samples, and the average of
+the loss over the ranks is that mean.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ringflash.group import Group, resolve
+from ringflash.padding import IGNORE_INDEX
+
+_CHUNK_LOGITS = 1 << 26  # logits alive at a time: 256 MiB in fp32
+
+
+def count_tokens(labels: torch.Tensor, group: Group) -> torch.Tensor:
+    """Labelled tokens of the whole sequence, summed over the shards of the group.
+
+    Args:
+        labels: this rank's shard, any shape; -100 is no label. A shard without any is fine.
+    Returns:
+        count: scalar, int64, on the device of labels; computed without waiting for the device.
+    """
+    resolved = resolve(group)
+    count = (labels != IGNORE_INDEX).sum()
+    if resolved is not None:
+        dist.all_reduce(count, group=resolved)
+    return count
+
+
+def cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    group: Group,
+    num_tokens: torch.Tensor | int | None = None,
+    chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """Cross-entropy of the logits hidden @ weight.T, scaled as this module's head says.
+
+    The logits of a few tokens exist at a time, forward and backward together; never those of the shard.
+    Labels are shifted before the sequence is sharded (`shift_labels`): the next token of a chunk's last one
+    lies on another rank.
+
+    Args:
+        hidden: (..., hidden_size), this rank's shard, last layer.
+        weight: (vocab_size, hidden_size), output embedding.
+        labels: (...), int64, this rank's shard of the shifted labels; -100 is no label.
+        group: ranks that share the sequence; None for one process.
+        num_tokens: labelled tokens of the whole sequence; default `count_tokens(labels, group)`.
+        chunk_tokens: tokens whose logits are alive together; default as many as make 256 MiB.
+    Returns:
+        loss: scalar, fp32 (fp64 for fp64). A shard without labels contributes 0, with zero gradients.
+    Raises:
+        ValueError: shapes that do not fit; a weight that is still sharded.
+    Numerics: softmax, loss and the sum over tokens in fp32; the gradient of weight is summed over chunks in fp32.
+    """
+    _check(hidden, weight, labels)
+    resolved = resolve(group)
+    if num_tokens is None:
+        num_tokens = count_tokens(labels, group)
+    count = torch.as_tensor(num_tokens, device=hidden.device).clamp(min=1)
+    cp_size = 1 if resolved is None else resolved.size()
+    chunk = chunk_tokens or max(1, _CHUNK_LOGITS // weight.shape[0])
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    scale = cp_size / count.to(dtype)
+    loss = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, labels.flatten(), scale, chunk)
+    return cast(torch.Tensor, loss)
+
+
+def shift_labels(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """Labels of a whole sequence, before sharding: each token's successor, -100 where it has none.
+
+    Args:
+        tokens: (batch, seqlen), int64.
+        cu_seqlens: (num_documents + 1,), int32: the last token of a document has no successor.
+    Returns:
+        labels: (batch, seqlen), int64.
+    """
+    labels = torch.full_like(tokens, IGNORE_INDEX)
+    labels[:, :-1] = tokens[:, 1:]
+    if cu_seqlens is not None:
+        labels[:, cu_seqlens[1:].long() - 1] = IGNORE_INDEX
+    return labels
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Loss and gradients chunk by chunk in the forward; the backward only scales them.
+
+    Source: the fused linear cross-entropy of Hsu et al. 2024, arXiv:2410.10989, in eager torch.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, scale, chunk):  # type: ignore[no-untyped-def]
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        total = scale.new_zeros(())
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=scale.dtype) if need_weight else None
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            logits = (hidden[rows] @ weight.T).to(scale.dtype)
+            labelled = labels[rows] != IGNORE_INDEX
+            target = labels[rows].clamp(min=0).unsqueeze(1)
+            lse = logits.logsumexp(1)
+            losses = lse - logits.gather(1, target).squeeze(1)
+            total += losses.masked_fill(~labelled, 0.0).sum() * scale
+            if not (need_hidden or need_weight):
+                continue
+            factor = (labelled * scale).unsqueeze(1)
+            grad = logits.sub_(lse.unsqueeze(1)).exp_().mul_(factor)
+            grad = grad.scatter_add_(1, target, -factor).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[rows]
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = (grad_hidden * grad).to(grad_hidden.dtype)
+        if grad_weight is not None:
+            grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
+        return grad_hidden, grad_weight, None, None, None
+
+
+def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            "weight must be whole, got a sharded DTensor; call cross_entropy inside the forward of the module "
+            "that FSDP wraps, where its parameters are gathered."
+        )
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"weight must be (vocab_size, {hidden.shape[-1]}), got {tuple(weight.shape)}; pass the output embedding."
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels must have the shape of hidden without its last dimension {tuple(hidden.shape[:-1])}, "
+            f"got {tuple(labels.shape)}; shard the shifted labels as the tokens."
+        )

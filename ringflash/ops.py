@@ -1,0 +1,251 @@
+"""The registered operators: what autograd, torch.compile and activation checkpointing see.
+
+    ringflash::ring_attention            -> out, lse
+    ringflash::ring_attention_backward   -> dq, dk, dv
+
+A selective-checkpoint policy that keeps the outputs of `ringflash::ring_attention` never recomputes
+attention, and never runs the forward ring again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from ringflash import agreement, ring, schedule
+from ringflash.mask import SequenceMask
+from ringflash.transport import choose_transport, open_transport
+from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of one call that are not tensors, as they pass through the operator's schema."""
+
+    group_name: str  # "" for a single process
+    causal: bool
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    layout: str
+    impl: str
+    transport: str
+    deterministic: bool
+
+
+@torch.library.custom_op("ringflash::ring_attention", mutates_args=())
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    group_name: str,
+    causal: bool,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    layout: str,
+    impl: str,
+    transport: str,
+    deterministic: bool,
+    grad_flags: int,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the local queries over the global sequence; `grad_flags` has a bit for each of q, k, v."""
+    options = Options(
+        group_name, causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic
+    )
+    group = _group(group_name)
+    plan, error = None, None
+    try:
+        plan = _plan(q, k, v, cu_seqlens, options, grad_flags)
+    except (ValueError, NotImplementedError, RuntimeError) as problem:
+        error = problem
+    agreement.agree(group, _signature(q, k, cu_seqlens, options, grad_flags, return_lse), error)
+    assert plan is not None
+    return ring.forward(plan.ring(group), _unit_stride(q), _unit_stride(k), _unit_stride(v))
+
+
+@ring_attention.register_fake
+def _(q, k, v, cu_seqlens, group_name, *options):  # type: ignore[no-untyped-def]
+    check_inputs(q, k, v)
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=state_dtype(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
+@torch.library.custom_op("ringflash::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    group_name: str,
+    causal: bool,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    layout: str,
+    impl: str,
+    transport: str,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `ring_attention`. The forward compared the calls; ranks that ran it run this."""
+    options = Options(
+        group_name, causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic
+    )
+    plan = _plan(q, k, v, cu_seqlens, options, 0)
+    tensors = (_unit_stride(x) for x in (q, k, v))
+    return ring.backward(plan.ring(_group(group_name)), _unit_stride(dout), dlse, *tensors, out, lse)
+
+
+@ring_attention_backward.register_fake
+def _(dout, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, cu_seqlens, *options, _, return_lse = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
+    ctx.options, ctx.return_lse = options, return_lse
+    if not return_lse:
+        ctx.mark_non_differentiable(lse)
+
+
+def _backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
+    dlse = dlse if ctx.return_lse else None
+    grads = ring_attention_backward(dout, dlse, q, k, v, out, lse, cu_seqlens, *ctx.options)
+    return *grads, *[None] * (len(ctx.options) + 3)
+
+
+ring_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call that passed its checks, and how it will be carried out."""
+
+    mask: SequenceMask
+    cp_size: int
+    cp_rank: int
+    impl: str
+    impl_reason: str
+    transport: str | None
+    options: Options
+
+    @property
+    def schedule(self) -> schedule.Schedule:
+        """This rank's hops."""
+        return schedule.build(self.mask, self.cp_size, self.cp_rank, self.options.layout)
+
+    def ring(self, group: dist.ProcessGroup | None) -> ring.Ring:
+        """What the ring needs to run; opens the transport, on all ranks together."""
+        channel = None if group is None or self.transport is None else open_transport(self.transport, group)
+        return ring.Ring(self.schedule, channel, self.impl, self.options.softmax_scale, self.options.deterministic)
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: Options, grad_flags: int) -> Plan:
+    """Check a call without communicating.
+
+    Raises:
+        ValueError, NotImplementedError: what must hold, what was got, what to do.
+    """
+    check_inputs(q, k, v)
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"k must have the local sequence length of q ({q.shape[1]}), got {k.shape[1]}; "
+            "shard all three alike (key/value caches are not supported)."
+        )
+    if grad_flags not in (0, 7):
+        wanted = [name for bit, name in enumerate("qkv") if grad_flags >> bit & 1]
+        raise ValueError(
+            f"q, k and v must all require grad or none of them, got {' and '.join(wanted)} alone; "
+            "call requires_grad_() on the others or detach these."
+        )
+    group = _group(options.group_name)
+    cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
+    mask = SequenceMask(
+        q.shape[1] * cp_size,
+        options.causal,
+        (options.window_left, options.window_right),
+        None if cu_seqlens is None else _host_values(cu_seqlens, q),
+    )
+    schedule.active_steps(mask, cp_size, options.layout)  # raises where the layout cannot cut the sequence
+    impl, reason = choose_impl(q, k, v) if options.impl == "auto" else (options.impl, "asked for")
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}; 'auto' chooses by device and dtype.")
+    implementation(impl, q, k, v)
+    transport = None if group is None else choose_transport(options.transport, group, q.device)
+    return Plan(mask, cp_size, cp_rank, impl, reason, transport, options)
+
+
+def _signature(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, options: Options, grad_flags: int, return_lse: bool
+) -> dict[str, object]:
+    """What all ranks must agree on."""
+    bounds = None if cu_seqlens is None else _digest(_values(cu_seqlens))
+    return {
+        "q": list(q.shape),
+        "k": list(k.shape),
+        "dtype": str(q.dtype),
+        "causal": options.causal,
+        "window_size": [options.window_left, options.window_right],
+        "softmax_scale": options.softmax_scale,
+        "cu_seqlens": bounds,
+        "layout": options.layout,
+        "impl": options.impl,
+        "transport": options.transport,
+        "deterministic": options.deterministic,
+        "requires_grad": grad_flags,
+        "return_lse": return_lse,
+    }
+
+
+def _digest(values: tuple[int, ...]) -> str:
+    """The bounds themselves where they are few, else their number and a checksum."""
+    return str(values) if len(values) <= 8 else f"{len(values)} bounds, checksum {hash(values) & 0xFFFFFFFF:08x}"
+
+
+def _host_values(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
+    """cu_seqlens as integers, once its form is right."""
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        raise ValueError(
+            f"cu_seqlens must be 1-D int32, got {cu_seqlens.dim()}-D {cu_seqlens.dtype}; "
+            "pass torch.tensor([0, ...], dtype=torch.int32)."
+        )
+    if q.shape[0] != 1:
+        raise ValueError(f"batch must be 1 with cu_seqlens, got {q.shape[0]}; pack the documents into one sequence.")
+    return _values(cu_seqlens)
+
+
+_read: dict[int, tuple[ref[Tensor], int, tuple[int, ...]]] = {}  # id: the tensor, its version, its values
+
+
+def _values(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Values of a tensor; a device tensor is read once, not once a layer, so that layers do not synchronise."""
+    if cu_seqlens.device.type == "cpu":
+        return tuple(cu_seqlens.tolist())
+    known = _read.get(id(cu_seqlens))
+    if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
+        _read.clear()
+        known = _read[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, tuple(cu_seqlens.tolist()))
+    return known[2]
+
+
+def _group(name: str) -> dist.ProcessGroup | None:
+    return _resolve_process_group(name) if name else None
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """x itself where kernels can read it: unit stride along head_dim and no broadcast dimension."""
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()

@@ -1,0 +1,166 @@
+"""What each rank computes and sends on each step of the ring. Pure Python, the same on every rank.
+
+On step t rank r works on the K/V of rank (r - t) mod cp_size, and its own are read by rank (r + t). Four
+ranks, zigzag, causal; every step after the first is half a square for everyone:
+
+    step 0          step 1               step 2               step 3
+    r0  q0 q7|k0 k7   q7    | r3: k3 k4    q7    | r2: k2 k5    q7    | r1: k1 k6
+    r1  q1 q6|k1 k6   q1 q6 | r0: k0       q6    | r3: k3 k4    q6    | r2: k2 k5
+    r2  q2 q5|k2 k5   q2 q5 | r1: k1       q2 q5 | r0: k0       q5    | r3: k3 k4
+    r3  q3 q4|k3 k4   q3 q4 | r2: k2       q3 q4 | r1: k1       q3 q4 | r0: k0
+
+A pair of ranks that sees nothing of one another under the mask neither sends nor computes, and a step on
+which that holds for every pair is left out. All ranks keep the same list of steps: two messages between
+one pair of ranks must be posted in the same order on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ringflash.layout import Chunk, chunks
+from ringflash.mask import SequenceMask
+from ringflash_kernels.mask import Mask, Region
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One step of one rank.
+
+    Args:
+        step: distance round the ring; 0 is the rank's own K/V.
+        source: rank whose K/V are worked on; None where nothing of them is visible.
+        reader: rank that works on this rank's K/V on this step; None likewise.
+        mask: visible pairs of local query rows and the source's local key rows.
+    """
+
+    step: int
+    source: int | None
+    reader: int | None
+    mask: Mask
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All steps of one rank."""
+
+    hops: tuple[Hop, ...]
+
+    @property
+    def num_visible(self) -> int:
+        """Visible pairs this rank computes: its share of the attention's work."""
+        return sum(hop.mask.num_visible for hop in self.hops)
+
+
+@lru_cache(maxsize=64)
+def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedule:
+    """The schedule of one rank.
+
+    Raises:
+        ValueError: a length that the layout cannot cut evenly.
+    """
+    shards = _shards(mask.seqlen, cp_size, layout)
+    rows = mask.seqlen // cp_size
+    hops = []
+    for step in active_steps(mask, cp_size, layout):
+        source, reader = (cp_rank - step) % cp_size, (cp_rank + step) % cp_size
+        pairs = Mask.of(rows, rows, _regions(mask, shards[cp_rank], shards[source]))
+        read = next(_visible(mask, shards[reader], shards[cp_rank]), None) is not None
+        hops.append(Hop(step, source if pairs.regions else None, reader if read else None, pairs))
+    return Schedule(tuple(hops))
+
+
+@lru_cache(maxsize=64)
+def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ...]:
+    """The steps on which any rank sees anything of its source, ascending; 0 is always one of them."""
+    shards = _shards(mask.seqlen, cp_size, layout)
+    owner = {chunk.start: rank for rank, shard in enumerate(shards) for chunk in shard}
+    size = shards[0][0].stop - shards[0][0].start
+    steps: set[int] = set()
+    for start in sorted(owner, reverse=True):  # the last chunk sees most: under a causal mask it settles the matter
+        first, stop = mask.visible_span(start, start + size)
+        for key_start in range(first // size * size, stop, size):
+            steps.add((owner[start] - owner[key_start]) % cp_size)
+        if len(steps) == cp_size:
+            break
+    return tuple(sorted(steps))
+
+
+def _shards(seqlen: int, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
+    return [chunks(seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+
+
+def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> Iterator[Region]:
+    """Non-empty regions of two shards, one per pair of chunks and document, in local rows."""
+    for q_chunk in q_shard:
+        for k_chunk in k_shard:
+            for region in _chunk_regions(mask, q_chunk, k_chunk):
+                trimmed = region.trimmed()
+                if trimmed is not None:
+                    yield trimmed
+
+
+def _chunk_regions(mask: SequenceMask, q: Chunk, k: Chunk) -> Iterator[Region]:
+    """One region for every document that both chunks hold a part of."""
+    lower, upper = mask.band
+    shift = (k.row - k.start) - (q.row - q.start)  # from a difference of positions to one of local rows
+    lower = None if lower is None else lower + shift
+    upper = None if upper is None else upper + shift
+    first = max(mask.document_of(q.start), mask.document_of(k.start))
+    last = min(mask.document_of(q.stop - 1), mask.document_of(k.stop - 1))
+    for document in range(first, last + 1):
+        start, stop = mask.bounds[document], mask.bounds[document + 1]
+        yield Region(
+            max(start, q.start) - q.start + q.row,
+            min(stop, q.stop) - q.start + q.row,
+            max(start, k.start) - k.start + k.row,
+            min(stop, k.stop) - k.start + k.row,
+            lower,
+            upper,
+        )
+
+
+def _regions(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> tuple[Region, ...]:
+    """The regions of two shards, joined where that makes fewer and larger ones."""
+    lower, upper = mask.band
+    if q_shard == k_shard and lower is None and upper in (None, 0):
+        return tuple(_own_documents(mask, q_shard, upper))
+    regions = sorted(_visible(mask, q_shard, k_shard))
+    return tuple(_joined(regions))
+
+
+def _own_documents(mask: SequenceMask, shard: tuple[Chunk, ...], upper: int | None) -> Iterator[Region]:
+    """A rank's own K/V, no left window: positions rise with the rows, so a document is one square of rows."""
+    start: dict[int, int] = {}
+    stop: dict[int, int] = {}
+    for chunk in shard:
+        for document in range(mask.document_of(chunk.start), mask.document_of(chunk.stop - 1) + 1):
+            first = max(mask.bounds[document], chunk.start) - chunk.start + chunk.row
+            start.setdefault(document, first)
+            stop[document] = min(mask.bounds[document + 1], chunk.stop) - chunk.start + chunk.row
+    return (Region(start[d], stop[d], start[d], stop[d], None, upper) for d in start)
+
+
+def _joined(regions: list[Region]) -> Iterator[Region]:
+    """Neighbouring unmasked rectangles become one."""
+    waiting: Region | None = None
+    for region in regions:
+        union = None if waiting is None else _union(waiting, region)
+        if union is None and waiting is not None:
+            yield waiting
+        waiting = union or region
+    if waiting is not None:
+        yield waiting
+
+
+def _union(a: Region, b: Region) -> Region | None:
+    """The rectangle that a and b make together, if both are unmasked and share a side."""
+    if (a.lower, a.upper, b.lower, b.upper) != (None, None, None, None):
+        return None
+    if a[:2] == b[:2] and a.k_stop == b.k_start:
+        return Region(a.q_start, a.q_stop, a.k_start, b.k_stop)
+    if a[2:4] == b[2:4] and a.q_stop == b.q_start:
+        return Region(a.q_start, b.q_stop, a.k_start, a.k_stop)
+    return None

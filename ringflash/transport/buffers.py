@@ -1,0 +1,31 @@
+"""Communication buffers: allocated once, grown when a longer sequence comes, shared by all layers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_storage: dict[tuple[torch.device, str], torch.Tensor] = {}
+
+
+def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor over the pooled storage of this name, with whatever its last user left in it.
+
+    One process computes one ring at a time on a stream, so layers and groups share their buffers.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    storage = _storage.get((device, name))
+    if storage is None or storage.numel() < num_bytes:
+        storage = _storage[device, name] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return storage[:num_bytes].view(dtype).view(shape)
+
+
+def buffer_bytes() -> int:
+    """Bytes held for communication by this process, on all devices."""
+    return sum(storage.numel() for storage in _storage.values())
+
+
+def release_buffers() -> None:
+    """Give the communication buffers back; the next call allocates them anew."""
+    _storage.clear()
