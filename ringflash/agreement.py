@@ -83,7 +83,7 @@ def _exchange(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
             f"every rank of the group must make the call, got no answer from some of {group.size()} ranks ({cause}); "
             "look for a rank that stopped, or that made another call."
         ) from cause
-    return [x.numpy().tobytes() for x in gathered]
+    return [bytes(x.tolist()) for x in gathered]
 
 
 def _compare(messages: list[bytes], error: Exception | None) -> None:
@@ -98,8 +98,12 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
         raise _ERRORS.get(first["error"], RuntimeError)(f"{first['text']} (raised on ranks {failed})")
     calls = [content["call"] for content in contents]
     fields = [name for name in calls[0] if len({json.dumps(call.get(name)) for call in calls}) > 1]
-    table = "; ".join(f"{name}: " + ", ".join(f"rank {r} {c.get(name)}" for r, c in enumerate(calls)) for name in fields)
-    raise ValueError(f"all ranks of the group must make the same call, got {table}; give every rank the same arguments.")
+    table = "; ".join(
+        f"{name}: " + ", ".join(f"rank {r} {c.get(name)}" for r, c in enumerate(calls)) for name in fields
+    )
+    raise ValueError(
+        f"all ranks of the group must make the same call, got {table}; give every rank the same arguments."
+    )
 
 
 def _channel(group: dist.ProcessGroup) -> dist.ProcessGroup:

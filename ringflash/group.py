@@ -20,7 +20,7 @@ def resolve(group: Group) -> dist.ProcessGroup | None:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"group must be a 1-D mesh, got axes {group.mesh_dim_names or group.ndim}; pass mesh['context_parallel']."
+                f"group must be a 1-D mesh, got axes {group.mesh_dim_names or group.ndim}; pass one axis of it."
             )
         group = group.get_group()
     if group is None:
@@ -34,7 +34,7 @@ def resolve(group: Group) -> dist.ProcessGroup | None:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend that carries this group's tensors on `device` ("gloo", "nccl"); "none" where there is none."""
+    """Name of the backend for this group's tensors on `device`: "gloo", "nccl", or "none" where there is none."""
     try:
         return group._get_backend(device).name()
     except RuntimeError:

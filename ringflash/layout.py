@@ -43,10 +43,7 @@ def chunks(seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag") -> t
         return (Chunk(cp_rank * size, (cp_rank + 1) * size, 0),)
     size = seqlen // (2 * cp_size)
     last = 2 * cp_size - 1 - cp_rank
-    return (
-        Chunk(cp_rank * size, (cp_rank + 1) * size, 0),
-        Chunk(last * size, (last + 1) * size, size),
-    )
+    return (Chunk(cp_rank * size, (cp_rank + 1) * size, 0), Chunk(last * size, (last + 1) * size, size))
 
 
 def granularity(cp_size: int, layout: str = "zigzag") -> int:

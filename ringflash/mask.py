@@ -69,7 +69,9 @@ def check_window_size(window_size: tuple[int, int]) -> None:
 def check_cu_seqlens(cu_seqlens: tuple[int, ...], seqlen: int) -> None:
     """Raise ValueError unless cu_seqlens rises from 0 to the global length."""
     if len(cu_seqlens) < 2 or cu_seqlens[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0 and hold two or more bounds, got {_short(cu_seqlens)}; prepend 0.")
+        raise ValueError(
+            f"cu_seqlens must start at 0 and hold two or more bounds, got {_short(cu_seqlens)}; prepend 0."
+        )
     if any(b <= a for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)):
         raise ValueError(f"cu_seqlens must ascend, got {_short(cu_seqlens)}; drop empty documents and sort.")
     if cu_seqlens[-1] != seqlen:

@@ -103,8 +103,8 @@ def ring_attention_backward(
         group_name, causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic
     )
     plan = _plan(q, k, v, cu_seqlens, options, 0)
-    tensors = (_unit_stride(x) for x in (q, k, v))
-    return ring.backward(plan.ring(_group(group_name)), _unit_stride(dout), dlse, *tensors, out, lse)
+    q, k, v, dout = (_unit_stride(x) for x in (q, k, v, dout))
+    return ring.backward(plan.ring(_group(group_name)), dout, dlse, q, k, v, out, lse)
 
 
 @ring_attention_backward.register_fake
@@ -243,7 +243,7 @@ def _values(cu_seqlens: Tensor) -> tuple[int, ...]:
 
 
 def _group(name: str) -> dist.ProcessGroup | None:
-    return _resolve_process_group(name) if name else None
+    return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
 
 
 def _unit_stride(x: Tensor) -> Tensor:

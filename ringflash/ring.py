@@ -125,7 +125,13 @@ class _Exchange:
             return self.k, self.v
         self.pending.wait()
         self.post_next()
-        return (self.k, self.v) if hop.step == 0 else self.incoming(hop).unbind(0)
+        return self._keys_values(hop)
+
+    def _keys_values(self, hop: Hop) -> tuple[torch.Tensor, torch.Tensor]:
+        if hop.step == 0:
+            return self.k, self.v
+        kv = self.incoming(hop)
+        return kv[0], kv[1]
 
     def finish(self) -> None:
         """Order the stream after the last message, so that buffers may be used again."""
@@ -168,7 +174,7 @@ class _GradientExchange(_Exchange):
         index = self.hops.index(hop)
         self.returning = self.hops[index - 1] if index > 0 else None
         self.post_next()
-        return (self.k, self.v) if hop.step == 0 else self.incoming(hop).unbind(0)
+        return self._keys_values(hop)
 
     def next_messages(self) -> tuple[list[Message], list[Message]]:
         """K/V of the next hop, and the gradients of the last one on their way home."""

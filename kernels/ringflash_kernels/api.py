@@ -25,7 +25,14 @@ class BackwardPass(Protocol):
     """Gradients of one attention call, over one or several sets of keys."""
 
     def add(
-        self, k: torch.Tensor, v: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        *,
+        accumulate: bool = True,
     ) -> None:
         """Compute the gradients of the visible pairs of (q, k).
 
@@ -152,7 +159,7 @@ def attention_backward(
 
 def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:
     """The implementation `auto` stands for: the fastest that can take these inputs, and why."""
-    refused = []
+    refused: list[str] = []
     for impl in IMPLS:
         problem = _module(impl).unsupported(q, k, v)
         if problem is None:
@@ -205,7 +212,7 @@ def _check_state(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, acc: tor
     state = state_dtype(q.dtype)
     if out.shape != q.shape or out.dtype not in (q.dtype, state):
         raise ValueError(
-            f"out must be {tuple(q.shape)} in {q.dtype} or {state}, got {tuple(out.shape)} in {out.dtype}; leave it out."
+            f"out must be {tuple(q.shape)} in {q.dtype} or {state}, got {tuple(out.shape)} in {out.dtype}; omit it."
         )
     if lse.shape != (q.shape[0], q.shape[2], q.shape[1]) or lse.dtype != state:
         raise ValueError(
@@ -219,9 +226,7 @@ def _check_state(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, acc: tor
         )
 
 
-def _mask_of(
-    q: torch.Tensor, k: torch.Tensor, mask: Mask | None, causal: bool, window_size: tuple[int, int]
-) -> Mask:
+def _mask_of(q: torch.Tensor, k: torch.Tensor, mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:
     if mask is None:
         return Mask.band(q.shape[1], k.shape[1], causal=causal, window_size=window_size)
     if causal or tuple(window_size) != (-1, -1):

@@ -180,7 +180,7 @@ class Mask:
         start = torch.minimum(start, stop)
         if int((stop - start).sum()) != self.num_visible:
             raise ValueError(
-                f"mask must show every query one interval of keys, with bounds that never decrease, got {self.regions}; "
+                f"mask must show every query one interval of keys, bounds never decreasing, got {self.regions}; "
                 "build it with Mask.full, Mask.band or Mask.documents."
             )
         return start.int(), stop.int()
@@ -197,7 +197,12 @@ def band_of(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int
 def _expand(regions: Sequence[Region]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Row index, first and one-past-last visible key of every (region, row)."""
     far = 1 << 40
-    table = torch.tensor([[r[0], r[1], r[2], r[3], -far if r.lower is None else r.lower, far if r.upper is None else r.upper] for r in regions])
+    table = torch.tensor(
+        [
+            [r[0], r[1], r[2], r[3], -far if r.lower is None else r.lower, far if r.upper is None else r.upper]
+            for r in regions
+        ]
+    )
     q_start, q_stop, k_start, k_stop, lower, upper = table.unbind(1)
     lengths = q_stop - q_start
     region = torch.repeat_interleave(torch.arange(len(regions)), lengths)

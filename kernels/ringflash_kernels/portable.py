@@ -101,7 +101,14 @@ class Backward:
         self.dq = torch.zeros_like(q, dtype=torch.float32)
 
     def add(
-        self, k: torch.Tensor, v: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        *,
+        accumulate: bool = True,
     ) -> None:
         """Gradients of the pairs of `mask`: added to dk, dv and to the dq held here."""
         calls = _calls(mask)
@@ -112,7 +119,8 @@ class Backward:
             total_v[:, call.cols] += part_v
             self._add_query_key(call, part_q, part_k, total_k)
             if self.dlse is not None:
-                part_q, part_k, _ = self._flash_backward(*self._lse_gradient_inputs(values), call)
+                dout, out, unit = self._lse_gradient_inputs(values)
+                part_q, part_k, _ = self._flash_backward(dout, out, keys, unit, call)
                 self._add_query_key(call, part_q, part_k, total_k)
         if not accumulate:
             dk.copy_(total_k)
@@ -126,7 +134,7 @@ class Backward:
         self.dq[:, call.rows] += part_q
         dk[:, call.cols] += part_k
 
-    def _lse_gradient_inputs(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _lse_gradient_inputs(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dout, out and v for which the operator's dS = P (dP - delta) becomes P dlse: its own delta is not ours."""
         assert self.dlse is not None
         dout, unit = torch.zeros_like(self.q), torch.zeros_like(values)
@@ -169,7 +177,10 @@ def _flash_forward(
 @contextlib.contextmanager
 def _deterministic(enabled: bool) -> Iterator[None]:
     """torch's operator takes its order of accumulation from the global switch only."""
-    before, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     if enabled:
         torch.use_deterministic_algorithms(True)
     try:
@@ -209,8 +220,12 @@ def _common_window(run: list[Region]) -> tuple[int, int] | None:
     The operator counts both sides from the bottom right corner. A side that is open in a region
     may be closed at any distance that reaches across it.
     """
-    left = _common_side([(r.lower is not None, r.k_stop - r.q_stop - (r.lower or 0), r.k_stop - r.k_start) for r in run])
-    right = _common_side([(r.upper is not None, r.q_stop - r.k_stop + (r.upper or 0), r.q_stop - r.q_start) for r in run])
+    left = _common_side(
+        [(r.lower is not None, r.k_stop - r.q_stop - (r.lower or 0), r.k_stop - r.k_start) for r in run]
+    )
+    right = _common_side(
+        [(r.upper is not None, r.q_stop - r.k_stop + (r.upper or 0), r.q_stop - r.q_start) for r in run]
+    )
     return None if left is None or right is None else (left, right)
 
 

@@ -77,7 +77,14 @@ class Backward:
         self.dq = torch.zeros_like(q, dtype=dtype)
 
     def add(
-        self, k: torch.Tensor, v: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        *,
+        accumulate: bool = True,
     ) -> None:
         """Gradients of the pairs of `mask`: added to dk, dv and to the dq held here."""
         num_kv_heads = k.shape[2]

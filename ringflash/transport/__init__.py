@@ -34,10 +34,14 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
         NotImplementedError: the group or the device cannot carry it.
     """
     if name not in ("auto", *TRANSPORTS):
-        raise ValueError(f"transport must be 'auto' or one of {TRANSPORTS}, got {name!r}; 'auto' takes the group's backend.")
+        raise ValueError(
+            f"transport must be 'auto' or one of {TRANSPORTS}, got {name!r}; 'auto' takes the group's backend."
+        )
     able = "gloo" if device.type == "cpu" else "nccl"
     if name not in ("auto", able):
-        raise NotImplementedError(f"transport must carry tensors on {device.type} ({able!r}), got {name!r}; use 'auto'.")
+        raise NotImplementedError(
+            f"transport must carry tensors on {device.type} ({able!r}), got {name!r}; use 'auto'."
+        )
     backend = backend_of(group, device)
     if backend != able:
         raise NotImplementedError(

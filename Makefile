@@ -1,0 +1,50 @@
+# Every target sets up what it needs. PYTHON chooses the interpreter, VENV where the environment goes.
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST = $(VENV)/bin/python -m pytest
+EXTRAS = huggingface,lightning,deepspeed,dev
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-cpu test-gpu test-multi-gpu lint format clean
+
+help:  ## Show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+train: $(VENV)/.ready  ## Train a small model on real text through the ring: all GPUs, or 2 CPU processes
+	PATH="$(abspath $(VENV))/bin:$$PATH" launch/local.sh
+
+test: test-cpu  ## Run the tests that need no GPU
+
+test-cpu: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(PYTEST) tests -m "not gpu and not multi_gpu"
+
+test-gpu: $(VENV)/.ready  ## Run the kernel tests on one Hopper GPU
+	$(PYTEST) tests -m gpu
+
+test-multi-gpu: $(VENV)/.ready  ## Run the distributed tests on all GPUs
+	$(PYTEST) tests -m multi_gpu
+
+lint: $(VENV)/.ready  ## Check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.ready  ## Rewrite the sources in the house's format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:  ## Remove the environment and what runs left behind
+	rm -rf $(VENV) runs build dist
+
+# A CUDA build of torch that is already installed is used as it is; otherwise CI's versions are installed.
+$(VENV)/.ready: pyproject.toml .ci/constraints.txt
+	@if $(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then \
+		echo "using the installed CUDA torch"; \
+		$(PYTHON) -m venv --system-site-packages $(VENV) && \
+		$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[$(EXTRAS)]'; \
+	else \
+		$(PYTHON) -m venv $(VENV) && \
+		$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt torch==2.13.0 && \
+		$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt -e '.[$(EXTRAS)]'; \
+	fi
+	@touch $@
