@@ -200,13 +200,30 @@ def _calls(mask: Mask) -> list[_Call]:
     """The mask's regions as operator calls; runs of regions that continue one another share one."""
     if "flash2" not in mask._cache:
         runs: list[list[Region]] = []
-        for region in mask.regions:
+        for region in (piece for whole in mask.regions for piece in _pieces(whole)):
             if runs and _continues(runs[-1], region):
                 runs[-1].append(region)
             else:
                 runs.append([region])
         mask._cache["flash2"] = [_call(run) for run in runs]
     return mask._cache["flash2"]  # type: ignore[return-value]
+
+
+def _pieces(region: Region) -> list[Region]:
+    """The region cut into rows that the operator's window can express.
+
+    It counts from the bottom right corner and takes a right side of seqlen_k or more for unlimited, which it
+    then sets to seqlen_k: too little for the top rows where there are more queries than keys. Rows bound on a
+    side are never more than the keys, so cutting where a bound begins or ends to bind is enough.
+    """
+    q_start, q_stop, k_start, k_stop, lower, upper = region
+    if q_stop - q_start <= k_stop - k_start:
+        return [region]
+    cuts = [] if upper is None else [k_stop - 1 - upper]
+    cuts += [] if lower is None else [k_start - lower + 1]
+    edges = sorted({q_start, q_stop, *(cut for cut in cuts if q_start < cut < q_stop)})
+    pieces = (Region(a, b, k_start, k_stop, lower, upper).trimmed() for a, b in pairwise(edges))
+    return [piece for piece in pieces if piece is not None]
 
 
 def _continues(run: list[Region], region: Region) -> bool:
