@@ -34,8 +34,8 @@ def set_agreement_check(policy: Policy) -> None:
 
     Args:
         policy: "changed" (default) compares whenever this rank's call differs from its last one, and every time
-            on gloo, where it is cheap; "always" also catches one rank alone repeating its last call, for some
-            0.2 ms of host time a call; "never" trusts the caller.
+            on gloo, where it is cheap; "always" also catches one rank alone repeating its last call, for an
+            exchange between hosts a call; "never" trusts the caller.
     """
     global _policy
     if policy not in ("changed", "always", "never"):
@@ -104,6 +104,14 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
     raise ValueError(
         f"all ranks of the group must make the same call, got {table}; give every rank the same arguments."
     )
+
+
+def _by_value(values: list[object]) -> str:
+    """Which ranks hold which value: "True (rank 0, 2), False (rank 1)"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(str(value), []).append(rank)
+    return ", ".join(f"{value} (rank {', '.join(map(str, holders))})" for value, holders in ranks.items())
 
 
 def _channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
