@@ -98,9 +98,7 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
         raise _ERRORS.get(first["error"], RuntimeError)(f"{first['text']} (raised on ranks {failed})")
     calls = [content["call"] for content in contents]
     fields = [name for name in calls[0] if len({json.dumps(call.get(name)) for call in calls}) > 1]
-    table = "; ".join(
-        f"{name}: " + ", ".join(f"rank {r} {c.get(name)}" for r, c in enumerate(calls)) for name in fields
-    )
+    table = "; ".join(f"{name} {_by_value([call.get(name) for call in calls])}" for name in fields)
     raise ValueError(
         f"all ranks of the group must make the same call, got {table}; give every rank the same arguments."
     )
