@@ -2,6 +2,7 @@
 
 `impl`  "reference"  eager, any device and dtype: the specification
         "flash2"     torch's FlashAttention-2 operators, CUDA, fp16 and bf16
+        "fa4"        flash-attn-4 where it is installed, compute capability 9.x and 10.x, fp16 and bf16
         "hopper"     our kernels for compute capability 9.0, fp16 and bf16
 """
 
@@ -16,9 +17,14 @@ import torch
 from ringflash_kernels.mask import Mask
 from ringflash_kernels.reference import state_dtype
 
-_MODULES = {"flash2": "ringflash_kernels.portable", "reference": "ringflash_kernels.reference"}
+_MODULES = {
+    "flash2": "ringflash_kernels.portable",
+    "reference": "ringflash_kernels.reference",
+    "fa4": "ringflash_kernels.flash4",
+}
 
 IMPLS = tuple(_MODULES)
+_AUTOMATIC = ("flash2", "reference")  # fastest first; what auto may choose
 
 
 class BackwardPass(Protocol):
@@ -160,12 +166,12 @@ def attention_backward(
 def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:
     """The implementation `auto` stands for: the fastest that can take these inputs, and why."""
     refused: list[str] = []
-    for impl in IMPLS:
+    for impl in _AUTOMATIC:
         problem = _module(impl).unsupported(q, k, v)
         if problem is None:
             return Choice(impl, "; ".join(refused) or f"{q.device.type}, {q.dtype}, head_dim {q.shape[-1]}")
         refused.append(f"{impl} cannot take {problem}")
-    raise NotImplementedError(f"inputs must suit one of {IMPLS}, got {'; '.join(refused)}.")
+    raise NotImplementedError(f"inputs must suit one of {_AUTOMATIC}, got {'; '.join(refused)}.")
 
 
 def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ModuleType:

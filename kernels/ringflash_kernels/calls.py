@@ -1,0 +1,215 @@
+"""A mask as calls of a FlashAttention operator: one rectangle of rows and keys, one window, document bounds.
+
+What every implementation needs that cannot take a mask of several regions, nor resume: the calls, and the
+merging of their results in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from ringflash_kernels.mask import Mask, Region
+from ringflash_kernels.merge import merge_
+
+
+@dataclass
+class Call:
+    """One operator call.
+
+    Args:
+        rows, cols: query and key rows.
+        window: (left, right) counted from the bottom right corner, -1 unlimited.
+        q_bounds, k_bounds: cumulative lengths of the documents inside; two entries for a single one.
+    """
+
+    rows: slice
+    cols: slice
+    window: tuple[int, int]
+    q_bounds: tuple[int, ...]
+    k_bounds: tuple[int, ...]
+    _cum: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the call holds several documents."""
+        return len(self.q_bounds) > 2
+
+    def lengths(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
+        """cu_seqlens of queries and keys, int32 (None for a single document), and the longest lengths."""
+        max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in (self.q_bounds, self.k_bounds))
+        if not self.is_packed:
+            return None, None, max_q, max_k
+        if self._cum is None or self._cum[0].device != device:
+            cum_q, cum_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (self.q_bounds, self.k_bounds))
+            self._cum = cum_q, cum_k
+        return *self._cum, max_q, max_k
+
+
+def calls(mask: Mask) -> list[Call]:
+    """The mask's regions as operator calls; runs of regions that continue one another share one."""
+    if "calls" not in mask._cache:
+        runs: list[_Run] = []
+        for region in (piece for whole in mask.regions for piece in _pieces(whole)):
+            longer = runs[-1].joined(region) if runs else None
+            if longer is not None:
+                runs[-1] = longer
+            else:
+                runs.append(_Run.of(region))
+        mask._cache["calls"] = [run.call() for run in runs]
+    return mask._cache["calls"]  # type: ignore[return-value]
+
+
+Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call, float], tuple[torch.Tensor, torch.Tensor]]
+
+
+def merged_forward(
+    flash: Flash,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None,
+) -> None:
+    """`api.attention_forward` by calls of `flash`, which returns (out, lse) of one call."""
+    if acc is None:
+        out.zero_()
+        lse.fill_(float("-inf"))
+    todo = calls(mask)
+    alone = acc is None and len(todo) == 1  # nothing to merge with: no need for a state that does not round
+    state = acc
+    if state is None:
+        state = out if alone or out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
+    for call in todo:
+        part, part_lse = flash(q[:, call.rows], k[:, call.cols], v[:, call.cols], call, softmax_scale)
+        if alone:
+            state[:, call.rows] = part
+            lse[..., call.rows] = part_lse
+        else:
+            merge_(state[:, call.rows], lse[..., call.rows], part, part_lse)
+    if state is not out:
+        out.copy_(state)
+
+
+class MergedBackward:
+    """`api.begin_backward` by operator calls; subclasses give the gradients of one call."""
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        softmax_scale: float,
+        dlse: torch.Tensor | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        self.dout, self.q, self.out, self.lse = dout, q, out, lse
+        self.softmax_scale, self.dlse, self.deterministic = softmax_scale, dlse, deterministic
+        self.dq = torch.zeros_like(q, dtype=torch.float32)
+
+    def gradients(
+        self, k: torch.Tensor, v: torch.Tensor, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk, dv of one call; k and v are its rows alone."""
+        raise NotImplementedError
+
+    def add(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        *,
+        accumulate: bool = True,
+    ) -> None:
+        """Gradients of the pairs of `mask`: added to dk, dv and to the dq held here."""
+        total_k, total_v = (x if accumulate else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv))
+        for call in calls(mask):
+            part_q, part_k, part_v = self.gradients(k[:, call.cols], v[:, call.cols], call)
+            self.dq[:, call.rows] += part_q
+            total_k[:, call.cols] += part_k
+            total_v[:, call.cols] += part_v
+        if not accumulate:
+            dk.copy_(total_k)
+            dv.copy_(total_v)
+
+    def finish(self) -> torch.Tensor:
+        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q."""
+        return self.dq.to(self.q.dtype)
+
+
+def _pieces(region: Region) -> list[Region]:
+    """The region cut into rows that the operator's window can express.
+
+    It counts from the bottom right corner and takes a right side of seqlen_k or more for unlimited, which it
+    then sets to seqlen_k: too little for the top rows where there are more queries than keys. Rows bound on a
+    side are never more than the keys, so cutting where a bound begins or ends to bind is enough.
+    """
+    q_start, q_stop, k_start, k_stop, lower, upper = region
+    if q_stop - q_start <= k_stop - k_start:
+        return [region]
+    cuts = [] if upper is None else [k_stop - 1 - upper]
+    cuts += [] if lower is None else [k_start - lower + 1]
+    edges = sorted({q_start, q_stop, *(cut for cut in cuts if q_start < cut < q_stop)})
+    pieces = (Region(a, b, k_start, k_stop, lower, upper).trimmed() for a, b in pairwise(edges))
+    return [piece for piece in pieces if piece is not None]
+
+
+class _Side(NamedTuple):
+    """One side of the window: its distance from the bottom right corner (None: open) and what it must reach across."""
+
+    distance: int | None
+    across: int
+
+    def joined(self, other: _Side) -> _Side | None:
+        """A side that is right for both: an open one may be closed at any distance that reaches across."""
+        distances = {side.distance for side in (self, other) if side.distance is not None}
+        if len(distances) > 1:
+            return None
+        side = _Side(max(distances, default=None), max(self.across, other.across))
+        return None if side.distance is not None and side.distance < side.across - 1 else side
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Regions that continue one another along the diagonal and share a window."""
+
+    regions: tuple[Region, ...]
+    left: _Side
+    right: _Side
+
+    @classmethod
+    def of(cls, region: Region) -> _Run:
+        """A run of one region; a closed side reaches as far as it says, an open one across the region."""
+        q_start, q_stop, k_start, k_stop, lower, upper = region
+        left = _Side(None, k_stop - k_start) if lower is None else _Side(k_stop - q_stop - lower, 0)
+        right = _Side(None, q_stop - q_start) if upper is None else _Side(q_stop - k_stop + upper, 0)
+        return cls((region,), left, right)
+
+    def joined(self, region: Region) -> _Run | None:
+        """This run and one more region; None where the operator needs another call for it."""
+        last, other = self.regions[-1], _Run.of(region)
+        left, right = self.left.joined(other.left), self.right.joined(other.right)
+        if (region.q_start, region.k_start) != (last.q_stop, last.k_stop) or left is None or right is None:
+            return None
+        return _Run((*self.regions, region), left, right)
+
+    def call(self) -> Call:
+        """The run as one operator call."""
+        first, last = self.regions[0], self.regions[-1]
+        window = tuple(-1 if side.distance is None else side.distance for side in (self.left, self.right))
+        q_bounds = (0, *(region.q_stop - first.q_start for region in self.regions))
+        k_bounds = (0, *(region.k_stop - first.k_start for region in self.regions))
+        rows, cols = slice(first.q_start, last.q_stop), slice(first.k_start, last.k_stop)
+        return Call(rows, cols, (window[0], window[1]), q_bounds, k_bounds)
