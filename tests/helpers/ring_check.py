@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 import ringflash
-from tests.helpers import dense
+from tests.helpers import dense, tolerance
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context
-from tests.helpers.tolerance import SEQUENCE_DIM, Ratio, assert_close
+from tests.helpers.tolerance import SEQUENCE_DIM, Ratio, assert_within
 
 
 class Problem(NamedTuple):
@@ -29,13 +29,27 @@ class Problem(NamedTuple):
 
 def check(ctx: Context, case: Case, chunk: int = 6, dtype: str = "float64", impl: str = "reference") -> list[Ratio]:
     """Assert that out, lse, dq, dk and dv of this rank keep within the tolerance; return what they spent of it."""
+    spent = measure(ctx, case, chunk, dtype, impl)
+    assert_within(spent)
+    return spent
+
+
+def measure(ctx: Context, case: Case, chunk: int, dtype: str, impl: str) -> list[Ratio]:
+    """What out, lse, dq, dk and dv of this rank spend of the tolerance, each of its two halves by itself."""
     whole = problem(case, 2 * ctx.size * chunk, getattr(torch, dtype), ctx.device)
     want = oracle(case, whole, chunk, torch.float64)
     baseline = None if dtype == "float64" else oracle(case, whole, chunk, whole.q.dtype)
     got = run(ctx, case, whole, chunk, impl)
     mine = {name: shard(ctx, case, want[name], name) for name in got}
     base = baseline and {name: shard(ctx, case, baseline[name], name) for name in got}
-    return assert_close(got, mine, base, num_chunks=2)
+    return tolerance.measure(got, mine, base, num_chunks=2)
+
+
+def repeats_exactly(ctx: Context, case: Case, chunk: int, dtype: str, impl: str) -> bool:
+    """Whether two deterministic runs agree in every bit."""
+    whole = problem(case, 2 * ctx.size * chunk, getattr(torch, dtype), ctx.device)
+    first, second = (run(ctx, case, whole, chunk, impl, deterministic=True) for _ in range(2))
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def problem(case: Case, seqlen: int, dtype: torch.dtype, device: torch.device) -> Problem:
@@ -63,7 +77,9 @@ def oracle(case: Case, whole: Problem, chunk: int, dtype: torch.dtype) -> dict[s
     )  # fmt: skip
 
 
-def run(ctx: Context, case: Case, whole: Problem, chunk: int, impl: str) -> dict[str, torch.Tensor]:
+def run(
+    ctx: Context, case: Case, whole: Problem, chunk: int, impl: str, *, deterministic: bool = False
+) -> dict[str, torch.Tensor]:
     """out, dq, dk and dv of this rank by `ring_attention`, and lse if the loss sees it."""
     q, k, v = (strided(shard(ctx, case, x), case.strides).requires_grad_() for x in whole[:3])
     bounds = case.cu_seqlens(whole.q.shape[1], chunk)
@@ -71,6 +87,7 @@ def run(ctx: Context, case: Case, whole: Problem, chunk: int, impl: str) -> dict
         q, k, v, group=ctx.group, causal=case.causal, window_size=case.window_size(chunk),
         cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int32),
         softmax_scale=case.softmax_scale, layout=case.layout, impl=impl, return_lse=case.lse_gradient,
+        deterministic=deterministic,
     )  # fmt: skip
     dout = shard(ctx, case, whole.dout)
     if case.strides == "expanded_dout":

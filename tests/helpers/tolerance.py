@@ -7,7 +7,7 @@ mean: over a whole causal sequence the early rows set the scale, and zeroed last
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -76,16 +76,33 @@ def assert_close(
     *,
     num_chunks: int = 1,
 ) -> list[Ratio]:
-    """Assert that every tensor of `got` keeps within its budget; return what each spent.
+    """Assert that every tensor of `got` keeps within its budget; return what each spent."""
+    spent = measure(got, want, baseline, num_chunks=num_chunks)
+    assert_within(spent)
+    return spent
 
-    Raises:
-        AssertionError: names each tensor and chunk beyond its budget.
-    """
-    spent = [
+
+def measure(
+    got: Mapping[str, torch.Tensor],
+    want: Mapping[str, torch.Tensor],
+    baseline: Mapping[str, torch.Tensor] | None = None,
+    *,
+    num_chunks: int = 1,
+) -> list[Ratio]:
+    """What every tensor of `got` spends of its budget, for a table; finiteness and shapes are asserted."""
+    return [
         ratio
         for name in got
         for ratio in ratios(name, got[name], want[name], baseline and baseline[name], num_chunks=num_chunks)
     ]
+
+
+def assert_within(spent: Iterable[Ratio]) -> None:
+    """Assert that no budget is exceeded.
+
+    Raises:
+        AssertionError: names each tensor and chunk beyond its budget.
+    """
     beyond = [ratio for ratio in spent if not (ratio.maximum <= 1 and ratio.mean <= 1)]
     assert not beyond, "errors must stay within their budget, got " + "; ".join(
         f"{r.name} of chunk {r.chunk}: {r.maximum:.3g} times (mean {r.mean:.3g})" for r in beyond
