@@ -10,6 +10,7 @@ from torch import nn
 
 from ringflash import ops
 from ringflash.group import Group, resolve
+from ringflash.mask import check_window_size
 
 
 def ring_attention(
@@ -55,7 +56,7 @@ def ring_attention(
     Numerics: state and gradients travel and accumulate in fp32 (fp64 for fp64); docs/numerics.md.
     """
     resolved = resolve(group)
-    left, right = window_size
+    left, right = _sides(window_size)
     grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
     out, lse = ops.ring_attention(
         q, k, v, cu_seqlens,
@@ -106,7 +107,7 @@ def explain(
     Args: as `ring_attention`.
     """
     resolved = resolve(group)
-    left, right = window_size
+    left, right = _sides(window_size)
     name = "" if resolved is None else resolved.group_name
     options = ops.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
     plan = ops._plan(q, k, v, cu_seqlens, options, 0)
@@ -118,6 +119,13 @@ def explain(
     return Explanation(
         plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, steps, plan.schedule.num_visible
     )
+
+
+def _sides(window_size: Sequence[int]) -> tuple[int, int]:
+    """(left, right). Their number is checked here; their values where the ranks compare their calls."""
+    if len(window_size) != 2:
+        check_window_size(tuple(window_size))
+    return window_size[0], window_size[1]
 
 
 class RingAttention(nn.Module):

@@ -57,7 +57,7 @@ class SequenceMask:
         return first, last
 
 
-def check_window_size(window_size: tuple[int, int]) -> None:
+def check_window_size(window_size: tuple[int, ...]) -> None:
     """Raise ValueError unless window_size is two integers of at least -1."""
     if len(window_size) != 2 or any(not isinstance(w, int) or w < -1 for w in window_size):
         raise ValueError(

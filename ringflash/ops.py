@@ -66,7 +66,8 @@ def ring_attention(
         plan = _plan(q, k, v, cu_seqlens, options, grad_flags)
     except (ValueError, NotImplementedError, RuntimeError) as problem:
         error = problem
-    agreement.agree(group, _signature(q, k, cu_seqlens, options, grad_flags, return_lse), error)
+    signature = _signature(q, k, cu_seqlens, options, grad_flags, return_lse) if error is None else {}
+    agreement.agree(group, signature, error)
     assert plan is not None
     return ring.forward(plan.ring(group), _unit_stride(q), _unit_stride(k), _unit_stride(v))
 

@@ -1,0 +1,49 @@
+"""ring_attention against attention of the whole sequence: out, lse and all gradients. gloo, 2 to 4 CPU processes.
+
+fp64 to 1e-11 over every mask, layout, head grouping and memory order; fp32 and bf16 by the tolerance policy.
+Masks run on 2, 3 and 4 ranks. Shapes do not change who sends what, so the wide ones run on 2.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers import ring_check
+from tests.helpers.cases import Case, mask_cases, shape_cases, single_cases
+from tests.helpers.pool import Pool
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("case", mask_cases(), ids=str)
+def test_masks(pool: Pool, case: Case, size: int) -> None:
+    pool.run(ring_check.check, case, size=size)
+
+
+@pytest.mark.parametrize("case", shape_cases(), ids=str)
+def test_shapes(pool: Pool, case: Case) -> None:
+    pool.run(ring_check.check, case, size=2)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", single_cases(), ids=str)
+def test_variations(pool: Pool, case: Case, size: int) -> None:
+    pool.run(ring_check.check, case, size=size)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_short_chunks(pool: Pool, chunk: int, layout: str) -> None:
+    """Down to a single token a chunk: with documents of one token, whole shards see nothing of each other."""
+    pool.run(ring_check.check, Case(layout=layout, documents="crossing"), chunk, size=4)
+    pool.run(ring_check.check, Case(layout=layout, documents="tokens", causal=False), chunk, size=3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", [Case(), Case(documents="mixed", window="left"), Case(causal=False)], ids=str)
+def test_low_precision(pool: Pool, case: Case, dtype: str) -> None:
+    pool.run(ring_check.check, case, 32, dtype, size=4)
+
+
+def test_fp32(pool: Pool) -> None:
+    """Unmasked only: the budget is the largest error of fp32 eager attention; in rows of few keys that is luck."""
+    pool.run(ring_check.check, Case(causal=False, head_dim=64), 64, "float32", size=4)

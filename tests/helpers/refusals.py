@@ -1,0 +1,189 @@
+"""Bad calls of `ring_attention`, and what every rank must answer to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import ringflash
+from tests.helpers.pool import Context
+
+LENGTH = 8  # local tokens
+
+
+class Refusal(NamedTuple):
+    """One bad call.
+
+    Args:
+        error: name of the type that every rank raises.
+        pattern: what its message must hold.
+        change: (context, arguments) -> None, spoils the arguments of a good call.
+    """
+
+    error: str
+    pattern: str
+    change: Callable[[Context, dict[str, Any]], None]
+
+
+class Answer(NamedTuple):
+    """What one rank did: type and text of what it raised, batches of messages it posted, a good call after it."""
+
+    error: str
+    text: str
+    posted: int
+    usable: bool
+
+
+def attempt(ctx: Context, name: str) -> Answer:
+    """Make the bad call, then a good one."""
+    arguments = good_call(ctx)
+    REFUSALS[name].change(ctx, arguments)
+    with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as post:
+        try:
+            ringflash.ring_attention(**arguments)
+            error, text = "none", "accepted"
+        except Exception as problem:
+            error, text = type(problem).__name__, str(problem)
+        posted = post.call_count
+    out = ringflash.ring_attention(**good_call(ctx))
+    assert isinstance(out, torch.Tensor)
+    return Answer(error, text, posted, bool(torch.isfinite(out).all()))
+
+
+def assert_refused(name: str, answers: list[Answer]) -> None:
+    """Assert that every rank raised what it must, sent nothing, and went on."""
+    expected = REFUSALS[name]
+    for rank, answer in enumerate(answers):
+        assert answer.error == expected.error, f"rank {rank}: {answer}"
+        assert re.search(expected.pattern, answer.text), f"rank {rank}: {answer}"
+        assert answer.posted == 0, f"rank {rank} sent something: {answer}"
+        assert answer.usable, f"rank {rank} cannot go on"
+
+
+def good_call(ctx: Context) -> dict[str, Any]:
+    """Arguments that every rank accepts."""
+    q, k, v = (torch.ones(1, LENGTH, n, 16, device=ctx.device) for n in (4, 2, 2))
+    return {"q": q, "k": k, "v": v, "group": ctx.group, "impl": "reference"}
+
+
+def _set(**values: Any) -> Callable[[Context, dict[str, Any]], None]:
+    return lambda ctx, arguments: arguments.update(values)
+
+
+def _last_rank(change: Callable[[Context, dict[str, Any]], None]) -> Callable[[Context, dict[str, Any]], None]:
+    """The change on one rank only; the others make a good call."""
+    return lambda ctx, arguments: change(ctx, arguments) if ctx.rank == ctx.size - 1 else None
+
+
+def _tensors(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[[Context, dict[str, Any]], None]:
+    return lambda ctx, arguments: arguments.update({x: change(x, arguments[x]) for x in "qkv"})
+
+
+def _cu_seqlens(
+    make: Callable[[int], Any], dtype: torch.dtype = torch.int32
+) -> Callable[[Context, dict[str, Any]], None]:
+    """Document bounds from the global length."""
+    return lambda ctx, arguments: arguments.update(cu_seqlens=torch.tensor(make(ctx.size * LENGTH), dtype=dtype))
+
+
+def _batch_of_documents(ctx: Context, arguments: dict[str, Any]) -> None:
+    _tensors(lambda name, x: x.expand(2, -1, -1, -1))(ctx, arguments)
+    _cu_seqlens(lambda n: [0, n])(ctx, arguments)
+
+
+def _other_transport(ctx: Context, arguments: dict[str, Any]) -> None:
+    arguments["transport"] = "nccl" if ctx.device.type == "cpu" else "gloo"
+
+
+def _another_device(ctx: Context, arguments: dict[str, Any]) -> None:
+    arguments["k"] = arguments["k"].to("meta" if ctx.device.type == "cpu" else "cpu")
+
+
+def _used_before(ctx: Context, arguments: dict[str, Any]) -> None:
+    """Both calls are known to every rank from before."""
+    for causal in (True, False):
+        ringflash.ring_attention(**arguments, causal=causal)
+    arguments["causal"] = ctx.rank == 0
+
+
+def _cut(length: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    return lambda name, x: x[:, :length].contiguous()
+
+
+SAME = "all ranks of the group must make the same call, got "
+
+REFUSALS: dict[str, Refusal] = {
+    "length": Refusal("ValueError", r"seqlen must be divisible by 2 \* cp_size .*pad to", _tensors(_cut(7))),
+    "empty": Refusal("ValueError", "q must not be empty", _tensors(_cut(0))),
+    "dimensions": Refusal("ValueError", r"q must be \(batch, seqlen", _tensors(lambda name, x: x[0])),
+    "integers": Refusal("ValueError", "q must be floating point", _tensors(lambda name, x: x.long())),
+    "heads": Refusal("ValueError", "num_heads must be a multiple", lambda c, a: a.update(q=a["q"][:, :, :3])),
+    "kv_shapes": Refusal("ValueError", "v must have the shape of k", lambda c, a: a.update(v=a["v"][:, :, :1])),
+    "head_dims": Refusal("ValueError", "k must have batch and head_dim", lambda c, a: a.update(q=a["q"][..., :8])),
+    "kv_length": Refusal(
+        "ValueError", "k must have the local sequence length", lambda c, a: a.update(q=a["q"][:, :4].contiguous())
+    ),
+    "dtypes": Refusal("ValueError", "must share one dtype", lambda c, a: a.update(k=a["k"].half())),
+    "devices": Refusal("ValueError", "must share one device", _another_device),
+    "requires_grad": Refusal(
+        "ValueError", "must all require grad or none", lambda c, a: a.update(q=a["q"].requires_grad_())
+    ),
+    "window": Refusal("ValueError", "window_size must be", _set(window_size=(-2, 0))),
+    "window_length": Refusal("ValueError", "window_size must be", _set(window_size=(1, 2, 3))),
+    "layout": Refusal("ValueError", "layout must be one of", _set(layout="striped")),
+    "impl": Refusal("ValueError", "impl must be", _set(impl="flash9")),
+    "impl_dtype": Refusal(
+        "NotImplementedError", r"dtype torch.float32 .*use one of \['reference'\]", _set(impl="flash2")
+    ),
+    "impl_head_dim": Refusal(
+        "NotImplementedError",
+        r"head_dim 12 .*use one of \['reference'\]",
+        lambda c, a: a.update({x: a[x][..., :12].bfloat16().contiguous() for x in "qkv"}, impl="flash2"),
+    ),
+    "transport": Refusal("ValueError", "transport must be", _set(transport="pigeon")),
+    "other_transport": Refusal("NotImplementedError", "transport must carry tensors on", _other_transport),
+    "cu_seqlens_start": Refusal("ValueError", "cu_seqlens must start at 0", _cu_seqlens(lambda n: [1, n])),
+    "cu_seqlens_single": Refusal("ValueError", "cu_seqlens must start at 0 and hold two", _cu_seqlens(lambda n: [0])),
+    "cu_seqlens_order": Refusal("ValueError", "cu_seqlens must ascend", _cu_seqlens(lambda n: [0, 5, 4, n])),
+    "cu_seqlens_empty": Refusal("ValueError", "cu_seqlens must ascend", _cu_seqlens(lambda n: [0, 5, 5, n])),
+    "cu_seqlens_local": Refusal("ValueError", "must end at the global sequence", _cu_seqlens(lambda n: [0, LENGTH])),
+    "cu_seqlens_long": Refusal("ValueError", "must end at the global sequence", _cu_seqlens(lambda n: [0, n + 1])),
+    "cu_seqlens_dtype": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: [0, n], torch.int64)),
+    "cu_seqlens_scalar": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: n)),
+    "cu_seqlens_matrix": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: [[0, n]] * 9)),
+    "cu_seqlens_batch": Refusal("ValueError", "batch must be 1 with cu_seqlens", _batch_of_documents),
+    "dropout": Refusal("TypeError", "dropout_p", _set(dropout_p=0.1)),
+    "bias": Refusal("TypeError", "attn_bias", _set(attn_bias=None)),
+    "alibi": Refusal("TypeError", "alibi_slopes", _set(alibi_slopes=None)),
+    "ranks_differ_in_length": Refusal("ValueError", SAME + r"q \[", _last_rank(_tensors(_cut(4)))),
+    "ranks_differ_in_heads": Refusal(
+        "ValueError", SAME + "q ", _last_rank(lambda c, a: a.update(q=a["q"][:, :, :2].contiguous()))
+    ),
+    "ranks_differ_in_dtype": Refusal("ValueError", SAME + "dtype", _last_rank(_tensors(lambda name, x: x.double()))),
+    "ranks_differ_in_causal": Refusal("ValueError", SAME + "causal", _last_rank(_set(causal=False))),
+    "ranks_differ_in_window": Refusal("ValueError", SAME + "window_size", _last_rank(_set(window_size=(3, 0)))),
+    "ranks_differ_in_scale": Refusal("ValueError", SAME + "softmax_scale", _last_rank(_set(softmax_scale=0.5))),
+    "ranks_differ_in_layout": Refusal("ValueError", SAME + "layout", _last_rank(_set(layout="contiguous"))),
+    "ranks_differ_in_impl": Refusal("ValueError", SAME + "impl", _last_rank(_set(impl="auto"))),
+    "ranks_differ_in_lse": Refusal("ValueError", SAME + "return_lse", _last_rank(_set(return_lse=True))),
+    "ranks_differ_in_grad": Refusal(
+        "ValueError", SAME + "requires_grad", _last_rank(_tensors(lambda name, x: x.requires_grad_()))
+    ),
+    "ranks_differ_in_documents": Refusal("ValueError", SAME + "cu_seqlens", _last_rank(_cu_seqlens(lambda n: [0, n]))),
+    "ranks_differ_in_many_documents": Refusal(
+        "ValueError",
+        SAME + "cu_seqlens [0-9]+ bounds, checksum",
+        lambda c, a: _cu_seqlens(lambda n: [0, 1 + (c.rank == 0), *range(3, n + 1)])(c, a),
+    ),
+    "ranks_differ_after_both_calls": Refusal("ValueError", SAME + "causal", _used_before),
+    "one_rank_window": Refusal("ValueError", r"window_size must be", _last_rank(_set(window_size=(-2, 0)))),
+    "one_rank_impl": Refusal("NotImplementedError", "must be able to take", _last_rank(_set(impl="flash2"))),
+    "one_rank_length": Refusal("ValueError", "seqlen must be divisible", _last_rank(_tensors(_cut(7)))),
+    "one_rank_documents": Refusal("ValueError", "cu_seqlens must start", _last_rank(_cu_seqlens(lambda n: [1, n]))),
+    "one_rank_bound_type": Refusal("ValueError", "must be 1-D int32", _last_rank(_cu_seqlens(lambda n: n))),
+}

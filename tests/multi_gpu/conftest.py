@@ -1,0 +1,93 @@
+"""Ranks, kernel and dtype of this tier, its worker pool, and the table of errors it writes.
+
+    pytest tests/multi_gpu --ranks 2 --impl flash2 --dtype bfloat16 --ratios ratios.json
+
+`--backend gloo --impl reference` runs the same on the CPU, to check the tests themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.helpers.pool import Pool
+from tests.helpers.tolerance import Ratio
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of this tier."""
+    parser.addoption("--ranks", type=int, default=2, help="processes, one GPU each")
+    parser.addoption("--impl", default="flash2", help="kernel: one of ringflash_kernels.IMPLS")
+    parser.addoption("--dtype", default="bfloat16", help="dtype of q, k and v")
+    parser.addoption("--backend", default="nccl", help="nccl, or gloo for the CPU")
+    parser.addoption("--ratios", type=Path, default=None, help="JSON file for the errors over their budgets")
+
+
+class Setup(NamedTuple):
+    """What the options say."""
+
+    ranks: int
+    impl: str
+    dtype: str
+    backend: str
+
+
+class Table:
+    """Largest error over budget, by case and tensor, over all ranks and chunks."""
+
+    def __init__(self) -> None:
+        self.cases: dict[str, dict[str, dict[str, float]]] = {}
+
+    def add(self, case: str, per_rank: list[list[Ratio]]) -> list[Ratio]:
+        """Enter one case; return its ratios on all ranks."""
+        spent = [ratio for ratios in per_rank for ratio in ratios]
+        for ratio in spent:
+            worst = self.cases.setdefault(case, {}).setdefault(ratio.name, {"max": 0.0, "mean": 0.0})
+            worst["max"], worst["mean"] = max(worst["max"], ratio.maximum), max(worst["mean"], ratio.mean)
+        return spent
+
+    def worst(self) -> dict[str, dict[str, float | str]]:
+        """By tensor: the largest ratios of all cases and the case of the largest maximum."""
+        result: dict[str, dict[str, float | str]] = {}
+        for name in sorted({name for tensors in self.cases.values() for name in tensors}):
+            held = {case: tensors[name] for case, tensors in self.cases.items() if name in tensors}
+            case = max(held, key=lambda key: held[key]["max"])
+            result[name] = {"max": held[case]["max"], "mean": max(x["mean"] for x in held.values()), "case": case}
+        return result
+
+
+@pytest.fixture(scope="session")
+def setup(request: pytest.FixtureRequest) -> Setup:
+    """The options, if this machine has the GPUs for them; the defaults where pytest was started above this folder."""
+    option = request.config.getoption
+    setup = Setup(
+        option("--ranks", 2), option("--impl", "flash2"), option("--dtype", "bfloat16"), option("--backend", "nccl")
+    )
+    if setup.backend == "nccl" and torch.cuda.device_count() < setup.ranks:
+        pytest.skip(f"needs {setup.ranks} GPUs, found {torch.cuda.device_count()}")
+    return setup
+
+
+@pytest.fixture(scope="session")
+def pool(setup: Setup) -> Iterator[Pool]:
+    """One process a GPU."""
+    pool = Pool(setup.ranks, backend=setup.backend, timeout_s=180)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def table(setup: Setup, request: pytest.FixtureRequest) -> Iterator[Table]:
+    """Collects ratios; written when the session ends, also of cases that failed."""
+    table = Table()
+    yield table
+    path = request.config.getoption("--ratios", None)
+    if path is not None:
+        device = torch.cuda.get_device_name() if setup.backend == "nccl" else "cpu"
+        head = {"device": device, "torch": torch.__version__, **setup._asdict(), "num_cases": len(table.cases)}
+        path.write_text(json.dumps({**head, "worst": table.worst(), "cases": table.cases}, indent=1) + "\n")

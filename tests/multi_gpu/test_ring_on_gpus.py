@@ -1,0 +1,49 @@
+"""The distributed cases on GPUs: NCCL, one process a GPU, low precision by the tolerance policy. Two GPUs or more.
+
+The cases are those of the gloo tier, with chunks long enough that a kernel has several tiles; a few more run at a
+length where most tiles are full.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers import refusals, ring_check
+from tests.helpers.cases import Case, all_cases
+from tests.helpers.pool import Pool
+from tests.helpers.tolerance import assert_within
+from tests.multi_gpu.conftest import Setup, Table
+
+pytestmark = pytest.mark.multi_gpu
+
+CHUNK = 160  # tokens; no multiple of a kernel's tile
+LONG_CHUNK = 2048
+
+LONG = [
+    Case(head_dim=128),
+    Case(head_dim=128, causal=False),
+    Case(head_dim=128, window="left", documents="mixed"),
+    Case(head_dim=64, layout="contiguous", documents="crossing"),
+]
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=str)
+def test_case(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
+    spent = pool.run(ring_check.measure, case, CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add(str(case), spent))
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_long(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
+    spent = pool.run(ring_check.measure, case, LONG_CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add(f"long-{case}", spent))
+
+
+@pytest.mark.parametrize("case", [Case(), Case(documents="mixed", window="both", causal=False)], ids=str)
+def test_deterministic(pool: Pool, setup: Setup, case: Case) -> None:
+    assert all(pool.run(ring_check.repeats_exactly, case, CHUNK, setup.dtype, setup.impl))
+
+
+@pytest.mark.parametrize("name", refusals.REFUSALS)
+def test_refusal(pool: Pool, name: str) -> None:
+    refusals.assert_refused(name, pool.run(refusals.attempt, name, timeout_s=60))
