@@ -14,6 +14,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -94,10 +95,10 @@ class Pool:
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._generation += 1
+        port = _free_port()
         for rank in range(self.world_size):
             mine, theirs = spawn.Pipe()
-            store = Path(self._folder.name) / f"store{self._generation}"
-            place = (rank, self.world_size, self.backend, str(store), str(self._stack_file(rank)))
+            place = (rank, self.world_size, self.backend, port, str(self._stack_file(rank)))
             worker = spawn.Process(target=_serve, args=(theirs, *place), daemon=True)
             worker.start()
             theirs.close()
@@ -140,12 +141,18 @@ class Pool:
         return Path(self._folder.name) / f"stack{self._generation}.{rank}"
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: str, stack_file: str) -> None:
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int, stack_file: str) -> None:
     """A worker: answer requests until the pipe closes."""
     stack = open(stack_file, "w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     try:
-        groups, device = _join(rank, world_size, backend, store)
+        groups, device = _join(rank, world_size, backend, port)
         pipe.send((True, "ready"))
     except Exception:
         pipe.send((False, traceback.format_exc()))
@@ -163,7 +170,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: st
         pipe.send(answer)
 
 
-def _join(rank: int, world_size: int, backend: str, store: str) -> tuple[dict[int, dist.ProcessGroup], torch.device]:
+def _join(rank: int, world_size: int, backend: str, port: int) -> tuple[dict[int, dist.ProcessGroup], torch.device]:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cpu")
@@ -171,7 +178,7 @@ def _join(rank: int, world_size: int, backend: str, store: str) -> tuple[dict[in
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
+        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
     )
     assert dist.group.WORLD is not None
     groups = {size: dist.new_group(list(range(size))) for size in range(1, world_size)}

@@ -76,7 +76,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 @pytest.fixture(scope="session")
 def pool(setup: Setup) -> Iterator[Pool]:
     """One process a GPU."""
-    pool = Pool(setup.ranks, backend=setup.backend, timeout_s=180)
+    pool = Pool(setup.ranks, backend=setup.backend, timeout_s=60)
     yield pool
     pool.close()
 
