@@ -394,7 +394,8 @@ def prepare_batch(
 def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Tensor:
     if labels.shape != input_ids.shape:
         raise ValueError(
-            f"labels must have the shape of input_ids {tuple(input_ids.shape)}, got {tuple(labels.shape)}; give both whole."
+            f"labels must have the shape of input_ids {tuple(input_ids.shape)}, got {tuple(labels.shape)}; "
+            "give both whole."
         )
     labelled = labels != IGNORE_INDEX
     if labelled.any() and (labels == input_ids)[labelled].all() and not (labels == successors)[labelled].all():

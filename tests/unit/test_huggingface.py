@@ -21,7 +21,9 @@ TINY = {
 MODELS = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3_window": ("qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3_window": (
+        "qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    ),
     "mistral_window": ("mistral", {"sliding_window": 5}),
 }
 LENGTH = 24
@@ -162,7 +164,9 @@ def test_refuses_unknown_positions() -> None:
             huggingface.prepare_batch(tokens(), group=None, position_ids=positions)
 
 
-@pytest.mark.parametrize("name, value", [("final_logit_softcapping", 30.0), ("logits_scaling", 8.0), ("logit_scale", 0.5)])
+@pytest.mark.parametrize(
+    "name, value", [("final_logit_softcapping", 30.0), ("logits_scaling", 8.0), ("logit_scale", 0.5)]
+)
 def test_refuses_logits_that_are_not_linear(name: str, value: float) -> None:
     model = build()
     setattr(model.config, name, value)
