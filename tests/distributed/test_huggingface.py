@@ -1,0 +1,112 @@
+"""A whole transformers model over the ring: cp=1 equals cp=N in loss and every gradient; refusals reach all ranks.
+
+gloo, 2 and 4 CPU processes, fp64; needs the huggingface extra.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringflash import huggingface
+from tests.helpers.pool import Context, Pool
+
+pytest.importorskip("transformers")
+
+LENGTH = 32
+BOUNDS = (0, 11, 12, 32)
+
+
+def build(kind: str, group: dist.ProcessGroup | None, layout: str = "zigzag") -> huggingface.CausalLMWithLoss:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    huggingface.register()
+    config = AutoConfig.for_model(
+        kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=61, **({"sliding_window": 9} if kind == "mistral" else {}),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="ringflash", dtype=torch.float64)
+    huggingface.set_group(model, group, layout=layout)
+    return huggingface.CausalLMWithLoss(model, group)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 61, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def equals_one_process(ctx: Context, kind: str, bounds: tuple[int, ...] | None, layout: str) -> None:
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    ring, whole = build(kind, ctx.group, layout), build(kind, None)
+    loss = ring(**huggingface.prepare_batch(tokens(), group=ctx.group, cu_seqlens=cu_seqlens, layout=layout))
+    want = whole(**huggingface.prepare_batch(tokens(), group=None, cu_seqlens=cu_seqlens))
+    loss.backward()
+    want.backward()
+    pairs = [(loss.detach(), want.detach())]
+    pairs += [(p.grad, q.grad) for p, q in zip(ring.parameters(), whole.parameters(), strict=True)]
+    for got, expected in pairs:
+        dist.all_reduce(got, group=ctx.group)
+        assert torch.isfinite(got).all()
+        assert (got / ctx.size - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["whole", "documents"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_loss_and_gradients_equal_one_process(
+    pool: Pool, size: int, kind: str, bounds: tuple[int, ...] | None, layout: str
+) -> None:
+    pool.run(equals_one_process, kind, bounds, layout, size=size)
+
+
+def refusal(ctx: Context, fault: str) -> str:
+    """What this rank raises when the last rank alone, or all ranks, err."""
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    last, length = ctx.rank == ctx.size - 1, LENGTH // ctx.size
+    model = build("llama", ctx.group).model
+    if fault == "local positions":
+        batch["position_ids"] = torch.arange(length)[None]
+    if fault == "padding on one rank" and last:
+        batch["attention_mask"] = torch.arange(length)[None] < 3
+    if fault == "4-D mask on one rank" and last:
+        batch["attention_mask"] = torch.zeros(1, 1, length, length)
+    if fault == "cache on one rank" and last:
+        batch["use_cache"] = True
+    try:
+        model(**batch)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return "nothing raised"
+
+
+FAULTS = {
+    "local positions": "position_ids must be",
+    "padding on one rank": "all ones, got zeros",
+    "4-D mask on one rank": "attention_mask must be None",
+    "cache on one rank": "use_cache must not",
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_refusals_raise_on_every_rank(pool: Pool, size: int, fault: str) -> None:
+    for message in pool.run(refusal, fault, size=size):
+        assert FAULTS[fault] in message
+
+
+def no_group(ctx: Context) -> str:
+    model = build("llama", ctx.group).model
+    for module in model.modules():
+        module.__dict__.pop("_ringflash", None)
+    try:
+        model(**huggingface.prepare_batch(tokens(), group=ctx.group))
+    except ValueError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_refuses_to_guess_the_group(pool: Pool) -> None:
+    for message in pool.run(no_group, size=2):
+        assert "set_group(model, group)" in message
