@@ -227,6 +227,9 @@ def _pieces(region: Region) -> list[Region]:
 
 
 def _continues(run: list[Region], region: Region) -> bool:
+    """Whether one call may hold both: squares along one diagonal, so that a band is the same window in each."""
+    if any(r.q_stop - r.q_start != r.k_stop - r.k_start for r in (run[-1], region)):
+        return False
     starts_where_run_stops = (region.q_start, region.k_start) == (run[-1].q_stop, run[-1].k_stop)
     return starts_where_run_stops and _common_window([*run[:1], run[-1], region]) is not None
 
