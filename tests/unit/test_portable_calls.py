@@ -85,6 +85,14 @@ def test_documents_share_a_call(causal: bool) -> None:
     assert len(_calls(Mask.documents(range(0, 3001, 3), causal=causal))) == 1
 
 
+@pytest.mark.parametrize("window_size, cu_seqlens", [((0, -1), (0, 49, 64)), ((1, -1), (0, 25, 28, 30, 64))])
+def test_an_unmasked_rectangle_beside_a_window(window_size: tuple[int, int], cu_seqlens: tuple[int, ...]) -> None:
+    """Nine queries on one key, then a window: in one call the operator would take the open side for seven."""
+    for rank in range(4):
+        for hop in build(SequenceMask(64, False, window_size, cu_seqlens), 4, rank, "zigzag").hops:
+            assert torch.equal(covered(hop.mask), hop.mask.dense().int())
+
+
 def test_a_causal_hop_is_one_call() -> None:
     for hop in build(SequenceMask(64), 4, 1, "zigzag").hops:
         assert len(_calls(hop.mask)) == 1
