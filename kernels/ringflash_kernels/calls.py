@@ -198,8 +198,14 @@ class _Run:
         return cls((region,), left, right)
 
     def joined(self, region: Region) -> _Run | None:
-        """This run and one more region; None where the operator needs another call for it."""
+        """This run and one more region; None where the operator needs another call for it.
+
+        Squares along one diagonal only: an open right side is seqlen_k of the longest document, and that of a
+        region with more queries than keys may need more.
+        """
         last, other = self.regions[-1], _Run.of(region)
+        if any(r.q_stop - r.q_start != r.k_stop - r.k_start for r in (last, region)):
+            return None
         left, right = self.left.joined(other.left), self.right.joined(other.right)
         if (region.q_start, region.k_start) != (last.q_stop, last.k_stop) or left is None or right is None:
             return None

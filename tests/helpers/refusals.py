@@ -39,8 +39,10 @@ class Answer(NamedTuple):
     usable: bool
 
 
-def attempt(ctx: Context, name: str) -> Answer:
-    """Make the bad call, then a good one."""
+def attempt(ctx: Context, name: str, policy: ringflash.agreement.Policy = "changed") -> Answer:
+    """Make the bad call, then a good one, after a call that leaves both of them new to every rank."""
+    ringflash.set_agreement_check(policy)
+    ringflash.ring_attention(**good_call(ctx), softmax_scale=0.3)
     arguments = good_call(ctx)
     REFUSALS[name].change(ctx, arguments)
     with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as post:

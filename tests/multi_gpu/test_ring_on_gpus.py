@@ -46,4 +46,10 @@ def test_deterministic(pool: Pool, setup: Setup, case: Case) -> None:
 
 @pytest.mark.parametrize("name", refusals.REFUSALS)
 def test_refusal(pool: Pool, name: str) -> None:
-    refusals.assert_refused(name, pool.run(refusals.attempt, name, timeout_s=60))
+    refusals.assert_refused(name, pool.run(refusals.attempt, name, "always", timeout_s=60))
+
+
+@pytest.mark.parametrize("name", [name for name in refusals.REFUSALS if name != "ranks_differ_after_both_calls"])
+def test_refusal_by_default(pool: Pool, name: str) -> None:
+    """Without 'always', NCCL ranks compare calls that differ from their last: a rank that repeats its own does not."""
+    refusals.assert_refused(name, pool.run(refusals.attempt, name, "changed", timeout_s=60))

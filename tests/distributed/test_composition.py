@@ -1,0 +1,135 @@
+"""ring_attention among other things: interleaved layers, several groups at once, autograd through unshard, compile.
+
+gloo, 2 to 4 CPU processes, fp64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import ringflash
+from tests.helpers import ring_check
+from tests.helpers.cases import Case
+from tests.helpers.pool import Context, Pool
+from tests.helpers.tolerance import assert_close
+
+
+def interleaved(ctx: Context) -> None:
+    """Three layers of other lengths and masks forward, then backward in another order than a stack's."""
+    cases = [Case(), Case(documents="mixed", layout="contiguous"), Case(causal=False, window="both", num_heads=2)]
+    inputs, results, wants = [], [], []
+    for case, chunk in zip(cases, (7, 3, 5), strict=True):
+        whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.float64, ctx.device)
+        q, k, v = (ring_check.shard(ctx, case, x).requires_grad_() for x in whole[:3])
+        bounds = case.cu_seqlens(whole.q.shape[1], chunk)
+        out, lse = ringflash.ring_attention(
+            q, k, v, group=ctx.group, causal=case.causal, window_size=case.window_size(chunk), layout=case.layout,
+            cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int32), return_lse=True,
+        )  # fmt: skip
+        inputs.append((q, k, v))
+        results.append(
+            (out, lse, ring_check.shard(ctx, case, whole.dout), ring_check.shard(ctx, case, whole.dlse, "lse"))
+        )
+        want = ring_check.oracle(case, whole, chunk, torch.float64)
+        wants.append({name: ring_check.shard(ctx, case, x, name) for name, x in want.items()})
+    for i in (1, 2, 0):
+        out, lse, dout, dlse = results[i]
+        dq, dk, dv = torch.autograd.grad((out, lse), inputs[i], (dout, dlse))
+        assert_close({"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}, wants[i])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_layers_may_interleave(pool: Pool, size: int) -> None:
+    pool.run(interleaved, size=size)
+
+
+def two_groups(ctx: Context) -> None:
+    """Data parallel 2 x context parallel 2: each pair has its own sequence and length."""
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("data", "context"))
+    data, context = mesh["data"].get_local_rank(), mesh["context"].get_local_rank()
+    inner = ctx._replace(group=mesh["context"], rank=context, size=2)
+    for case in (Case(), Case(documents="mixed"), Case(causal=False, window="both", layout="contiguous")):
+        ring_check.check(inner, case, chunk=4 + data)
+
+
+def test_two_groups_at_once(pool: Pool) -> None:
+    pool.run(two_groups, size=4)
+
+
+def mesh_of_two_axes(ctx: Context) -> str:
+    """What a mesh without a chosen axis is told."""
+    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("data", "context"))
+    x = torch.ones(1, 8, 2, 16)
+    with pytest.raises(ValueError) as error:
+        ringflash.ring_attention(x, x, x, group=mesh)
+    return str(error.value)
+
+
+def test_a_mesh_of_two_axes_is_refused(pool: Pool) -> None:
+    assert all("group must be a 1-D mesh" in text for text in pool.run(mesh_of_two_axes, size=4))
+
+
+def round_trip(ctx: Context, layout: str, dim: int) -> None:
+    """unshard(shard(x)) is x; the gradient of a shard is the sum over ranks of the gradients at its positions."""
+    shape = [3, 5]
+    shape.insert(dim, 4 * ctx.size)
+    whole = torch.arange(60.0 * ctx.size, dtype=torch.float64).reshape(shape)
+    shard = ringflash.shard_sequence(whole, ctx.group, dim, layout).requires_grad_()
+    again = ringflash.unshard_sequence(shard, ctx.group, dim, layout)
+    assert torch.equal(again, whole)
+    (again * whole * (ctx.rank + 1)).sum().backward()
+    total = sum(range(1, ctx.size + 1))
+    assert torch.equal(shard.grad, total * shard.detach())
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_unshard_reverses_shard(pool: Pool, layout: str, dim: int) -> None:
+    pool.run(round_trip, layout, dim, size=2)
+    pool.run(round_trip, layout, dim, size=3)
+
+
+def shard_gradient(ctx: Context) -> None:
+    """The gradient of the whole tensor is zero outside the shard."""
+    whole = torch.ones(2, 4 * ctx.size, requires_grad=True)
+    ringflash.shard_sequence(whole, ctx.group).sum().backward()
+    mine = ringflash.local_positions(4 * ctx.size, ctx.size, ctx.rank)
+    expected = torch.zeros_like(whole)
+    expected[:, mine] = 1
+    assert torch.equal(whole.grad, expected)
+
+
+def test_shard_is_differentiable(pool: Pool) -> None:
+    pool.run(shard_gradient, size=3)
+
+
+class Layer(torch.nn.Module):
+    """A projection and attention, as a model has them."""
+
+    def __init__(self, ctx: Context) -> None:
+        super().__init__()
+        self.project = torch.nn.Linear(32, 96, dtype=torch.float64)
+        self.attention = ringflash.RingAttention(ctx.group)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """out: (batch, seqlen_local, 32)."""
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 16)).unbind(2)
+        return self.attention(q, k, v).flatten(2)
+
+
+def compiled(ctx: Context) -> None:
+    """One graph, equal output and gradients."""
+    torch.manual_seed(0)
+    layer = Layer(ctx)
+    x = ringflash.shard_sequence(torch.randn(1, 8 * ctx.size, 32, dtype=torch.float64), ctx.group)
+    eager = layer(x)
+    (expected,) = torch.autograd.grad(eager.square().sum(), layer.project.weight)
+    out = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    (got,) = torch.autograd.grad(out.square().sum(), layer.project.weight)
+    assert_close({"out": out.detach(), "dw": got}, {"out": eager.detach(), "dw": expected})
+
+
+def test_compiled_layer_on_a_group(pool: Pool) -> None:
+    pool.run(compiled, size=2, timeout_s=120)

@@ -1,0 +1,65 @@
+"""The loss over a group has the scale every backend averages to; NaN reaches the rows that see it, across ranks.
+
+gloo, 2 to 4 CPU processes, fp64.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringflash
+from ringflash.loss import cross_entropy
+from tests.helpers import dense, ring_check
+from tests.helpers.cases import Case
+from tests.helpers.pool import Context, Pool
+from tests.helpers.tolerance import assert_close
+
+
+def averaged_loss(ctx: Context, num_labelled: int) -> None:
+    """Mean over ranks of loss and gradients, against one process with torch's cross-entropy."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4 * ctx.size, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(19, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    labels = torch.randint(0, 19, (1, 4 * ctx.size), generator=generator)
+    labels[:, num_labelled:] = -100
+    want = torch.nn.functional.cross_entropy((hidden @ weight.T)[0], labels[0])
+    want_hidden, want_weight = torch.autograd.grad(want, (hidden, weight))
+    mine, mine_labels = (ringflash.shard_sequence(x, ctx.group) for x in (hidden, labels))
+    loss = cross_entropy(mine, weight, mine_labels, group=ctx.group, chunk_tokens=3)
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    total = torch.cat([x.detach().flatten() for x in (loss, dhidden, dweight)])
+    dist.all_reduce(total, group=ctx.group)
+    expected = torch.cat([x.detach().flatten() for x in (want, want_hidden, want_weight)])
+    assert_close({"mean": total[None] / ctx.size}, {"mean": expected[None]})
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("num_labelled", [1, 5])
+def test_ranks_average_to_the_mean_token_loss(pool: Pool, size: int, num_labelled: int) -> None:
+    """With one labelled token, every rank but the first has none."""
+    pool.run(averaged_loss, num_labelled, size=size)
+
+
+def spread_of_nan(ctx: Context, case: Case, name: str) -> None:
+    """One NaN at position 9 of q, k or v: out is NaN where it is seen, and has the bits of a clean run elsewhere."""
+    whole = ring_check.problem(case, 12 * ctx.size, torch.float64, ctx.device)
+    clean = ring_check.run(ctx, case, whole, 6, "reference")["out"]
+    getattr(whole, name)[:, 9] = float("nan")
+    out = ring_check.run(ctx, case, whole, 6, "reference")["out"]
+    position = torch.arange(12 * ctx.size)
+    seen = dense.visible(
+        position, position, causal=case.causal, window_size=case.window_size(6),
+        cu_seqlens=case.cu_seqlens(12 * ctx.size, 6),
+    )[:, 9]  # fmt: skip
+    touched = seen if name != "q" else position == 9
+    mine = ring_check.shard(ctx, case, touched[None])[0]
+    assert bool(out[:, mine].isnan().all())
+    assert torch.equal(out[:, ~mine], clean[:, ~mine])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("case", [Case(), Case(window="left", documents="crossing", causal=False)], ids=str)
+def test_nan_stays_where_it_is_seen(pool: Pool, case: Case, name: str) -> None:
+    pool.run(spread_of_nan, case, name, size=4)

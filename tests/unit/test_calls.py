@@ -1,0 +1,98 @@
+"""How the FlashAttention paths turn a mask into operator calls, against the operator's own window rules. CPU.
+
+The operator itself needs a GPU (tests/multi_gpu). Here its rules are written out: windows are counted from the
+bottom right corner, a side of seqlen_k or more is open, and an open side beside a closed one becomes seqlen_k.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringflash.mask import SequenceMask
+from ringflash.schedule import build
+from ringflash_kernels.mask import Mask, Region
+from ringflash_kernels.calls import calls
+
+LENGTH = 12
+
+
+def operator(seqlen_q: int, seqlen_k: int, left: int, right: int, max_seqlen_k: int) -> torch.Tensor:
+    """Visible pairs of one document of an operator call: (seqlen_q, seqlen_k)."""
+    left, right = (-1 if side >= max_seqlen_k else side for side in (left, right))
+    causal = left < 0 and right == 0
+    if left < 0 and right < 0:
+        return torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    left, right = (max_seqlen_k if side < 0 else side for side in (left, right))
+    distance = torch.arange(seqlen_k)[None] - torch.arange(seqlen_q)[:, None] - (seqlen_k - seqlen_q)
+    return (distance <= right) & ((distance >= -left) | causal)
+
+
+def covered(mask: Mask) -> torch.Tensor:
+    """How often the calls compute each pair."""
+    count = torch.zeros(mask.seqlen_q, mask.seqlen_k, dtype=torch.int32)
+    for call in calls(mask):
+        longest = max(b - a for a, b in pairwise(call.k_bounds))
+        for (q0, q1), (k0, k1) in zip(pairwise(call.q_bounds), pairwise(call.k_bounds), strict=True):
+            rows = slice(call.rows.start + q0, call.rows.start + q1)
+            cols = slice(call.cols.start + k0, call.cols.start + k1)
+            count[rows, cols] += operator(q1 - q0, k1 - k0, *call.window, longest).int()
+    return count
+
+
+@st.composite
+def regions(draw: st.DrawFn) -> Region:
+    """One rectangle with any band."""
+    rows = sorted(draw(st.lists(st.integers(0, LENGTH), min_size=2, max_size=2, unique=True)))
+    cols = sorted(draw(st.lists(st.integers(0, LENGTH), min_size=2, max_size=2, unique=True)))
+    side = st.none() | st.integers(-LENGTH, LENGTH)
+    lower, upper = draw(side), draw(side)
+    if lower is not None and upper is not None and lower > upper:
+        lower, upper = upper, lower
+    return Region(*rows, *cols, lower, upper)
+
+
+@given(regions())
+@settings(max_examples=500, deadline=None)
+def test_one_region(region: Region) -> None:
+    mask = Mask.of(LENGTH, LENGTH, [region])
+    assert torch.equal(covered(mask), mask.dense().int())
+
+
+@given(
+    st.integers(1, 4), st.sampled_from(["zigzag", "contiguous"]), st.booleans(),
+    st.tuples(*2 * [st.sampled_from([-1, 0, 1, 3, 7])]), st.lists(st.integers(1, 63), max_size=12),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_every_hop_of_a_schedule(
+    cp_size: int, layout: str, causal: bool, window_size: tuple[int, int], cuts: list[int]
+) -> None:
+    seqlen = 16 * cp_size
+    bounds = tuple(sorted({0, seqlen, *(cut for cut in cuts if cut < seqlen)}))
+    mask = SequenceMask(seqlen, causal, window_size, bounds)
+    for rank in range(cp_size):
+        for hop in build(mask, cp_size, rank, layout).hops:
+            assert torch.equal(covered(hop.mask), hop.mask.dense().int())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_share_a_call(causal: bool) -> None:
+    """A thousand documents are one variable-length call, not a thousand."""
+    assert len(calls(Mask.documents(range(0, 3001, 3), causal=causal))) == 1
+
+
+@pytest.mark.parametrize("window_size, cu_seqlens", [((0, -1), (0, 49, 64)), ((1, -1), (0, 25, 28, 30, 64))])
+def test_an_unmasked_rectangle_beside_a_window(window_size: tuple[int, int], cu_seqlens: tuple[int, ...]) -> None:
+    """Nine queries on one key, then a window: in one call the operator would take the open side for seven."""
+    for rank in range(4):
+        for hop in build(SequenceMask(64, False, window_size, cu_seqlens), 4, rank, "zigzag").hops:
+            assert torch.equal(covered(hop.mask), hop.mask.dense().int())
+
+
+def test_a_causal_hop_is_one_call() -> None:
+    for hop in build(SequenceMask(64), 4, 1, "zigzag").hops:
+        assert len(calls(hop.mask)) == 1

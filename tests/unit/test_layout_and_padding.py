@@ -1,0 +1,107 @@
+"""Which rank holds which tokens, and padding that changes neither loss nor gradients. CPU, one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringflash
+from ringflash.layout import chunks
+from ringflash.loss import cross_entropy, shift_labels
+from tests.helpers.tolerance import assert_close
+
+LAYOUTS = ["zigzag", "contiguous"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cp_size", range(1, 9))
+def test_positions_are_shared_out(cp_size: int, layout: str) -> None:
+    """Each position once; rising within a rank; as `chunks` says."""
+    seqlen = 6 * cp_size
+    held = [ringflash.local_positions(seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+    assert torch.equal(torch.cat(held).sort().values, torch.arange(seqlen))
+    for rank, positions in enumerate(held):
+        assert positions.dtype == torch.int64 and positions.shape == (6,) and bool((positions.diff() > 0).all())
+        for chunk in chunks(seqlen, cp_size, rank, layout):
+            rows = slice(chunk.row, chunk.row + chunk.stop - chunk.start)
+            assert torch.equal(positions[rows], torch.arange(chunk.start, chunk.stop))
+
+
+def test_worked_examples() -> None:
+    assert ringflash.local_positions(16, 4, 1).tolist() == [2, 3, 12, 13]
+    assert ringflash.local_positions(16, 4, 1, "contiguous").tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_process_holds_everything(layout: str) -> None:
+    x = torch.randn(2, 6, 3)
+    assert torch.equal(ringflash.shard_sequence(x, None, layout=layout), x)
+    assert torch.equal(ringflash.unshard_sequence(x, None, layout=layout), x)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((12, 4, 0), r"seqlen must be divisible by 2 \* cp_size \(8\), got 12; pad to 16"),
+        ((13, 4, 0, "contiguous"), r"seqlen must be divisible by cp_size \(4\), got 13; pad to 16"),
+        ((0, 2, 0), r"seqlen must be divisible by 2 \* cp_size \(4\), got 0; pad to 4"),
+        ((16, 4, 4), r"cp_rank must be in \[0, 4\), got 4; pass"),
+        ((16, 4, 0, "striped"), "layout must be one of .*, got 'striped'; zigzag"),
+    ],
+)
+def test_positions_refuse(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ringflash.local_positions(*arguments)
+
+
+def train(tokens: torch.Tensor, labels: torch.Tensor, cu_seqlens: torch.Tensor | None, causal: bool) -> dict:
+    """Loss and gradients of one layer of attention over the tokens."""
+    generator = torch.Generator().manual_seed(1)
+    table, head = (torch.randn(32, 16, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
+    x = table[tokens].unflatten(-1, (2, 8))
+    hidden = ringflash.ring_attention(
+        x, x * 0.5, x, group=None, causal=causal, cu_seqlens=cu_seqlens, layout="contiguous"
+    ).flatten(2)
+    loss = cross_entropy(hidden, head, labels, group=None)
+    dtable, dhead = torch.autograd.grad(loss, (table, head))
+    return {"loss": loss.detach()[None, None], "dtable": dtable, "dhead": dhead}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bounds", [None, [0, 3, 13]])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("multiple_of", [1, 16])
+def test_padding_changes_nothing(layout: str, bounds: list[int] | None, causal: bool, multiple_of: int) -> None:
+    bounds = bounds if causal or bounds else [0, 13]
+    tokens = torch.randint(1, 32, (1, 13), generator=torch.Generator().manual_seed(0))
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    labels = shift_labels(tokens, cu_seqlens)
+    padded = ringflash.pad_sequence(
+        tokens, labels, cu_seqlens, cp_size=4, layout=layout, multiple_of=multiple_of, causal=causal
+    )
+    unit = (8 if layout == "zigzag" else 4) * multiple_of
+    assert padded.tokens.shape[1] == padded.labels.shape[1] == -(-13 // unit) * unit
+    assert_close(train(*padded, causal), train(tokens, labels, cu_seqlens, causal))
+    if bounds is not None:
+        assert (
+            padded.cu_seqlens.tolist() == [*bounds, padded.tokens.shape[1]] and padded.cu_seqlens.dtype == torch.int32
+        )
+
+
+def test_padding_nothing_returns_the_same() -> None:
+    tokens = torch.ones(2, 16, dtype=torch.int64)
+    assert ringflash.pad_sequence(tokens, cp_size=4).tokens is tokens
+
+
+def test_padding_that_would_be_seen_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="cu_seqlens must be given to pad a sequence that is not causal, got None; pass"
+    ):
+        ringflash.pad_sequence(torch.ones(1, 7, dtype=torch.int64), cp_size=2, causal=False)
+
+
+def test_shifted_labels_end_with_their_document() -> None:
+    tokens = torch.tensor([[5, 6, 7, 8, 9]])
+    assert shift_labels(tokens).tolist() == [[6, 7, 8, 9, -100]]
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
+    assert shift_labels(tokens, bounds).tolist() == [[6, -100, 8, 9, -100]]

@@ -1,0 +1,136 @@
+"""The chunked cross-entropy against torch's in fp64, its scale, its memory, its refusals. CPU, one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringflash.loss import count_tokens, cross_entropy
+from tests.helpers.tolerance import assert_close
+
+VOCAB = 37
+
+
+def draw(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden (2, 11, 8), weight, labels with some -100."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 11, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, 8, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCAB, (2, 11), generator=generator)
+    labels[0, 3], labels[1, -4:] = -100, -100
+    return hidden, weight, labels
+
+
+def results(loss: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    return {"loss": loss.detach()[None, None], "dhidden": dhidden, "dweight": dweight}
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = (hidden @ weight.T).flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels.flatten())
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 4, 22, 1000])
+def test_equals_torch(chunk_tokens: int | None) -> None:
+    hidden, weight, labels = draw()
+    ours = cross_entropy(hidden, weight, labels, group=None, chunk_tokens=chunk_tokens)
+    want = results(plain(hidden, weight, labels), hidden, weight)
+    assert_close(results(ours, hidden, weight), want)
+
+
+def test_an_upstream_factor_reaches_the_gradients() -> None:
+    hidden, weight, labels = draw()
+    ours = results(3 * cross_entropy(hidden, weight, labels, group=None), hidden, weight)
+    assert_close(ours, results(3 * plain(hidden, weight, labels), hidden, weight))
+
+
+def test_bf16_within_what_torch_loses() -> None:
+    low, exact = draw(torch.bfloat16), draw(torch.bfloat16)
+    wide = [x.detach().double().requires_grad_() for x in exact[:2]]
+    ours = results(cross_entropy(*low, group=None, chunk_tokens=5), *low[:2])
+    baseline = results(plain(*exact), *exact[:2])
+    assert ours["loss"].dtype == torch.float32
+    assert_close(ours, results(plain(*wide, exact[2]), *wide), baseline)
+
+
+def test_divides_by_the_given_count() -> None:
+    hidden, weight, labels = draw()
+    ours = cross_entropy(hidden, weight, labels, group=None, num_tokens=34)
+    assert_close({"loss": ours.detach()[None, None]}, {"loss": plain(hidden, weight, labels).detach()[None, None] / 2})
+    assert int(count_tokens(labels, None)) == 17
+
+
+def test_no_labelled_token() -> None:
+    hidden, weight, labels = draw()
+    got = results(cross_entropy(hidden, weight, torch.full_like(labels, -100), group=None), hidden, weight)
+    assert all(not x.any() for x in got.values())
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_frozen_inputs(frozen: str) -> None:
+    hidden, weight, labels = draw()
+    inputs = {"hidden": hidden, "weight": weight}
+    for name in ("hidden", "weight") if frozen == "both" else (frozen,):
+        inputs[name] = inputs[name].detach()
+    loss = cross_entropy(**inputs, labels=labels, group=None)
+    assert loss.requires_grad == (frozen != "both")
+    trained = {"hidden": weight, "weight": hidden}.get(frozen)
+    if trained is not None:
+        (got,) = torch.autograd.grad(loss, trained)
+        (want,) = torch.autograd.grad(plain(hidden, weight, labels), trained)
+        assert_close({"grad": got[None]}, {"grad": want[None]})
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_never_holds_more_logits_than_a_chunk() -> None:
+    hidden = torch.randn(1, 512, 8, requires_grad=True)
+    weight = torch.randn(4096, 8, requires_grad=True)
+    with Largest() as largest:
+        cross_entropy(hidden, weight, torch.zeros(1, 512, dtype=torch.int64), group=None, chunk_tokens=16).backward()
+    assert largest.elements == 16 * 4096
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda h, w, y: (h, w[:, :4], y), r"weight must be \(vocab_size, 8\), got \(37, 4\); pass"),
+        (lambda h, w, y: (h, w, y[:, :4]), r"labels must have the shape of hidden .*\(2, 11\), got \(2, 4\); shard"),
+    ],
+)
+def test_refusals(change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(*change(*draw()), group=None)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DeviceMesh("cpu", [0])
+    dist.destroy_process_group()
+
+
+def test_a_sharded_weight_is_refused(mesh: DeviceMesh) -> None:
+    hidden, weight, labels = draw()
+    sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="weight must be whole, got a sharded DTensor; call"):
+        cross_entropy(hidden, sharded, labels, group=None)

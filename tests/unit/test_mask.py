@@ -1,0 +1,100 @@
+"""Mask and Region against brute force over every pair. CPU, one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringflash_kernels.mask import Mask, Region
+from tests.helpers import dense
+
+LENGTH = 9
+
+
+@st.composite
+def regions(draw: st.DrawFn) -> Region:
+    """Any rectangle and band, also ones that show nothing."""
+    rows = sorted(draw(st.lists(st.integers(0, LENGTH), min_size=2, max_size=2)))
+    cols = sorted(draw(st.lists(st.integers(0, LENGTH), min_size=2, max_size=2)))
+    side = st.none() | st.integers(-LENGTH, LENGTH)
+    lower, upper = draw(side), draw(side)
+    if lower is not None and upper is not None and lower > upper:
+        lower, upper = upper, lower
+    return Region(*rows, *cols, lower, upper)
+
+
+def brute(region: Region) -> torch.Tensor:
+    """Visible pairs by the definition."""
+    i, j = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)[None]
+    seen = (i >= region.q_start) & (i < region.q_stop) & (j >= region.k_start) & (j < region.k_stop)
+    if region.lower is not None:
+        seen = seen & (j - i >= region.lower)
+    if region.upper is not None:
+        seen = seen & (j - i <= region.upper)
+    return seen
+
+
+@given(regions())
+@settings(max_examples=400, deadline=None)
+def test_region(region: Region) -> None:
+    want = brute(region)
+    mask = Mask.of(LENGTH, LENGTH, [region])
+    assert torch.equal(mask.dense(), want)
+    assert mask.num_visible == int(want.sum())
+    assert torch.equal(mask.transposed().dense(), want.T)
+    assert mask.transposed().num_visible == mask.num_visible
+
+
+@given(regions())
+@settings(max_examples=200, deadline=None)
+def test_trimming_is_tight(region: Region) -> None:
+    """No row or column of the ends is empty, and trimming again changes nothing."""
+    trimmed = region.trimmed()
+    if trimmed is None:
+        assert not brute(region).any()
+        return
+    seen = brute(region)
+    rows, cols = seen.any(1).nonzero().flatten().tolist(), seen.any(0).nonzero().flatten().tolist()
+    assert (trimmed.q_start, trimmed.q_stop, trimmed.k_start, trimmed.k_stop) == (
+        rows[0], rows[-1] + 1, cols[0], cols[-1] + 1,
+    )  # fmt: skip
+    assert trimmed.trimmed() == trimmed
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window_size", [(-1, -1), (2, -1), (-1, 2), (2, 3), (0, 0)])
+@pytest.mark.parametrize("cu_seqlens", [(0, 12), (0, 1, 2, 7, 12), tuple(range(13))])
+def test_documents(causal: bool, window_size: tuple[int, int], cu_seqlens: tuple[int, ...]) -> None:
+    mask = Mask.documents(cu_seqlens, causal=causal, window_size=window_size)
+    position = torch.arange(12)
+    want = dense.visible(position, position, causal=causal, window_size=window_size, cu_seqlens=cu_seqlens)
+    assert torch.equal(mask.dense(), want)
+    start, stop = mask.bounds()
+    assert torch.equal((stop - start).long(), want.sum(1))
+    assert bool((start.diff() >= 0).all()) and bool((stop.diff() >= 0).all())
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(4, 7), (7, 4), (1, 5), (5, 1), (6, 6)])
+@pytest.mark.parametrize("causal, window_size", [(True, (-1, -1)), (False, (1, 2)), (True, (2, 0)), (False, (-1, -1))])
+def test_band_is_aligned_at_the_bottom_right(
+    seqlen_q: int, seqlen_k: int, causal: bool, window_size: tuple[int, int]
+) -> None:
+    query, key = torch.arange(seqlen_q) + seqlen_k - seqlen_q, torch.arange(seqlen_k)
+    want = dense.visible(query, key, causal=causal, window_size=window_size)
+    mask = Mask.band(seqlen_q, seqlen_k, causal=causal, window_size=window_size)
+    assert torch.equal(mask.dense(), want)
+    rows = want.any(1).nonzero().flatten().tolist()
+    assert mask.q_span == ((rows[0], rows[-1] + 1) if rows else (0, 0))
+
+
+def test_empty_mask() -> None:
+    mask = Mask.of(3, 4, [])
+    assert mask.num_visible == 0 and mask.q_span == mask.k_span == (0, 0)
+    assert not mask.dense().any() and mask.dense().shape == (3, 4)
+
+
+def test_a_row_with_a_hole_is_refused() -> None:
+    with pytest.raises(ValueError, match="mask must show every query one interval"):
+        Mask.of(1, 5, [Region(0, 1, 0, 2), Region(0, 1, 3, 5)]).dense()

@@ -1,0 +1,201 @@
+"""The registered operator: opcheck, one graph under compile, checkpointing, explain, refusals. CPU, one process."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ringflash
+from ringflash import ops
+from ringflash_kernels import reference
+from tests.helpers import dense
+from tests.helpers.tolerance import assert_close
+
+TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def draw(requires_grad: bool = True, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of 16 tokens, 4 and 2 heads, fp64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(batch, 16, n, 8) for n in (4, 2, 2)]
+    q, k, v = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return tuple(x.requires_grad_(requires_grad) for x in (q, k, v))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("return_lse", [True, False])
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 5, 16], dtype=torch.int32)], ids=["one", "packed"])
+def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
+    options = ("", True, 0.25, -1, -1, "zigzag", "reference", "auto", False, 7, return_lse)
+    results = torch.library.opcheck(ops.ring_attention, (*draw(), cu_seqlens, *options), test_utils=TESTS)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_gradcheck() -> None:
+    """Numerical derivatives, through out and lse."""
+
+    def call(*inputs: torch.Tensor) -> Any:
+        return ringflash.ring_attention(*inputs, group=None, window_size=(5, 0), return_lse=True)
+
+    inputs = tuple(x[:, :6, :, :2].detach().requires_grad_() for x in draw())
+    assert torch.autograd.gradcheck(call, inputs)
+
+
+class Layer(torch.nn.Module):
+    """A projection and attention, as a model has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = torch.nn.Linear(32, 96, dtype=torch.float64)
+        self.attention = ringflash.RingAttention(None, window_size=(7, -1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """out: (batch, seqlen, 32)."""
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 16)).unbind(2)
+        return self.attention(q, k, v).flatten(2)
+
+
+def results(layer: Layer, call: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Output and the gradient of the projection."""
+    out = call(x)
+    (dw,) = torch.autograd.grad(out.square().sum(), layer.project.weight)
+    return {"out": out.detach(), "dw": dw}
+
+
+def test_compiles_into_one_graph() -> None:
+    layer, x = Layer(), torch.randn(1, 16, 32, dtype=torch.float64)
+    explained = torch._dynamo.explain(layer)(x)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_close(results(layer, compiled, x), results(layer, layer, x))
+
+
+def forward_calls(policy: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    """How often the kernel's forward runs in a checkpointed step, and the step's results."""
+    layer, x = Layer(), torch.ones(1, 16, 32, dtype=torch.float64).cumsum(1) / 16
+    contexts = {} if policy is None else {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False, **contexts)
+
+    with mock.patch.object(reference, "forward", wraps=reference.forward) as kernel:
+        got = results(layer, call, x)
+    return kernel.call_count, got
+
+
+def keep_attention(context: object, operator: object, *args: object, **options: object) -> CheckpointPolicy:
+    """Save what attention returns, (out, lse); recompute everything else."""
+    keep = operator == torch.ops.ringflash.ring_attention.default
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_checkpointing_that_keeps_attention_runs_it_once() -> None:
+    kept, got = forward_calls(keep_attention)
+    recomputed, want = forward_calls(None)
+    assert (kept, recomputed) == (1, 2)
+    assert_close(got, want)
+
+
+def test_lse_is_returned_only_on_request() -> None:
+    q, k, v = draw()
+    out = ringflash.ring_attention(q, k, v, group=None)
+    again, lse = ringflash.ring_attention(q, k, v, group=None, return_lse=True)
+    assert torch.equal(out, again) and lse.shape == (1, 4, 16) and lse.dtype == torch.float64
+    assert (
+        ringflash.ring_attention(q.float(), k.float(), v.float(), group=None, return_lse=True)[1].dtype == torch.float32
+    )
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, (0, 16), (0, 1, 9, 16)])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_one_process_equals_dense(cu_seqlens: tuple[int, ...] | None, layout: str) -> None:
+    q, k, v = draw()
+    dout = torch.ones_like(q).cumsum(1) / 16
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32)
+    out = ringflash.ring_attention(q, k, v, group=None, cu_seqlens=bounds, layout=layout)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+    want = dense.attention(q.detach(), k, v, dout, causal=True, cu_seqlens=cu_seqlens)
+    assert_close({"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}, want)
+
+
+def test_explain_names_kernel_and_work() -> None:
+    explained = ringflash.explain(*draw(), group=None)
+    assert (explained.impl, explained.transport, explained.cp_size) == ("reference", None, 1)
+    assert explained.num_visible == 16 * 17 // 2
+    assert "flash2 cannot take dtype torch.float64" in explained.impl_reason
+    assert "136 visible pairs on this rank" in str(explained)
+
+
+def test_module_shows_its_options() -> None:
+    assert "cp_size=1, causal=True, window_size=(7, -1), layout='zigzag'" in repr(Layer().attention)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"window_size": (-2, 0)}, ValueError, r"window_size must be \(left, right\).*got \(-2, 0\); a window"),
+        ({"window_size": (1,)}, ValueError, r"window_size must be \(left, right\).*got \(1,\); a window"),
+        ({"layout": "striped"}, ValueError, "layout must be one of .*got 'striped'; zigzag"),
+        ({"impl": "flash9"}, ValueError, "impl must be 'auto' or one of .*got 'flash9'; 'auto'"),
+        (
+            {"impl": "flash2"},
+            NotImplementedError,
+            r"impl='flash2' must be able .*got dtype torch.float64.*; use one of",
+        ),
+        ({"group": "world"}, ValueError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, got str; a rank"),
+        ({"cu_seqlens": torch.tensor([0, 16])}, ValueError, "cu_seqlens must be 1-D int32, got 1-D torch.int64; pass"),
+        ({"cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}, ValueError, r"end at .*\(16\), got 9; give"),
+        ({"dropout_p": 0.0}, TypeError, "dropout_p"),
+        ({"attn_bias": None}, TypeError, "attn_bias"),
+        ({"alibi_slopes": None}, TypeError, "alibi_slopes"),
+    ],
+)
+def test_refusals(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    q, k, v = draw()
+    with pytest.raises(error, match=message):
+        ringflash.ring_attention(q, k, v, **{"group": None, **change})
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda q, k, v: (q[0], k, v), r"q must be \(batch, seqlen, num_heads, head_dim\), got \(16, 4, 8\); add"),
+        (lambda q, k, v: (q[:, :0], k[:, :0], v[:, :0]), "q must not be empty, got .*; every rank"),
+        (lambda q, k, v: (q[:, :15], k[:, :15], v[:, :15]), r"seqlen must be divisible .*\(2\), got 15; pad to 16"),
+        (lambda q, k, v: (q, k[:, :8], v[:, :8]), r"k must have the local sequence length of q \(16\), got 8; shard"),
+        (lambda q, k, v: (q, k, v[:, :, :1]), "v must have the shape of k .*got .*; slice or pad"),
+        (lambda q, k, v: (q[:, :, :3], k, v), r"num_heads must be a multiple of num_kv_heads \(2\), got 3; repeat"),
+        (lambda q, k, v: (q[..., :4], k, v), r"k must have batch and head_dim of q \(1, 4\), got \(1, 8\); expand"),
+        (lambda q, k, v: (q, k.float(), v), "q, k and v must share one dtype, got .*; move or cast"),
+        (lambda q, k, v: (q, k.to("meta"), v), "q, k and v must share one device, got .*; move or cast"),
+        (
+            lambda q, k, v: tuple(x.detach().long() for x in (q, k, v)),
+            "q must be floating point, got torch.int64; cast",
+        ),
+        (lambda q, k, v: (q, k.detach(), v), "must all require grad or none of them, got q and v alone; call"),
+    ],
+)
+def test_tensors_are_refused(spoil: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ringflash.ring_attention(*spoil(*draw()), group=None)
+
+
+def test_documents_need_a_batch_of_one() -> None:
+    with pytest.raises(ValueError, match="batch must be 1 with cu_seqlens, got 2; pack"):
+        bounds = torch.tensor([0, 16], dtype=torch.int32)
+        ringflash.ring_attention(*draw(batch=2), group=None, cu_seqlens=bounds)
+
+
+def test_mixed_requires_grad_is_fine_without_autograd() -> None:
+    q, k, v = draw()
+    with torch.no_grad():
+        assert ringflash.ring_attention(q, k.detach(), v, group=None).shape == q.shape
+
+
+def test_agreement_policy() -> None:
+    with pytest.raises(ValueError, match="policy must be 'changed', 'always' or 'never', got 'sometimes'; the default"):
+        ringflash.set_agreement_check("sometimes")  # type: ignore[arg-type]

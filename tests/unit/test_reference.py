@@ -1,0 +1,133 @@
+"""The reference implementation against torch's attention and plain fp64 autograd. CPU, one process."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ringflash_kernels import Mask, Region, attention_backward, attention_forward, begin_backward, reference
+from tests.helpers import dense
+from tests.helpers.tolerance import assert_close
+
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {"causal": False},
+    "causal": {"causal": True},
+    "window": {"causal": False, "window_size": (3, 2)},
+    "causal_window": {"causal": True, "window_size": (4, -1)},
+}
+
+
+def draw(
+    batch: int = 2, seqlen: int = 12, heads: tuple[int, int] = (4, 2), dtype: torch.dtype = torch.float64
+) -> tuple:
+    """q, k, v, dout, dlse."""
+    generator = torch.Generator().manual_seed(seqlen)
+    q, k, v, dout = (
+        torch.randn(batch, seqlen, n, 16, generator=generator, dtype=torch.float64).to(dtype)
+        for n in (heads[0], heads[1], heads[1], heads[0])
+    )
+    return q, k, v, dout, torch.randn(batch, heads[0], seqlen, generator=generator, dtype=torch.float64)
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, **options: Any) -> dict:
+    """out, lse, dq, dk, dv by the one-device interface."""
+    dlse = options.pop("dlse", None)
+    out, lse = attention_forward(q, k, v, impl="reference", **options)
+    dq, dk, dv = attention_backward(dout, q, k, v, out, lse, impl="reference", dlse=dlse, **options)
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("with_dlse", [True, False])
+def test_equals_plain_autograd(heads: tuple[int, int], options: dict[str, Any], with_dlse: bool) -> None:
+    *inputs, dlse = draw(heads=heads)
+    dlse = dlse if with_dlse else None
+    assert_close(gradients(*inputs, dlse=dlse, **options), dense.attention(*inputs, dlse, **options), num_chunks=2)
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_equals_scaled_dot_product_attention(scale: float | None) -> None:
+    q, k, v, *_ = draw()
+    out, _ = attention_forward(q, k, v, impl="reference", causal=True, softmax_scale=scale)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True, scale=scale
+    )
+    assert_close({"out": out}, {"out": want.transpose(1, 2)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision(dtype: torch.dtype) -> None:
+    low = draw(seqlen=64, dtype=dtype)[:4]
+    want = dense.attention(*(x.double() for x in low), causal=True)
+    assert_close(gradients(*low, causal=True), want, dense.attention(*low, causal=True), num_chunks=2)
+
+
+def test_rows_in_blocks_equal_rows_at_once() -> None:
+    *inputs, dlse = draw()
+    whole = gradients(*inputs, dlse=dlse, causal=True)
+    with mock.patch.object(reference, "_MAX_SCORES", 2 * 4 * 12 * 5):
+        assert_close(gradients(*inputs, dlse=dlse, causal=True), whole)
+
+
+@pytest.mark.parametrize("cuts", [(0, 5, 12), (0, 1, 2, 3, 12), (0, 4, 4, 12)])
+def test_resumes_over_split_keys(cuts: tuple[int, ...]) -> None:
+    """Causal, so that early rows see nothing of late parts, and one part may be empty of keys altogether."""
+    q, k, v, dout, dlse = draw()
+    want = dense.attention(q, k, v, dout, dlse, causal=True)
+    acc, lse, parts = None, None, []
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        if start == stop:
+            continue
+        keys, mask = slice(start, stop), Mask.of(12, stop - start, [Region(0, 12, 0, stop - start, None, -start)])
+        acc, lse = attention_forward(q, k[:, keys], v[:, keys], impl="reference", mask=mask, acc=acc, out=acc, lse=lse)
+        parts.append((keys, mask))
+    backward = begin_backward(dout, q, acc, lse, impl="reference", dlse=dlse)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for keys, mask in parts:
+        backward.add(k[:, keys], v[:, keys], mask, dk[:, keys], dv[:, keys])
+    assert_close({"out": acc, "lse": lse, "dq": backward.finish(), "dk": dk, "dv": dv}, want)
+
+
+def test_a_row_that_sees_nothing() -> None:
+    """out = 0, lse = -inf, no gradient: fewer keys than queries, causal from the bottom right."""
+    q, k, v, dout, _ = draw()
+    result = gradients(q, k[:, :5], v[:, :5], dout, causal=True)
+    assert not result["out"][:, :7].any() and bool(torch.isneginf(result["lse"][..., :7]).all())
+    assert not result["dq"][:, :7].any()
+    assert all(bool(torch.isfinite(result[name]).all()) for name in ("out", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("name, index", [("q", 0), ("k", 1), ("v", 2)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_reaches_the_rows_that_see_it_and_no_others(name: str, index: int, value: float) -> None:
+    """Row 5 of q is seen by itself; row 5 of k or v by the rows from 5 to 7."""
+    inputs = list(draw()[:3])
+    clean, _ = attention_forward(*inputs, impl="reference", causal=True, window_size=(2, 0))
+    inputs[index] = inputs[index].clone()
+    inputs[index][:, 5] = value
+    out, _ = attention_forward(*inputs, impl="reference", causal=True, window_size=(2, 0))
+    touched = {5} if name == "q" else {5, 6, 7}
+    others = [row for row in range(12) if row not in touched]
+    assert torch.equal(out[:, others], clean[:, others])
+    assert bool(torch.isnan(out[:, sorted(touched)]).any(-1).all())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"acc": torch.zeros(2, 12, 4, 16, dtype=torch.float64)}, "lse must be given with acc, got None; pass"),
+        ({"out": torch.zeros(2, 12, 4, 8)}, "out must be .*, got"),
+        ({"lse": torch.zeros(2, 12, 4)}, "lse must be .*, got"),
+        ({"mask": Mask.full(12, 12), "causal": True}, "mask must come without causal and window_size, got both; put"),
+        ({"mask": Mask.full(12, 11)}, r"mask must be made for seqlen_q, seqlen_k \(12, 12\), got \(12, 11\); build"),
+        ({"impl": "cutlass"}, "impl must be one of .*, got 'cutlass'; use"),
+    ],
+)
+def test_refusals(change: dict[str, Any], message: str) -> None:
+    q, k, v, *_ = draw()
+    with pytest.raises(ValueError, match=message):
+        attention_forward(q, k, v, **{"impl": "reference", **change})

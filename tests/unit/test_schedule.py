@@ -1,0 +1,86 @@
+"""The schedule covers each visible pair once, for random masks, layouts and 1 to 8 ranks. CPU, one process."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringflash.layout import LAYOUTS, granularity, local_positions
+from ringflash.mask import SequenceMask
+from ringflash.schedule import Schedule, active_steps, build
+from tests.helpers import dense
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[SequenceMask, int, str]:
+    """A mask, the number of ranks and the layout."""
+    cp_size, layout = draw(st.integers(1, 8)), draw(st.sampled_from(LAYOUTS))
+    seqlen = granularity(cp_size, layout) * draw(st.integers(1, 6))
+    side = st.sampled_from([-1, -1, 0, 1, 2, 5, 11, seqlen])
+    cuts = draw(st.none() | st.lists(st.integers(1, max(1, seqlen - 1)), max_size=6))
+    bounds = None if cuts is None else tuple(sorted({0, seqlen, *(c for c in cuts if c < seqlen)}))
+    return SequenceMask(seqlen, draw(st.booleans()), (draw(side), draw(side)), bounds), cp_size, layout
+
+
+def schedules(mask: SequenceMask, cp_size: int, layout: str) -> list[Schedule]:
+    """Of every rank."""
+    return [build(mask, cp_size, rank, layout) for rank in range(cp_size)]
+
+
+@given(problems())
+@settings(max_examples=300, deadline=None)
+def test_every_visible_pair_once_and_nothing_else(problem: tuple[SequenceMask, int, str]) -> None:
+    mask, cp_size, layout = problem
+    position = torch.arange(mask.seqlen)
+    want = dense.visible(
+        position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=mask.cu_seqlens
+    )
+    count = torch.zeros(mask.seqlen, mask.seqlen, dtype=torch.int32)
+    rows = [local_positions(mask.seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+    for rank, schedule in enumerate(schedules(mask, cp_size, layout)):
+        for hop in schedule.hops:
+            if hop.source is not None:
+                count[rows[rank][:, None], rows[hop.source][None]] += hop.mask.dense().int()
+        assert schedule.num_visible == int(want[rows[rank]].sum())
+    assert torch.equal(count, want.int())
+
+
+@given(problems())
+@settings(max_examples=300, deadline=None)
+def test_ranks_agree_on_steps_senders_and_readers(problem: tuple[SequenceMask, int, str]) -> None:
+    mask, cp_size, layout = problem
+    every = schedules(mask, cp_size, layout)
+    steps = active_steps(mask, cp_size, layout)
+    assert steps[0] == 0 and all(tuple(hop.step for hop in schedule.hops) == steps for schedule in every)
+    for rank, schedule in enumerate(every):
+        for index, hop in enumerate(schedule.hops):
+            assert (hop.source is None) == (not hop.mask.regions)
+            if hop.source is not None:
+                assert hop.source == (rank - hop.step) % cp_size
+                assert every[hop.source].hops[index].reader == rank
+            if hop.reader is not None:
+                assert every[hop.reader].hops[index].source == rank
+    for index in range(len(steps)):
+        assert any(schedule.hops[index].source is not None for schedule in every)
+
+
+def test_zigzag_balances_a_causal_mask() -> None:
+    """At every step after the first all ranks work the same; in all, they differ by nothing."""
+    every = schedules(SequenceMask(64), 4, "zigzag")
+    assert len({schedule.num_visible for schedule in every}) == 1
+    for index in range(1, 4):
+        assert len({schedule.hops[index].mask.num_visible for schedule in every}) == 1
+
+
+def test_each_hop_of_a_causal_zigzag_is_one_rectangle() -> None:
+    for rank, schedule in enumerate(schedules(SequenceMask(64), 4, "zigzag")):
+        assert [len(hop.mask.regions) for hop in schedule.hops] == [1] * 4, rank
+
+
+def test_a_short_window_reaches_the_neighbour_only() -> None:
+    """Contiguous, a window of less than a shard: one hop, and rank 0 receives nothing."""
+    every = schedules(SequenceMask(64, True, (5, 0)), 4, "contiguous")
+    assert [tuple(hop.step for hop in schedule.hops) for schedule in every] == [(0, 1)] * 4
+    assert [schedule.hops[1].source for schedule in every] == [None, 0, 1, 2]
+    assert [schedule.hops[1].reader for schedule in every] == [1, 2, 3, None]
