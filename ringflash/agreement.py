@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from ringflash.communicator import communicator
 from ringflash.group import Group, backend_of, resolve
 
 Policy = Literal["changed", "always", "never"]
@@ -25,7 +26,6 @@ _ERRORS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, NotIm
 _CPU = torch.device("cpu")
 
 _policy: Policy = "changed"
-_channels: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # group name: (group, its CPU channel)
 _last: dict[str, bytes] = {}  # group name: message of the last call that was compared
 
 
@@ -77,7 +77,7 @@ def _exchange(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     try:
-        dist.all_gather(gathered, mine, group=_channel(group))
+        _channel(group).allgather([gathered], [mine]).wait()
     except RuntimeError as cause:
         raise RuntimeError(
             f"every rank of the group must make the call, got no answer from some of {group.size()} ranks ({cause}); "
@@ -113,12 +113,5 @@ def _by_value(values: list[object]) -> str:
 
 
 def _channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group over the same ranks that takes CPU tensors: comparing must not wait for the device."""
-    if backend_of(group, _CPU) == "gloo":
-        return group
-    known = _channels.get(group.group_name)
-    if known is None or known[0] is not group:
-        ranks = dist.get_process_group_ranks(group)
-        channel = dist.new_group(ranks, backend="gloo", timeout=TIMEOUT, use_local_synchronization=True)
-        known = _channels[group.group_name] = (group, channel)
-    return known[1]
+    """The group's ranks on CPU tensors: comparing must not wait for the device."""
+    return group if backend_of(group, _CPU) == "gloo" else communicator(group, "agreement", "gloo", TIMEOUT)

@@ -1,11 +1,17 @@
-"""Messages between ranks as batches of isend and irecv: gloo on CPU, NCCL on GPUs and between hosts."""
+"""Messages between ranks as batches of sends and receives: gloo on CPU, NCCL on GPUs and between hosts."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from ringflash.communicator import communicator
+
+TIMEOUT = timedelta(minutes=10)  # torch's default for NCCL
+_TAG = 0
 
 
 class Message(NamedTuple):
@@ -29,7 +35,9 @@ class Pending:
 
 
 class PointToPoint:
-    """Exchanges over one process group, all on one communicator of their own.
+    """Exchanges over one process group; on NCCL over a communicator of their own.
+
+    There the messages queue behind nobody else's, on a high-priority stream.
 
     Args:
         name: "gloo" or "nccl".
@@ -38,28 +46,22 @@ class PointToPoint:
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self.name = name
-        self.group = _own_communicator(group) if name == "nccl" else group
-        self._ranks = dist.get_process_group_ranks(group)
+        self._channel = communicator(group, "ring", "nccl", TIMEOUT) if name == "nccl" else group
+        if name == "nccl":  # every rank must take part in a communicator's first operation; hops may leave some out
+            self._channel.allreduce([torch.zeros(1, device="cuda")]).wait()
 
     def post(self, sends: list[Message], recvs: list[Message]) -> Pending:
         """Start a batch of messages; the peers must post its counterparts in the same order.
 
         The tensors must be contiguous and stay untouched until `wait`.
         """
-        ops = [self._op(dist.isend, message) for message in sends if message.rank is not None]
-        ops += [self._op(dist.irecv, message) for message in recvs if message.rank is not None]
-        return Pending(dist.batch_isend_irecv(ops) if ops else [])
-
-    def _op(self, operation, message: Message) -> dist.P2POp:  # type: ignore[no-untyped-def]
-        assert message.rank is not None
-        return dist.P2POp(operation, message.tensor, self._ranks[message.rank], self.group)
-
-
-def _own_communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A NCCL communicator for the ring alone: its messages queue behind nobody else's, on a high-priority stream."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    ranks = dist.get_process_group_ranks(group)
-    own = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=True)
-    # Every rank must take part in the first operation of a communicator, and hops may leave some out.
-    dist.barrier(group=own, device_ids=[torch.cuda.current_device()])
-    return own
+        messages = [(self._channel.send, message) for message in sends if message.rank is not None]
+        messages += [(self._channel.recv, message) for message in recvs if message.rank is not None]
+        if not messages:
+            return Pending([])
+        if self.name == "gloo":
+            return Pending([start([tensor], rank, _TAG) for start, (tensor, rank) in messages])
+        self._channel._start_coalescing(messages[0][1].tensor.device)
+        for start, (tensor, rank) in messages:
+            start([tensor], rank, _TAG)
+        return Pending([self._channel._end_coalescing(messages[0][1].tensor.device)])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ringflash.mask import SequenceMask
 from ringflash.schedule import build
-from ringflash_kernels.mask import Mask, Region
 from ringflash_kernels.calls import calls
+from ringflash_kernels.mask import Mask, Region
 
 LENGTH = 12
 

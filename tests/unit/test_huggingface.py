@@ -22,7 +22,8 @@ MODELS = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_window": (
-        "qwen3", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+        "qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "mistral_window": ("mistral", {"sliding_window": 5}),
 }
