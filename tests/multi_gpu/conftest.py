@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from benchmarks.environment import describe
 from tests.helpers.pool import Pool
 from tests.helpers.tolerance import Ratio
 
@@ -88,6 +89,5 @@ def table(setup: Setup, request: pytest.FixtureRequest) -> Iterator[Table]:
     yield table
     path = request.config.getoption("--ratios", None)
     if path is not None:
-        device = torch.cuda.get_device_name() if setup.backend == "nccl" else "cpu"
-        head = {"device": device, "torch": torch.__version__, **setup._asdict(), "num_cases": len(table.cases)}
+        head = {**describe(), **setup._asdict(), "num_cases": len(table.cases)}
         path.write_text(json.dumps({**head, "worst": table.worst(), "cases": table.cases}, indent=1) + "\n")

@@ -1,0 +1,45 @@
+"""What a figure was measured on: every result file begins with this."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def describe() -> dict[str, str]:
+    """Commit, command, machine and versions."""
+    cuda = torch.cuda.is_available()
+    return {
+        "commit": _commit(),
+        "command": " ".join(sys.argv),
+        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
+        "triton": _version("triton"),
+    }
+
+
+def _commit() -> str:
+    """The checkout's commit; RINGFLASH_COMMIT where the sources were copied without their history."""
+    try:
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("RINGFLASH_COMMIT", "unknown")
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
