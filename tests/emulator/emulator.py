@@ -97,7 +97,8 @@ def _to_device(value):
     if isinstance(value, float):
         return Tensor(value, real_gl.float32)
     if isinstance(value, tuple):
-        return tuple(_to_device(item) for item in value)
+        items = [_to_device(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value
 
 
