@@ -16,6 +16,7 @@ MASKS = {
     "causal, fewer queries": Mask.band(65, 300, causal=True),
     "causal, rows that see nothing": Mask.band(290, 140, causal=True),
     "window": Mask.band(330, 330, causal=True, window_size=(70, 0)),
+    "wide window": Mask.band(400, 500, causal=True, window_size=(290, 0)),
     "window to both sides": Mask.band(200, 260, window_size=(33, 60)),
     "one row": Mask.band(1, 131, causal=True),
     "three keys": Mask.full(67, 3),  # one key alone has gradients of exactly 0, which leaves no error budget
