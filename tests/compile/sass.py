@@ -32,9 +32,13 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions of a natural loop, in the order of their addresses."""
+    """Basic blocks of a natural loop, in the order of their addresses."""
 
-    instructions: tuple[Instruction, ...]
+    blocks: tuple[tuple[Instruction, ...], ...]
+
+    @cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        return tuple(instruction for block in self.blocks for instruction in block)
 
     @cached_property
     def counts(self) -> Counter[str]:
@@ -42,12 +46,25 @@ class Loop:
 
     @property
     def masked(self) -> bool:
-        """Whether scores are replaced by -inf: one select for each score of a thread."""
-        return self.counts["FSEL"] >= 16
+        """Whether every turn replaces scores by -inf: the selects share a basic block with the exponentials."""
+        return any(_count(block, "FSEL") >= _MANY and _count(block, "MUFU") >= _MANY for block in self.blocks)
 
     @property
     def spills(self) -> int:
         return self.counts["LDL"] + self.counts["STL"]
+
+    @property
+    def spills_off_the_mask(self) -> int:
+        """Spills outside of blocks that only a partly masked tile enters."""
+        unmasked = [block for block in self.blocks if _count(block, "FSEL") < _MANY]
+        return sum(_count(block, "LDL") + _count(block, "STL") for block in unmasked)
+
+
+_MANY = 16  # selects or exponentials that a thread needs for a tile of scores, at least
+
+
+def _count(block: tuple[Instruction, ...], name: str) -> int:
+    return sum(instruction.name == name for instruction in block)
 
 
 class Program:
@@ -103,7 +120,7 @@ class Program:
         bodies = [body for body in self._natural_loops() if self._has_mma(body)]
         inner = [body for body in bodies if not any(other < body for other in bodies)]
         unique = {min(body): body for body in inner}
-        return [Loop(tuple(self._instructions_of(body))) for _, body in sorted(unique.items())]
+        return [Loop(tuple(map(self._block, sorted(body)))) for _, body in sorted(unique.items())]
 
     def _natural_loops(self) -> list[frozenset[int]]:
         dominators = self._dominators()
@@ -143,23 +160,27 @@ class Program:
                         dominators[block], changed = new, True
         return dominators
 
-    def _instructions_of(self, body: frozenset[int]) -> list[Instruction]:
-        return [x for block in sorted(body) for x in self.instructions[slice(*self._blocks[block])]]
+    def _block(self, number: int) -> tuple[Instruction, ...]:
+        return tuple(self.instructions[slice(*self._blocks[number])])
 
     def _has_mma(self, body: frozenset[int]) -> bool:
-        return any(x.name == "HGMMA" for x in self._instructions_of(body))
+        return any(_count(self._block(number), "HGMMA") for number in body)
 
 
 def share_of_exp_before_last_wait(loop: Loop) -> float:
-    """Share of a loop's exp2 between the wait for the first product and the wait for the second.
+    """Share of a loop's exp2 between a wait that leaves products in flight and the next, which leaves none.
 
-    Counted round the loop: from a wait that leaves one product in flight to the next that leaves none.
+    Counted round the loop, since its first instruction may be any.
     """
     body = loop.instructions * 2
-    waits = [(i, x.operands) for i, x in enumerate(body) if x.opcode.startswith("WARPGROUP.DEPBAR")]
+    waits = [(i, _products_left(x)) for i, x in enumerate(body) if x.opcode.startswith("WARPGROUP.DEPBAR")]
     best = 0
-    for (first, operands), (second, next_operands) in zip(waits, waits[1:], strict=False):
-        if "0x1" in operands and "0x0" in next_operands.replace("gsb0", ""):
+    for (first, left), (second, left_next) in zip(waits, waits[1:], strict=False):
+        if left > 0 and left_next == 0:
             best = max(best, sum(x.opcode.startswith("MUFU.EX2") for x in body[first:second]))
     total = sum(x.opcode.startswith("MUFU.EX2") for x in loop.instructions)
     return best / total if total else 0.0
+
+
+def _products_left(wait: Instruction) -> int:
+    return int(wait.operands.split(",")[1], 16)
