@@ -4,7 +4,8 @@ How to use it:
 
     emulator = Emulator(seed=0)                    # the seed decides how partitions and copies interleave
     forward = emulator.load("forward")             # ringflash_kernels/hopper/forward.py, on emulated names
-    forward.forward(q, k, v, mask, scale, out=out, lse=lse, num_sms=2)     # CPU torch tensors, the real launcher
+    with cuda_properties(num_sms=2):               # tests.emulator.host: answers what launchers ask of CUDA
+        forward.forward(q, k, v, mask, scale, out=out, lse=lse)    # CPU torch tensors, the real launcher
 
     emulator.load("forward").some_kernel[(grid,)](descriptor, tensor, 3, BLOCK=64, num_warps=4)    # or one kernel
 
@@ -24,11 +25,9 @@ import builtins
 import importlib.util
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from unittest import mock
 
 import torch
 import triton
@@ -145,23 +144,12 @@ class Emulator:
         ]
         scheduler.run(blocks, self.resident)
 
-    @contextmanager
-    def host(self, num_sms: int = 2) -> Iterator[None]:
-        """Let launchers ask CPU tensors for CUDA properties: `num_sms` SMs, streams and devices that do nothing."""
-        properties = SimpleNamespace(multi_processor_count=num_sms, major=9, minor=0)
-        with (
-            mock.patch.object(torch.cuda, "get_device_properties", lambda *_: properties),
-            mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
-            mock.patch.object(torch.cuda, "current_device", lambda: 0),
-            mock.patch.object(torch.cuda, "device", lambda *_: mock.MagicMock()),
-        ):
-            yield
-
     def _source(self, name: str, path: Path) -> str:
         source = path.read_text()
         for module, old, new in self.faults:
             if module == name:
-                assert old in source, f"fault does not apply: {old!r} is not in {path.name}"
+                if old not in source:
+                    raise ValueError(f"fault does not apply: {old!r} is not in {path.name}; plant what is there now")
                 source = source.replace(old, new)
         return source
 

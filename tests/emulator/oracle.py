@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -47,6 +49,29 @@ class Shape:
         return self.head_dim**-0.5
 
 
+def random_problem(seed: int) -> tuple[Mask, Shape]:
+    """A mask and a shape from a seeded generator: bands, windows, documents and rectangles of odd sizes."""
+    rng = random.Random(seed)
+    seqlen_q, seqlen_k = rng.randint(1, 300), rng.randint(2, 300)
+    window = (rng.randint(0, 200), rng.choice((-1, rng.randint(0, 60))))
+    starts = sorted(rng.sample(range(1, seqlen_k), min(rng.randint(1, 5), seqlen_k - 1)))
+    mask = rng.choice(
+        (
+            Mask.band(seqlen_q, seqlen_k, causal=True),
+            Mask.band(seqlen_q, seqlen_k, causal=rng.random() < 0.5, window_size=window),
+            Mask.documents([0, *starts, seqlen_k], causal=rng.random() < 0.7),
+            Mask.of(
+                seqlen_q, seqlen_k, [Region(seqlen_q // 3, seqlen_q, seqlen_k // 5, seqlen_k, None, rng.randint(0, 99))]
+            ),
+        )
+    )
+    num_kv_heads, group = rng.randint(1, 2), rng.randint(1, 3)
+    dtype = rng.choice((torch.bfloat16, torch.float16))
+    return mask, Shape(
+        rng.choice((64, 96, 128, 192, 256)), num_kv_heads * group, num_kv_heads, rng.randint(1, 2), dtype
+    )
+
+
 def inputs(mask: Mask, shape: Shape, *, seed: int = 0) -> tuple[torch.Tensor, ...]:
     """q, k, v, dout with strides as a fused projection leaves them: heads of q, k and v side by side."""
     generator = torch.Generator().manual_seed(seed)
@@ -56,6 +81,16 @@ def inputs(mask: Mask, shape: Shape, *, seed: int = 0) -> tuple[torch.Tensor, ..
     q, k, v = fused.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), 2)
     dout = torch.randn(shape.batch, mask.seqlen_q, shape.num_heads, shape.head_dim, generator=generator)
     return q[:, : mask.seqlen_q], k[:, : mask.seqlen_k], v[:, : mask.seqlen_k], dout.to(shape.dtype)
+
+
+def far_apart(x: torch.Tensor, path: Path) -> torch.Tensor:
+    """A copy of x whose first dimension is so strided that the last offsets pass 32 bits; mostly a hole in a file."""
+    stride = 2**31 // (x.shape[0] - 1)
+    stride += -stride % 64
+    count = stride * (x.shape[0] - 1) + x[0].numel()
+    storage = torch.from_file(str(path), shared=True, size=count, dtype=x.dtype)
+    copy = storage.as_strided(x.shape, (stride, *torch.empty(x.shape[1:], device="meta").stride()))
+    return copy.copy_(x)
 
 
 def attention(

@@ -8,7 +8,7 @@ import torch
 
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
-from tests.emulator.oracle import MASKS, Shape, inputs, oracle_and_baseline
+from tests.emulator.oracle import MASKS, Shape, far_apart, inputs, oracle_and_baseline, random_problem
 from tests.helpers.tolerance import assert_close
 
 _CAUSAL = MASKS["causal, ragged"]
@@ -128,24 +128,55 @@ def test_deterministic(mask, head_dim):
             assert torch.equal(gradient, other[0][name]), name
 
 
+def _far_apart(tmp_path, emulator: Emulator | None = None):
+    """A call whose tensors have batches 2^30 elements apart."""
+    mask, shape = Mask.band(100, 100, causal=True), Shape(batch=3)
+    q, k, v, dout = inputs(mask, shape)
+    exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, dout=dout)
+    given = {"q": q, "k": k, "v": v, "dout": dout, "out": exact["out"].to(q.dtype), "lse": exact["lse"].float()}
+    far = {name: far_apart(x, tmp_path / name) for name, x in given.items()}
+    dk, dv = (far_apart(torch.zeros(k.shape), tmp_path / name) for name in ("dk", "dv"))
+    module = (emulator or Emulator()).load("backward")
+    run = module.Backward(far["dout"], far["q"], far["out"], far["lse"], softmax_scale=shape.scale, num_sms=2)
+    run.add(far["k"], far["v"], mask, dk, dv)
+    got = {"dq": run.finish(), "dk": dk, "dv": dv}
+    return got, {n: exact[n] for n in got}, {n: baseline[n] for n in got}
+
+
+def test_offsets_beyond_32_bits(tmp_path):
+    assert_close(*_far_apart(tmp_path))
+
+
+def test_offset_in_32_bits_is_caught(tmp_path):
+    old, new = "(tl.program_id(0) // num_blocks).to(tl.int64)", "tl.program_id(0) // num_blocks"
+    with pytest.raises(EmulationError, match="int32 overflow"):
+        _far_apart(tmp_path, Emulator(faults=[("preprocess", old, new)]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_problems(seed):
+    mask, shape = random_problem(seed)
+    assert_close(*_gradients(mask, shape, emulator=Emulator(seed)))
+
+
 # A fault in the mask, and one in each kind of synchronisation: (module, source text, what replaces it).
 FAULTS = {
-    "mask lets a row too many see a key": (
-        "backward_keys",
-        "rows[None, :] < end[:, None]",
-        "rows[None, :] <= end[:, None]",
-    ),
+    "mask lets a row too many see a key": ("backward_problem", "return passed < ", "return passed <= "),
     "band is shifted by one": ("backward", "else corner - upper\n", "else corner - upper + 1\n"),
-    "a partly masked block runs unmasked": ("backward_keys", "block * M < full_start", "block * M + M < full_start"),
-    "phase of dS is inverted": ("backward_keys", "(count >> 1) & 1", "((count >> 1) & 1) ^ 1"),
-    "phase of Q is inverted": ("backward_keys", "(step // sm.STAGES) & 1", "((step // sm.STAGES) & 1) ^ 1"),
-    "an arrival is missing": ("backward_keys", "    mbarrier.arrive(sm.q_empty.index(slot), count=1)\n", ""),
-    "dQ is overwritten while it leaves": ("backward_keys", "        tma_store_wait(0)\n        sm.ds", "        sm.ds"),
-    "a proxy fence is missing": (
+    "a partly masked block runs unmasked": ("backward_keys", "(block < full_start)", "(block + 1 < full_start)"),
+    "phase of dS is inverted": (
         "backward_keys",
-        "        fence_async_shared()\n        mbarrier.arrive(sm.ds",
-        "        mbarrier.arrive(sm.ds",
+        "(sm.ds_full.index(last), last_parity)",
+        "(sm.ds_full.index(last), last_parity ^ 1)",
     ),
+    "phase of Q is inverted": (
+        "backward_keys",
+        "(sm.q_full.index(slot), parity)",
+        "(sm.q_full.index(slot), parity ^ 1)",
+    ),
+    "an arrival is missing": ("backward_keys", "mbarrier.arrive(sm.q_empty.index(slot), count=1)", "pass"),
+    "staging buffers are overwritten while they leave": ("backward_keys", "tma_store_wait(0)", "pass"),
+    "proxy fences are missing": ("backward_keys", "fence_async_shared()", "pass"),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
 from tests.emulator.host import cuda_properties
-from tests.emulator.oracle import MASKS, Shape, inputs, oracle_and_baseline
+from tests.emulator.oracle import MASKS, Shape, far_apart, inputs, oracle_and_baseline, random_problem
 from tests.helpers.tolerance import assert_close
 
 _CAUSAL = MASKS["causal, ragged"]
@@ -144,6 +144,34 @@ def test_outputs_lie_in_larger_tensors():
     assert (lse[:, :, :20] == 7).all() and (lse[:, :, 170:] == 7).all() and (lse[:, 0] == 7).all()
 
 
+def _far_apart(tmp_path, emulator: Emulator | None = None):
+    """A call whose tensors have batches 2^30 elements apart."""
+    mask, shape = Mask.band(100, 100, causal=True), Shape(batch=3)
+    q, k, v, _ = inputs(mask, shape)
+    exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale)
+    q, k, v = (far_apart(x, tmp_path / name) for name, x in (("q", q), ("k", k), ("v", v)))
+    out = far_apart(torch.full(q.shape, math.nan, dtype=q.dtype), tmp_path / "out")
+    lse = far_apart(torch.full(exact["lse"].shape, math.nan), tmp_path / "lse")
+    _forward(emulator, q, k, v, mask, shape.scale, out=out, lse=lse)
+    return {"out": out, "lse": lse}, exact, baseline
+
+
+def test_offsets_beyond_32_bits(tmp_path):
+    assert_close(*_far_apart(tmp_path))
+
+
+def test_offset_in_32_bits_is_caught(tmp_path):
+    emulator = Emulator(faults=[("forward", "tile.batch.to(gl.int64)", "tile.batch")])
+    with pytest.raises(EmulationError, match="int32 overflow"):
+        _far_apart(tmp_path, emulator)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_problems(seed):
+    mask, shape = random_problem(seed)
+    assert_close(*_outputs(mask, shape, emulator=Emulator(seed)))
+
+
 # A fault in the mask, and one in each kind of synchronisation: (module, source text, what replaces it).
 FAULTS = {
     "mask shows a key too many": ("forward", "keys[None, :] < stop[:, None]", "keys[None, :] <= stop[:, None]"),
@@ -174,7 +202,8 @@ FAULTS = {
         "barriers.k_empty.index(index), phase)",
     ),
     "an arrival is missing": ("forward", "mbarrier.arrive(barriers.v_empty.index(index), count=1)", "pass"),
-    "a proxy fence is missing": ("forward", "    fence_async_shared()\n    tma_store", "    tma_store"),
+    "proxy fences are missing": ("forward", "fence_async_shared()", "pass"),
+    "staging buffers are overwritten while they leave": ("forward", "tma_store_wait(0)", "pass"),
     "P V is not waited for": ("forward", "acc = wait_values(acc, V)", "pass"),
 }
 

@@ -68,7 +68,10 @@ def poison(dtype: np.dtype) -> object:
     """What undefined memory of a numpy `dtype` holds: NaN, or an integer far outside any index."""
     if dtype == np.bool_:
         return True
-    return np.iinfo(dtype).min // 3 if np.issubdtype(dtype, np.integer) else np.nan
+    if not np.issubdtype(dtype, np.integer):
+        return np.nan
+    limits = np.iinfo(dtype)
+    return (limits.min or limits.max) // 3
 
 
 def is_float(dtype) -> bool:
