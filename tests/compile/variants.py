@@ -1,0 +1,106 @@
+"""The kernels a user's calls compile: production launchers on small CPU tensors, their launches recorded.
+
+The grid is thin where a choice does not change the main loop: fp16 and unmasked resumes at head_dim 128 only.
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import torch
+
+from ringflash_kernels.hopper import backward, forward
+from ringflash_kernels.mask import Mask
+from tests.compile.compiler import Launch, Recorder, recorded_launches
+
+HEAD_DIMS = (64, 128, 96, 256, 192)  # where 96 is padded to 128, the shared kernel is named after 128
+_TOKENS = 256
+_MASKS = {
+    "full": Mask.full(_TOKENS, _TOKENS),
+    "band": Mask.band(_TOKENS, _TOKENS, causal=True),
+    "bounds": Mask.documents([0, 100, _TOKENS]),
+}
+
+
+def production_launches() -> list[Launch]:
+    """Every distinct kernel, labelled with the call that uses it."""
+    with recorded_launches() as recorder:
+        for head_dim in HEAD_DIMS:
+            _forwards(recorder, head_dim)
+            _backwards(recorder, head_dim)
+        _forward(recorder, 128, "band", torch.float16)
+        _backward(recorder, 128, "band", torch.float16)
+    return list(recorder.launches.values())
+
+
+def _forwards(recorder: Recorder, head_dim: int) -> None:
+    for mask in _MASKS:
+        _forward(recorder, head_dim, mask)
+        if mask != "full" or head_dim == 128:
+            for resume in (False, True):
+                _forward(recorder, head_dim, mask, out_dtype=torch.float32, resume=resume)
+    _forward(recorder, head_dim, "band", resume=True)
+
+
+def forward_launch(module: ModuleType, head_dim: int, mask: str) -> Launch:
+    """The launch of a fresh bf16 call of `module.forward`."""
+    with recorded_launches() as recorder:
+        _forward(recorder, head_dim, mask, module=module)
+    return next(iter(recorder.launches.values()))
+
+
+def _forward(
+    recorder: Recorder,
+    head_dim: int,
+    mask: str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    out_dtype: torch.dtype | None = None,
+    resume: bool = False,
+    module: ModuleType = forward,
+) -> None:
+    words = [f"hd{head_dim}", str(dtype)[6:], mask, "resume" if resume else "", "fp32 out" if out_dtype else ""]
+    recorder.variant = " ".join(word for word in words if word)
+    q, k = _operands(head_dim, dtype)
+    out = torch.empty(q.shape, dtype=out_dtype or dtype)
+    lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
+    acc = torch.empty(q.shape) if resume else None
+    module.forward(q, k, k, _MASKS[mask], 1.0, out=out, lse=lse, acc=acc)
+
+
+def _backwards(recorder: Recorder, head_dim: int) -> None:
+    for mask in ("band", "bounds"):
+        for accumulate in (True, False):
+            _backward(recorder, head_dim, mask, accumulate=accumulate)
+    _backward(recorder, head_dim, "band", deterministic=True)
+
+
+def _backward(
+    recorder: Recorder,
+    head_dim: int,
+    mask: str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    accumulate: bool = True,
+    deterministic: bool = False,
+) -> None:
+    words = [
+        f"hd{head_dim}",
+        str(dtype)[6:],
+        mask,
+        "" if accumulate else "store",
+        "deterministic" if deterministic else "",
+    ]
+    recorder.variant = " ".join(word for word in words if word)
+    q, k = _operands(head_dim, dtype)
+    k = k if accumulate else q  # one KV head for each query head: stored without an fp32 buffer
+    lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
+    run = backward.Backward(q, q, q, lse, softmax_scale=1 / math.sqrt(head_dim), deterministic=deterministic)
+    dk, dv = (torch.empty(k.shape, dtype=torch.float32 if accumulate else dtype) for _ in range(2))
+    run.add(k, k, _MASKS[mask], dk, dv, accumulate=accumulate)
+    run.finish()
+
+
+def _operands(head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(torch.zeros(2, _TOKENS, heads, head_dim, dtype=dtype) for heads in (4, 2))

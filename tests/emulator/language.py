@@ -1,0 +1,393 @@
+"""The names that kernels take from Gluon, executed on numpy: `gl`, `mbarrier`, `tma`, wgmma, fences, barriers.
+
+Layouts and types are the real ones and are carried along without effect; whatever is not defined here falls
+through to the real module, and fails there with Triton's own message.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+
+from ringflash_kernels.hopper.compat import gl as real_gl
+from ringflash_kernels.hopper.compat import mbarrier as real_mbarrier
+from tests.emulator import memory
+from tests.emulator.memory import Barrier, BarrierArray, Block, Partition, SharedMemory, current_partition
+from tests.emulator.scheduler import Task
+from tests.emulator.values import (
+    EmulationError,
+    Pointer,
+    Tensor,
+    arithmetic,
+    as_numpy,
+    integer,
+    is_float,
+    numpy_dtype,
+    reduce_sum,
+    result_dtype,
+    truth,
+)
+
+
+class constexpr:
+    """Annotation of compile-time arguments; calling it gives the plain value."""
+
+    def __new__(cls, value):
+        return value
+
+
+class Accumulator(Tensor):
+    """The result of an asynchronous wgmma; reading it before it was waited for raises."""
+
+    __slots__ = ("_value", "_compute", "_shape")
+
+    def __init__(self, compute, shape) -> None:
+        self._value, self._compute, self._shape, self.dtype = None, compute, list(shape), real_gl.float32
+
+    @property
+    def data(self) -> np.ndarray:
+        if self._value is None:
+            raise EmulationError("accumulator is read before warpgroup_mma_wait covered its wgmma")
+        return self._value
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self._shape)
+
+    def retire(self) -> None:
+        self._value = self._compute()
+        self._compute = None
+
+
+def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
+    """a @ b + acc in fp32. Shared operands are read when the product is waited for, as late as the device may."""
+    partition = current_partition()
+    partition.pause()
+    for operand in (a, b):
+        if isinstance(operand, SharedMemory):
+            operand.check_fenced("wgmma of")
+    assert isinstance(b, SharedMemory), "wgmma takes its second operand from shared memory"
+    (m, k), (kb, n) = a.shape, b.shape
+    if k != kb or acc.shape != [m, n] or a.dtype != b.dtype or m % 64 or acc.dtype != real_gl.float32:
+        raise EmulationError(f"wgmma of {a.dtype}{a.shape} and {b.dtype}{b.shape} into {acc.dtype}{acc.shape}")
+    keep = truth(use_acc)
+
+    def compute() -> np.ndarray:
+        product = a.data.astype(np.float32) @ b.data.astype(np.float32)
+        return product + acc.data if keep else product
+
+    result = Accumulator(compute, (m, n))
+    partition.mmas.append(result)
+    if is_async:
+        return result
+    return warpgroup_mma_wait(0, deps=(result,))
+
+
+def warpgroup_mma_wait(num_outstanding=0, deps=None):
+    """Complete all but the last `num_outstanding` wgmmas of this partition."""
+    partition = current_partition()
+    partition.pause()
+    while len(partition.mmas) > integer(num_outstanding):
+        partition.mmas.pop(0).retire()
+    assert deps, "warpgroup_mma_wait needs deps"
+    values = tuple(_completed(dep) for dep in deps)
+    return values[0] if len(values) == 1 else values
+
+
+def _completed(dep):
+    retired = isinstance(dep, Accumulator) and dep._value is not None
+    return Tensor(dep.data, dep.dtype) if retired else dep
+
+
+def fence_async_shared(cluster=False) -> None:
+    """Make this partition's generic writes visible to TMA and wgmma."""
+    current_partition().fence()
+
+
+def _barrier_init(barrier: Barrier, count) -> None:
+    barrier.initialise(integer(count))
+
+
+def _barrier_arrive(barrier: Barrier, *, count=1, pred=True) -> None:
+    current_partition().pause()
+    if truth(pred):
+        barrier.arrive(integer(count))
+
+
+def _barrier_expect(barrier: Barrier, num_bytes, pred=True) -> None:
+    current_partition().pause()
+    if truth(pred):
+        barrier.arrive(1, integer(num_bytes))
+
+
+def _barrier_wait(barrier: Barrier, phase, pred=True, deps=()) -> None:
+    if truth(pred):
+        parity = integer(phase) % 2
+        waits_for = _Lazy(lambda: f"parity {parity} of {barrier}")
+        current_partition().pause(lambda: barrier.passed(parity), waits_for)
+
+
+class _Lazy:
+    """Text that is made when it is read."""
+
+    def __init__(self, make) -> None:
+        self._make = make
+
+    def __str__(self) -> str:
+        return self._make()
+
+
+def _allocated_name() -> str:
+    """The variable that the kernel assigns an allocation to, for error messages."""
+    frame = sys._getframe(2)
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return line.split("=")[0].strip() if "=" in line else "shared memory"
+
+
+def allocate_shared_memory(element_ty, shape, layout, value=None):
+    name = _allocated_name()
+    if isinstance(layout, real_mbarrier.MBarrierLayout):
+        return BarrierArray(integer(shape[0]), name)
+    smem = SharedMemory.allocate(shape, element_ty, layout, name)
+    if value is not None:
+        smem.store(value)
+    return smem
+
+
+def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
+    """Run the default partition here and every worker as a task of its own; return when all have ended."""
+    default = current_partition()
+    block = default.block
+    workers = []
+    for i, ((function, args), num_warps) in enumerate(zip(functions_and_args[1:], worker_num_warps, strict=True)):
+        name = f"{default.task.name}, worker {i} ({function.__name__})"
+        workers.append(block.scheduler.spawn(name, partition_body(block, integer(num_warps), function, args)))
+    function, args = functions_and_args[0]
+    result = function(*args)
+    default.pause(lambda: all(task.done for task in workers), "its workers to end")
+    return result
+
+
+def partition_body(block: Block, num_warps: int, function, args):
+    """A task's body that runs device code as a partition of `block`."""
+
+    def body(task: Task) -> None:
+        partition = Partition(block, task, 32 * num_warps)
+        threading.current_thread().partition = partition  # type: ignore[attr-defined]
+        function(*args)
+        partition.check_finished()
+
+    return body
+
+
+def named_barrier(token, ID, NUM_THREADS, ARRIVE):
+    """bar.arrive or bar.sync on hardware barrier ID, counted in threads."""
+    partition = current_partition()
+    partition.pause()
+    state = partition.block.named.setdefault(integer(ID), [0, 0])
+    state[0] += partition.num_threads
+    if state[0] > NUM_THREADS:
+        raise EmulationError(f"{state[0]} threads at named barrier {ID} of {NUM_THREADS}")
+    generation = state[1]
+    if state[0] == NUM_THREADS:
+        state[:] = [0, generation + 1]
+    if not ARRIVE:
+        partition.pause(lambda: state[1] > generation, f"named barrier {ID}")
+    return token
+
+
+def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
+    """The few instructions that kernels write themselves."""
+    barrier = re.search(r"bar\.(sync|arrive) (\d+), (\d+)", asm)
+    if barrier:
+        return named_barrier(args[0], int(barrier[2]), int(barrier[3]), barrier[1] == "arrive")
+    if re.fullmatch(r"\s*ex2\.approx(\.ftz)?\.f32 \$0, \$1;\s*", asm):
+        return _float_function(np.exp2)(args[0])
+    raise NotImplementedError(f"the emulator does not know the instruction {asm!r}")
+
+
+def _float_function(function):
+    def evaluate(x):
+        x = x if isinstance(x, Tensor) else Tensor(x, real_gl.float32)
+        assert is_float(x.dtype), f"{function.__name__} of {x.dtype}"
+        return Tensor(function(x.data), x.dtype)
+
+    return evaluate
+
+
+def where(condition, a, b) -> Tensor:
+    dtype = result_dtype(a, b)
+    return Tensor(np.where(as_numpy(condition), as_numpy(a, dtype), as_numpy(b, dtype)), dtype)
+
+
+def maximum(a, b, propagate_nan=None):
+    return arithmetic(np.maximum, a, b) if isinstance(a, Tensor) or isinstance(b, Tensor) else max(a, b)
+
+
+def minimum(a, b, propagate_nan=None):
+    return arithmetic(np.minimum, a, b) if isinstance(a, Tensor) or isinstance(b, Tensor) else min(a, b)
+
+
+def load(pointer: Pointer, mask=None, other=None, **_) -> Tensor:
+    current_partition().pause()
+    return pointer.load(mask, other)
+
+
+def store(pointer: Pointer, value, mask=None, **_) -> None:
+    current_partition().pause()
+    pointer.store(value, mask)
+
+
+def _atomic(function):
+    def atomic(pointer: Pointer, value, mask=None, sem=None, scope=None) -> Tensor:
+        current_partition().pause()
+        old = pointer.load(mask, 0)
+        offset, enabled = pointer.locate(mask)
+        stored = np.broadcast_to(as_numpy(value, pointer.element_dtype), offset.shape)
+        function(pointer.storage, offset[enabled], stored[enabled])
+        return old
+
+    return atomic
+
+
+def _exchange(storage, offset, value) -> None:
+    storage[offset] = value
+
+
+def atomic_cas(pointer: Pointer, compare, value, sem=None, scope=None) -> Tensor:
+    current_partition().pause()
+    old = pointer.load()
+    if truth(old == compare):
+        pointer.store(value)
+    return old
+
+
+def arange(start, end, layout=None) -> Tensor:
+    start, end = integer(start), integer(end)
+    assert (end - start) & (end - start - 1) == 0, f"arange of {end - start} elements: not a power of two"
+    return Tensor(np.arange(start, end), real_gl.int32)
+
+
+def full(shape, value, dtype, layout=None) -> Tensor:
+    return Tensor(np.full([integer(n) for n in shape], as_numpy(value)).astype(numpy_dtype(dtype)), dtype)
+
+
+def assume(condition) -> None:
+    if not truth(condition):
+        raise EmulationError("gl.assume of something untrue")
+
+
+def static_assert(condition, message="") -> None:
+    assert condition, message
+
+
+def cdiv(x, div):
+    return (x + (div - 1)) // div
+
+
+def device_range(*bounds, **_):
+    """`range` of device code: the counter is a run-time int32."""
+    for i in range(*(integer(bound) for bound in bounds)):
+        yield Tensor(i, real_gl.int32)
+
+
+def program_id(axis) -> Tensor:
+    return Tensor(current_partition().block.program_id[integer(axis)], real_gl.int32)
+
+
+def num_programs(axis=0) -> Tensor:
+    return Tensor(current_partition().block.grid[integer(axis)], real_gl.int32)
+
+
+def _static_range(*bounds):
+    return range(*(integer(bound) for bound in bounds))
+
+
+def _no_effect(*args, **kwargs) -> None:
+    return None
+
+
+def _first(x, *args, **kwargs):
+    return x
+
+
+def _clamp(x, low, high, propagate_nan=None):
+    return minimum(maximum(x, low), high)
+
+
+def make_tensor_descriptor(base: Pointer, shape, strides, block_shape, layout=None):
+    raise NotImplementedError("device-made descriptors are not emulated; make them on the host")
+
+
+class Language:
+    """The `gl` (or `tl`) namespace: the functions below, and the real module for types and layouts."""
+
+    constexpr = constexpr
+    aggregate = staticmethod(lambda cls: cls)
+    constexpr_function = staticmethod(lambda function: function)
+    abs = staticmethod(lambda x: Tensor(np.abs(x.data), x.dtype))
+    arange, full, where, maximum, minimum, cdiv = map(staticmethod, (arange, full, where, maximum, minimum, cdiv))
+    zeros = staticmethod(lambda shape, dtype, layout=None: full(shape, 0, dtype))
+    full_like = staticmethod(lambda x, value, **_: full(x.shape, value, x.dtype))
+    zeros_like = staticmethod(lambda x, **_: full(x.shape, 0, x.dtype))
+    clamp = staticmethod(_clamp)
+    load, store, atomic_cas = map(staticmethod, (load, store, atomic_cas))
+    atomic_add = staticmethod(_atomic(np.add.at))
+    atomic_max = staticmethod(_atomic(np.maximum.at))
+    atomic_min = staticmethod(_atomic(np.minimum.at))
+    atomic_xchg = staticmethod(_atomic(_exchange))
+    exp2, exp, log, log2, sqrt = (staticmethod(_float_function(f)) for f in (np.exp2, np.exp, np.log, np.log2, np.sqrt))
+    rsqrt = staticmethod(_float_function(lambda x: 1 / np.sqrt(x)))
+    fma = staticmethod(lambda a, b, c: a * b + c)
+    max = staticmethod(lambda x, axis=None, **_: x.max(axis))
+    min = staticmethod(lambda x, axis=None, **_: x.min(axis))
+    sum = staticmethod(lambda x, axis=None, **_: reduce_sum(x, axis))
+    convert_layout = multiple_of = max_contiguous = max_constancy = set_auto_layout = staticmethod(_first)
+    cast = staticmethod(lambda x, dtype, **_: x.to(dtype) if isinstance(x, Tensor) else Tensor(x, dtype))
+    to_tensor = staticmethod(lambda x: x if isinstance(x, Tensor) else Tensor(x, result_dtype(x, x)))
+    reshape = staticmethod(lambda x, *shape: x.reshape(*shape))
+    permute = staticmethod(lambda x, *order: x.permute(*order))
+    expand_dims = staticmethod(lambda x, axis: Tensor(np.expand_dims(x.data, axis), x.dtype))
+    split = staticmethod(lambda x: x.split())
+    join = staticmethod(lambda a, b: Tensor(np.stack([a.data, b.data], -1), a.dtype))
+    program_id, num_programs = staticmethod(program_id), staticmethod(num_programs)
+    range = staticmethod(device_range)
+    static_range = staticmethod(_static_range)
+    assume, static_assert = staticmethod(assume), staticmethod(static_assert)
+    static_print = device_print = staticmethod(_no_effect)
+    thread_barrier = barrier = debug_barrier = staticmethod(_no_effect)
+    allocate_shared_memory = staticmethod(allocate_shared_memory)
+    warp_specialize = staticmethod(warp_specialize)
+    inline_asm_elementwise = staticmethod(inline_asm_elementwise)
+
+    def __getattr__(self, name: str):
+        return getattr(real_gl, name)
+
+
+gl = Language()
+
+mbarrier = SimpleNamespace(
+    MBarrierLayout=real_mbarrier.MBarrierLayout,
+    allocate_mbarrier=lambda batch=1: BarrierArray(batch, _allocated_name()),
+    init=_barrier_init,
+    invalidate=_no_effect,
+    arrive=_barrier_arrive,
+    expect=_barrier_expect,
+    wait=_barrier_wait,
+)
+
+tma = SimpleNamespace(
+    async_copy_global_to_shared=memory.tma_load,
+    async_copy_shared_to_global=memory.tma_store,
+    store_wait=memory.tma_store_wait,
+    make_tensor_descriptor=make_tensor_descriptor,
+    # names from triton 3.8 on
+    async_load=memory.tma_load,
+    async_store=memory.tma_store,
+    async_atomic_add=memory.tma_reduce_add,
+)

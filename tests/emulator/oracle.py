@@ -1,0 +1,129 @@
+"""Masks to try, inputs for them, and attention written out plainly: the oracle in fp64, the baseline in a low dtype."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ringflash_kernels.mask import Mask, Region
+
+MASKS = {
+    "full": Mask.full(128, 256),
+    "full, ragged": Mask.full(70, 201),
+    "causal": Mask.band(256, 256, causal=True),
+    "causal, ragged": Mask.band(190, 190, causal=True),
+    "causal, fewer queries": Mask.band(65, 300, causal=True),
+    "causal, rows that see nothing": Mask.band(290, 140, causal=True),
+    "window": Mask.band(330, 330, causal=True, window_size=(70, 0)),
+    "wide window": Mask.band(400, 500, causal=True, window_size=(290, 0)),
+    "window to both sides": Mask.band(200, 260, window_size=(33, 60)),
+    "one row": Mask.band(1, 131, causal=True),
+    "three keys": Mask.full(67, 3),  # one key alone has gradients of exactly 0, which leaves no error budget
+    "documents": Mask.documents([0, 5, 135, 136, 300]),
+    "documents, not causal, window": Mask.documents([0, 100, 260], causal=False, window_size=(40, 10)),
+    "a hop of halves": Mask.of(256, 256, [Region(0, 128, 0, 128, upper=0), Region(128, 256, 0, 256, upper=0)]),
+    "lower half of the queries, upper of the keys": Mask.of(260, 320, [Region(130, 260, 0, 160)]),
+    "rectangle inside": Mask.of(210, 333, [Region(33, 150, 70, 290, -10, 120)]),
+    "nothing": Mask.of(130, 70, []),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes beside the mask's."""
+
+    head_dim: int = 64
+    num_heads: int = 2
+    num_kv_heads: int = 1
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.num_heads}/{self.num_kv_heads}x{self.head_dim}-{str(self.dtype)[6:]}"
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+def random_problem(seed: int) -> tuple[Mask, Shape]:
+    """A mask and a shape from a seeded generator: bands, windows, documents and rectangles of odd sizes."""
+    rng = random.Random(seed)
+    seqlen_q, seqlen_k = rng.randint(1, 300), rng.randint(2, 300)
+    window = (rng.randint(0, 200), rng.choice((-1, rng.randint(0, 60))))
+    starts = sorted(rng.sample(range(1, seqlen_k), min(rng.randint(1, 5), seqlen_k - 1)))
+    mask = rng.choice(
+        (
+            Mask.band(seqlen_q, seqlen_k, causal=True),
+            Mask.band(seqlen_q, seqlen_k, causal=rng.random() < 0.5, window_size=window),
+            Mask.documents([0, *starts, seqlen_k], causal=rng.random() < 0.7),
+            Mask.of(
+                seqlen_q, seqlen_k, [Region(seqlen_q // 3, seqlen_q, seqlen_k // 5, seqlen_k, None, rng.randint(0, 99))]
+            ),
+        )
+    )
+    num_kv_heads, group = rng.randint(1, 2), rng.randint(1, 3)
+    dtype = rng.choice((torch.bfloat16, torch.float16))
+    return mask, Shape(
+        rng.choice((64, 96, 128, 192, 256)), num_kv_heads * group, num_kv_heads, rng.randint(1, 2), dtype
+    )
+
+
+def inputs(mask: Mask, shape: Shape, *, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """q, k, v, dout with strides as a fused projection leaves them: heads of q, k and v side by side."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = shape.num_heads + 2 * shape.num_kv_heads
+    seqlen = max(mask.seqlen_q, mask.seqlen_k)
+    fused = torch.randn(shape.batch, seqlen, heads, shape.head_dim, generator=generator).to(shape.dtype)
+    q, k, v = fused.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), 2)
+    dout = torch.randn(shape.batch, mask.seqlen_q, shape.num_heads, shape.head_dim, generator=generator)
+    return q[:, : mask.seqlen_q], k[:, : mask.seqlen_k], v[:, : mask.seqlen_k], dout.to(shape.dtype)
+
+
+def far_apart(x: torch.Tensor, path: Path) -> torch.Tensor:
+    """A copy of x whose first dimension is so strided that the last offsets pass 32 bits; mostly a hole in a file."""
+    stride = 2**31 // (x.shape[0] - 1)
+    stride += -stride % 64
+    count = stride * (x.shape[0] - 1) + x[0].numel()
+    storage = torch.from_file(str(path), shared=True, size=count, dtype=x.dtype)
+    copy = storage.as_strided(x.shape, (stride, *torch.empty(x.shape[1:], device="meta").stride()))
+    return copy.copy_(x)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    scale: float,
+    *,
+    dout: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """out, lse and, given dout, dq, dk, dv in the dtype of q (lse: fp32 at least); empty rows give 0 and -inf."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    visible, seen = mask.dense(), mask.dense().any(1)
+    group = q.shape[2] // k.shape[2]
+    keys, values = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+    state = torch.promote_types(q.dtype, torch.float32)
+    hidden = ~visible & seen[:, None]  # rows that see nothing are dropped after the softmax: no NaN gradients
+    scores = (q.transpose(1, 2) @ keys.mT * scale).masked_fill(hidden, float("-inf"))
+    exact = (q.to(state).transpose(1, 2) @ keys.to(state).mT * scale).masked_fill(hidden, float("-inf"))
+    out = (scores.softmax(-1).masked_fill(~seen[:, None], 0) @ values).transpose(1, 2)
+    lse = exact.logsumexp(-1)
+    result = {"out": out.detach(), "lse": lse.detach().masked_fill(~seen, float("-inf"))}
+    if dout is not None:
+        objective = (out * dout).sum()
+        if dlse is not None:
+            objective = objective + (lse * dlse.to(state)).masked_fill(~seen, 0).sum()
+        result |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(objective, (q, k, v)), strict=True))
+    return result
+
+
+def oracle_and_baseline(q, k, v, mask, scale, **grads) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The same attention in fp64 and, by plain eager operations, in the dtype of q."""
+    exact = attention(q.double(), k.double(), v.double(), mask, scale, **{n: g.double() for n, g in grads.items()})
+    return exact, attention(q, k, v, mask, scale, **grads)

@@ -1,0 +1,195 @@
+"""The production backward kernels, from their own source and launcher, on the CPU emulator, against fp64. CPU.
+
+The grid is thin: every mask runs at head_dim 64, every head_dim with one mask; lengths are a few tiles.
+"""
+
+import pytest
+import torch
+
+from ringflash_kernels.mask import Mask, Region
+from tests.emulator.emulator import EmulationError, Emulator
+from tests.emulator.oracle import MASKS, Shape, far_apart, inputs, oracle_and_baseline, random_problem
+from tests.helpers.tolerance import assert_close
+
+_CAUSAL = MASKS["causal, ragged"]
+
+
+def _gradients(
+    mask: Mask,
+    shape: Shape,
+    *,
+    emulator: Emulator | None = None,
+    accumulate: bool = True,
+    deterministic: bool = False,
+    with_dlse: bool = False,
+    num_sms: int | None = 2,
+):
+    """dq, dk, dv of the kernels, of the oracle, and of the baseline."""
+    q, k, v, dout = inputs(mask, shape)
+    dlse = torch.randn(shape.batch, shape.num_heads, mask.seqlen_q) if with_dlse else None
+    grads = {"dout": dout} | ({"dlse": dlse} if with_dlse else {})
+    exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, **grads)
+    out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
+    module = (emulator or Emulator()).load("backward")
+    run = module.Backward(
+        dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic, num_sms=num_sms
+    )
+    if accumulate:
+        dk, dv = (torch.full(x.shape, 0.5) for x in (k, v))
+    else:
+        dk, dv = (torch.full(x.shape, torch.nan, dtype=x.dtype) for x in (k, v))
+    run.add(k, v, mask, dk, dv, accumulate=accumulate)
+    if accumulate:
+        dk, dv = dk - 0.5, dv - 0.5
+    names = ("dq", "dk", "dv")
+    got = dict(zip(names, (run.finish(), dk, dv), strict=True))
+    return got, {n: exact[n] for n in names}, {n: baseline[n] for n in names}
+
+
+def _chunks(mask: Mask) -> int:
+    return 2 if min(mask.seqlen_q, mask.seqlen_k) >= 128 else 1
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_masks(mask):
+    assert_close(*_gradients(mask, Shape()), num_chunks=_chunks(mask))
+
+
+@pytest.mark.parametrize(
+    "mask", [_CAUSAL, MASKS["documents"], MASKS["rectangle inside"]], ids=["band", "bounds", "part"]
+)
+@pytest.mark.parametrize("num_heads", [1, 2], ids=["mha", "gqa"])
+def test_stored_gradients(mask, num_heads):
+    """dk and dv in the inputs' dtype overwrite what was there, also for keys that nobody sees."""
+    assert_close(*_gradients(mask, Shape(num_heads=num_heads), accumulate=False), num_chunks=_chunks(mask))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(96, 2, 2),
+        Shape(128, 4, 1),
+        Shape(192, 2, 1),
+        Shape(256, 2, 2, dtype=torch.float16),
+        Shape(64, 4, 2, batch=2),
+        Shape(64, 6, 1, dtype=torch.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["band", "bounds"])
+def test_shapes(mask, shape):
+    assert_close(*_gradients(mask, shape), num_chunks=2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_gradient_through_lse(head_dim):
+    mask = MASKS["causal, rows that see nothing"]
+    assert_close(*_gradients(mask, Shape(head_dim), with_dlse=True))
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, None], ids=["one", "three", "all"])
+def test_grid_sizes(num_sms):
+    assert_close(*_gradients(MASKS["window"], Shape(batch=2), num_sms=num_sms))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_interleavings(head_dim):
+    """Partitions, blocks and copies in other orders give the same gradients."""
+    for seed in range(1, 6):
+        assert_close(*_gradients(_CAUSAL, Shape(head_dim), emulator=Emulator(seed, resident=3), num_sms=3))
+
+
+def test_hops_add_up():
+    """Keys in three hops give the gradients of one call."""
+    mask, shape = Mask.band(200, 300, causal=True), Shape()
+    q, k, v, dout = inputs(mask, shape)
+    exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, dout=dout)
+    out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
+    run = Emulator().load("backward").Backward(dout, q, out, lse, softmax_scale=shape.scale, num_sms=2)
+    dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
+    for start, stop in ((0, 70), (70, 230), (230, 300)):
+        hop = Mask.of(200, stop - start, [Region(0, 200, 0, stop - start, upper=100 - start)])
+        run.add(*(x[:, start:stop] for x in (k, v)), hop, dk[:, start:stop], dv[:, start:stop])
+    got = {"dq": run.finish(), "dk": dk, "dv": dv}
+    assert_close(got, {n: exact[n] for n in got}, {n: baseline[n] for n in got}, num_chunks=2)
+
+
+@pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["band", "bounds"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_deterministic(mask, head_dim):
+    """Equal bits for every interleaving and order of reductions, and within the budget."""
+    runs = [
+        _gradients(mask, Shape(head_dim, 4, 2), emulator=Emulator(seed, resident=3), deterministic=True, num_sms=3)
+        for seed in range(3)
+    ]
+    assert_close(*runs[0], num_chunks=2)
+    for other in runs[1:]:
+        for name, gradient in runs[0][0].items():
+            assert torch.equal(gradient, other[0][name]), name
+
+
+def _far_apart(tmp_path, emulator: Emulator | None = None):
+    """A call whose tensors have batches 2^30 elements apart."""
+    mask, shape = Mask.band(100, 100, causal=True), Shape(batch=3)
+    q, k, v, dout = inputs(mask, shape)
+    exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, dout=dout)
+    given = {"q": q, "k": k, "v": v, "dout": dout, "out": exact["out"].to(q.dtype), "lse": exact["lse"].float()}
+    far = {name: far_apart(x, tmp_path / name) for name, x in given.items()}
+    dk, dv = (far_apart(torch.zeros(k.shape), tmp_path / name) for name in ("dk", "dv"))
+    module = (emulator or Emulator()).load("backward")
+    run = module.Backward(far["dout"], far["q"], far["out"], far["lse"], softmax_scale=shape.scale, num_sms=2)
+    run.add(far["k"], far["v"], mask, dk, dv)
+    got = {"dq": run.finish(), "dk": dk, "dv": dv}
+    return got, {n: exact[n] for n in got}, {n: baseline[n] for n in got}
+
+
+def test_offsets_beyond_32_bits(tmp_path):
+    assert_close(*_far_apart(tmp_path))
+
+
+def test_offset_in_32_bits_is_caught(tmp_path):
+    old, new = "(tl.program_id(0) // num_blocks).to(tl.int64)", "tl.program_id(0) // num_blocks"
+    with pytest.raises(EmulationError, match="int32 overflow"):
+        _far_apart(tmp_path, Emulator(faults=[("preprocess", old, new)]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_problems(seed):
+    mask, shape = random_problem(seed)
+    assert_close(*_gradients(mask, shape, emulator=Emulator(seed)))
+
+
+# A fault in the mask, and one in each kind of synchronisation: (module, source text, what replaces it).
+FAULTS = {
+    "mask lets a row too many see a key": ("backward_problem", "return passed < ", "return passed <= "),
+    "band is shifted by one": ("backward", "else corner - upper\n", "else corner - upper + 1\n"),
+    "a partly masked block runs unmasked": ("backward_keys", "(block < full_start)", "(block + 1 < full_start)"),
+    "phase of dS is inverted": (
+        "backward_keys",
+        "(sm.ds_full.index(last), last_parity)",
+        "(sm.ds_full.index(last), last_parity ^ 1)",
+    ),
+    "phase of Q is inverted": (
+        "backward_keys",
+        "(sm.q_full.index(slot), parity)",
+        "(sm.q_full.index(slot), parity ^ 1)",
+    ),
+    "an arrival is missing": ("backward_keys", "mbarrier.arrive(sm.q_empty.index(slot), count=1)", "pass"),
+    "staging buffers are overwritten while they leave": ("backward_keys", "tma_store_wait(0)", "pass"),
+    "proxy fences are missing": ("backward_keys", "fence_async_shared()", "pass"),
+}
+
+
+def _fails(fault: tuple[str, str, str], mask: Mask) -> bool:
+    """Whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
+    for seed in range(3):
+        try:
+            assert_close(*_gradients(mask, Shape(), emulator=Emulator(seed, faults=[fault])))
+        except (AssertionError, EmulationError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_planted_faults_are_caught(fault):
+    assert any(_fails(fault, MASKS[name]) for name in ("wide window", "window", "causal, ragged"))

@@ -1,0 +1,223 @@
+"""The production forward kernel, from its own source and launcher, on the CPU emulator, against fp64. CPU.
+
+The grid is thin: every mask runs at head_dim 64, every head_dim with two masks; lengths are a few tiles.
+"""
+
+import math
+
+import pytest
+import torch
+
+from ringflash_kernels.mask import Mask, Region
+from tests.emulator.emulator import EmulationError, Emulator
+from tests.emulator.host import cuda_properties
+from tests.emulator.oracle import MASKS, Shape, far_apart, inputs, oracle_and_baseline, random_problem
+from tests.helpers.tolerance import assert_close
+
+_CAUSAL = MASKS["causal, ragged"]
+_BOTH = pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["band", "bounds"])
+
+
+def _forward(emulator: Emulator | None, *args, num_sms: int = 2, **kwargs) -> None:
+    with cuda_properties(num_sms):
+        (emulator or Emulator()).load("forward").forward(*args, num_sms=num_sms, **kwargs)
+
+
+def _outputs(mask: Mask, shape: Shape, *, emulator: Emulator | None = None, out_dtype=None, **kwargs):
+    """out and lse of a fresh call, written over NaN; of the oracle, and of the baseline."""
+    q, k, v, _ = inputs(mask, shape)
+    exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale)
+    out = torch.full(q.shape, math.nan, dtype=out_dtype or shape.dtype)
+    lse = torch.full(exact["lse"].shape, math.nan)
+    _forward(emulator, q, k, v, mask, shape.scale, out=out, lse=lse, **kwargs)
+    return {"out": out, "lse": lse}, exact, baseline
+
+
+def _chunks(mask: Mask) -> int:
+    return 2 if mask.seqlen_q >= 128 else 1
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_masks(mask):
+    assert_close(*_outputs(mask, Shape()), num_chunks=_chunks(mask))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(96, 2, 2),
+        Shape(128, 4, 1),
+        Shape(192, 2, 1),
+        Shape(256, 2, 2, dtype=torch.float16),
+        Shape(64, 4, 2, batch=2),
+        Shape(64, 6, 1, dtype=torch.float16),
+    ],
+    ids=str,
+)
+@_BOTH
+def test_shapes(mask, shape):
+    assert_close(*_outputs(mask, shape), num_chunks=2)
+
+
+@_BOTH
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_fp32_output(mask, head_dim):
+    assert_close(*_outputs(mask, Shape(head_dim), out_dtype=torch.float32), num_chunks=2)
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 50])
+def test_grid_sizes(num_sms):
+    assert_close(*_outputs(MASKS["window"], Shape(batch=2), num_sms=num_sms), num_chunks=2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_interleavings(head_dim):
+    """Partitions, blocks and copies in other orders give the same bits."""
+    first, exact, baseline = _outputs(_CAUSAL, Shape(head_dim), num_sms=3)
+    for seed in range(1, 6):
+        other, _, _ = _outputs(_CAUSAL, Shape(head_dim), emulator=Emulator(seed, resident=3), num_sms=3)
+        assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_counter_is_ready_for_the_next_launch():
+    emulator = Emulator()
+    for _ in range(3):
+        assert_close(*_outputs(_CAUSAL, Shape(), emulator=emulator), num_chunks=2)
+
+
+def _hops(mask: Mask, keys: list[tuple[int, int]]) -> list[Mask]:
+    """The mask as a ring's hops see it: of each piece of the keys."""
+    seqlen_q = mask.seqlen_q
+    moved = []
+    for start, stop in keys:
+        cut = [(r, max(r.k_start, start), min(r.k_stop, stop)) for r in mask.regions]
+        regions = [
+            Region(r.q_start, r.q_stop, a - start, b - start, *(None if x is None else x - start for x in r[4:]))
+            for r, a, b in cut
+            if a < b
+        ]
+        moved.append(Mask.of(seqlen_q, stop - start, regions))
+    return moved
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("name", ["causal, fewer queries", "documents", "causal, rows that see nothing"])
+def test_resume(name, head_dim):
+    """Keys in three hops, the state carried in fp32 and cast by the last hop, give the attention of one call."""
+    mask, shape = MASKS[name], Shape(head_dim)
+    q, k, v, _ = inputs(mask, shape)
+    exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale)
+    cuts = [0, mask.seqlen_k // 3, mask.seqlen_k // 2, mask.seqlen_k]
+    keys = list(zip(cuts, cuts[1:], strict=False))
+    state, out = torch.full(q.shape, math.nan), torch.full(q.shape, math.nan, dtype=q.dtype)
+    lse = torch.full(exact["lse"].shape, math.nan)
+    emulator = Emulator()
+    for hop, ((start, stop), part) in enumerate(zip(keys, _hops(mask, keys), strict=True)):
+        last = hop == len(keys) - 1
+        pieces = (q, k[:, start:stop], v[:, start:stop], part, shape.scale)
+        _forward(emulator, *pieces, out=out if last else state, lse=lse, acc=state if hop else None)
+    assert_close({"out": out, "lse": lse}, exact, baseline, num_chunks=_chunks(mask))
+
+
+@pytest.mark.parametrize("mask", [MASKS["nothing"], MASKS["rectangle inside"]], ids=["nothing", "part"])
+def test_rows_that_see_nothing_keep_their_state(mask):
+    shape = Shape()
+    q, k, v, _ = inputs(mask, shape)
+    state, lse = torch.randn(q.shape), torch.randn(shape.batch, shape.num_heads, mask.seqlen_q)
+    out, new_lse = torch.full(q.shape, math.nan, dtype=q.dtype), lse.clone()
+    _forward(None, q, k, v, mask, shape.scale, out=out, lse=new_lse, acc=state.clone())
+    unseen = ~mask.dense().any(1)
+    assert unseen.any() and torch.equal(new_lse[..., unseen], lse[..., unseen])
+    assert torch.equal(out[:, unseen], state[:, unseen].to(out.dtype))
+
+
+def test_outputs_lie_in_larger_tensors():
+    """Strided destinations: neighbouring memory stays as it was."""
+    mask, shape = Mask.band(150, 150, causal=True), Shape(num_heads=2, batch=2)
+    q, k, v, _ = inputs(mask, shape)
+    exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale)
+    out = torch.full((2, 200, 3, 64), 7.0, dtype=q.dtype)
+    lse = torch.full((2, 3, 200), 7.0)
+    _forward(None, q, k, v, mask, shape.scale, out=out[:, 20:170, 1:], lse=lse[:, 1:, 20:170])
+    assert_close({"out": out[:, 20:170, 1:], "lse": lse[:, 1:, 20:170]}, exact, baseline)
+    assert (out[:, :20] == 7).all() and (out[:, 170:] == 7).all() and (out[:, :, 0] == 7).all()
+    assert (lse[:, :, :20] == 7).all() and (lse[:, :, 170:] == 7).all() and (lse[:, 0] == 7).all()
+
+
+def _far_apart(tmp_path, emulator: Emulator | None = None):
+    """A call whose tensors have batches 2^30 elements apart."""
+    mask, shape = Mask.band(100, 100, causal=True), Shape(batch=3)
+    q, k, v, _ = inputs(mask, shape)
+    exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale)
+    q, k, v = (far_apart(x, tmp_path / name) for name, x in (("q", q), ("k", k), ("v", v)))
+    out = far_apart(torch.full(q.shape, math.nan, dtype=q.dtype), tmp_path / "out")
+    lse = far_apart(torch.full(exact["lse"].shape, math.nan), tmp_path / "lse")
+    _forward(emulator, q, k, v, mask, shape.scale, out=out, lse=lse)
+    return {"out": out, "lse": lse}, exact, baseline
+
+
+def test_offsets_beyond_32_bits(tmp_path):
+    assert_close(*_far_apart(tmp_path))
+
+
+def test_offset_in_32_bits_is_caught(tmp_path):
+    emulator = Emulator(faults=[("forward", "tile.batch.to(gl.int64)", "tile.batch")])
+    with pytest.raises(EmulationError, match="int32 overflow"):
+        _far_apart(tmp_path, emulator)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_problems(seed):
+    mask, shape = random_problem(seed)
+    assert_close(*_outputs(mask, shape, emulator=Emulator(seed)))
+
+
+# A fault in the mask, and one in each kind of synchronisation: (module, source text, what replaces it).
+FAULTS = {
+    "mask shows a key too many": ("forward", "keys[None, :] < stop[:, None]", "keys[None, :] <= stop[:, None]"),
+    "window shows a key too many": (
+        "forward",
+        "keys[None, :] >= start[:, None]",
+        "keys[None, :] + 1 >= start[:, None]",
+    ),
+    "band is shifted by one": ("forward", "region.upper + shift", "region.upper + shift + 1"),
+    "a partly masked block runs unmasked": (
+        "forward",
+        "first = gl.maximum(n - tile.end_full, 1)",
+        "first = gl.maximum(n - tile.end_full - 1, 1)",
+    ),
+    "the last partly masked block runs unmasked": (
+        "forward",
+        "gl.maximum(n - tile.first_full, first)",
+        "gl.maximum(n - tile.first_full + 1, first)",
+    ),
+    "phase of V is inverted": (
+        "forward",
+        "barriers.v_full.index(index), phase)",
+        "barriers.v_full.index(index), phase ^ 1)",
+    ),
+    "phase of K is inverted": (
+        "forward",
+        "barriers.k_empty.index(index), phase ^ 1)",
+        "barriers.k_empty.index(index), phase)",
+    ),
+    "an arrival is missing": ("forward", "mbarrier.arrive(barriers.v_empty.index(index), count=1)", "pass"),
+    "proxy fences are missing": ("forward", "fence_async_shared()", "pass"),
+    "staging buffers are overwritten while they leave": ("forward", "tma_store_wait(0)", "pass"),
+    "P V is not waited for": ("forward", "acc = wait_values(acc, V)", "pass"),
+}
+
+
+def _fails(fault: tuple[str, str, str], mask: Mask) -> bool:
+    """Whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
+    for seed in range(3):
+        try:
+            assert_close(*_outputs(mask, Shape(), emulator=Emulator(seed, faults=[fault])))
+        except (AssertionError, EmulationError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_planted_faults_are_caught(fault):
+    assert any(_fails(fault, MASKS[name]) for name in ("wide window", "window", "causal, ragged"))
