@@ -418,6 +418,53 @@ def step(acc, p, row_max, row_sum, kv, key, more, q, start, stop, scale, shared,
 
 
 @gluon.jit
+def step_alone(acc, row_max, row_sum, kv, key, q, start, stop, scale, shared, barriers,
+               MASKED: gl.constexpr, V: gl.constexpr):
+    """One block from S to O += P V; the other warpgroups' products run meanwhile."""
+    index, phase = slot(kv, V.tiles.num_stages)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    s = scores(q, matrices(tiles_at(shared.k, index, V), V), V)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    p, row_max, alpha = softmax(s, row_max, key, start, stop, scale, MASKED, V)
+    lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+    row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
+    acc = scaled(acc, alpha, V)
+    mbarrier.wait(barriers.v_full.index(index), phase)
+    acc = wait_values(add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V), V)
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    return acc, row_max, row_sum, kv + 1
+
+
+@gluon.jit
+def attend_alone(q, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+    """`attend` without overlap inside the warpgroup."""
+    BM: gl.constexpr = V.tiles.block_m
+    BN: gl.constexpr = V.tiles.block_n
+    S_LAYOUT: gl.constexpr = V.score_layout
+    n = tile.num_blocks
+    row_max = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    row_sum = lane_sums(gl.zeros([BM, BN], gl.float32, S_LAYOUT), V)
+    acc = zero_acc(V)
+    for i in range(0, n - tile.end_full):
+        acc, row_max, row_sum, kv = step_alone(acc, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, q,
+                                               start, stop, scale, shared, barriers, True, V)
+    for _ in range(n - tile.end_full, n - tile.first_full):
+        acc, row_max, row_sum, kv = step_alone(acc, row_max, row_sum, kv, 0, q,
+                                               start, stop, scale, shared, barriers, False, V)
+    if V.mask != "none":
+        for i in range(n - tile.first_full, n):
+            acc, row_max, row_sum, kv = step_alone(acc, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, q,
+                                                   start, stop, scale, shared, barriers, True, V)
+    if not V.tiles.stage_in_q:
+        mbarrier.arrive(barriers.q_empty.index(W), count=1)
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
+    inverse = gl.where(row_sum > 0, 1.0 / row_sum, 0.0)
+    lse = gl.where(row_sum > 0, row_max * (scale * 0.6931471805599453) + gl.log(row_sum), float("-inf"))
+    return acc, inverse, lse, kv
+
+
+@gluon.jit
 def attend(q, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V: gl.constexpr):
     """Softmax and O over the key blocks of a tile: O (unscaled), row sums, row maxima, next use of the ring."""
     S_LAYOUT: gl.constexpr = V.score_layout
@@ -558,7 +605,10 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks > 0:
             q = matrices(q_tiles(shared, W, V), V)
-            acc, factor, lse, kv = attend(q, tile, kv, start, stop, problem.scale, shared, barriers, W, V)
+            if V.tiles.overlap:
+                acc, factor, lse, kv = attend(q, tile, kv, start, stop, problem.scale, shared, barriers, W, V)
+            else:
+                acc, factor, lse, kv = attend_alone(q, tile, kv, start, stop, problem.scale, shared, barriers, W, V)
         else:
             acc, factor, lse, kv = attend_nothing(kv, barriers, W, V)
         if V.resume:
