@@ -252,32 +252,39 @@ def publish(ticket, count, shared, barriers):
 
 
 @gluon.jit
+def load_q(q_desc, shared, barriers, tile, count, V: gl.constexpr):
+    """Load the rows of each warpgroup, once it has done with the last tile's."""
+    WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
+    for w in gl.static_range(WARPGROUPS):
+        mbarrier.wait(barriers.q_empty.index(w), (count & 1) ^ 1)
+        load_tile(q_desc, q_tiles(shared, w, V), barriers.q_full.index(w), tile.batch,
+                  tile.row + w * V.tiles.block_m, tile.head, V)  # fmt: skip
+
+
+@gluon.jit
 def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.constexpr):
     """The producer warp: draws tiles from a counter that all programs share, loads Q and the ring of K and V."""
     BN: gl.constexpr = V.tiles.block_n
     STAGES: gl.constexpr = V.tiles.num_stages
-    WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     count = 0
     kv = 0
     ticket = gl.program_id(0)
     while ticket < problem.num_tiles:
         tile = decode(ticket, problem, pointers, V)
         publish(ticket, count, shared, barriers)
-        for w in gl.static_range(WARPGROUPS):
-            mbarrier.wait(barriers.q_empty.index(w), (count & 1) ^ 1)
-            load_tile(q_desc, q_tiles(shared, w, V), barriers.q_full.index(w), tile.batch,
-                      tile.row + w * V.tiles.block_m, tile.head, V)
         head_kv = tile.head // problem.heads_per_kv
         for i in range(tile.num_blocks):
             index, phase = slot(kv, STAGES)
             key = tile.key + (tile.num_blocks - 1 - i) * BN
             mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
-            load_tile(k_desc, tiles_at(shared.k, index, V), barriers.k_full.index(index), tile.batch, key, head_kv,
-                      V)
+            load_tile(k_desc, tiles_at(shared.k, index, V), barriers.k_full.index(index), tile.batch, key, head_kv, V)
+            if i == 0:  # only now: the first K need not wait until the last tile is done with Q
+                load_q(q_desc, shared, barriers, tile, count, V)
             mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
-            load_tile(v_desc, tiles_at(shared.v, index, V), barriers.v_full.index(index), tile.batch, key, head_kv,
-                      V)
+            load_tile(v_desc, tiles_at(shared.v, index, V), barriers.v_full.index(index), tile.batch, key, head_kv, V)
             kv += 1
+        if tile.num_blocks == 0:
+            load_q(q_desc, shared, barriers, tile, count, V)
         count += 1
         ticket = gl.atomic_add(pointers.counter, 1) + gl.num_programs(0)
     publish(ticket, count, shared, barriers)
@@ -495,11 +502,11 @@ def attend(q, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V
         for i in range(last, n):
             acc, p, row_max, row_sum, kv = step(acc, p, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, i + 1 < n,
                                                 q, start, stop, scale, shared, barriers, True, V)
+    if not V.tiles.stage_in_q:
+        mbarrier.arrive(barriers.q_empty.index(W), count=1)
     index, phase = slot(kv, STAGES)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
-    if not V.tiles.stage_in_q:
-        mbarrier.arrive(barriers.q_empty.index(W), count=1)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
     inverse = gl.where(row_sum > 0, 1.0 / row_sum, 0.0)
     lse = gl.where(row_sum > 0, row_max * (scale * 0.6931471805599453) + gl.log(row_sum), float("-inf"))
