@@ -14,9 +14,10 @@ earlier calls are merged in the epilogue, loaded by TMA while the main loop runs
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from ringflash_kernels.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ringflash_kernels.hopper.descriptors import misaligned, tile_descriptor, tile_layout
+from ringflash_kernels.hopper.descriptors import argument_type, misaligned, tile_descriptor, tile_layout
 from ringflash_kernels.hopper.tiles import FORWARD_TILES, ForwardTiles
 from ringflash_kernels.mask import Mask, Region
 
@@ -402,6 +403,16 @@ def lane_sums(p, V: gl.constexpr):
 
 
 @gluon.jit
+def normalizer(row_sum, row_max, scale, V: gl.constexpr):
+    """1 / l and lse of every row, from the lanes' sums."""
+    S_LAYOUT: gl.constexpr = V.score_layout
+    LN2: gl.constexpr = 0.6931471805599453
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
+    inverse = gl.where(row_sum > 0, 1.0 / row_sum, 0.0)
+    return inverse, gl.where(row_sum > 0, row_max * (scale * LN2) + gl.log(row_sum), float("-inf"))
+
+
+@gluon.jit
 def step(acc, p, row_max, row_sum, kv, key, more, q, start, stop, scale, shared, barriers,
          MASKED: gl.constexpr, V: gl.constexpr):
     """S of the next block and O += P V of this one in flight together, then the next block's softmax."""
@@ -425,50 +436,68 @@ def step(acc, p, row_max, row_sum, kv, key, more, q, start, stop, scale, shared,
 
 
 @gluon.jit
-def step_alone(acc, row_max, row_sum, kv, key, q, start, stop, scale, shared, barriers,
-               MASKED: gl.constexpr, V: gl.constexpr):
-    """One block from S to O += P V; the other warpgroups' products run meanwhile."""
-    index, phase = slot(kv, V.tiles.num_stages)
-    mbarrier.wait(barriers.k_full.index(index), phase)
-    s = scores(q, matrices(tiles_at(shared.k, index, V), V), V)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+def step_paired(acc, s, row_max, row_sum, kv, key, q, start, stop, scale, shared, barriers,
+                MASKED: gl.constexpr, V: gl.constexpr):
+    """The softmax of one block, then its O += P V and S of the next block together; other warpgroups fill the gaps."""
+    STAGES: gl.constexpr = V.tiles.num_stages
+    index, phase = slot(kv, STAGES)
+    next_index, next_phase = slot(kv + 1, STAGES)
     p, row_max, alpha = softmax(s, row_max, key, start, stop, scale, MASKED, V)
     lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
     row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
     acc = scaled(acc, alpha, V)
     mbarrier.wait(barriers.v_full.index(index), phase)
-    acc = wait_values(add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V), V)
+    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
+    mbarrier.wait(barriers.k_full.index(next_index), next_phase)
+    s = scores(q, matrices(tiles_at(shared.k, next_index, V), V), V)
+    acc = wait_values(acc, V)
+    s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
-    return acc, row_max, row_sum, kv + 1
+    mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
+    return acc, s, row_max, row_sum, kv + 1
 
 
 @gluon.jit
-def attend_alone(q, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V: gl.constexpr):
-    """`attend` without overlap inside the warpgroup."""
+def attend_paired(q, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+    """`attend` with the softmax under other warpgroups' products only, which takes fewer registers."""
     BM: gl.constexpr = V.tiles.block_m
     BN: gl.constexpr = V.tiles.block_n
     S_LAYOUT: gl.constexpr = V.score_layout
+    STAGES: gl.constexpr = V.tiles.num_stages
     n = tile.num_blocks
+    index, phase = slot(kv, STAGES)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    s = scores(q, matrices(tiles_at(shared.k, index, V), V), V)
     row_max = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     row_sum = lane_sums(gl.zeros([BM, BN], gl.float32, S_LAYOUT), V)
     acc = zero_acc(V)
-    for i in range(0, n - tile.end_full):
-        acc, row_max, row_sum, kv = step_alone(acc, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, q,
-                                               start, stop, scale, shared, barriers, True, V)
-    for _ in range(n - tile.end_full, n - tile.first_full):
-        acc, row_max, row_sum, kv = step_alone(acc, row_max, row_sum, kv, 0, q,
-                                               start, stop, scale, shared, barriers, False, V)
-    if V.mask != "none":
-        for i in range(n - tile.first_full, n):
-            acc, row_max, row_sum, kv = step_alone(acc, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, q,
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    first = gl.minimum(n - tile.end_full, n - 1)
+    last = gl.minimum(n - tile.first_full, n - 1)
+    for i in range(0, first):
+        acc, s, row_max, row_sum, kv = step_paired(acc, s, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, q,
                                                    start, stop, scale, shared, barriers, True, V)
+    for _ in range(first, last):
+        acc, s, row_max, row_sum, kv = step_paired(acc, s, row_max, row_sum, kv, 0, q,
+                                                   start, stop, scale, shared, barriers, False, V)
+    if V.mask != "none":
+        for i in range(last, n - 1):
+            acc, s, row_max, row_sum, kv = step_paired(acc, s, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, q,
+                                                       start, stop, scale, shared, barriers, True, V)
     if not V.tiles.stage_in_q:
         mbarrier.arrive(barriers.q_empty.index(W), count=1)
-    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
-    inverse = gl.where(row_sum > 0, 1.0 / row_sum, 0.0)
-    lse = gl.where(row_sum > 0, row_max * (scale * 0.6931471805599453) + gl.log(row_sum), float("-inf"))
-    return acc, inverse, lse, kv
+    index, phase = slot(kv, STAGES)
+    p, row_max, alpha = softmax(s, row_max, tile.key, start, stop, scale, True, V)
+    lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+    row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
+    acc = scaled(acc, alpha, V)
+    mbarrier.wait(barriers.v_full.index(index), phase)
+    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
+    inverse, lse = normalizer(row_sum, row_max, scale, V)
+    acc = wait_values(acc, V)
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    return acc, inverse, lse, kv + 1
 
 
 @gluon.jit
@@ -507,9 +536,7 @@ def attend(q, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V
     index, phase = slot(kv, STAGES)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
-    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
-    inverse = gl.where(row_sum > 0, 1.0 / row_sum, 0.0)
-    lse = gl.where(row_sum > 0, row_max * (scale * 0.6931471805599453) + gl.log(row_sum), float("-inf"))
+    inverse, lse = normalizer(row_sum, row_max, scale, V)
     acc = wait_values(acc, V)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
     return acc, inverse, lse, kv + 1
@@ -615,7 +642,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
             if V.tiles.overlap:
                 acc, factor, lse, kv = attend(q, tile, kv, start, stop, problem.scale, shared, barriers, W, V)
             else:
-                acc, factor, lse, kv = attend_alone(q, tile, kv, start, stop, problem.scale, shared, barriers, W, V)
+                acc, factor, lse, kv = attend_paired(q, tile, kv, start, stop, problem.scale, shared, barriers, W, V)
         else:
             acc, factor, lse, kv = attend_nothing(kv, barriers, W, V)
         if V.resume:
@@ -778,6 +805,15 @@ class Launch(NamedTuple):
     arguments: tuple
 
 
+class CompileCase(NamedTuple):
+    """One variant for a compiler: argument types as triton writes them, and the values of those that are constexpr."""
+
+    name: str
+    kernel: object
+    signature: dict[str, str]
+    constexprs: dict[str, object]
+
+
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Why this implementation cannot take the call; None when it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -897,7 +933,7 @@ def warmup(configs: Iterable[ForwardConfig], report: Callable[[str], None] | Non
         launch = example(config, device)
         forward_kernel.warmup(*launch.arguments, grid=(1,), num_warps=4)
         if report is not None:
-            report(f"forward {config}: {time.perf_counter() - began:.1f} s")
+            report(f"forward {describe(config)}: {time.perf_counter() - began:.1f} s")
 
 
 def example(config: ForwardConfig, device: torch.device | str = "cpu") -> Launch:
@@ -911,6 +947,32 @@ def example(config: ForwardConfig, device: torch.device | str = "cpu") -> Launch
         num_sms=1,
         counter=torch.zeros(2, dtype=torch.int32, device=device),
     )  # fmt: skip
+
+
+def variants(configs: Iterable[ForwardConfig] | None = None) -> Iterator[CompileCase]:
+    """What a compiler needs for each config, without a GPU; by default all that bf16 calls can select."""
+    for config in all_configs() if configs is None else configs:
+        signature: dict[str, str] = {}
+        constexprs: dict[str, object] = {}
+        for name, value in zip(forward_kernel.arg_names, example(config).arguments, strict=True):
+            signature[name] = argument_type(value)
+            if signature[name] == "constexpr":
+                constexprs[name] = value
+        yield CompileCase(f"forward {describe(config)}", forward_kernel, signature, constexprs)
+
+
+def all_configs(dtype: torch.dtype = torch.bfloat16) -> Iterator[ForwardConfig]:
+    """Every variant of a dtype: head sizes, masks, a fresh or resumed state, results in fp32 or the dtype."""
+    for head_dim, mask in itertools.product(FORWARD_TILES, _EXAMPLES):
+        for resume, out_dtype in itertools.product((False, True), (dtype, torch.float32)):
+            yield ForwardConfig(head_dim, dtype, mask, resume, out_dtype)
+
+
+def describe(config: ForwardConfig) -> str:
+    """A config in a few words."""
+    out_dtype = config.out_dtype or config.dtype
+    words = [f"hd{config.head_dim}", str(config.dtype)[6:], config.mask, f"to {str(out_dtype)[6:]}"]
+    return " ".join([*words, "resuming"] if config.resume else words)
 
 
 _EXAMPLES = {
