@@ -30,6 +30,7 @@ from ringflash_kernels.hopper.compat import (
     gl,
     gluon,
     mbarrier,
+    named_barrier,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -53,11 +54,13 @@ class ForwardVariant:
     Args:
         mask: "none", "band" (two diagonals) or "bounds" (an interval of keys for each row).
         resume: the state of earlier calls is read and continued.
+        q_buffers: tiles of Q in shared memory; with two, the next tile's is there when this one ends.
     """
 
     tiles: ForwardTiles
     mask: str
     resume: bool
+    q_buffers: int
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:
@@ -200,8 +203,8 @@ def visible_keys(rows, problem, pointers, V: gl.constexpr):
 @gluon.jit
 def slot(count, SIZE: gl.constexpr):
     """Index and phase of the count-th use of a ring of SIZE buffers."""
-    if SIZE == 2:
-        index = count & 1
+    if SIZE & (SIZE - 1) == 0:
+        index = count & (SIZE - 1)
     else:
         index = count % SIZE
     return index, (count // SIZE) & 1
@@ -218,12 +221,19 @@ def tiles_at(ring, index, V: gl.constexpr):
 
 
 @gluon.jit
-def q_tiles(shared, W: gl.constexpr, V: gl.constexpr):
-    """Q of warpgroup W; where it shares its memory with the results, both parts lie in that warpgroup's half."""
+def q_slot(count, W: gl.constexpr, V: gl.constexpr):
+    """Slot and phase of warpgroup W's Q in the count-th tile of a program."""
+    index, phase = slot(count, V.q_buffers)
+    return index * V.tiles.num_warpgroups + W, phase
+
+
+@gluon.jit
+def q_tiles(shared, index, V: gl.constexpr):
+    """Q in a slot; where it shares its memory with the results, both parts lie in that warpgroup's half."""
     if V.tiles.stage_in_q:
-        tiles = (shared.q[0].index(2 * W), shared.q[1].index(2 * W + 1))
+        tiles = (shared.q[0].index(2 * index), shared.q[1].index(2 * index + 1))
     else:
-        tiles = tiles_at(shared.q, W, V)
+        tiles = tiles_at(shared.q, index, V)
     return tiles
 
 
@@ -257,8 +267,9 @@ def load_q(q_desc, shared, barriers, tile, count, V: gl.constexpr):
     """Load the rows of each warpgroup, once it has done with the last tile's."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     for w in gl.static_range(WARPGROUPS):
-        mbarrier.wait(barriers.q_empty.index(w), (count & 1) ^ 1)
-        load_tile(q_desc, q_tiles(shared, w, V), barriers.q_full.index(w), tile.batch,
+        index, phase = q_slot(count, w, V)
+        mbarrier.wait(barriers.q_empty.index(index), phase ^ 1)
+        load_tile(q_desc, q_tiles(shared, index, V), barriers.q_full.index(index), tile.batch,
                   tile.row + w * V.tiles.block_m, tile.head, V)  # fmt: skip
 
 
@@ -375,15 +386,19 @@ def zero_acc(V: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, row_max, key, start, stop, scale, MASKED: gl.constexpr, V: gl.constexpr):
-    """P = exp(S - m), the new row maximum m (of S before scaling), and exp(old m - m)."""
+def hide(s, key, start, stop, V: gl.constexpr):
+    """S with -inf where a row does not see the key."""
     S_LAYOUT: gl.constexpr = V.score_layout
-    if MASKED:
-        keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
-        visible = keys[None, :] < stop[:, None]
-        if V.mask != "none":
-            visible = visible & (keys[None, :] >= start[:, None])
-        s = gl.where(visible, s, float("-inf"))
+    keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
+    visible = keys[None, :] < stop[:, None]
+    if V.mask != "none":
+        visible = visible & (keys[None, :] >= start[:, None])
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def softmax(s, row_max, scale, MASKED: gl.constexpr):
+    """P = exp(S - m), the new row maximum m (of S before scaling), and exp(old m - m)."""
     new_max = gl.maximum(row_max, gl.max(s, 1))
     if MASKED:
         finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
@@ -403,6 +418,20 @@ def lane_sums(p, V: gl.constexpr):
 
 
 @gluon.jit
+def begin_turn(token, W: gl.constexpr, V: gl.constexpr):
+    """Wait until the warpgroup before has issued its products: one's softmax then runs under another's products."""
+    if V.tiles.take_turns:
+        named_barrier(token, 8 + W, 256, False)
+
+
+@gluon.jit
+def end_turn(token, W: gl.constexpr, V: gl.constexpr):
+    """Let the next warpgroup issue its products."""
+    if V.tiles.take_turns:
+        named_barrier(token, 8 + (W + 1) % V.tiles.num_warpgroups, 256, True)
+
+
+@gluon.jit
 def normalizer(row_sum, row_max, scale, V: gl.constexpr):
     """1 / l and lse of every row, from the lanes' sums."""
     S_LAYOUT: gl.constexpr = V.score_layout
@@ -414,17 +443,21 @@ def normalizer(row_sum, row_max, scale, V: gl.constexpr):
 
 @gluon.jit
 def step(acc, p, row_max, row_sum, kv, key, more, q, start, stop, scale, shared, barriers,
-         MASKED: gl.constexpr, V: gl.constexpr):
+         MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr):
     """S of the next block and O += P V of this one in flight together, then the next block's softmax."""
     STAGES: gl.constexpr = V.tiles.num_stages
     index, phase = slot(kv, STAGES)
     next_index, _ = slot(kv + 1, STAGES)
+    begin_turn(kv, W, V)
     s = scores(q, matrices(tiles_at(shared.k, next_index, V), V), V)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
+    end_turn(kv, W, V)
     s = warpgroup_mma_wait(len(V.tiles.parts), deps=(s,))
     mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
-    p, row_max, alpha = softmax(s, row_max, key, start, stop, scale, MASKED, V)
+    if MASKED:
+        s = hide(s, key, start, stop, V)
+    p, row_max, alpha = softmax(s, row_max, scale, MASKED)
     lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
     row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
     # Ending the basic block here keeps the softmax ahead of the wait for P V, which ptxas would hoist.
@@ -437,28 +470,35 @@ def step(acc, p, row_max, row_sum, kv, key, more, q, start, stop, scale, shared,
 
 @gluon.jit
 def step_paired(acc, s, row_max, row_sum, kv, key, q, start, stop, scale, shared, barriers,
-                MASKED: gl.constexpr, V: gl.constexpr):
+                MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr):
     """The softmax of one block, then its O += P V and S of the next block together; other warpgroups fill the gaps."""
     STAGES: gl.constexpr = V.tiles.num_stages
     index, phase = slot(kv, STAGES)
     next_index, next_phase = slot(kv + 1, STAGES)
-    p, row_max, alpha = softmax(s, row_max, key, start, stop, scale, MASKED, V)
+    if MASKED:
+        s = hide(s, key, start, stop, V)
+    p, row_max, alpha = softmax(s, row_max, scale, MASKED)
     lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
     row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
     acc = scaled(acc, alpha, V)
     mbarrier.wait(barriers.v_full.index(index), phase)
-    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
     mbarrier.wait(barriers.k_full.index(next_index), next_phase)
+    begin_turn(kv, W, V)
+    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
     s = scores(q, matrices(tiles_at(shared.k, next_index, V), V), V)
+    if not V.tiles.strict:
+        end_turn(kv, W, V)
     acc = wait_values(acc, V)
     s = warpgroup_mma_wait(0, deps=(s,))
+    if V.tiles.strict:
+        end_turn(kv, W, V)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
     mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
     return acc, s, row_max, row_sum, kv + 1
 
 
 @gluon.jit
-def attend_paired(q, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+def attend_paired(q, q_empty, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V: gl.constexpr):
     """`attend` with the softmax under other warpgroups' products only, which takes fewer registers."""
     BM: gl.constexpr = V.tiles.block_m
     BN: gl.constexpr = V.tiles.block_n
@@ -467,7 +507,9 @@ def attend_paired(q, tile, kv, start, stop, scale, shared, barriers, W: gl.const
     n = tile.num_blocks
     index, phase = slot(kv, STAGES)
     mbarrier.wait(barriers.k_full.index(index), phase)
+    begin_turn(kv, W, V)
     s = scores(q, matrices(tiles_at(shared.k, index, V), V), V)
+    end_turn(kv, W, V)
     row_max = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
     row_sum = lane_sums(gl.zeros([BM, BN], gl.float32, S_LAYOUT), V)
     acc = zero_acc(V)
@@ -477,23 +519,29 @@ def attend_paired(q, tile, kv, start, stop, scale, shared, barriers, W: gl.const
     last = gl.minimum(n - tile.first_full, n - 1)
     for i in range(0, first):
         acc, s, row_max, row_sum, kv = step_paired(acc, s, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, q,
-                                                   start, stop, scale, shared, barriers, True, V)
+                                                   start, stop, scale, shared, barriers, True, W, V)
     for _ in range(first, last):
         acc, s, row_max, row_sum, kv = step_paired(acc, s, row_max, row_sum, kv, 0, q,
-                                                   start, stop, scale, shared, barriers, False, V)
+                                                   start, stop, scale, shared, barriers, False, W, V)
     if V.mask != "none":
         for i in range(last, n - 1):
             acc, s, row_max, row_sum, kv = step_paired(acc, s, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, q,
-                                                       start, stop, scale, shared, barriers, True, V)
+                                                       start, stop, scale, shared, barriers, True, W, V)
     if not V.tiles.stage_in_q:
-        mbarrier.arrive(barriers.q_empty.index(W), count=1)
+        mbarrier.arrive(q_empty, count=1)
     index, phase = slot(kv, STAGES)
-    p, row_max, alpha = softmax(s, row_max, tile.key, start, stop, scale, True, V)
+    if V.mask != "none":
+        s = hide(s, tile.key, start, stop, V)
+    elif tile.end_full == 0:
+        s = hide(s, tile.key, start, stop, V)
+    p, row_max, alpha = softmax(s, row_max, scale, True)
     lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
     row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
     acc = scaled(acc, alpha, V)
     mbarrier.wait(barriers.v_full.index(index), phase)
+    begin_turn(kv, W, V)
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
+    end_turn(kv, W, V)
     inverse, lse = normalizer(row_sum, row_max, scale, V)
     acc = wait_values(acc, V)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
@@ -501,7 +549,7 @@ def attend_paired(q, tile, kv, start, stop, scale, shared, barriers, W: gl.const
 
 
 @gluon.jit
-def attend(q, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+def attend(q, q_empty, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V: gl.constexpr):
     """Softmax and O over the key blocks of a tile: O (unscaled), row sums, row maxima, next use of the ring."""
     S_LAYOUT: gl.constexpr = V.score_layout
     BM: gl.constexpr = V.tiles.block_m
@@ -514,25 +562,30 @@ def attend(q, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
     row_max = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    p, row_max, alpha = softmax(s, row_max, tile.key + (n - 1) * BN, start, stop, scale, True, V)
+    if V.mask != "none":
+        s = hide(s, tile.key + (n - 1) * BN, start, stop, V)
+    elif tile.end_full < n:
+        s = hide(s, tile.key + (n - 1) * BN, start, stop, V)
+    p, row_max, alpha = softmax(s, row_max, scale, True)
     row_sum = lane_sums(p, V)
     acc = zero_acc(V)
     index, phase = slot(kv + 1, STAGES)
     mbarrier.wait(barriers.k_full.index(index), phase, pred=n > 1)
     first = gl.maximum(n - tile.end_full, 1)
     last = gl.maximum(n - tile.first_full, first)
-    for i in range(1, first):
-        acc, p, row_max, row_sum, kv = step(acc, p, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, i + 1 < n, q,
-                                            start, stop, scale, shared, barriers, True, V)
+    if V.mask != "none":
+        for i in range(1, first):
+            acc, p, row_max, row_sum, kv = step(acc, p, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, i + 1 < n,
+                                                q, start, stop, scale, shared, barriers, True, W, V)
     for i in range(first, last):
         acc, p, row_max, row_sum, kv = step(acc, p, row_max, row_sum, kv, 0, i + 1 < n, q,
-                                            start, stop, scale, shared, barriers, False, V)
+                                            start, stop, scale, shared, barriers, False, W, V)
     if V.mask != "none":
         for i in range(last, n):
             acc, p, row_max, row_sum, kv = step(acc, p, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, i + 1 < n,
-                                                q, start, stop, scale, shared, barriers, True, V)
+                                                q, start, stop, scale, shared, barriers, True, W, V)
     if not V.tiles.stage_in_q:
-        mbarrier.arrive(barriers.q_empty.index(W), count=1)
+        mbarrier.arrive(q_empty, count=1)
     index, phase = slot(kv, STAGES)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
@@ -543,10 +596,10 @@ def attend(q, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V
 
 
 @gluon.jit
-def attend_nothing(kv, barriers, W: gl.constexpr, V: gl.constexpr):
+def attend_nothing(q_empty, kv, V: gl.constexpr):
     """What `attend` returns for a tile that sees no key."""
     if not V.tiles.stage_in_q:
-        mbarrier.arrive(barriers.q_empty.index(W), count=1)
+        mbarrier.arrive(q_empty, count=1)
     BM: gl.constexpr = V.tiles.block_m
     rows: gl.constexpr = gl.SliceLayout(1, V.score_layout)
     inverse = gl.full([BM], 0.0, gl.float32, rows)
@@ -624,6 +677,8 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
     count = 0
     kv = 0
     loads = 0
+    if W == V.tiles.num_warpgroups - 1:
+        end_turn(count, W, V)  # the first turn is warpgroup 0's
     ticket = receive(count, shared, barriers)
     while ticket < problem.num_tiles:
         tile = decode(ticket, problem, pointers, V)
@@ -636,15 +691,18 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
             old_lse = gl.load(lse_of_head + rows, mask=rows < problem.seqlen_q, other=float("-inf"))
             if not V.tiles.stage_in_q:
                 load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, V)
-        mbarrier.wait(barriers.q_full.index(W), count & 1)
+        index, phase = q_slot(count, W, V)
+        q_empty = barriers.q_empty.index(index)
+        mbarrier.wait(barriers.q_full.index(index), phase)
         if tile.num_blocks > 0:
-            q = matrices(q_tiles(shared, W, V), V)
+            q = matrices(q_tiles(shared, index, V), V)
             if V.tiles.overlap:
-                acc, factor, lse, kv = attend(q, tile, kv, start, stop, problem.scale, shared, barriers, W, V)
+                acc, factor, lse, kv = attend(q, q_empty, tile, kv, start, stop, problem.scale, shared, barriers, W, V)
             else:
-                acc, factor, lse, kv = attend_paired(q, tile, kv, start, stop, problem.scale, shared, barriers, W, V)
+                acc, factor, lse, kv = attend_paired(q, q_empty, tile, kv, start, stop, problem.scale, shared,
+                                                     barriers, W, V)  # fmt: skip
         else:
-            acc, factor, lse, kv = attend_nothing(kv, barriers, W, V)
+            acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
         if V.resume:
             lse, weight, old_weight = merge_weights(lse, old_lse)
             factor = factor * weight
@@ -658,7 +716,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
             loads = store_part(acc[1], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 1, V)
         if V.tiles.stage_in_q:
             tma_store_wait(0)
-            mbarrier.arrive(barriers.q_empty.index(W), count=1)
+            mbarrier.arrive(q_empty, count=1)
         count += 1
         ticket = receive(count, shared, barriers)
     tma_store_wait(0)
@@ -712,7 +770,8 @@ def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, V: gl.constexpr):
     else:
         stage_dtype: gl.constexpr = gl.float32 if V.resume else o_desc[0].dtype
         stage = gl.allocate_shared_memory(stage_dtype, box, acc_desc[0].layout)
-        q_ring = ring_of(q_desc, WARPGROUPS, V)
+        SLOTS: gl.constexpr = WARPGROUPS * V.q_buffers
+        q_ring = ring_of(q_desc, SLOTS, V)
     k_ring = ring_of(k_desc, V.tiles.num_stages, V)
     v_ring = ring_of(v_desc, V.tiles.num_stages, V)
     ticket = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -724,9 +783,10 @@ def make_barriers(V: gl.constexpr):
     """The mbarriers of a program, ready for use."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     STAGES: gl.constexpr = V.tiles.num_stages
+    Q_SLOTS: gl.constexpr = WARPGROUPS * V.q_buffers
     barriers = Barriers(
-        barrier_ring(WARPGROUPS, 1),
-        barrier_ring(WARPGROUPS, 1),
+        barrier_ring(Q_SLOTS, 1),
+        barrier_ring(Q_SLOTS, 1),
         barrier_ring(STAGES, 1),
         barrier_ring(STAGES, WARPGROUPS),
         barrier_ring(STAGES, 1),
@@ -900,7 +960,9 @@ def plan(
         start, stop = (bound[rows] for bound in mask.bounds(q.device))
     q, out, k, v, lse = q[:, rows], out[:, rows], k[:, keys], v[:, keys], lse[:, :, rows]
     acc = None if acc is None else acc[:, rows]
-    variant = ForwardVariant(FORWARD_TILES[q.shape[3]], kind, acc is not None)
+    tiles = FORWARD_TILES[q.shape[3]]
+    wide = acc is not None or out.dtype == torch.float32
+    variant = ForwardVariant(tiles, kind, acc is not None, tiles.q_buffers_wide if wide else tiles.q_buffers)
     if kind == "bounds":
         table = _tile_table(mask, q.device, variant.tiles.rows)
     batch, seqlen_q, num_heads, head_dim = q.shape

@@ -20,6 +20,7 @@ class ForwardTiles:
         num_stages: K/V stages in shared memory.
         overlap: softmax of one key block runs under the products of the next; otherwise warpgroups only
             overlap each other, which needs fewer registers.
+        q_buffers: tiles of Q, and `q_buffers_wide`: where results or state are fp32 and take more room.
         stage_in_q: results leave through the buffer of Q, where shared memory has no room for another.
     """
 
@@ -28,7 +29,11 @@ class ForwardTiles:
     block_n: int
     num_stages: int
     overlap: bool = True
+    take_turns: bool = False
+    strict: bool = False
     stage_in_q: bool = False
+    q_buffers: int = 2
+    q_buffers_wide: int = 1
     block_m: int = 64
 
     @property
@@ -54,5 +59,5 @@ FORWARD_TILES = {
     # 128 keys would need 240 KB with the fp32 results of a ring hop.
     192: ForwardTiles((128, 64), num_warpgroups=2, block_n=64, num_stages=2),
     # Q 64 KB and two stages of 64 KB leave no room: results leave through Q.
-    256: ForwardTiles((128, 128), num_warpgroups=2, block_n=64, num_stages=2, stage_in_q=True),
+    256: ForwardTiles((128, 128), num_warpgroups=2, block_n=64, num_stages=2, stage_in_q=True, q_buffers=1),
 }
