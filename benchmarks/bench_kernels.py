@@ -1,0 +1,296 @@
+"""Attention kernels on one GPU: ours beside flash-attn-4 and cuDNN, in TFLOP/s.
+
+    python benchmarks/bench_kernels.py [--rows hd128] [--rounds 5] [--json results.json]
+
+All contenders of a row run in one process, in random order, and each sample follows a burn of the same kernel as
+long as itself: the chip is power-bound, its limit acts with a delay, and a sample that follows a cooler kernel
+reads up to 10% high. Medians; read the ratios, not the absolute figures.
+
+FLOPs: 4 * head_dim for every visible pair and head forward, 2.5 times that backward (FlashAttention's convention;
+a causal mask of S x S counts as S * S / 2 pairs). Memory: peak beyond inputs and results, of one call.
+Contenders that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
+
+from ringflash_kernels.mask import Mask  # noqa: E402
+
+Run = Callable[[], object]
+_BURN_TFLOPS = 500e12  # how fast a burn is taken to be when its length is chosen
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `kind`: causal, full, hop (resumes in place), documents or window."""
+
+    head_dim: int
+    seqlen: int
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    kind: str
+
+    def __str__(self) -> str:
+        length = f"{self.seqlen // 1024}k"
+        return f"hd{self.head_dim} {length} x {self.batch}, {self.num_heads}/{self.num_kv_heads}, {self.kind}"
+
+    @cached_property
+    def mask(self) -> Mask:
+        """The visible pairs."""
+        if self.kind == "documents":
+            return Mask.documents(document_bounds(self.seqlen))
+        window = (4096, 0) if self.kind == "window" else (-1, -1)
+        return Mask.band(self.seqlen, self.seqlen, causal=self.kind in ("causal", "window"), window_size=window)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a forward pass."""
+        pairs = self.seqlen**2 / 2 if self.kind == "causal" else self.mask.num_visible
+        return 4 * self.head_dim * self.batch * self.num_heads * pairs
+
+
+def document_bounds(num_tokens: int) -> list[int]:
+    """Packed documents with lengths log-uniform from 128 to 32k tokens, the same on every run."""
+    draw, bounds = random.Random(3), [0]
+    while bounds[-1] < num_tokens:
+        length = int(math.exp(draw.uniform(math.log(128), math.log(32768))))
+        bounds.append(min(num_tokens, bounds[-1] + length))
+    return bounds
+
+
+def _rows() -> tuple[Row, ...]:
+    rows: list[Row] = []
+    for kind in ("causal", "full"):
+        rows += [Row(128, 2048, 8, 16, 16, kind), Row(128, 8192, 2, 16, 16, kind), Row(128, 16384, 1, 16, 16, kind)]
+        rows += [Row(128, 32768, 1, 32, 8, kind), Row(64, 8192, 2, 32, 32, kind), Row(64, 16384, 1, 32, 32, kind)]
+        rows += [Row(64, 32768, 1, 32, 8, kind), Row(256, 8192, 2, 8, 8, kind), Row(256, 16384, 1, 8, 8, kind)]
+        rows += [Row(96, 16384, 1, 16, 16, kind), Row(192, 16384, 1, 16, 16, kind)]
+    rows += [Row(128, 131072, 1, 32, 8, "causal"), Row(128, 8192, 1, 32, 8, "full"), Row(128, 8192, 1, 32, 8, "hop")]
+    rows += [Row(128, 65536, 1, 16, 4, "causal"), Row(128, 65536, 1, 16, 4, "documents")]
+    return (*rows, Row(128, 131072, 1, 16, 4, "window"))
+
+
+ROWS = _rows()
+
+
+class Inputs:
+    """Tensors of one row; random normal, bf16."""
+
+    def __init__(self, row: Row) -> None:
+        self.row, self.mask, self.scale = row, row.mask, row.head_dim**-0.5
+        self.q, self.k, self.v, self.dout = (
+            torch.randn(row.batch, row.seqlen, heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
+            for heads in (row.num_heads, row.num_kv_heads, row.num_kv_heads, row.num_heads)
+        )
+        self.lse = torch.zeros(row.batch, row.num_heads, row.seqlen, device="cuda")
+
+
+class Contender(NamedTuple):
+    """A kernel to time. A builder returns the call to time, or None where the contender cannot take the row."""
+
+    name: str
+    build: dict[str, Callable[[Inputs], Run | None]]  # by pass: forward, backward
+
+
+def ours() -> Contender:
+    """This package's Hopper kernels."""
+    from ringflash_kernels.hopper.forward import forward
+
+    def build_forward(x: Inputs) -> Run:
+        hop = x.row.kind == "hop"
+        acc = torch.zeros(x.q.shape, device="cuda") if hop else None
+        out = acc if hop else torch.empty_like(x.q)
+        return lambda: forward(x.q, x.k, x.v, x.mask, x.scale, out=out, lse=x.lse, acc=acc)
+
+    return Contender("ringflash", {"forward": build_forward})
+
+
+def flash_attn_4() -> Contender:
+    """flash-attn-4's CuTe DSL kernels; causal and full only."""
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    def build_forward(x: Inputs) -> Run | None:
+        if x.row.kind not in ("causal", "full"):
+            return None
+        return lambda: _flash_attn_fwd(x.q, x.k, x.v, causal=x.row.kind == "causal", return_lse=True)
+
+    def build_backward(x: Inputs) -> Run | None:
+        run = build_forward(x)
+        if run is None:
+            return None
+        out, lse = run()[:2]
+        dq, dk, dv = (torch.empty_like(t) for t in (x.q, x.k, x.v))
+        causal = x.row.kind == "causal"
+        return lambda: _flash_attn_bwd(x.q, x.k, x.v, out, x.dout, lse, causal=causal, dq=dq, dk=dk, dv=dv)
+
+    return Contender("flash-attn-4", {"forward": build_forward, "backward": build_backward})
+
+
+def cudnn() -> Contender:
+    """cuDNN through torch's scaled_dot_product_attention; causal and full only."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: Row) -> torch.Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=row.kind == "causal", enable_gqa=row.num_heads != row.num_kv_heads
+            )
+
+    def build_forward(x: Inputs) -> Run | None:
+        return (lambda: attention(x.q, x.k, x.v, x.row)) if x.row.kind in ("causal", "full") else None
+
+    def build_backward(x: Inputs) -> Run | None:
+        if x.row.kind not in ("causal", "full"):
+            return None
+        leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+        out, dout = attention(*leaves, x.row), x.dout.transpose(1, 2)
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    return Contender("cuDNN", {"forward": build_forward, "backward": build_backward})
+
+
+def contenders() -> Iterator[Contender]:
+    """Those that can be imported here."""
+    for make in (ours, flash_attn_4, cudnn):
+        try:
+            yield make()
+        except ImportError as error:
+            print(f"left out: {make.__name__} ({error})", flush=True)
+
+
+def measure(runs: dict[str, Run], flops: float, *, rounds: int, sample_ms: float) -> dict[str, list[float]]:
+    """TFLOP/s of every sample: interleaved in random order, each after a burn."""
+    repeats = max(1, round(sample_ms * 1e-3 * _BURN_TFLOPS / flops))
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name in random.sample(list(runs), len(runs)):
+            timed_ms(runs[name], repeats)
+            samples[name].append(flops / timed_ms(runs[name], repeats) / 1e9)
+    return samples
+
+
+def timed_ms(run: Run, repeats: int) -> float:
+    """Milliseconds of one call, from events around `repeats` of them."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def peak_bytes(run: Run) -> int:
+    """Device memory that a call takes beyond what was there."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def bench(row: Row, direction: str, teams: list[Contender], *, rounds: int, sample_ms: float) -> dict | None:
+    """One line of the table; None where no contender takes part."""
+    inputs = Inputs(row)
+    runs: dict[str, Run] = {}
+    for team in teams:
+        run = team.build[direction](inputs) if direction in team.build else None
+        if run is not None:
+            try:
+                run()
+                torch.cuda.synchronize()
+                runs[team.name] = run
+            except Exception as error:  # a peer that cannot take a row must not end the table
+                print(f"{row}: {team.name} failed: {type(error).__name__}: {str(error)[:120]}", flush=True)
+    if not runs:
+        return None
+    flops = row.flops * (2.5 if direction == "backward" else 1)
+    samples = measure(runs, flops, rounds=rounds, sample_ms=sample_ms)
+    return {
+        "row": str(row),
+        "pass": direction,
+        "tflops": {name: statistics.median(values) for name, values in samples.items()},
+        "samples": samples,
+        "peak_bytes": {name: peak_bytes(run) for name, run in runs.items()},
+    }
+
+
+def line(result: dict) -> str:
+    """A result as a row of a Markdown table: our figure, and ours over each peer's."""
+    tflops = result["tflops"]
+    mine = tflops.get("ringflash")
+    others = [
+        f"{name} {value:.0f}" + (f" ({mine / value:.2f})" if mine else "")
+        for name, value in tflops.items()
+        if name != "ringflash"
+    ]
+    return f"| {result['row']} | {result['pass']} | {mine or 0:.0f} | {', '.join(others)} |"
+
+
+def environment() -> dict[str, str]:
+    """What the figures belong to."""
+    versions = {}
+    for package in ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "commit": commit.stdout.strip() or "unknown",
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+        **versions,
+    }
+
+
+def main() -> None:
+    """Print the table as it grows; write JSON at the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument("--passes", default="forward,backward", help="comma separated")
+    parser.add_argument("--rounds", type=int, default=5, help="samples of each contender")
+    parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample, and of the burn before it")
+    parser.add_argument("--json", type=Path, help="where to write every sample")
+    options = parser.parse_args()
+    random.seed(5)
+    torch.manual_seed(0)
+    teams, about = list(contenders()), environment()
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    print("| row | pass | ringflash TFLOP/s | peers (ratio) |\n|---|---|---|---|", flush=True)
+    results = []
+    for row in (row for row in ROWS if options.rows in str(row)):
+        for direction in options.passes.split(","):
+            result = bench(row, direction, teams, rounds=options.rounds, sample_ms=options.sample_ms)
+            torch.cuda.empty_cache()
+            if result is not None:
+                print(line(result), flush=True)
+                results.append(result)
+    if options.json:
+        options.json.write_text(json.dumps({"environment": about, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Tensor maps for TMA: a rank-4 box per tile, so that (batch, seqlen, num_heads, head_dim) loads with any strides."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ringflash_kernels.hopper.compat import TensorDescriptor, gl
+
+_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_NAME = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+
+
+@functools.cache
+def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Shared-memory layout of a (1, rows, 1, columns) box: swizzled as wide as the columns allow."""
+    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], _ELEMENT[dtype])
+
+
+def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Descriptor that moves (rows, columns) of one batch and head; rows past the end read 0 and are not written."""
+    strides = _box_strides(x)
+    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, columns], tile_layout(rows, columns, x.dtype))
+
+
+def misaligned(x: torch.Tensor) -> str | None:
+    """Why TMA cannot address x; None when it can."""
+    if x.stride(-1) != 1:
+        return f"last stride {x.stride(-1)} (1)"
+    unit = 16 // x.element_size()
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size > 1 and (stride % unit or stride < 0):
+            return f"strides {tuple(x.stride())} (multiples of 16 bytes, {unit} elements)"
+    if x.data_ptr() % 16:
+        return f"data at address {x.data_ptr():#x} (a multiple of 16 bytes)"
+    return None
+
+
+def _box_strides(x: torch.Tensor) -> list[int]:
+    """Strides of x; the stride of a dimension of one element is never used but must still be a multiple of 16 bytes."""
+    shape, strides = x.shape, list(x.stride())
+    for dim in range(3):
+        if shape[dim] == 1:
+            strides[dim] = 16
+    return strides
+
+
+def argument_type(value: object) -> str:
+    """The type of a kernel argument in triton's notation, for compiling without a launch."""
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_NAME[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
+    if isinstance(value, torch.Tensor):
+        return f"*{_NAME[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if isinstance(value, int) else "constexpr"

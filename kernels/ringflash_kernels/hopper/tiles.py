@@ -1,0 +1,63 @@
+"""Tile shapes of the forward kernel, by head_dim.
+
+One warpgroup owns 64 query rows (the height of one wgmma); the numbers follow from 232,448 bytes of shared
+memory and the 160 (three consumer warpgroups) or 240 (two) registers of a consumer thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ForwardTiles:
+    """Shape of one program's work.
+
+    Args:
+        parts: columns of the head, as powers of two (Gluon has no others): 96 is 64 + 32.
+        num_warpgroups: consumer warpgroups, each with `block_m` query rows.
+        block_n: keys of one K/V stage.
+        num_stages: K/V stages in shared memory.
+        overlap: softmax of one key block runs under the products of the next; otherwise warpgroups only
+            overlap each other, which needs fewer registers.
+        q_buffers: tiles of Q, and `q_buffers_wide`: where results or state are fp32 and take more room.
+        stage_in_q: results leave through the buffer of Q, where shared memory has no room for another.
+    """
+
+    parts: tuple[int, ...]
+    num_warpgroups: int
+    block_n: int
+    num_stages: int
+    overlap: bool = True
+    take_turns: bool = False
+    strict: bool = False
+    stage_in_q: bool = False
+    q_buffers: int = 2
+    q_buffers_wide: int = 1
+    block_m: int = 64
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one program."""
+        return self.num_warpgroups * self.block_m
+
+    @property
+    def consumer_registers(self) -> int:
+        """setmaxnreg of the consumers: what 65,536 registers leave beside the producer's."""
+        return 240 if self.num_warpgroups == 2 else 160
+
+    @property
+    def producer_registers(self) -> int:
+        """setmaxnreg of the producer warp (its warpgroup is padded to four warps)."""
+        return 24 if self.num_warpgroups == 2 else 32
+
+
+FORWARD_TILES = {
+    64: ForwardTiles((64,), num_warpgroups=2, block_n=128, num_stages=3),
+    96: ForwardTiles((64, 32), num_warpgroups=2, block_n=128, num_stages=2),
+    128: ForwardTiles((128,), num_warpgroups=2, block_n=128, num_stages=2),
+    # 128 keys would need 240 KB with the fp32 results of a ring hop.
+    192: ForwardTiles((128, 64), num_warpgroups=2, block_n=64, num_stages=2),
+    # Q 64 KB and two stages of 64 KB leave no room: results leave through Q.
+    256: ForwardTiles((128, 128), num_warpgroups=2, block_n=64, num_stages=2, stage_in_q=True, q_buffers=1),
+}
