@@ -131,8 +131,8 @@ class Backward:
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [x[:, hop.k_start : hop.k_stop] for x in (k, v, dk, dv)]
         scalars = (
-            *self._bounds(hop), hop.num_rows, hop.num_keys, hop.q_start, num_heads, num_kv_heads, num_tiles, works,
-            group, hop.first_shift, hop.stop_shift, _STAGGER if hop.full else 0,
+            *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
+            num_kv_heads, num_tiles, works, group, hop.first_shift, hop.stop_shift, _STAGGER if hop.full else 0,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
         choices = dict(BOUNDS=hop.has_bounds, WITH_DQ=not self.deterministic, ACCUMULATE=accumulate, num_warps=4)
@@ -170,9 +170,9 @@ class Backward:
         )  # fmt: skip
         grid = (works if self.num_sms is None else min(works, self.num_sms),)
         backward_queries[grid](
-            q, keys, values, dout, _descriptor(self.dq[:, hop.k_start : hop.k_stop], (1, 64, dim // 2)), self.stats,
-            *self._bounds(hop), self.stats.stride(1), hop.k_start, hop.num_rows, hop.num_keys, num_heads, k.shape[2],
-            num_tiles, works, hop.first_shift, hop.stop_shift,
+            q, keys, values, dout, _descriptor(self.dq.flatten(0, 1), (64, dim // 2)), self.stats,
+            *self._bounds(hop), self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys, num_heads,
+            k.shape[2], num_tiles, works, hop.first_shift, hop.stop_shift,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
             BLOCK=64, HEAD_DIM=dim, STAGES=self.tiles.query_stages, BOUNDS=hop.has_bounds, num_warps=4,
         )  # fmt: skip
@@ -187,10 +187,9 @@ class Backward:
             dim = self.tiles.padded_dim
             pieces = (128, dim - 128) if self.tiles.wide else (dim,)
             operands = [_tile(x[:, start:stop], 64, p) for x in (self.q, self.dout) for p in pieces]
-            dq_block = (1, 64, 64 if self.tiles.wide else dim // 2)
-            dq = self.stats.new_empty(1, 64, dim) if self.deterministic else self.dq[:, start:stop]
+            dq_block = (64, 64 if self.tiles.wide else dim // 2)
             stats = _descriptor(self.stats, (1, 2, 64))
-            self._views[start, stop] = _Queries(operands, stats, _descriptor(dq, dq_block))
+            self._views[start, stop] = _Queries(operands, stats, _descriptor(self.dq.flatten(0, 1), dq_block))
         return self._views[start, stop]
 
 
@@ -228,6 +227,7 @@ class _Queries(NamedTuple):
 class _Hop(NamedTuple):
     """A mask as the kernels take it: a rectangle, and which of its rows see a key (see `Problem`)."""
 
+    min_row: int
     q_start: int
     q_stop: int
     k_start: int
@@ -254,14 +254,17 @@ def _hop(mask: Mask, device: torch.device, *, transposed: bool = False) -> _Hop:
     """`mask` by keys (the rows that see each key), or, `transposed`, by queries (the keys that each row sees)."""
     if len(mask.regions) > 1:
         side = mask if transposed else _kept_transpose(mask)
-        return _Hop(0, side.seqlen_k, 0, side.seqlen_q, 0, 0, True, side.bounds(device))
+        return _Hop(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, True, side.bounds(device))
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     region = region.transposed() if transposed else region
     q_start, q_stop, k_start, k_stop, lower, upper = region
+    # The copy engine reads the statistics from multiples of 16 bytes on.
+    min_row = 0 if transposed else q_start % 4
+    q_start -= min_row
     corner = k_start - q_start  # row i of the rectangle sees its key j where lower <= j + corner - i <= upper
     first_shift = -_FAR if upper is None else corner - upper
     stop_shift = _FAR if lower is None else corner - lower + 1
-    return _Hop(q_start, q_stop, k_start, k_stop, first_shift, stop_shift, False, ())
+    return _Hop(min_row, q_start, q_stop, k_start, k_stop, first_shift, stop_shift, False, ())
 
 
 def _kept_transpose(mask: Mask) -> Mask:

@@ -8,7 +8,7 @@ cores. The step before the first is a block of zeros. dQ leaves by TMA reduce-ad
 permuted within 32 (see `_interleave`; the postprocess kernel undoes it).
 """
 
-from ringflash_kernels.hopper.backward_problem import Problem
+from ringflash_kernels.hopper.backward_problem import Problem, slot_of
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -93,13 +93,11 @@ class Shared:
 def _load(sm, problem, q_desc, k_desc, v_desc, dout_desc, stats_desc):
     """Producer: K and V of each tile, then Q, dO and their statistics block by block."""
     M: gl.constexpr = sm.BLOCK_M
-    ST: gl.constexpr = sm.STAGES
     step = 0
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, _full_start, _full_stop = problem.blocks(key)
-        first = problem.first_block(key, start, stop)
         if start < stop:
             mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
             mbarrier.expect(sm.kv_full.index(0), 4 * k_desc.block_type.nbytes)
@@ -108,19 +106,24 @@ def _load(sm, problem, q_desc, k_desc, v_desc, dout_desc, stats_desc):
                 tma_load(k_desc, coord, sm.kv_full.index(0), sm.k.index(half))
                 tma_load(v_desc, coord, sm.kv_full.index(0), sm.v.index(half))
             round += 1
+            # The block of zeros before the first is a step without data.
+            slot, parity = slot_of(step, sm.STAGES)
+            mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+            mbarrier.arrive(sm.q_full.index(slot), count=1)
+            step += 1
+        block = problem.first_block(key, start, stop)
         for g in range(problem.group):
             head = first_head + g
-            for t in range(start, stop):
-                block = t + first - start
-                block = gl.where(block >= stop, block - (stop - start), block)
-                slot = step % ST
+            for _ in range(start, stop):
+                slot, parity = slot_of(step, sm.STAGES)
                 full = sm.q_full.index(slot)
-                mbarrier.wait(sm.q_empty.index(slot), ((step // ST) & 1) ^ 1)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
                 mbarrier.expect(full, 2 * q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
                 tma_load(q_desc, [batch, block * M, head, 0], full, sm.q.index(slot))
                 stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + block * M]
                 tma_load(stats_desc, stats_coord, full, sm.stats.index(slot))
                 tma_load(dout_desc, [batch, block * M, head, 0], full, sm.dout.index(slot))
+                block = problem.next_block(block, start, stop)
                 step += 1
 
 
@@ -147,15 +150,8 @@ def _dq_mma(sm, buffer, W: gl.constexpr):
 
 
 @gluon.jit
-def _send_dq(sm, dq_desc, dq, row_coord, W: gl.constexpr):
-    """Stage consumer W's columns of dQ in shared memory; the caller fences and calls tma_reduce_add."""
-    N: gl.constexpr = sm.HEAD_DIM // 2
-    sm.dq.index(W).reshape([64, N]).store(_interleave(dq, N))
-
-
-@gluon.jit
-def _step(sm, problem, dq_desc, dk, dv, k, v, step, count, block, key, masked, dq_head, dq_row, W: gl.constexpr):
-    """One block of queries: P, dV, dS, dK of this block, dQ of the one before (`dq_head`, `dq_row`)."""
+def _step(sm, problem, dq_desc, dk, dv, k, v, step, block, key, masked, dq_row, W: gl.constexpr):
+    """One block of queries: P, dV, dS, dK of this block, dQ of the one before, at `dq_row`."""
     M: gl.constexpr = sm.BLOCK_M
     D: gl.constexpr = sm.HEAD_DIM
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
@@ -163,15 +159,16 @@ def _step(sm, problem, dq_desc, dk, dv, k, v, step, count, block, key, masked, d
     operand: gl.constexpr = gl.DotOperandLayout(0, kv_layout, 2)
     over_queries: gl.constexpr = gl.SliceLayout(0, s_layout)
     dtype: gl.constexpr = sm.q.dtype
-    slot = step % sm.STAGES
-    last = count & 1  # buffer of the previous block's dS
+    slot, parity = slot_of(step, sm.STAGES)
+    current = step & 1  # buffer of this block's dS
+    last, last_parity = slot_of(step - 1, 2)
     q = sm.q.index(slot).reshape([M, D])
     dout = sm.dout.index(slot).reshape([M, D])
     stats = sm.stats.index(slot).reshape([2, M])
     zeros = gl.zeros([64, M], gl.float32, s_layout)
 
     # S^T = K Q^T and dP^T = V dO^T
-    mbarrier.wait(sm.q_full.index(slot), (step // sm.STAGES) & 1)
+    mbarrier.wait(sm.q_full.index(slot), parity)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
@@ -181,18 +178,16 @@ def _step(sm, problem, dq_desc, dk, dv, k, v, step, count, block, key, masked, d
     if masked:  # a second, masked loop would make ptxas spill in the first
         keys = key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
         rows = block * M + gl.arange(0, M, layout=over_queries)
-        first, end = problem.rows_seeing(keys)
-        seen = (rows[None, :] >= first[:, None]) & (rows[None, :] < end[:, None])
-        s = gl.where(seen, s, float("-inf"))
+        s = gl.where(problem.visible(keys, rows), s, float("-inf"))
     p = gl.exp2(s * problem.scale_log2 - lse)
     p_operand = gl.convert_layout(p.to(dtype), operand)
     delta = stats.slice(1, 1, dim=0).load(s_layout)
 
     # dV += P^T dO, dQ of the previous block; the wait also keeps ptxas from moving exp behind the wgmma wait
     if sm.WITH_DQ:
-        mbarrier.wait(sm.ds_full.index(last), (count >> 1) & 1)
+        mbarrier.wait(sm.ds_full.index(last), last_parity)
     else:
-        mbarrier.wait(sm.q_full.index(slot), (step // sm.STAGES) & 1)
+        mbarrier.wait(sm.q_full.index(slot), parity)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
     if sm.WITH_DQ:
@@ -204,28 +199,29 @@ def _step(sm, problem, dq_desc, dk, dv, k, v, step, count, block, key, masked, d
     dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
     if sm.WITH_DQ:
         tma_store_wait(0)
-        sm.ds.index((last ^ 1) * 2 + W).store(ds)
+        sm.ds.index(current * 2 + W).store(ds)
         dq = warpgroup_mma_wait(1, deps=(dq,))
-        sm.dq.index(W).reshape([64, D // 2]).store(_interleave(dq, D // 2))
+        sm.dq.index(W).store(_interleave(dq, D // 2))
         fence_async_shared()
-        mbarrier.arrive(sm.ds_full.index(last ^ 1), count=1)
-        tma_reduce_add(dq_desc, [dq_head, dq_row, W * (D // 2)], sm.dq.index(W))
+        mbarrier.arrive(sm.ds_full.index(current), count=1)
+        tma_reduce_add(dq_desc, [dq_row, W * (D // 2)], sm.dq.index(W))
     dk, ds_operand, dv, p_operand = warpgroup_mma_wait(0, deps=(dk, ds_operand, dv, p_operand))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
     return dk, dv
 
 
 @gluon.jit
-def _last_dq(sm, dq_desc, count, dq_head, dq_row, W: gl.constexpr):
-    """dQ of a tile's last block."""
+def _last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
+    """dQ of a tile's last block, the one before `step`."""
     N: gl.constexpr = sm.HEAD_DIM // 2
-    mbarrier.wait(sm.ds_full.index(count & 1), (count >> 1) & 1)
-    dq = _dq_mma(sm, count & 1, W)
+    last, parity = slot_of(step - 1, 2)
+    mbarrier.wait(sm.ds_full.index(last), parity)
+    dq = _dq_mma(sm, last, W)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     tma_store_wait(0)
-    sm.dq.index(W).reshape([64, N]).store(_interleave(dq, N))
+    sm.dq.index(W).store(_interleave(dq, N))
     fence_async_shared()
-    tma_reduce_add(dq_desc, [dq_head, dq_row, W * N], sm.dq.index(W))
+    tma_reduce_add(dq_desc, [dq_row, W * N], sm.dq.index(W))
     tma_store_wait(0)
 
 
@@ -272,19 +268,21 @@ def _consume(sm, problem, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
     kv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     step = 0
-    count = 0  # blocks of dS so far: the steps, and the zeros before each tile
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
-        first = problem.first_block(key, start, stop)
         dk = gl.zeros([64, D], gl.float32, kv_layout)
         dv = gl.zeros([64, D], gl.float32, kv_layout)
         if start < stop:
+            slot, parity = slot_of(step, sm.STAGES)
+            mbarrier.wait(sm.q_full.index(slot), parity)
+            mbarrier.arrive(sm.q_empty.index(slot), count=1)
             if sm.WITH_DQ:
-                sm.ds.index((count & 1) * 2 + W).store(gl.zeros([64, M], sm.ds.dtype, s_layout))
+                sm.ds.index((step & 1) * 2 + W).store(gl.zeros([64, M], sm.ds.dtype, s_layout))
                 fence_async_shared()
-                mbarrier.arrive(sm.ds_full.index(count & 1), count=1)
+                mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
+            step += 1
             mbarrier.wait(sm.kv_full.index(0), round & 1)
             if sm.KV_IN_REGISTERS:  # at head_dim 64 shared-memory bandwidth is the limit
                 k = sm.k.index(W).reshape([64, D]).load(operand)
@@ -292,23 +290,19 @@ def _consume(sm, problem, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
             else:
                 k = sm.k.index(W).reshape([64, D])
                 v = sm.v.index(W).reshape([64, D])
-            dq_head = batch * problem.num_heads + first_head
-            dq_row = first * M
-            for g in range(problem.group):
-                for t in range(start, stop):
-                    block = t + first - start
-                    block = gl.where(block >= stop, block - (stop - start), block)
-                    masked = (block * M < full_start) | (block * M + M > full_stop)
-                    dk, dv = _step(
-                        sm, problem, dq_desc, dk, dv, k, v, step, count, block, key, masked, dq_head, dq_row, W
-                    )
+            block = problem.first_block(key, start, stop)
+            head_row = problem.dq_row(batch, first_head)
+            dq_row = head_row + block * M
+            for _g in range(problem.group):
+                for _ in range(start, stop):
+                    masked = (block < full_start) | (block >= full_stop)
+                    dk, dv = _step(sm, problem, dq_desc, dk, dv, k, v, step, block, key, masked, dq_row, W)
                     step += 1
-                    count += 1
-                    dq_head = batch * problem.num_heads + first_head + g
-                    dq_row = block * M
+                    dq_row = head_row + block * M
+                    block = problem.next_block(block, start, stop)
+                head_row += problem.dq_rows
             if sm.WITH_DQ:
-                _last_dq(sm, dq_desc, count, dq_head, dq_row, W)
-                count += 1
+                _last_dq(sm, dq_desc, step, dq_row, W)
         dk = dk * problem.softmax_scale
         if sm.ACCUMULATE:
             if start < stop:
@@ -331,9 +325,11 @@ def _consume_second(sm, problem, dq_desc, dk_desc, dv_desc):
 
 
 _SCALARS = [
+    "min_row",
     "num_rows",
     "num_keys",
     "row_start",
+    "dq_rows",
     "num_heads",
     "num_kv_heads",
     "num_tiles",
@@ -357,9 +353,11 @@ def backward_keys(
     dv_desc,
     first_ptr,
     stop_ptr,
+    min_row,
     num_rows,
     num_keys,
     row_start,
+    dq_rows,
     num_heads,
     num_kv_heads,
     num_tiles,
@@ -400,7 +398,7 @@ def backward_keys(
         gl.allocate_shared_memory(v_desc.dtype, [2, 1, 64, 1, HEAD_DIM], v_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, BLOCK_M], stats_desc.layout),
         gl.allocate_shared_memory(q_desc.dtype, [4, 64, BLOCK_M], ds_layout),
-        gl.allocate_shared_memory(gl.float32, [2, 1, 64, HEAD_DIM // 2], dq_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2, 64, HEAD_DIM // 2], dq_desc.layout),
         kv_full,
         kv_empty,
         q_full,
@@ -414,9 +412,11 @@ def backward_keys(
         ACCUMULATE,
     )
     problem = Problem(
+        min_row,
         num_rows,
         num_keys,
         row_start,
+        dq_rows,
         num_heads,
         num_kv_heads,
         num_tiles,

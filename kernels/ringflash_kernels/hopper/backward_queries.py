@@ -5,7 +5,7 @@ reduce-adds come in any order. S and dP are computed a second time (7 products a
 is read with queries and keys exchanged: its "keys" are the queries held, its "rows" the keys streamed.
 """
 
-from ringflash_kernels.hopper.backward_problem import Problem
+from ringflash_kernels.hopper.backward_problem import Problem, slot_of
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -68,8 +68,8 @@ def _load_keys(sm, problem, q_desc, dout_desc, k_desc, v_desc):
                 tma_load(dout_desc, coord, sm.q_full.index(0), sm.dout.index(half))
             round += 1
         for block in range(start, stop):
-            slot = step % sm.STAGES
-            mbarrier.wait(sm.kv_empty.index(slot), ((step // sm.STAGES) & 1) ^ 1)
+            slot, parity = slot_of(step, sm.STAGES)
+            mbarrier.wait(sm.kv_empty.index(slot), parity ^ 1)
             mbarrier.expect(sm.kv_full.index(slot), 2 * k_desc.block_type.nbytes)
             coord = [batch, block * sm.BLOCK, kv_head, 0]
             tma_load(k_desc, coord, sm.kv_full.index(slot), sm.k.index(slot))
@@ -85,22 +85,21 @@ def _add_queries(sm, problem, dq, lse, delta, step, block, row, masked, W: gl.co
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, dq_layout, 2)
-    slot = step % sm.STAGES
+    slot, parity = slot_of(step, sm.STAGES)
     k = sm.k.index(slot).reshape([N, D])
     v = sm.v.index(slot).reshape([N, D])
     q = sm.q.index(W).reshape([64, D])
     dout = sm.dout.index(W).reshape([64, D])
     zeros = gl.zeros([64, N], gl.float32, s_layout)
 
-    mbarrier.wait(sm.kv_full.index(slot), (step // sm.STAGES) & 1)
+    mbarrier.wait(sm.kv_full.index(slot), parity)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     if masked:
         rows = row + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
         keys = block * N + gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))
-        first, end = problem.rows_seeing(rows)
-        s = gl.where((keys[None, :] >= first[:, None]) & (keys[None, :] < end[:, None]), s, float("-inf"))
+        s = gl.where(problem.visible(rows, keys), s, float("-inf"))
     p = gl.exp2(s * problem.scale_log2 - lse[:, None])
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = gl.convert_layout((p * (dp - delta[:, None])).to(sm.q.dtype), operand)
@@ -137,15 +136,15 @@ def _hold(sm, problem, stats_ptr, stats_stride, row_start, dq_desc, W: gl.conste
             dq = gl.zeros([64, D], gl.float32, dq_layout)
             mbarrier.wait(sm.q_full.index(0), round & 1)
             for block in range(start, stop):
-                masked = (block * sm.BLOCK < full_start) | (block * sm.BLOCK + sm.BLOCK > full_stop)
+                masked = (block < full_start) | (block >= full_stop)
                 dq = _add_queries(sm, problem, dq, lse, delta, step, block, row, masked, W)
                 step += 1
-            staged = sm.q.index(W)._reinterpret(gl.float32, [1, 64, D // 2], dq_desc.layout)
+            staged = sm.q.index(W)._reinterpret(gl.float32, [64, D // 2], dq_desc.layout)
             left, right = dq.reshape([64, 2, D // 2]).permute([0, 2, 1]).split()
             for half in gl.static_range(2):
-                staged.reshape([64, D // 2]).store(_interleave_columns(right if half else left, D // 2))
+                staged.store(_interleave_columns(right if half else left, D // 2))
                 fence_async_shared()
-                tma_reduce_add(dq_desc, [batch_head, row + W * 64, half * (D // 2)], staged)
+                tma_reduce_add(dq_desc, [problem.dq_row(batch, head) + row + W * 64, half * (D // 2)], staged)
                 tma_store_wait(0)
             mbarrier.arrive(sm.q_empty.index(0), count=1)
             round += 1
@@ -163,8 +162,8 @@ def _hold_second(sm, problem, stats_ptr, stats_stride, row_start, dq_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "stats_stride", "row_start", "num_rows", "num_keys", "num_heads", "num_kv_heads", "num_tiles", "num_works",
-        "first_shift", "stop_shift",
+        "stats_stride", "row_start", "dq_rows", "num_rows", "num_keys", "num_heads", "num_kv_heads", "num_tiles",
+        "num_works", "first_shift", "stop_shift",
     ]
 )  # fmt: skip
 def backward_queries(
@@ -178,6 +177,7 @@ def backward_queries(
     stop_ptr,
     stats_stride,
     row_start,
+    dq_rows,
     num_rows,
     num_keys,
     num_heads,
@@ -218,9 +218,11 @@ def backward_queries(
         STAGES,
     )
     problem = Problem(
+        gl.to_tensor(0),
         num_rows,
         num_keys,
         row_start,
+        dq_rows,
         num_heads,
         num_kv_heads,
         num_tiles,

@@ -9,7 +9,7 @@ The columns of every operand are two pieces, SPLIT = 128 and 128 (head_dim 256) 
 dQ leaves by TMA reduce-add in chunks of 64 columns, in the order of `backward_keys`.
 """
 
-from ringflash_kernels.hopper.backward_problem import Problem
+from ringflash_kernels.hopper.backward_problem import Problem, slot_of
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -127,7 +127,7 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, _full_start, _full_stop = problem.blocks(key)
-        first = problem.first_block(key, start, stop)
+        block = problem.first_block(key, start, stop)
         if start < stop:
             kv_full = sm.kv_full.index(0)
             mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
@@ -139,13 +139,11 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
             round += 1
         for g in range(problem.group):
             head = first_head + g
-            for t in range(start, stop):
-                block = t + first - start
-                block = gl.where(block >= stop, block - (stop - start), block)
-                row = block * problem.BLOCK_M
-                slot = step % sm.STAGES
+            for _ in range(start, stop):
+                row = block * 64
+                slot, parity = slot_of(step, sm.STAGES)
                 q_full = sm.q_full.index(slot)
-                mbarrier.wait(sm.q_empty.index(slot), ((step // sm.STAGES) & 1) ^ 1)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
                 mbarrier.expect(q_full, nbytes + stats_desc.block_type.nbytes)
                 tma_load(q0_desc, [batch, row, head, 0], q_full, sm.q0.index(slot))
                 tma_load(q1_desc, [batch, row, head, C], q_full, sm.q1.index(slot))
@@ -155,6 +153,7 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
                 mbarrier.expect(sm.dout_full.index(0), nbytes)
                 tma_load(dout0_desc, [batch, row, head, 0], sm.dout_full.index(0), sm.dout0)
                 tma_load(dout1_desc, [batch, row, head, C], sm.dout_full.index(0), sm.dout1)
+                block = problem.next_block(block, start, stop)
                 step += 1
 
 
@@ -165,7 +164,7 @@ def _interleave_chunk(x):
 
 
 @gluon.jit
-def _add_dq(sm, dq_desc, k, ds, dq_head, dq_row, column, W: gl.constexpr, CHUNKS: gl.constexpr):
+def _add_dq(sm, dq_desc, k, ds, dq_row, column, W: gl.constexpr, CHUNKS: gl.constexpr):
     """Add dS k to the dQ columns from `column` on, 64 at a time: the next chunk is computed while one leaves."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zeros = gl.zeros([64, 64], gl.float32, layout)
@@ -175,9 +174,9 @@ def _add_dq(sm, dq_desc, k, ds, dq_head, dq_row, column, W: gl.constexpr, CHUNKS
         dq = warpgroup_mma(a, k.slice(c * 64, 64, dim=1), zeros, use_acc=False, is_async=True)
         tma_store_wait(0)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        staged.reshape([64, 64]).store(_interleave_chunk(dq))
+        staged.store(_interleave_chunk(dq))
         fence_async_shared()
-        tma_reduce_add(dq_desc, [dq_head, dq_row, column + c * 64], staged)
+        tma_reduce_add(dq_desc, [dq_row, column + c * 64], staged)
 
 
 @gluon.jit
@@ -213,21 +212,21 @@ def _write_wide(sm, desc, x0, x1, batch, key, head, W: gl.constexpr):
 
 
 @gluon.jit
-def _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_head):
+def _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row):
     """S, P, dV and the first columns of dQ for one block of queries."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
-    slot = step % sm.STAGES
+    slot, parity = slot_of(step, sm.STAGES)
     k0 = sm.k0.reshape([64, C])
     k1 = sm.k1.reshape([64, R])
     q0 = sm.q0.index(slot).reshape([64, C])
     q1 = sm.q1.index(slot).reshape([64, R])
 
     # P = exp(S - lse)
-    mbarrier.wait(sm.q_full.index(slot), (step // sm.STAGES) & 1)
+    mbarrier.wait(sm.q_full.index(slot), parity)
     s = gl.zeros([64, 64], gl.float32, s_layout)
     s = warpgroup_mma(k0, q0.permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma(k1, q1.permute((1, 0)), s, is_async=True)
@@ -237,8 +236,7 @@ def _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_hea
     if masked:
         keys = key + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
         rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
-        first, end = problem.rows_seeing(keys)
-        s = gl.where((rows[None, :] >= first[:, None]) & (rows[None, :] < end[:, None]), s, float("-inf"))
+        s = gl.where(problem.visible(keys, rows), s, float("-inf"))
     p = gl.exp2(s * problem.scale_log2 - lse).to(sm.p.dtype)
     mbarrier.wait(sm.p_empty.index(0), (step & 1) ^ 1)
     sm.p.store(p)
@@ -256,20 +254,20 @@ def _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_hea
     # dQ = dS K
     if sm.WITH_DQ:
         mbarrier.wait(sm.ds_full.index(0), step & 1)
-        _add_dq(sm, dq_desc, k0, sm.ds, dq_head, block * 64, 0, 0, C // 64)
+        _add_dq(sm, dq_desc, k0, sm.ds, dq_row, 0, 0, C // 64)
         mbarrier.arrive(sm.ds_empty.index(0), count=1)
     return dv0, dv1
 
 
 @gluon.jit
-def _gradient_step(sm, dq_desc, dk0, dk1, step, block, dq_head):
+def _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row):
     """dP, dS, dK and the last columns of dQ for one block of queries."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
-    slot = step % sm.STAGES
+    slot, parity = slot_of(step, sm.STAGES)
     q0 = sm.q0.index(slot).reshape([64, C])
     q1 = sm.q1.index(slot).reshape([64, R])
 
@@ -280,7 +278,7 @@ def _gradient_step(sm, dq_desc, dk0, dk1, step, block, dq_head):
     dout1 = sm.dout1.reshape([64, R]).permute((1, 0))
     dp = warpgroup_mma(sm.v0.reshape([64, C]), dout0, dp, use_acc=False, is_async=True)
     dp = warpgroup_mma(sm.v1.reshape([64, R]), dout1, dp, is_async=True)
-    mbarrier.wait(sm.q_full.index(slot), (step // sm.STAGES) & 1)
+    mbarrier.wait(sm.q_full.index(slot), parity)
     delta = sm.stats.index(slot).reshape([2, 64]).slice(1, 1, dim=0).load(s_layout)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     mbarrier.arrive(sm.dout_empty.index(0), count=1)
@@ -304,7 +302,7 @@ def _gradient_step(sm, dq_desc, dk0, dk1, step, block, dq_head):
 
     # dQ = dS K
     if sm.WITH_DQ:
-        _add_dq(sm, dq_desc, sm.k1.reshape([64, R]), sm.ds, dq_head, block * 64, C, 1, R // 64)
+        _add_dq(sm, dq_desc, sm.k1.reshape([64, R]), sm.ds, dq_row, C, 1, R // 64)
     return dk0, dk1
 
 
@@ -318,18 +316,17 @@ def _consume_scores(sm, problem, dq_desc, dk_desc, dv_desc):
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
-        first = problem.first_block(key, start, stop)
+        block = problem.first_block(key, start, stop)
         dv0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dv1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         if start < stop:
             mbarrier.wait(sm.kv_full.index(0), round & 1)
         for g in range(problem.group):
-            dq_head = batch * problem.num_heads + first_head + g
-            for t in range(start, stop):
-                block = t + first - start
-                block = gl.where(block >= stop, block - (stop - start), block)
-                masked = (block * 64 < full_start) | (block * 64 + 64 > full_stop)
-                dv0, dv1 = _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_head)
+            dq_row = problem.dq_row(batch, first_head + g)
+            for _ in range(start, stop):
+                masked = (block < full_start) | (block >= full_stop)
+                dv0, dv1 = _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row + block * 64)
+                block = problem.next_block(block, start, stop)
                 step += 1
         if start < stop:
             mbarrier.arrive(sm.kv_empty.index(0), count=1)
@@ -351,17 +348,16 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, _full_start, _full_stop = problem.blocks(key)
-        first = problem.first_block(key, start, stop)
+        block = problem.first_block(key, start, stop)
         dk0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dk1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         if start < stop:
             mbarrier.wait(sm.kv_full.index(0), round & 1)
         for g in range(problem.group):
-            dq_head = batch * problem.num_heads + first_head + g
-            for t in range(start, stop):
-                block = t + first - start
-                block = gl.where(block >= stop, block - (stop - start), block)
-                dk0, dk1 = _gradient_step(sm, dq_desc, dk0, dk1, step, block, dq_head)
+            dq_row = problem.dq_row(batch, first_head + g)
+            for _ in range(start, stop):
+                dk0, dk1 = _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row + block * 64)
+                block = problem.next_block(block, start, stop)
                 step += 1
         if start < stop:
             mbarrier.arrive(sm.kv_empty.index(0), count=1)
@@ -377,7 +373,7 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "num_rows", "num_keys", "row_start", "num_heads", "num_kv_heads", "num_tiles", "num_works", "group",
+        "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "num_works", "group",
         "first_shift", "stop_shift", "stagger",
     ]
 )  # fmt: skip
@@ -396,9 +392,11 @@ def backward_wide(
     dv_desc,
     first_ptr,
     stop_ptr,
+    min_row,
     num_rows,
     num_keys,
     row_start,
+    dq_rows,
     num_heads,
     num_kv_heads,
     num_tiles,
@@ -453,7 +451,7 @@ def backward_wide(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         gl.allocate_shared_memory(dtype, [64, 64], s_layout),
         gl.allocate_shared_memory(dtype, [64, 64], s_layout),
-        gl.allocate_shared_memory(gl.float32, [2, 1, 64, 64], dq_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq_desc.layout),
         kv_full,
         kv_empty,
         q_full,
@@ -471,9 +469,11 @@ def backward_wide(
         ACCUMULATE,
     )
     problem = Problem(
+        min_row,
         num_rows,
         num_keys,
         row_start,
+        dq_rows,
         num_heads,
         num_kv_heads,
         num_tiles,
