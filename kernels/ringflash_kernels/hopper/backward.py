@@ -70,8 +70,8 @@ class Backward:
         self.q, self.softmax_scale, self.deterministic, self.num_sms = q, softmax_scale, deterministic, num_sms
         # A gradient may arrive expanded (a sum's has stride 0); its copy is the only one made here.
         self.dout = dout if _addressable(dout) else dout.contiguous()
-        self.dq_dim = self.tiles.query_dim if deterministic else self.tiles.padded_dim
-        self.stats, self.dq = preprocess(self.dout, out, lse, dlse, self.dq_dim)
+        dq_dim = self.tiles.query_dim if deterministic else q.shape[-1]
+        self.stats, self.dq = preprocess(self.dout, out, lse, dlse, dq_dim)
         self._views: dict[tuple[int, int], _Queries] = {}
 
     def add(
@@ -122,7 +122,7 @@ class Backward:
     def _launch(
         self, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, hop: _Hop, accumulate: bool
     ) -> None:
-        tiles, dim = self.tiles, self.tiles.padded_dim
+        tiles = self.tiles
         batch, _, num_heads, _ = self.q.shape
         num_kv_heads = k.shape[2]
         group = num_heads // num_kv_heads if self.deterministic else 1
@@ -135,24 +135,23 @@ class Backward:
             num_kv_heads, num_tiles, works, group, hop.first_shift, hop.stop_shift, _STAGGER if hop.full else 0,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
-        choices = dict(BOUNDS=hop.has_bounds, WITH_DQ=not self.deterministic, ACCUMULATE=accumulate, num_warps=4)
         grid = (works if self.num_sms is None else min(works, self.num_sms),)
+        loads = [_tile(x, 64, columns) for x in keys[:2] for columns in tiles.pieces]
+        choices = dict(
+            SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds,
+            WITH_DQ=not self.deterministic, ACCUMULATE=accumulate, num_warps=4,
+        )  # fmt: skip
         if tiles.wide:
-            pieces = (128, dim - 128)
-            loads = [_tile(x, 64, p) for x in keys[:2] for p in pieces]
             stores = [_tile(x, 64, 64) for x in keys[2:]]
-            (q0, q1, dout0, dout1), stats, dq = queries.operands, queries.stats, queries.dq
             backward_wide[grid](
-                q0, q1, *loads, dout0, dout1, stats, dq, *stores, *scalars,
-                SPLIT=128, REST=dim - 128, STAGES=tiles.stages, **choices,
-            )  # fmt: skip
+                *queries.q, *loads, *queries.dout, queries.stats, queries.dq[0], *stores, *scalars, **choices
+            )
         else:
-            loads = [_tile(x, 64, dim) for x in keys[:2]]
-            stores = [_tile(x, 64, dim // 2 if accumulate else dim) for x in keys[2:]]
-            q, dout = queries.operands
+            added = (tiles.rest or tiles.pieces[0] // 2,) * 2
+            stores = [_tile(x, 64, columns) for x in keys[2:] for columns in (added if accumulate else tiles.pieces)]
             backward_keys[grid](
-                q, *loads, dout, queries.stats, queries.dq, *stores, *scalars,
-                BLOCK_M=64, HEAD_DIM=dim, STAGES=tiles.stages, KV_IN_REGISTERS=tiles.kv_in_registers, **choices,
+                *queries.q, *loads, *queries.dout, queries.stats, *queries.dq, *stores, *scalars,
+                KV_IN_REGISTERS=tiles.kv_in_registers, **choices,
             )  # fmt: skip
 
     def _launch_queries(self, k: torch.Tensor, v: torch.Tensor, hop: _Hop) -> None:
@@ -171,8 +170,8 @@ class Backward:
         grid = (works if self.num_sms is None else min(works, self.num_sms),)
         backward_queries[grid](
             q, keys, values, dout, _descriptor(self.dq.flatten(0, 1), (64, dim // 2)), self.stats,
-            *self._bounds(hop), self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys, num_heads,
-            k.shape[2], num_tiles, works, hop.first_shift, hop.stop_shift,
+            *self._bounds(hop), self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
+            num_heads, k.shape[2], num_tiles, works, hop.first_shift, hop.stop_shift,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
             BLOCK=64, HEAD_DIM=dim, STAGES=self.tiles.query_stages, BOUNDS=hop.has_bounds, num_warps=4,
         )  # fmt: skip
@@ -184,12 +183,11 @@ class Backward:
     def _queries(self, start: int, stop: int) -> _Queries:
         """Descriptors of the query side for the rows [start, stop), made once."""
         if (start, stop) not in self._views:
-            dim = self.tiles.padded_dim
-            pieces = (128, dim - 128) if self.tiles.wide else (dim,)
-            operands = [_tile(x[:, start:stop], 64, p) for x in (self.q, self.dout) for p in pieces]
-            dq_block = (64, 64 if self.tiles.wide else dim // 2)
-            stats = _descriptor(self.stats, (1, 2, 64))
-            self._views[start, stop] = _Queries(operands, stats, _descriptor(self.dq.flatten(0, 1), dq_block))
+            pieces = self.tiles.pieces
+            q, dout = ([_tile(x[:, start:stop], 64, p) for p in pieces] for x in (self.q, self.dout))
+            dq_columns = (64, 64) if self.tiles.wide else pieces if self.tiles.rest else (pieces[0] // 2,) * 2
+            dq = [_descriptor(self.dq.flatten(0, 1), (64, columns)) for columns in dq_columns]
+            self._views[start, stop] = _Queries(q, dout, _descriptor(self.stats, (1, 2, 64)), dq)
         return self._views[start, stop]
 
 
@@ -219,9 +217,10 @@ def warmup(
 class _Queries(NamedTuple):
     """Descriptors of the query side of a hop."""
 
-    operands: list[TensorDescriptor]
+    q: list[TensorDescriptor]
+    dout: list[TensorDescriptor]
     stats: TensorDescriptor
-    dq: TensorDescriptor
+    dq: list[TensorDescriptor]
 
 
 class _Hop(NamedTuple):

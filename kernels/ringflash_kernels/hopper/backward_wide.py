@@ -373,8 +373,8 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "num_works", "group",
-        "first_shift", "stop_shift", "stagger",
+        "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles",
+        "num_works", "group", "first_shift", "stop_shift", "stagger",
     ]
 )  # fmt: skip
 def backward_wide(
