@@ -282,7 +282,8 @@ def _addressable(x: torch.Tensor) -> bool:
 
 def _tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Descriptor of `rows` rows of one head of x (batch, seqlen, heads, head_dim)."""
-    return _descriptor(x, (1, rows, 1, columns))
+    # Rows beside columns: the copy engine takes a box as two-dimensional slices.
+    return _descriptor(x.transpose(1, 2), (1, 1, rows, columns))
 
 
 def _descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:

@@ -121,11 +121,11 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
         mbarrier.expect(full, 4 * nbytes)
         for half in gl.static_range(2):
             row = key + half * 64
-            tma_load(k0_desc, [batch, row, kv_head, 0], full, sm.k0.index(half))
-            tma_load(v0_desc, [batch, row, kv_head, 0], full, sm.v0.index(half))
+            tma_load(k0_desc, [batch, kv_head, row, 0], full, sm.k0.index(half))
+            tma_load(v0_desc, [batch, kv_head, row, 0], full, sm.v0.index(half))
             if R:
-                tma_load(k1_desc, [batch, row, kv_head, C], full, sm.k1.index(half))
-                tma_load(v1_desc, [batch, row, kv_head, C], full, sm.v1.index(half))
+                tma_load(k1_desc, [batch, kv_head, row, C], full, sm.k1.index(half))
+                tma_load(v1_desc, [batch, kv_head, row, C], full, sm.v1.index(half))
         round += 1
         if start < stop:  # the block of zeros before the first is a step without data
             slot, parity = slot_of(step, sm.STAGES)
@@ -141,14 +141,14 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
                 full = sm.q_full.index(slot)
                 mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
                 mbarrier.expect(full, 2 * nbytes + stats_desc.block_type.nbytes)
-                tma_load(q0_desc, [batch, row, head, 0], full, sm.q0.index(slot))
+                tma_load(q0_desc, [batch, head, row, 0], full, sm.q0.index(slot))
                 if R:
-                    tma_load(q1_desc, [batch, row, head, C], full, sm.q1.index(slot))
+                    tma_load(q1_desc, [batch, head, row, C], full, sm.q1.index(slot))
                 stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
                 tma_load(stats_desc, stats_coord, full, sm.stats.index(slot))
-                tma_load(dout0_desc, [batch, row, head, 0], full, sm.dout0.index(slot))
+                tma_load(dout0_desc, [batch, head, row, 0], full, sm.dout0.index(slot))
                 if R:
-                    tma_load(dout1_desc, [batch, row, head, C], full, sm.dout1.index(slot))
+                    tma_load(dout1_desc, [batch, head, row, C], full, sm.dout1.index(slot))
                 block = problem.next_block(block, start, stop)
                 step += 1
 
@@ -301,7 +301,7 @@ def _halves(x, D: gl.constexpr):
 @gluon.jit
 def _add_piece(sm, desc, x, coord, column, W: gl.constexpr):
     """Add 32 columns of dK or dV, staged in this consumer's V."""
-    staged = sm.v0.index(W)._reinterpret(gl.float32, [1, 64, 1, 32], desc.layout)
+    staged = sm.v0.index(W)._reinterpret(gl.float32, [1, 1, 64, 32], desc.layout)
     tma_store_wait(0)
     staged.reshape([64, 32]).store(x)
     fence_async_shared()
@@ -334,8 +334,8 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, W: gl.constexpr):
     at = [coord[0], coord[1], coord[2], 0]
     spare = _dq_staging(sm, W)
     if sm.ACCUMULATE:
-        left = sm.v0.index(W)._reinterpret(gl.float32, [1, 64, 1, D // 2], dv_desc.layout)
-        right = spare._reinterpret(gl.float32, [1, 64, 1, D // 2], dv_desc.layout)
+        left = sm.v0.index(W)._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
+        right = spare._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         at_right = [coord[0], coord[1], coord[2], D // 2]
         for which in gl.static_range(2):
             x, y = _halves(dk if which else dv, D)
@@ -346,7 +346,7 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, W: gl.constexpr):
             tma_reduce_add(dk_desc if which else dv_desc, at_right, right)
             tma_store_wait(0)
     else:
-        dk_staged = spare._reinterpret(dtype, [1, 64, 1, D], dk_desc.layout)
+        dk_staged = spare._reinterpret(dtype, [1, 1, 64, D], dk_desc.layout)
         sm.v0.index(W).reshape([64, D]).store(dv.to(dtype))
         dk_staged.reshape([64, D]).store(dk.to(dtype))
         fence_async_shared()
@@ -409,7 +409,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
             if sm.WITH_DQ:
                 _last_dq(sm, dq_desc, step, dq_row, W)
         if (not sm.ACCUMULATE) | (start < stop):
-            coord = [batch, key + W * 64, kv_head]
+            coord = [batch, kv_head, key + W * 64]
             dk0 = dk0 * problem.softmax_scale
             if R:
                 _write_pieces(sm, dv0_desc, dv1_desc, dv0, dv1, coord, W)
@@ -497,15 +497,15 @@ def backward_keys(
         mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
-    q0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 64, 1, SPLIT], q0_desc.layout)
-    dout0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 64, 1, SPLIT], dout0_desc.layout)
-    k0 = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, SPLIT], k0_desc.layout)
-    v0 = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, SPLIT], v0_desc.layout)
+    q0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout)
+    dout0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], dout0_desc.layout)
+    k0 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, SPLIT], k0_desc.layout)
+    v0 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, SPLIT], v0_desc.layout)
     if REST:
-        q1 = gl.allocate_shared_memory(dtype, [STAGES, 1, 64, 1, REST], q1_desc.layout)
-        dout1 = gl.allocate_shared_memory(dtype, [STAGES, 1, 64, 1, REST], dout1_desc.layout)
-        k1 = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, REST], k1_desc.layout)
-        v1 = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, REST], v1_desc.layout)
+        q1 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], q1_desc.layout)
+        dout1 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], dout1_desc.layout)
+        k1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], k1_desc.layout)
+        v1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], v1_desc.layout)
     else:
         q1 = q0
         dout1 = dout0

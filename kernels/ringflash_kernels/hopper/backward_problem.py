@@ -16,6 +16,8 @@ def slot_of(step, STAGES: gl.constexpr):
         return 0, step & 1
     if STAGES == 2:
         return step & 1, (step >> 1) & 1
+    if STAGES == 4:
+        return step & 3, (step >> 2) & 1
     return step % STAGES, (step // STAGES) & 1
 
 

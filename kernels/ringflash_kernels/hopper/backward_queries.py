@@ -63,7 +63,7 @@ def _load_keys(sm, problem, q_desc, dout_desc, k_desc, v_desc):
             mbarrier.wait(sm.q_empty.index(0), (round & 1) ^ 1)
             mbarrier.expect(sm.q_full.index(0), 4 * q_desc.block_type.nbytes)
             for half in gl.static_range(2):
-                coord = [batch, row + half * 64, head, 0]
+                coord = [batch, head, row + half * 64, 0]
                 tma_load(q_desc, coord, sm.q_full.index(0), sm.q.index(half))
                 tma_load(dout_desc, coord, sm.q_full.index(0), sm.dout.index(half))
             round += 1
@@ -71,7 +71,7 @@ def _load_keys(sm, problem, q_desc, dout_desc, k_desc, v_desc):
             slot, parity = slot_of(step, sm.STAGES)
             mbarrier.wait(sm.kv_empty.index(slot), parity ^ 1)
             mbarrier.expect(sm.kv_full.index(slot), 2 * k_desc.block_type.nbytes)
-            coord = [batch, block * sm.BLOCK, kv_head, 0]
+            coord = [batch, kv_head, block * sm.BLOCK, 0]
             tma_load(k_desc, coord, sm.kv_full.index(slot), sm.k.index(slot))
             tma_load(v_desc, coord, sm.kv_full.index(slot), sm.v.index(slot))
             step += 1
@@ -205,10 +205,10 @@ def backward_queries(
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=2)
     sm = QueryShared(
-        gl.allocate_shared_memory(q_desc.dtype, [2, 1, 64, 1, HEAD_DIM], q_desc.layout),
-        gl.allocate_shared_memory(q_desc.dtype, [2, 1, 64, 1, HEAD_DIM], dout_desc.layout),
-        gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, BLOCK, 1, HEAD_DIM], k_desc.layout),
-        gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, BLOCK, 1, HEAD_DIM], v_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, 64, HEAD_DIM], q_desc.layout),
+        gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, 64, HEAD_DIM], dout_desc.layout),
+        gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK, HEAD_DIM], k_desc.layout),
+        gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK, HEAD_DIM], v_desc.layout),
         q_full,
         q_empty,
         kv_full,

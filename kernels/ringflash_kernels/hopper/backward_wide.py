@@ -132,10 +132,10 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
             kv_full = sm.kv_full.index(0)
             mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
             mbarrier.expect(kv_full, 2 * nbytes)
-            tma_load(k0_desc, [batch, key, kv_head, 0], kv_full, sm.k0)
-            tma_load(k1_desc, [batch, key, kv_head, C], kv_full, sm.k1)
-            tma_load(v0_desc, [batch, key, kv_head, 0], kv_full, sm.v0)
-            tma_load(v1_desc, [batch, key, kv_head, C], kv_full, sm.v1)
+            tma_load(k0_desc, [batch, kv_head, key, 0], kv_full, sm.k0)
+            tma_load(k1_desc, [batch, kv_head, key, C], kv_full, sm.k1)
+            tma_load(v0_desc, [batch, kv_head, key, 0], kv_full, sm.v0)
+            tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
             round += 1
         for g in range(problem.group):
             head = first_head + g
@@ -145,14 +145,14 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
                 q_full = sm.q_full.index(slot)
                 mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
                 mbarrier.expect(q_full, nbytes + stats_desc.block_type.nbytes)
-                tma_load(q0_desc, [batch, row, head, 0], q_full, sm.q0.index(slot))
-                tma_load(q1_desc, [batch, row, head, C], q_full, sm.q1.index(slot))
+                tma_load(q0_desc, [batch, head, row, 0], q_full, sm.q0.index(slot))
+                tma_load(q1_desc, [batch, head, row, C], q_full, sm.q1.index(slot))
                 stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
                 tma_load(stats_desc, stats_coord, q_full, sm.stats.index(slot))
                 mbarrier.wait(sm.dout_empty.index(0), (step & 1) ^ 1)
                 mbarrier.expect(sm.dout_full.index(0), nbytes)
-                tma_load(dout0_desc, [batch, row, head, 0], sm.dout_full.index(0), sm.dout0)
-                tma_load(dout1_desc, [batch, row, head, C], sm.dout_full.index(0), sm.dout1)
+                tma_load(dout0_desc, [batch, head, row, 0], sm.dout_full.index(0), sm.dout0)
+                tma_load(dout1_desc, [batch, head, row, C], sm.dout_full.index(0), sm.dout1)
                 block = problem.next_block(block, start, stop)
                 step += 1
 
@@ -184,12 +184,12 @@ def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
     """Add (fp32) or store 64 columns of dK or dV."""
     tma_store_wait(0)
     if sm.ACCUMULATE:
-        staged = sm.staging.index(W)._reinterpret(gl.float32, [1, 64, 1, 64], desc.layout)
+        staged = sm.staging.index(W)._reinterpret(gl.float32, [1, 1, 64, 64], desc.layout)
         staged.reshape([64, 64]).store(x)
         fence_async_shared()
         tma_reduce_add(desc, [coord[0], coord[1], coord[2], column], staged)
     else:
-        staged = sm.staging.index(W)._reinterpret(sm.p.dtype, [1, 64, 1, 64], desc.layout)
+        staged = sm.staging.index(W)._reinterpret(sm.p.dtype, [1, 1, 64, 64], desc.layout)
         staged.reshape([64, 64]).store(x.to(sm.p.dtype))
         fence_async_shared()
         tma_store(desc, [coord[0], coord[1], coord[2], column], staged)
@@ -198,7 +198,7 @@ def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
 @gluon.jit
 def _write_wide(sm, desc, x0, x1, batch, key, head, W: gl.constexpr):
     """Add or store dK or dV of a tile."""
-    coord = [batch, key, head]
+    coord = [batch, head, key]
     left, right = x0.reshape([64, 2, 64]).permute([0, 2, 1]).split()
     _write_chunk(sm, desc, left, coord, 0, W)
     _write_chunk(sm, desc, right, coord, 64, W)
@@ -440,14 +440,14 @@ def backward_wide(
     mbarrier.init(ds_full.index(0), count=1)
     mbarrier.init(ds_empty.index(0), count=1)
     sm = WideShared(
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 64, 1, SPLIT], q0_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 64, 1, REST], q1_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 64, 1, SPLIT], dout0_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 64, 1, REST], dout1_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 64, 1, SPLIT], k0_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 64, 1, REST], k1_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 64, 1, SPLIT], v0_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 64, 1, REST], v1_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], q1_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], dout0_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 64, REST], dout1_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], k0_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 64, REST], k1_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], v0_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 64, REST], v1_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         gl.allocate_shared_memory(dtype, [64, 64], s_layout),
         gl.allocate_shared_memory(dtype, [64, 64], s_layout),
