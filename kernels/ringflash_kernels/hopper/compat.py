@@ -19,11 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate
 
 SUPPORTED_TRITON = ((3, 6), (3, 9))  # first supported release, first unsupported one
 
 __all__ = [
     "TensorDescriptor",
+    "aggregate",
     "check_triton",
     "fence_async_shared",
     "gl",

@@ -1,0 +1,293 @@
+"""Backward of attention on Hopper: dQ, dK and dV of one or several sets of keys.
+
+    preprocess   delta = rowsum(dout * out) - dlse, once; the fp32 dQ accumulator zeroed
+    add          one hop: P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - delta), dK = dS^T Q, dQ += dS K
+    postprocess  dQ scaled and cast
+
+The kernels read every tensor through its own strides and write dK and dV into the caller's tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ringflash_kernels.hopper.backward_keys import backward_keys
+from ringflash_kernels.hopper.backward_queries import backward_queries
+from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
+from ringflash_kernels.hopper.backward_wide import backward_wide
+from ringflash_kernels.hopper.compat import TensorDescriptor, gl
+from ringflash_kernels.hopper.preprocess import postprocess, preprocess
+from ringflash_kernels.mask import Mask, Region
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_FAR = 1 << 29  # an open side of a band
+_STAGGER = 8  # full masks: a key tile starts 8 / 4 query blocks after the one before, to add to other dQ blocks
+
+
+def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why the backward cannot take the call; None when it can."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} (fp16 or bf16)"
+    if q.shape[-1] not in BACKWARD_TILES:
+        return f"head_dim {q.shape[-1]} (one of {sorted(BACKWARD_TILES)})"
+    if q.device.type != "cuda":
+        return f"device {q.device.type} (cuda)"
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        return f"compute capability {torch.cuda.get_device_capability(q.device)} (9.0)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not _addressable(x):
+            return f"{name} with strides {x.stride()} (last stride 1, the others multiples of 16 bytes)"
+    return None
+
+
+class Backward:
+    """Gradients of one attention call, hop by hop.
+
+    Args:
+        dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
+        deterministic: equal bits on repeat: dQ in a second kernel and the heads of a group summed by one CTA.
+        num_sms: CTAs of a launch, to leave the other SMs to something else; default one CTA for each tile.
+    Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
+    """
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        softmax_scale: float,
+        dlse: torch.Tensor | None = None,
+        deterministic: bool = False,
+        num_sms: int | None = None,
+    ) -> None:
+        self.tiles = BACKWARD_TILES[q.shape[-1]]
+        self.q, self.softmax_scale, self.deterministic, self.num_sms = q, softmax_scale, deterministic, num_sms
+        # A gradient may arrive expanded (a sum's has stride 0); its copy is the only one made here.
+        self.dout = dout if _addressable(dout) else dout.contiguous()
+        dq_dim = self.tiles.query_dim if deterministic else q.shape[-1]
+        self.stats, self.dq = preprocess(self.dout, out, lse, dlse, dq_dim)
+        self._views: dict[tuple[int, int], _Queries] = {}
+
+    def add(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        *,
+        accumulate: bool = True,
+    ) -> None:
+        """Gradients of the pairs of `mask`: added to dk, dv and to the dq held here.
+
+        Args:
+            k, v: (batch, seqlen_k, num_kv_heads, head_dim).
+            dk, dv: as k, v. `accumulate`: fp32, added to; otherwise in the dtype of k, overwritten.
+        """
+        for name, x in (("dk", dk), ("dv", dv)):
+            if not _addressable(x):
+                raise ValueError(
+                    f"{name} must have last stride 1 and other strides that are multiples of 16 bytes, "
+                    f"got {x.stride()}; allocate it with torch.empty."
+                )
+        summed = self.q.shape[2] != k.shape[2] and not self.deterministic
+        if not accumulate and summed:  # the heads of a group meet in fp32
+            totals = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)]
+            self.add(k, v, mask, *totals)
+            dk.copy_(totals[0])
+            dv.copy_(totals[1])
+            return
+        hop = _hop(mask, k.device)
+        if not accumulate:
+            for x in (dk, dv):
+                x[:, : hop.k_start].zero_()
+                x[:, hop.k_stop :].zero_()
+        if hop.num_rows:
+            self._launch(k, v, dk, dv, hop, accumulate)
+            if self.deterministic:
+                self._launch_queries(k, v, _hop(mask, k.device, transposed=True))
+
+    def finish(self) -> torch.Tensor:
+        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q."""
+        dq = torch.empty_like(self.q, memory_format=torch.contiguous_format)
+        postprocess(self.dq, dq, self.softmax_scale)
+        return dq
+
+    def _launch(
+        self, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, hop: _Hop, accumulate: bool
+    ) -> None:
+        tiles = self.tiles
+        batch, _, num_heads, _ = self.q.shape
+        num_kv_heads = k.shape[2]
+        group = num_heads // num_kv_heads if self.deterministic else 1
+        num_tiles = -(-hop.num_keys // tiles.block_n)
+        works = num_tiles * batch * num_heads // group
+        queries = self._queries(hop.q_start, hop.q_stop)
+        keys = [x[:, hop.k_start : hop.k_stop] for x in (k, v, dk, dv)]
+        scalars = (
+            *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
+            num_kv_heads, num_tiles, works, group, hop.first_shift, hop.stop_shift, _STAGGER if hop.full else 0,
+            self.softmax_scale * math.log2(math.e), self.softmax_scale,
+        )  # fmt: skip
+        grid = (works if self.num_sms is None else min(works, self.num_sms),)
+        loads = [_tile(x, 64, columns) for x in keys[:2] for columns in tiles.pieces]
+        choices = dict(
+            SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds,
+            WITH_DQ=not self.deterministic, ACCUMULATE=accumulate, num_warps=4,
+        )  # fmt: skip
+        if tiles.wide:
+            stores = [_tile(x, 64, 64) for x in keys[2:]]
+            backward_wide[grid](
+                *queries.q, *loads, *queries.dout, queries.stats, queries.dq[0], *stores, *scalars, **choices
+            )
+        else:
+            added = (tiles.rest or tiles.pieces[0] // 2,) * 2
+            stores = [_tile(x, 64, columns) for x in keys[2:] for columns in (added if accumulate else tiles.pieces)]
+            backward_keys[grid](
+                *queries.q, *loads, *queries.dout, queries.stats, *queries.dq, *stores, *scalars,
+                KV_IN_REGISTERS=tiles.kv_in_registers, **choices,
+            )  # fmt: skip
+
+    def _launch_queries(self, k: torch.Tensor, v: torch.Tensor, hop: _Hop) -> None:
+        """dQ by itself; `hop` seen from the queries: its rows are the keys."""
+        batch, _, num_heads, _ = self.q.shape
+        dim = self.tiles.query_dim
+        num_tiles = -(-hop.num_keys // 128)
+        works = num_tiles * batch * num_heads
+        q, dout, keys, values = (
+            _tile(x[:, start:stop], 64, dim)
+            for x, start, stop in (
+                (self.q, hop.k_start, hop.k_stop), (self.dout, hop.k_start, hop.k_stop),
+                (k, hop.q_start, hop.q_stop), (v, hop.q_start, hop.q_stop),
+            )
+        )  # fmt: skip
+        grid = (works if self.num_sms is None else min(works, self.num_sms),)
+        backward_queries[grid](
+            q, keys, values, dout, _descriptor(self.dq.flatten(0, 1), (64, dim // 2)), self.stats,
+            *self._bounds(hop), self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
+            num_heads, k.shape[2], num_tiles, works, hop.first_shift, hop.stop_shift,
+            self.softmax_scale * math.log2(math.e), self.softmax_scale,
+            BLOCK=64, HEAD_DIM=dim, STAGES=self.tiles.query_stages, BOUNDS=hop.has_bounds, num_warps=4,
+        )  # fmt: skip
+
+    def _bounds(self, hop: _Hop) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tensors for the kernels' pointers; without bounds they are not read."""
+        return hop.bounds if hop.has_bounds else (self.stats, self.stats)
+
+    def _queries(self, start: int, stop: int) -> _Queries:
+        """Descriptors of the query side for the rows [start, stop), made once."""
+        if (start, stop) not in self._views:
+            pieces = self.tiles.pieces
+            q, dout = ([_tile(x[:, start:stop], 64, p) for p in pieces] for x in (self.q, self.dout))
+            dq_columns = (64, 64) if self.tiles.wide else pieces if self.tiles.rest else (pieces[0] // 2,) * 2
+            dq = [_descriptor(self.dq.flatten(0, 1), (64, columns)) for columns in dq_columns]
+            self._views[start, stop] = _Queries(q, dout, _descriptor(self.stats, (1, 2, 64)), dq)
+        return self._views[start, stop]
+
+
+def warmup(
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    num_heads: int = 1,
+    num_kv_heads: int = 1,
+    documents: bool = False,
+    deterministic: bool = False,
+    device: torch.device | str = "cuda",
+) -> Iterator[str]:
+    """Compile what such calls use, one variant at a time, and name each one when it is ready."""
+    q = torch.zeros(1, 128, num_heads, head_dim, dtype=dtype, device=device)
+    k = torch.zeros(1, 128, num_kv_heads, head_dim, dtype=dtype, device=device)
+    lse = torch.zeros(1, num_heads, 128, device=device)
+    mask = Mask.documents([0, 64, 128]) if documents else Mask.band(128, 128, causal=True)
+    for accumulate in (True, False):
+        backward = Backward(q, q, q, lse, softmax_scale=1.0, deterministic=deterministic)
+        dk, dv = (torch.zeros_like(k, dtype=torch.float32 if accumulate else dtype) for _ in range(2))
+        backward.add(k, k, mask, dk, dv, accumulate=accumulate)
+        backward.finish()
+        yield f"backward, head_dim {head_dim}, {dtype}, {'added' if accumulate else 'stored'} dk and dv"
+
+
+class _Queries(NamedTuple):
+    """Descriptors of the query side of a hop."""
+
+    q: list[TensorDescriptor]
+    dout: list[TensorDescriptor]
+    stats: TensorDescriptor
+    dq: list[TensorDescriptor]
+
+
+class _Hop(NamedTuple):
+    """A mask as the kernels take it: a rectangle, and which of its rows see a key (see `Problem`)."""
+
+    min_row: int
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    first_shift: int
+    stop_shift: int
+    has_bounds: bool
+    bounds: tuple[torch.Tensor, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.q_stop - self.q_start
+
+    @property
+    def num_keys(self) -> int:
+        return self.k_stop - self.k_start
+
+    @property
+    def full(self) -> bool:
+        return not self.has_bounds and self.first_shift == -_FAR and self.stop_shift == _FAR
+
+
+def _hop(mask: Mask, device: torch.device, *, transposed: bool = False) -> _Hop:
+    """`mask` by keys (the rows that see each key), or, `transposed`, by queries (the keys that each row sees)."""
+    if len(mask.regions) > 1:
+        side = mask if transposed else _kept_transpose(mask)
+        return _Hop(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, True, side.bounds(device))
+    region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
+    region = region.transposed() if transposed else region
+    q_start, q_stop, k_start, k_stop, lower, upper = region
+    # The copy engine reads the statistics from multiples of 16 bytes on.
+    min_row = 0 if transposed else q_start % 4
+    q_start -= min_row
+    corner = k_start - q_start  # row i of the rectangle sees its key j where lower <= j + corner - i <= upper
+    first_shift = -_FAR if upper is None else corner - upper
+    stop_shift = _FAR if lower is None else corner - lower + 1
+    return _Hop(min_row, q_start, q_stop, k_start, k_stop, first_shift, stop_shift, False, ())
+
+
+def _kept_transpose(mask: Mask) -> Mask:
+    """mask.transposed(), made once."""
+    if "transposed" not in mask._cache:
+        mask._cache["transposed"] = mask.transposed()
+    return mask._cache["transposed"]  # type: ignore[return-value]
+
+
+def _addressable(x: torch.Tensor) -> bool:
+    """Whether the tensor copy engine can read x in place."""
+    strides = zip(x.stride()[:-1], x.shape[:-1], strict=True)
+    aligned = all(size == 1 or stride * x.element_size() % 16 == 0 for stride, size in strides)
+    return x.stride(-1) == 1 and aligned and x.data_ptr() % 16 == 0
+
+
+def _tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Descriptor of `rows` rows of one head of x (batch, seqlen, heads, head_dim)."""
+    # Rows beside columns: the copy engine takes a box as two-dimensional slices.
+    return _descriptor(x.transpose(1, 2), (1, 1, rows, columns))
+
+
+def _descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[x.dtype])
+    # The stride of a dimension of one element is arbitrary in torch, but must be a multiple of 16 bytes here.
+    strides = [x.shape[-1] * 16 if size == 1 else s for size, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), layout)

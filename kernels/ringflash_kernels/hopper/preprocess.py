@@ -1,0 +1,99 @@
+"""What the backward needs before its first hop and after its last.
+
+Before: for every query row the pair (lse * log2(e), delta), delta = rowsum(dout * out) - dlse, and a zeroed fp32
+accumulator for dQ. Rows that see nothing, and the rows that pad a block, get lse = +inf: their probabilities are 0.
+After: the accumulator, in the column order the kernels write it, scaled and cast.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+ROWS = 64  # rows of a program; also what the statistics are padded to
+
+
+@triton.jit
+def _preprocess(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, dq_ptr, seqlen, padded_seqlen, num_heads, num_blocks,
+    out_batch, out_row, out_head, dout_batch, dout_row, dout_head,
+    lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row,
+    HEAD_DIM: tl.constexpr, DQ_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % num_blocks
+    batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
+    batch, head = batch_head // num_heads, batch_head % num_heads
+    row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    inside = row < seqlen
+    loaded = inside[:, None] & (column < HEAD_DIM)[None, :]
+
+    out_at = batch * out_batch + row[:, None] * out_row + head * out_head + column[None, :]
+    dout_at = batch * dout_batch + row[:, None] * dout_row + head * dout_head + column[None, :]
+    out = tl.load(out_ptr + out_at, mask=loaded, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + dout_at, mask=loaded, other=0.0).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+    lse = tl.load(lse_ptr + batch * lse_batch + head * lse_head + row * lse_row, mask=inside, other=float("-inf"))
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + batch * dlse_batch + head * dlse_head + row * dlse_row, mask=inside, other=0.0)
+    empty = lse == float("-inf")
+    stats_at = stats_ptr + batch_head * 2 * padded_seqlen + row
+    tl.store(stats_at, tl.where(empty, float("inf"), lse * 1.4426950408889634))
+    tl.store(stats_at + padded_seqlen, tl.where(empty, 0.0, delta))
+    dq_at = (batch_head * seqlen + row[:, None]) * DQ_DIM + column[None, :]
+    tl.store(dq_ptr + dq_at, tl.zeros([ROWS, COLUMNS], tl.float32), mask=inside[:, None] & (column < DQ_DIM)[None, :])
+
+
+@triton.jit
+def _postprocess(
+    acc_ptr, dq_ptr, scale, seqlen, num_heads, num_blocks,
+    HEAD_DIM: tl.constexpr, DQ_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % num_blocks
+    batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
+    row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    acc_at = (batch_head * seqlen + row) * DQ_DIM + column
+    x = tl.load(acc_ptr + acc_at, mask=(row < seqlen) & (column < DQ_DIM), other=0.0) * scale
+    x = tl.permute(tl.reshape(x, [ROWS, COLUMNS // 32, 4, 4, 2]), [0, 1, 3, 2, 4])
+    x = tl.reshape(x, [ROWS, COLUMNS]).to(dq_ptr.dtype.element_ty)
+    batch, head = batch_head // num_heads, batch_head % num_heads
+    dq_at = ((batch * seqlen + row) * num_heads + head) * HEAD_DIM + column
+    tl.store(dq_ptr + dq_at, x, mask=(row < seqlen) & (column < HEAD_DIM))
+
+
+def preprocess(
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, dq_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Statistics of every query row, and the dQ accumulator.
+
+    Args:
+        dout, out: (batch, seqlen_q, num_heads, head_dim), unit last stride. lse, dlse: (batch, num_heads, seqlen_q).
+        dq_dim: columns of the accumulator.
+    Returns:
+        stats: (batch * num_heads, 2, padded seqlen_q), fp32.
+        dq: (batch * num_heads, seqlen_q, dq_dim), fp32, zeros.
+    """
+    batch, seqlen, num_heads, head_dim = out.shape
+    num_blocks = triton.cdiv(seqlen, ROWS)
+    stats = out.new_empty(batch * num_heads, 2, num_blocks * ROWS, dtype=torch.float32)
+    dq = out.new_empty(batch * num_heads, seqlen, dq_dim, dtype=torch.float32)
+    has_dlse = dlse is not None
+    dlse = lse if dlse is None else dlse
+    _preprocess[(num_blocks * batch * num_heads,)](
+        out, dout, lse, dlse, stats, dq, seqlen, num_blocks * ROWS, num_heads, num_blocks,
+        *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
+        HEAD_DIM=head_dim, DQ_DIM=dq_dim, COLUMNS=triton.next_power_of_2(dq_dim), ROWS=ROWS, HAS_DLSE=has_dlse,
+    )  # fmt: skip
+    return stats, dq
+
+
+def postprocess(acc: torch.Tensor, dq: torch.Tensor, softmax_scale: float) -> None:
+    """dq = softmax_scale * the accumulator, columns in order; dq (batch, seqlen_q, num_heads, head_dim), contiguous."""
+    batch, seqlen, num_heads, head_dim = dq.shape
+    num_blocks = triton.cdiv(seqlen, ROWS)
+    _postprocess[(num_blocks * batch * num_heads,)](
+        acc, dq, softmax_scale, seqlen, num_heads, num_blocks,
+        HEAD_DIM=head_dim, DQ_DIM=acc.shape[-1], COLUMNS=triton.next_power_of_2(acc.shape[-1]), ROWS=ROWS,
+    )  # fmt: skip

@@ -1,0 +1,238 @@
+"""The Hopper backward against fp64, on one Hopper GPU: every head_dim, both dtypes, masks, ragged lengths, GQA,
+strides, several hops, rows that see nothing, repeat runs. Every head_dim meets every mask in bf16; fp16 and the
+deterministic path meet a subset, since they differ in the operands' type and in the dQ kernel only.
+"""
+
+import math
+
+import pytest
+import torch
+from ringflash_kernels.mask import Mask, Region
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from ringflash_kernels.hopper.backward import Backward
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+
+
+def documents(*lengths, causal=True):
+    """Packed documents of these lengths."""
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    return Mask.documents(ends, causal=causal)
+
+
+MASKS = {
+    "full": Mask.full(512, 640),
+    "causal": Mask.band(640, 640, causal=True),
+    "ragged": Mask.full(333, 457),
+    "ragged causal, more keys": Mask.band(333, 457, causal=True),
+    "ragged causal, fewer keys": Mask.band(457, 333, causal=True),  # the first queries see nothing
+    "window": Mask.band(700, 700, causal=True, window_size=(150, 0)),
+    "two-sided window": Mask.band(500, 611, window_size=(70, 33)),
+    "part of both": Mask.of(500, 600, [Region(101, 407, 50, 333, None, 170)]),
+    "documents": documents(1, 130, 64, 7, 300, 65),
+    "full documents": documents(200, 3, 190, 120, causal=False),
+    "three keys": Mask.full(70, 3),
+    "one query": Mask.full(1, 300),
+}
+
+
+def draw(shape, dtype, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def dense_attention(q, k, v, visible):
+    """Plain attention in the dtype of q; rows without a visible key give 0 and -inf."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~visible, float("-inf"))
+    empty = ~visible.any(-1, keepdim=True)
+    p = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return (p @ v).transpose(1, 2), scores.logsumexp(-1)
+
+
+class Case:
+    """Inputs in a low dtype, gradients in fp64 (`exact`) and by plain attention in the low dtype (`baseline`)."""
+
+    def __init__(self, mask, head_dim, num_heads=2, num_kv_heads=2, batch=2, dtype=torch.bfloat16, seed=0, dlse=False):
+        q_shape = (batch, mask.seqlen_q, num_heads, head_dim)
+        k_shape = (batch, mask.seqlen_k, num_kv_heads, head_dim)
+        shapes = (q_shape, k_shape, k_shape, q_shape)
+        self.mask = mask
+        self.q, self.k, self.v, self.dout = (draw(s, dtype, 4 * seed + i) for i, s in enumerate(shapes))
+        self.dlse = draw((batch, num_heads, mask.seqlen_q), torch.float32, 4 * seed + 9) if dlse else None
+        visible = mask.dense("cuda")
+        self.exact, out, self.lse = self._gradients(torch.float64, visible)
+        self.baseline, _, _ = self._gradients(dtype, visible)
+        self.out, self.lse = out.to(dtype), self.lse.float()
+
+    def _gradients(self, dtype, visible):
+        inputs = [x.to(dtype).requires_grad_() for x in (self.q, self.k, self.v)]
+        out, lse = dense_attention(*inputs, visible)
+        loss = (out * self.dout.to(dtype)).sum()
+        if self.dlse is not None:
+            loss = loss + (lse.masked_fill(~visible.any(-1), 0.0) * self.dlse.to(dtype)).sum()
+        return torch.autograd.grad(loss, inputs), out.detach(), lse.detach()
+
+    def backward(self, **options):
+        scale = 1 / math.sqrt(self.q.shape[-1])
+        return Backward(self.dout, self.q, self.out, self.lse, softmax_scale=scale, dlse=self.dlse, **options)
+
+    def run(self, accumulate, **options):
+        """dq, dk, dv of one hop; buffers to be overwritten hold NaN before."""
+        backward = self.backward(**options)
+        dtype = torch.float32 if accumulate else self.k.dtype
+        fill = 0.0 if accumulate else float("nan")
+        dk, dv = (torch.full(self.k.shape, fill, dtype=dtype, device="cuda") for _ in range(2))
+        backward.add(self.k, self.v, self.mask, dk, dv, accumulate=accumulate)
+        return backward.finish(), dk, dv
+
+    def check(self, grads):
+        """Assert the errors of dq, dk, dv, chunk by chunk; returns the largest ratio to what is allowed."""
+        worst = 0.0
+        for name, got, exact, baseline in zip(("dq", "dk", "dv"), grads, self.exact, self.baseline, strict=True):
+            assert got.isfinite().all(), f"{name} is not finite"
+            for chunk in range(4):
+                part = slice(chunk * got.shape[1] // 4, (chunk + 1) * got.shape[1] // 4)
+                error = (got[:, part].double() - exact[:, part]).abs()
+                allowed = (baseline[:, part].double() - exact[:, part]).abs()
+                if not error.numel():
+                    continue
+                slack = torch.finfo(self.q.dtype).eps * exact[:, part].abs()
+                for what, statistic in (("max", torch.max), ("mean", torch.mean)):
+                    limit = 2 * statistic(allowed) + statistic(slack)
+                    ratio = (statistic(error) / limit).item() if limit > 0 else float(statistic(error) > 0)
+                    assert ratio <= 1, f"{name}, chunk {chunk}: {what} error {statistic(error):.2e} of {limit:.2e}"
+                    worst = max(worst, ratio)
+        return worst
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_masks(head_dim, name, accumulate):
+    case = Case(MASKS[name], head_dim)
+    case.check(case.run(accumulate))
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_grouped_heads(head_dim, heads, accumulate):
+    case = Case(MASKS["ragged causal, more keys"], head_dim, *heads)
+    case.check(case.run(accumulate))
+
+
+@pytest.mark.parametrize("name", ["ragged causal, fewer keys", "documents"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_fp16(head_dim, name):
+    case = Case(MASKS[name], head_dim, dtype=torch.float16)
+    case.check(case.run(False))
+
+
+@pytest.mark.parametrize("name", ["causal", "ragged causal, fewer keys", "documents", "part of both"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_deterministic(head_dim, name, accumulate):
+    case = Case(MASKS[name], head_dim, 4, 2)
+    first = case.run(accumulate, deterministic=True)
+    case.check(first)
+    for _ in range(3):
+        again = case.run(accumulate, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window", "documents"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_few_sms(head_dim, name):
+    """A CTA that computes many tiles gives what one CTA a tile gives."""
+    case = Case(MASKS[name], head_dim)
+    case.check(case.run(False, num_sms=3))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_gradient_through_lse(head_dim):
+    case = Case(MASKS["ragged causal, fewer keys"], head_dim, dlse=True)
+    case.check(case.run(False))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_hops(head_dim, deterministic):
+    """Two hops over halves of the keys, gradients added, equal one over all of them."""
+    case = Case(MASKS["causal"], head_dim, 4, 2)
+    backward = case.backward(deterministic=deterministic)
+    dk, dv = (torch.zeros(x.shape, device="cuda") for x in (case.k, case.v))
+    for keys in (slice(0, 320), slice(320, 640)):
+        mask = Mask.of(640, 320, [Region(0, 640, 0, 320, None, -keys.start)])
+        backward.add(case.k[:, keys], case.v[:, keys], mask, dk[:, keys], dv[:, keys])
+    case.check((backward.finish(), dk, dv))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_strides(head_dim):
+    """Heads before the sequence, and slices of a fused projection, read in place."""
+    case = Case(MASKS["causal"], head_dim)
+    case.q = case.q.transpose(1, 2).contiguous().transpose(1, 2)
+    case.dout = torch.cat((case.dout, case.dout), 3)[..., :head_dim]
+    case.k, case.v = torch.cat((case.k, case.v), 2).split(2, 2)
+    case.check(case.run(False))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_negative_control(head_dim):
+    """The tolerance notices one missing key block."""
+    case = Case(MASKS["causal"], head_dim)
+    full, case.mask = case.mask, Mask.of(640, 640, [Region(0, 640, 0, 512, None, 0)])
+    grads = case.run(False)
+    case.mask = full
+    with pytest.raises(AssertionError):
+        case.check(grads)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_random_shapes(head_dim):
+    generator = torch.Generator().manual_seed(head_dim)
+    pick = lambda *values: values[int(torch.randint(len(values), (), generator=generator))]  # noqa: E731
+    for seed in range(8):
+        seqlen_q, seqlen_k = (int(torch.randint(16, 500, (), generator=generator)) for _ in range(2))
+        window = pick((-1, -1), (100, 0), (37, 90))
+        mask = Mask.band(seqlen_q, seqlen_k, causal=pick(True, False), window_size=window)
+        num_kv_heads = pick(1, 2)
+        case = Case(mask, head_dim, num_kv_heads * pick(1, 3), num_kv_heads, pick(1, 3), seed=seed)
+        case.check(case.run(pick(True, False), num_sms=pick(None, 7)))
+
+
+def test_offsets_beyond_32_bits():
+    """The last head of a tensor of more than 2**32 elements equals the same head alone."""
+    seqlen, num_heads, head_dim = 1 << 20, 33, 128
+    q, dout = (torch.empty(1, seqlen, num_heads, head_dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    rows = slice(seqlen - 512, seqlen)
+    for x in (q, dout):
+        x[:, :, -1].normal_()
+    k, v = (draw((1, 512, num_heads, head_dim), torch.bfloat16, i) for i in range(2))
+    lse = torch.full((1, num_heads, seqlen), float("inf"), device="cuda")
+    mask = Mask.of(seqlen, 512, [Region(rows.start, rows.stop, 0, 512)])
+    small_q, small_k, small_v = q[:, rows, -1:], k[:, :, -1:], v[:, :, -1:]
+    visible = Mask.full(512, 512).dense("cuda")
+    out, small_lse = dense_attention(small_q.float(), small_k.float(), small_v.float(), visible)
+    lse[:, -1:, rows] = small_lse
+    full_out = torch.zeros_like(q)
+    full_out[:, rows, -1:] = out.bfloat16()
+    grads = []
+    for args, keys, m in (
+        ((dout, q, full_out, lse), (k, v), mask),
+        ((dout[:, rows, -1:], small_q, out.bfloat16(), small_lse), (small_k, small_v), Mask.full(512, 512)),
+    ):
+        backward = Backward(*args, softmax_scale=head_dim**-0.5, deterministic=True)
+        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys)
+        backward.add(*keys, m, dk, dv, accumulate=False)
+        grads.append((backward.finish()[:, -512:, -1:], dk[:, :, -1:], dv[:, :, -1:]))
+        del backward
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
