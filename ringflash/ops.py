@@ -63,13 +63,14 @@ def ring_attention(
     group = _group(group_name)
     plan, error = None, None
     try:
+        q, k, v = (_addressable(x) for x in (q, k, v))
         plan = _plan(q, k, v, cu_seqlens, options, grad_flags)
     except (ValueError, NotImplementedError, RuntimeError) as problem:
         error = problem
     signature = _signature(q, k, cu_seqlens, options, grad_flags, return_lse) if error is None else {}
     agreement.agree(group, signature, error)
     assert plan is not None
-    return ring.forward(plan.ring(group), _unit_stride(q), _unit_stride(k), _unit_stride(v))
+    return ring.forward(plan.ring(group), q, k, v)
 
 
 @ring_attention.register_fake
@@ -103,8 +104,8 @@ def ring_attention_backward(
     options = Options(
         group_name, causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic
     )
+    q, k, v, dout = (_addressable(x) for x in (q, k, v, dout))
     plan = _plan(q, k, v, cu_seqlens, options, 0)
-    q, k, v, dout = (_unit_stride(x) for x in (q, k, v, dout))
     return ring.backward(plan.ring(_group(group_name)), dout, dlse, q, k, v, out, lse)
 
 
@@ -247,6 +248,10 @@ def _group(name: str) -> dist.ProcessGroup | None:
     return _resolve_process_group(name) if name else None  # type: ignore[arg-type]
 
 
-def _unit_stride(x: Tensor) -> Tensor:
-    """x itself where kernels can read it: unit stride along head_dim and no broadcast dimension."""
-    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+def _addressable(x: Tensor) -> Tensor:
+    """x itself where kernels can read it in place: unit stride along head_dim, others multiples of 16 bytes."""
+    if x.dim() != 4:
+        return x  # refused later
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
+    return x if x.stride(-1) == 1 and aligned and x.data_ptr() % 16 == 0 else x.contiguous()

@@ -18,13 +18,14 @@ from ringflash_kernels.mask import Mask
 from ringflash_kernels.reference import state_dtype
 
 _MODULES = {
+    "hopper": "ringflash_kernels.hopper.implementation",
     "flash2": "ringflash_kernels.portable",
     "reference": "ringflash_kernels.reference",
     "fa4": "ringflash_kernels.flash4",
 }
 
 IMPLS = tuple(_MODULES)
-_AUTOMATIC = ("flash2", "reference")  # fastest first; what auto may choose
+_AUTOMATIC = ("hopper", "flash2", "reference")  # fastest first; what auto may choose
 
 
 class BackwardPass(Protocol):

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+
 from ringflash_kernels.mask import Mask, Region
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):

@@ -1,0 +1,53 @@
+"""What the Hopper kernels need of the machine, said before the first launch instead of by a traceback."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import sysconfig
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+FIRST_TRITON, END_TRITON = (3, 6), (3, 9)
+_LAUNCHER_IN_C = (3, 6)  # this release compiles a launcher for every kernel; later ones do not
+
+
+@functools.cache
+def check_environment() -> None:
+    """Raise RuntimeError unless triton is a release the kernels were verified on, and has the compiler it needs."""
+    release = _triton_release()
+    if release is None or not FIRST_TRITON <= release < END_TRITON:
+        got = "none" if release is None else version("triton")
+        raise RuntimeError(
+            f"triton must be at least {_dotted(FIRST_TRITON)} and below {_dotted(END_TRITON)} for impl='hopper', "
+            f"got {got}; install such a release or use impl='flash2'."
+        )
+    if release == _LAUNCHER_IN_C:
+        _check_compiler()
+
+
+def _check_compiler() -> None:
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if compiler is None or shutil.which(compiler) is None:
+        raise RuntimeError(
+            f"triton {version('triton')} must find a C compiler to launch kernels, got CC={compiler!r} and neither gcc "
+            "nor clang on PATH; install gcc, set CC, or use impl='flash2'."
+        )
+    if not header.exists():
+        raise RuntimeError(
+            f"triton {version('triton')} must find Python's C header to launch kernels, got no {header}; install "
+            "python3-dev (python3-devel), or use impl='flash2'."
+        )
+
+
+def _triton_release() -> tuple[int, ...] | None:
+    try:
+        return tuple(int(part) for part in version("triton").split(".")[:2])
+    except PackageNotFoundError:
+        return None
+
+
+def _dotted(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))

@@ -1,0 +1,51 @@
+"""The Hopper kernels as an implementation of `api`. Imports triton only for a call that can use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringflash_kernels.hopper.environment import check_environment
+from ringflash_kernels.mask import Mask
+
+
+def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why this implementation cannot take the call; None when it can.
+
+    Raises:
+        RuntimeError: the GPU is right, but triton or its C compiler is not. A slower kernel in its place should be
+            the caller's decision.
+    """
+    if q.device.type != "cuda":
+        return f"device {q.device.type} (cuda)"
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(q.device)))} (9.0)"
+    check_environment()
+    from ringflash_kernels.hopper import forward
+
+    return forward.unsupported(q, k, v)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None = None,
+) -> None:
+    """See `api.attention_forward`; arguments are checked there."""
+    from ringflash_kernels.hopper import forward
+
+    forward.forward(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc)
+
+
+def Backward(*args: Any, **kwargs: Any) -> Any:
+    """Gradients of one attention, hop by hop; see `api.begin_backward`."""
+    from ringflash_kernels.hopper import backward
+
+    return backward.Backward(*args, **kwargs)
