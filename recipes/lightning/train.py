@@ -1,0 +1,56 @@
+"""Train what a recipe describes:
+
+    torchrun --nproc_per_node 2 -m recipes.lightning.train fit --config recipes/lightning/quickstart.yaml
+
+Every key of a recipe is also a flag: `--trainer.max_steps 50`, `--data.seqlen 8192`,
+`--trainer.strategy.context_parallel_size 4`; `fit --help` lists them. `--ckpt_path <directory>` continues.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from ringflash.lightning import CausalLM, Progress, TextData
+
+
+class RecipeCLI(LightningCLI):
+    """Lightning's command line, with the keys `output_dir`, `progress` and `checkpoint` beside its own."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the keys."""
+        parser.add_argument("--output_dir", type=str, required=True, help="Where version_N of the results goes.")
+        parser.add_lightning_class_args(Progress, "progress")
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The trainer; its loss curve goes to CSV and TensorBoard unless the recipe names loggers."""
+        if self._get(self.config_init, "trainer")["logger"] is None:
+            output_dir = self._get(self.config_init, "output_dir")
+            csv = CSVLogger(output_dir, name=None)
+            kwargs["logger"] = [csv, TensorBoardLogger(output_dir, name=None, version=csv.version)]
+        return super().instantiate_trainer(**kwargs)
+
+
+def launched_ranks() -> dict[str, int]:
+    """Devices and nodes as torchrun started them; one process without it."""
+    world_size, local_size = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return {"devices": local_size, "num_nodes": world_size // local_size}
+
+
+def main(args: list[str] | None = None) -> None:
+    """Read the recipe and run the subcommand.
+
+    Args:
+        args: flags; default those of the command line.
+    """
+    RecipeCLI(CausalLM, TextData, args=args, trainer_defaults=launched_ranks(), seed_everything_default=0)
+
+
+if __name__ == "__main__":
+    main()
