@@ -18,11 +18,12 @@ def newest_curve(run: Path) -> Path:
     Raises:
         ValueError: no curve there.
     """
-    curves = [run / "metrics.csv", *run.glob("version_*/metrics.csv")]
-    found = [curve for curve in curves if curve.is_file()]
-    if not found:
+    if (run / "metrics.csv").is_file():
+        return run / "metrics.csv"
+    curves = sorted(run.glob("version_*/metrics.csv"), key=lambda x: int(x.parent.name.removeprefix("version_")))
+    if not curves:
         raise ValueError(f"run must hold version_N/metrics.csv, got none in {run}; train into it first.")
-    return max(found, key=lambda curve: int(curve.parent.name.removeprefix("version_")) if len(found) > 1 else 0)
+    return curves[-1]
 
 
 def read_losses(curve: Path) -> dict[int, float]:

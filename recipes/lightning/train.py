@@ -9,6 +9,7 @@ Every key of a recipe is also a flag: `--trainer.max_steps 50`, `--data.seqlen 8
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -49,6 +50,8 @@ def main(args: list[str] | None = None) -> None:
     Args:
         args: flags; default those of the command line.
     """
+    # Lightning 2.6 asks newer torch about a tree in the old way, once in every process.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
     RecipeCLI(CausalLM, TextData, args=args, trainer_defaults=launched_ranks(), seed_everything_default=0)
 
 

@@ -2,6 +2,8 @@
 
     trainer = Trainer(strategy=ContextParallelStrategy(context_parallel_size=4), ...)
     trainer.fit(CausalLM(...), datamodule=TextData(...))
+
+recipes/lightning holds trainings that use them, as forms to fill in.
 """
 
 try:

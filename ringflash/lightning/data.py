@@ -7,6 +7,7 @@ what a run has seen is one number, whatever the number of ranks it continues on.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,14 +45,16 @@ class SampleOrder(Sampler[int]):
             yield int(order[index])
 
     def _order(self, epoch: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
+        digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=4).digest()  # torch reads 32 bits
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         return torch.randperm(self.num_sequences, generator=generator)
 
 
 class TextData(lightning.LightningDataModule):
-    """Bytes of text files, packed: sequences to train on, and some of the trained and of the held-out ones to judge by.
+    """Bytes of text files, packed: sequences to train on, and some trained and some held-out ones to judge by.
 
-    A step's batch is one sequence for each data rank. Resumes exactly, in the middle of an epoch and on another number of ranks.
+    A step's batch is one sequence for each data rank. A run resumes exactly, in the middle of an epoch and on
+    another number of ranks.
 
     Args:
         seqlen: tokens of a whole sequence, over all ranks that share it.

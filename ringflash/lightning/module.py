@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import lightning
@@ -57,7 +58,12 @@ class CausalLM(lightning.LightningModule):
             return
         strategy = strategy_of(self.trainer)
         self.model = build_model(self.config, strategy.cp_group, self.seed)
-        strategy.shard_parameters(self.model, self.model.model.model.layers)
+        strategy.shard_parameters(self.model, _layers(self.model))
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        """The loss of this rank, scaled as `ringflash.loss` says."""
+        assert self.model is not None
+        return self.model(**batch)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW on matrices with decay and on vectors without; the rate follows `rate_factor` step by step."""
@@ -77,7 +83,7 @@ class CausalLM(lightning.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """The loss of this rank; its mean over all ranks is logged, and is the mean over the sequences' tokens."""
-        loss = self.model(**batch)
+        loss = self(**batch)
         self.log("loss", loss.detach(), sync_dist=True)
         self.log("learning_rate", self.optimizers().param_groups[0]["lr"])
         return loss
@@ -98,33 +104,41 @@ class CausalLM(lightning.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Nothing judged yet: for each loader, sums of the losses and of the tokens."""
-        self._totals = torch.zeros(len(self.trainer.val_dataloaders), 2, dtype=torch.float64, device=self.device)
+        self._totals = torch.zeros(len(self._eval_names()), 2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add this rank's part of the sequence."""
         share = batch["num_items_in_batch"] / strategy_of(self.trainer).cp_size
-        self._totals[dataloader_idx, 0] += self.model(**batch) * share
+        self._totals[dataloader_idx, 0] += self(**batch) * share
         self._totals[dataloader_idx, 1] += share
 
     def on_validation_epoch_end(self) -> None:
         """The mean loss over the tokens of all ranks, for each loader."""
         dist.all_reduce(self._totals)
         losses = self._totals[:, 0] / self._totals[:, 1]
-        self.eval_losses = dict(zip(self.trainer.val_dataloaders, losses.tolist(), strict=True))
-        for name, loss in zip(self.trainer.val_dataloaders, losses, strict=True):
+        self.eval_losses = dict(zip(self._eval_names(), losses.tolist(), strict=True))
+        for name, loss in zip(self._eval_names(), losses, strict=True):
             self.log(f"eval_loss/{name}", loss, sync_dist=True)
 
+    def _eval_names(self) -> list[str]:
+        loaders = self.trainer.val_dataloaders
+        if not isinstance(loaders, dict):
+            raise ValueError(
+                f"val_dataloader must return loaders by name, got {type(loaders).__name__}; return {{'held_out': loader}}."
+            )
+        return list(loaders)
 
-def build_model(config: dict[str, Any], group: dist.ProcessGroup, seed: int) -> nn.Module:
+
+def build_model(config: dict[str, Any], group: dist.ProcessGroup | None, seed: int) -> nn.Module:
     """A transformers model whose attention rings over `group`, wrapped so that its forward returns the loss.
 
     Args:
         config: as `CausalLM`.
         seed: of the parameters; the caller's generators are left as they were.
     """
+    huggingface.register()  # refuses where transformers is missing
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    huggingface.register()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
@@ -132,3 +146,8 @@ def build_model(config: dict[str, Any], group: dist.ProcessGroup, seed: int) -> 
         )
     huggingface.set_group(model, group)
     return huggingface.CausalLMWithLoss(model, group)
+
+
+def _layers(model: nn.Module) -> Iterable[nn.Module]:
+    """The decoder layers of what `build_model` returns."""
+    return model.get_submodule("model.model.layers").children()

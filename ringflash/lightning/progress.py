@@ -21,6 +21,9 @@ _GIB = 1 << 30
 class Progress(lightning.Callback):
     """Prints loss, norm of the gradient, speed and memory on the first rank, and logs speed and memory.
 
+    Tokens are counted once for each sequence. Lightning's ThroughputMonitor multiplies by the number of ranks and
+    would count them once for each rank of a ring.
+
     Args:
         every_n_steps: steps between two lines.
     """
@@ -65,6 +68,9 @@ class Progress(lightning.Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
         """Print the losses; before the first step too, where the sanity check runs over all of the data."""
         self.evaluations.append((trainer.global_step, pl_module.eval_losses))
+        if trainer.sanity_checking:  # what a module logs then is dropped
+            for logger in trainer.loggers:
+                logger.log_metrics({f"eval_loss/{name}": x for name, x in pl_module.eval_losses.items()}, step=0)
         text = "  ".join(f"{name} [bold]{loss:.4f}[/]" for name, loss in pl_module.eval_losses.items())
         self._print(trainer, f"step [bold]{trainer.global_step:>6}[/]  loss over fixed sequences: {text}")
         self._restart_clock(trainer)
@@ -78,7 +84,7 @@ class Progress(lightning.Callback):
                 table.add_row(name, f"{before[name]:.4f}", f"{after[name]:.4f}")
             self._print(trainer, table)
         checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        self._print(trainer, f"checkpoint  {_shown(checkpoint) if checkpoint else 'none: fewer steps than between two'}")
+        self._print(trainer, f"checkpoint  {_shown(checkpoint) if checkpoint else 'none yet'}")
         for logger in trainer.loggers:
             self._print(trainer, f"loss curve  {_shown(logger.log_dir)} ({type(logger).__name__})")
 
@@ -105,7 +111,9 @@ def _peak_memory(device: torch.device) -> float:
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s) each"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} thread(s) each"
 
 
 def _shown(path: str) -> str:

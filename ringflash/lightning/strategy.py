@@ -95,9 +95,9 @@ class ContextParallelStrategy(ModelParallelStrategy):
         world_size = self.num_nodes * self.num_processes
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, world_size)
         self._setup_distributed()
-        if self._device_mesh is None:  # validate() and fit() of one trainer share the mesh, and the model on it
-            self._device_mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=(DATA_AXIS, CONTEXT_AXIS))
-            self._shard_mesh = self._device_mesh._flatten("data_context")
+        if self._shard_mesh is None:  # validate() and fit() of one trainer share the mesh, and the model on it
+            mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=(DATA_AXIS, CONTEXT_AXIS))
+            self._device_mesh, self._shard_mesh = mesh, mesh._flatten("data_context")
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 

@@ -3,6 +3,8 @@
     files      a.py  b.py      c.py
     stream     |aaaa|bbbbbbbbb|ccc          | is SEPARATOR, the first token of a document
     sequences  |aaaa|b   bbbbbbbb   |ccc    cu_seqlens (0, 5, 7)   (0, 8)   ...
+
+A document that is cut goes on in the next sequence as a document of its own.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class PackedText(Dataset[PackedSequence]):
 
 
 def text_files(folder: str | None = None, suffix: str = ".py") -> list[tuple[str, Path]]:
-    """Files of the folder and below that are not empty, as (path within the folder, path), sorted; installed packages left out.
+    """Files of the folder and below that are not empty, as (path within the folder, path), sorted.
+
+    Installed packages below it are left out.
 
     Args:
         folder: default the sources of Python's own standard library: real text on every machine.
