@@ -16,9 +16,7 @@ if [[ ${1:-} == *.yaml ]]; then recipe=$1; shift; fi
 
 gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))}
-flags=("$@")
 if ((gpus > 0)); then
-  flags=(--trainer.precision bf16-mixed "${flags[@]}")
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 else
   cores=$(nproc)
@@ -27,7 +25,7 @@ fi
 export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH}
 
 command=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$NPROC"
-  -m recipes.lightning.train fit --config "$recipe" "${flags[@]}")
+  -m recipes.lightning.train fit --config "$recipe" "$@")
 if $dry_run; then
   printf 'OMP_NUM_THREADS=%s PYTHONPATH=%s' "$OMP_NUM_THREADS" "$PYTHONPATH"
   printf ' %q' "${command[@]}"

@@ -12,12 +12,13 @@ import os
 import warnings
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from ringflash.lightning import CausalLM, Progress, TextData
+from ringflash.lightning import CausalLM, Progress, StopOnSignal, TextData
 
 
 class RecipeCLI(LightningCLI):
@@ -30,8 +31,11 @@ class RecipeCLI(LightningCLI):
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """The trainer; its loss curve goes to CSV and TensorBoard unless the recipe names loggers."""
-        if self._get(self.config_init, "trainer")["logger"] is None:
+        """The trainer; where the recipe leaves them open, with both loggers and the precision of the device."""
+        asked = self._get(self.config_init, "trainer")
+        if asked["precision"] is None and not asked["plugins"] and torch.cuda.is_available():
+            kwargs["precision"] = "bf16-mixed"
+        if asked["logger"] is None:
             output_dir = self._get(self.config_init, "output_dir")
             csv = CSVLogger(output_dir, name=None)
             kwargs["logger"] = [csv, TensorBoardLogger(output_dir, name=None, version=csv.version)]
@@ -52,7 +56,8 @@ def main(args: list[str] | None = None) -> None:
     """
     # Lightning 2.6 asks newer torch about a tree in the old way, once in every process.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
-    RecipeCLI(CausalLM, TextData, args=args, trainer_defaults=launched_ranks(), seed_everything_default=0)
+    defaults = {**launched_ranks(), "callbacks": [StopOnSignal()]}
+    RecipeCLI(CausalLM, TextData, args=args, trainer_defaults=defaults, seed_everything_default=0)
 
 
 if __name__ == "__main__":

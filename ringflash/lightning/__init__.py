@@ -16,6 +16,7 @@ except ModuleNotFoundError as missing:
 from ringflash.lightning.data import TextData
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.progress import Progress
+from ringflash.lightning.stop import StopOnSignal
 from ringflash.lightning.strategy import ContextParallelStrategy
 
-__all__ = ["CausalLM", "ContextParallelStrategy", "Progress", "TextData"]
+__all__ = ["CausalLM", "ContextParallelStrategy", "Progress", "StopOnSignal", "TextData"]

@@ -124,7 +124,8 @@ class CausalLM(lightning.LightningModule):
         loaders = self.trainer.val_dataloaders
         if not isinstance(loaders, dict):
             raise ValueError(
-                f"val_dataloader must return loaders by name, got {type(loaders).__name__}; return {{'held_out': loader}}."
+                f"val_dataloader must return loaders by name, got {type(loaders).__name__}; "
+                "return {'held_out': loader}."
             )
         return list(loaders)
 

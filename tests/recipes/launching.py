@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -20,20 +22,44 @@ def run(command: Sequence[str | Path], *, timeout_s: float = 150.0, **environmen
     Raises:
         AssertionError: exit status other than 0, or no end in time; with the output.
     """
-    here = {"PYTHON": sys.executable, "PYTHONPATH": ".:kernels", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env = {**os.environ, **here, **environment}
-    with subprocess.Popen(
-        [str(x) for x in command], cwd=ROOT, env=env, text=True, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as process:  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            raise AssertionError(f"no end within {timeout_s} s:\n{output[-4000:]}") from None
+    with _start(command, environment) as process, _limit(process, timeout_s):
+        output, _ = process.communicate()
     assert process.returncode == 0, f"exit status {process.returncode}:\n{output[-8000:]}"
     return output
+
+
+def interrupt(command: Sequence[str | Path], *, after: str, timeout_s: float = 150.0, **environment: str) -> str:
+    """Output of a command that is sent SIGTERM once it has printed `after`, whatever its exit status."""
+    printed = []
+    with _start(command, environment) as process, _limit(process, timeout_s):
+        for line in process.stdout or ():
+            printed.append(line)
+            if after in line:
+                process.terminate()
+                break
+        rest, _ = process.communicate()
+    output = "".join([*printed, rest])
+    assert after in output, output[-8000:]
+    return output
+
+
+def _start(command: Sequence[str | Path], environment: dict[str, str]) -> subprocess.Popen[str]:
+    here = {"PYTHON": sys.executable, "PYTHONPATH": ".:kernels", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [str(x) for x in command], cwd=ROOT, env={**os.environ, **here, **environment}, text=True,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+@contextmanager
+def _limit(process: subprocess.Popen[str], timeout_s: float) -> Iterator[None]:
+    """Kill the process and all that it started when time is up: whoever reads its output then sees the end."""
+    timer = threading.Timer(timeout_s, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def write_text(folder: Path, num_files: int = 60) -> Path:

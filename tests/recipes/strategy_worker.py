@@ -29,7 +29,7 @@ CONFIG = {
     "model_type": "llama", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
-SEQLEN, DP_SIZE, CP_SIZE, STEPS = 48, 2, 2, 3
+SEQLEN, DP_SIZE, CP_SIZE, STEPS, NUM_EVAL = 48, 2, 2, 3, 4
 CLIPPING = {"norm": 0.05, "value": 1e-3}  # both far below what the gradients are
 
 Tensors = dict[str, torch.Tensor]
@@ -58,26 +58,29 @@ class Recorder(lightning.Callback):
 def fit(module: CausalLM, folder: str, **options: Any) -> tuple[Recorder, lightning.Trainer]:
     """Train for a few steps on data x context ranks."""
     recorder = Recorder()
-    options = {"strategy": ContextParallelStrategy(context_parallel_size=CP_SIZE), **options}
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_steps=STEPS, callbacks=[recorder], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        use_distributed_sampler=False, log_every_n_steps=1, **options,
-    )  # fmt: skip
+    trainer = trainer_with(limit_val_batches=0, callbacks=[recorder], **options)
     trainer.fit(module, datamodule=data(folder))
     return recorder, trainer
 
 
+def trainer_with(**options: Any) -> lightning.Trainer:
+    """A trainer on data x context ranks that writes and prints nothing."""
+    options = {"strategy": ContextParallelStrategy(context_parallel_size=CP_SIZE), **options}
+    return lightning.Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_steps=STEPS, logger=False, log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, **options,
+    )  # fmt: skip
+
+
 def data(folder: str) -> TextData:
     """Sequences of a few documents each."""
-    return TextData(SEQLEN, folder, ".txt", num_eval_sequences=2)
+    return TextData(SEQLEN, folder, ".txt", num_eval_sequences=NUM_EVAL)
 
 
 def reference(module: CausalLM, texts: Any, algorithm: str) -> Iterator[tuple[Tensors, Tensors, float, float]]:
     """Gradients after clipping, weights, loss and norm of each step, by one process over both data ranks' samples."""
-    torch.set_default_dtype(torch.float64)
-    module.model = model = build_model(CONFIG, None, module.seed)
-    torch.set_default_dtype(torch.float32)
+    module.model = model = reference_model(module.seed)
     optimization = module.configure_optimizers()
     optimizer, scheduler = optimization["optimizer"], optimization["lr_scheduler"]["scheduler"]
     samples = iter(SampleOrder(len(texts), seed=0, dp_rank=0, dp_size=1, first=0))
@@ -95,6 +98,32 @@ def reference(module: CausalLM, texts: Any, algorithm: str) -> Iterator[tuple[Te
         grads = {name: p.grad.clone() for name, p in model.named_parameters()}
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         yield grads, weights, loss.item(), norm.item()
+
+
+def reference_model(seed: int) -> nn.Module:
+    """The model in one process, in fp64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return build_model(CONFIG, None, seed)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def evaluation(folder: str) -> dict[str, Any]:
+    """Error of the losses over fixed sequences, against the mean over all their tokens in one process."""
+    module = CausalLM(CONFIG)
+    trainer = trainer_with(plugins=[DoublePrecision()])
+    trainer.validate(module, datamodule=data(folder), verbose=False)
+    model, errors = reference_model(module.seed), {}
+    for name, text in (("train", trainer.datamodule.train), ("held_out", trainer.datamodule.held_out)):
+        total = tokens = 0.0
+        for i in range(NUM_EVAL):
+            sample = text[i * len(text) // NUM_EVAL]
+            batch = huggingface.prepare_batch(sample["input_ids"], group=None, cu_seqlens=sample["cu_seqlens"])
+            count = batch["num_items_in_batch"].item()
+            total, tokens = total + model(**batch).item() * count, tokens + count
+        errors[name] = abs(module.eval_losses[name] - total / tokens) / (total / tokens)
+    return errors
 
 
 def compare(module_class: type[CausalLM], algorithm: str, folder: str) -> dict[str, Any]:
@@ -150,6 +179,7 @@ def main() -> None:
     """All of it, one after the other."""
     folder, out = sys.argv[1:]
     found = {"refusal": refusal(folder), "mesh": mesh(folder)}
+    found["evaluation"] = evaluation(folder)
     found["norm"] = compare(CausalLM, "norm", folder)
     found["value"] = compare(CausalLM, "value", folder)
     found["lightning"] = compare(LightningClipping, "norm", folder)

@@ -10,9 +10,10 @@ import csv
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes.lightning.compare import largest_difference, newest_curve, read_losses
-from tests.recipes.launching import ROOT, run, write_text
+from tests.recipes.launching import ROOT, interrupt, run, write_text
 
 RTOL_FP64 = 1e-11
 RECIPES = sorted((ROOT / "recipes" / "lightning").glob("*.yaml"))
@@ -21,7 +22,6 @@ STEPS = 4
 SCALED_DOWN = {
     "trainer.max_steps": STEPS,
     "trainer.val_check_interval": 2,
-    "trainer.precision": "null",
     "trainer.plugins": "lightning.pytorch.plugins.DoublePrecision",
     "checkpoint.every_n_train_steps": 2,
     "checkpoint.save_top_k": -1,
@@ -35,15 +35,17 @@ SCALED_DOWN = {
 }
 
 
+def command(recipe: Path, folder: Path, name: str, **flags: object) -> list[str | Path]:
+    """The recipe on the folder's text, scaled down, with its results in the folder."""
+    flags = {**SCALED_DOWN, "output_dir": folder / name, "data.folder": write_text(folder / "text"), **flags}
+    return ["launch/local.sh", recipe, *(f"--{key}={value}" for key, value in flags.items())]
+
+
 class Run:
     """One run of a recipe: what it printed, and where its results are."""
 
-    def __init__(self, recipe: Path, folder: Path, name: str, num_ranks: int, resume: Path | None = None) -> None:
-        flags = {**SCALED_DOWN, "output_dir": folder / name, "data.folder": write_text(folder / "text")}
-        if resume is not None:
-            flags["ckpt_path"] = resume
-        arguments = [f"--{key}={value}" for key, value in flags.items()]
-        self.output = run(["launch/local.sh", recipe, *arguments], NPROC=str(num_ranks))
+    def __init__(self, recipe: Path, folder: Path, name: str, num_ranks: int, **flags: object) -> None:
+        self.output = run(command(recipe, folder, name, **flags), NPROC=str(num_ranks))
         self.results = newest_curve(folder / name).parent
         self.losses = read_losses(newest_curve(folder / name))
 
@@ -101,15 +103,25 @@ def test_recipe_writes_its_results(two_ranks: Run) -> None:
 
 def test_resume_continues_exactly(recipe: Path, folder: Path, two_ranks: Run) -> None:
     """The same bits as without the interruption."""
-    resumed = Run(recipe, folder, f"{recipe.stem}-resumed", 2, resume=two_ranks.checkpoint(2))
+    resumed = Run(recipe, folder, f"{recipe.stem}-resumed", 2, ckpt_path=two_ranks.checkpoint(2))
     assert resumed.losses == {step: two_ranks.losses[step] for step in (2, 3)}
 
 
 def test_resume_continues_on_another_number_of_ranks(recipe: Path, folder: Path, two_ranks: Run) -> None:
     """The same sequences and the same state; one rank sums in another order."""
-    resumed = Run(recipe, folder, f"{recipe.stem}-resumed-on-one", 1, resume=two_ranks.checkpoint(2))
+    resumed = Run(recipe, folder, f"{recipe.stem}-resumed-on-one", 1, ckpt_path=two_ranks.checkpoint(2))
     difference, count = largest_difference(resumed.losses, two_ranks.losses)
     assert count == 2 and difference <= RTOL_FP64 * max(two_ranks.losses.values())
+
+
+def test_signal_ends_a_run_with_a_checkpoint(recipe: Path, folder: Path) -> None:
+    """Sent SIGTERM, both ranks finish a step and write their parts; the place in the data is that of the step."""
+    name, endless = f"{recipe.stem}-interrupted", {"trainer.max_steps": 10**6, "trainer.val_check_interval": 10**6}
+    interrupt(command(recipe, folder, name, **endless), after="step      3 ", NPROC="2")
+    (checkpoint,) = (folder / name / "version_0").glob("interrupted-step=*.ckpt")
+    assert {path.name for path in checkpoint.iterdir()} == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
+    meta = torch.load(checkpoint / "meta.pt", weights_only=True)
+    assert meta["global_step"] == meta["TextData"]["num_consumed"] == int(checkpoint.stem.rpartition("=")[2])
 
 
 def test_one_rank_has_the_losses_of_two(recipe: Path, folder: Path, two_ranks: Run) -> None:

@@ -48,6 +48,13 @@ def test_gradients_were_large_enough_to_clip(ranks: list[dict[str, Any]]) -> Non
     assert all(rank[clipping]["clipped"] for rank in ranks for clipping in ("norm", "value"))
 
 
+@pytest.mark.parametrize("name", ["train", "held_out"])
+def test_evaluation_is_the_mean_over_tokens_of_all_ranks(ranks: list[dict[str, Any]], name: str) -> None:
+    """Sequences with more documents have fewer labels: the mean of the sequences' means is another number."""
+    errors = [rank["evaluation"][name] for rank in ranks]
+    assert max(errors) <= RTOL_FP64, errors
+
+
 def test_sizes_are_refused_before_any_rank_joins(ranks: list[dict[str, Any]]) -> None:
     """Three does not divide four: every rank says so, and no process group was made."""
     for rank in ranks:
