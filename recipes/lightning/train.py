@@ -1,0 +1,64 @@
+"""Train what a recipe describes:
+
+    torchrun --nproc_per_node 2 -m recipes.lightning.train fit --config recipes/lightning/quickstart.yaml
+
+Every key of a recipe is also a flag: `--trainer.max_steps 50`, `--data.seqlen 8192`,
+`--trainer.strategy.context_parallel_size 4`; `fit --help` lists them. `--ckpt_path <directory>` continues.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from ringflash.lightning import CausalLM, Progress, StopOnSignal, TextData
+
+
+class RecipeCLI(LightningCLI):
+    """Lightning's command line, with the keys `output_dir`, `progress` and `checkpoint` beside its own."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the keys."""
+        parser.add_argument("--output_dir", type=str, required=True, help="Where version_N of the results goes.")
+        parser.add_lightning_class_args(Progress, "progress")
+        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The trainer; where the recipe leaves them open, with both loggers and the precision of the device."""
+        asked = self._get(self.config_init, "trainer")
+        if asked["precision"] is None and not asked["plugins"] and torch.cuda.is_available():
+            kwargs["precision"] = "bf16-mixed"
+        if asked["logger"] is None:
+            output_dir = self._get(self.config_init, "output_dir")
+            csv = CSVLogger(output_dir, name=None)
+            kwargs["logger"] = [csv, TensorBoardLogger(output_dir, name=None, version=csv.version)]
+        return super().instantiate_trainer(**kwargs)
+
+
+def launched_ranks() -> dict[str, int]:
+    """Devices and nodes as torchrun started them; one process without it."""
+    world_size, local_size = (int(os.environ.get(name, 1)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return {"devices": local_size, "num_nodes": world_size // local_size}
+
+
+def main(args: list[str] | None = None) -> None:
+    """Read the recipe and run the subcommand.
+
+    Args:
+        args: flags; default those of the command line.
+    """
+    # Lightning 2.6 asks newer torch about a tree in the old way, once in every process.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
+    defaults = {**launched_ranks(), "callbacks": [StopOnSignal()]}
+    RecipeCLI(CausalLM, TextData, args=args, trainer_defaults=defaults, seed_everything_default=0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Training through the ring with Lightning: a strategy, a language model, data that resumes, and a progress line.
+
+    trainer = Trainer(strategy=ContextParallelStrategy(context_parallel_size=4), ...)
+    trainer.fit(CausalLM(...), datamodule=TextData(...))
+
+recipes/lightning holds trainings that use them, as forms to fill in.
+"""
+
+try:
+    import lightning as _  # noqa: F401
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        f"lightning must be installed for ringflash.lightning, got {missing}; pip install 'ringflash[lightning]'."
+    ) from missing
+
+from ringflash.lightning.data import TextData
+from ringflash.lightning.module import CausalLM
+from ringflash.lightning.progress import Progress
+from ringflash.lightning.stop import StopOnSignal
+from ringflash.lightning.strategy import ContextParallelStrategy
+
+__all__ = ["CausalLM", "ContextParallelStrategy", "Progress", "StopOnSignal", "TextData"]

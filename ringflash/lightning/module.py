@@ -1,0 +1,154 @@
+"""A causal language model as Lightning trains it: built, sharded, and its loss right on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ringflash import huggingface
+from ringflash.lightning.strategy import strategy_of
+
+Batch = dict[str, Any]
+
+
+class CausalLM(lightning.LightningModule):
+    """A transformers model with ring attention, AdamW, and a cosine schedule with warm-up.
+
+    The parameters are drawn from `seed` alone: equal for every number of ranks.
+
+    Args:
+        model: keywords of `transformers.AutoConfig.for_model`: model_type, hidden_size, ...
+        learning_rate: the schedule's highest.
+        warmup_steps: steps over which the rate rises from 0.
+        decay_steps: steps until the rate has fallen to `final_rate` of the highest, warm-up included; stays there.
+        weight_decay: of matrices; vectors (norms) have none.
+        betas: of AdamW.
+        seed: names the parameters' first values.
+    """
+
+    def __init__(
+        self,
+        model: dict[str, Any],
+        learning_rate: float = 1e-3,
+        warmup_steps: int = 10,
+        decay_steps: int = 1000,
+        final_rate: float = 0.1,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.config = dict(model)
+        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
+        self.warmup_steps, self.decay_steps, self.final_rate = warmup_steps, decay_steps, final_rate
+        self.seed = seed
+        self.model: nn.Module | None = None
+        self.eval_losses: dict[str, float] = {}  # of the last evaluation, by the name of its loader
+
+    def configure_model(self) -> None:
+        """Build the model and shard it over all ranks, once."""
+        if self.model is not None:
+            return
+        strategy = strategy_of(self.trainer)
+        self.model = build_model(self.config, strategy.cp_group, self.seed)
+        strategy.shard_parameters(self.model, _layers(self.model))
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        """The loss of this rank, scaled as `ringflash.loss` says."""
+        assert self.model is not None
+        return self.model(**batch)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW on matrices with decay and on vectors without; the rate follows `rate_factor` step by step."""
+        matrices = [p for p in self.parameters() if p.dim() > 1]
+        vectors = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
+        scheduler = LambdaLR(optimizer, self.rate_factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def rate_factor(self, step: int) -> float:
+        """The learning rate of a step (counted from 0) as a part of the highest."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
+        return self.final_rate + (1 - self.final_rate) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """The loss of this rank; its mean over all ranks is logged, and is the mean over the sequences' tokens."""
+        loss = self(**batch)
+        self.log("loss", loss.detach(), sync_dist=True)
+        self.log("learning_rate", self.optimizers().param_groups[0]["lr"])
+        return loss
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Log the norm of the whole model's gradient, and clip by it; by value as Lightning does."""
+        norm = strategy_of(self.trainer).gradient_norm(self.parameters())
+        self.log("grad_norm", norm)
+        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
+            nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
+        else:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def on_validation_epoch_start(self) -> None:
+        """Nothing judged yet: for each loader, sums of the losses and of the tokens."""
+        self._totals = torch.zeros(len(self._eval_names()), 2, dtype=torch.float64, device=self.device)
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add this rank's part of the sequence."""
+        share = batch["num_items_in_batch"] / strategy_of(self.trainer).cp_size
+        self._totals[dataloader_idx, 0] += self(**batch) * share
+        self._totals[dataloader_idx, 1] += share
+
+    def on_validation_epoch_end(self) -> None:
+        """The mean loss over the tokens of all ranks, for each loader."""
+        dist.all_reduce(self._totals)
+        losses = self._totals[:, 0] / self._totals[:, 1]
+        self.eval_losses = dict(zip(self._eval_names(), losses.tolist(), strict=True))
+        for name, loss in zip(self._eval_names(), losses, strict=True):
+            self.log(f"eval_loss/{name}", loss, sync_dist=True)
+
+    def _eval_names(self) -> list[str]:
+        loaders = self.trainer.val_dataloaders
+        if not isinstance(loaders, dict):
+            raise ValueError(
+                f"val_dataloader must return loaders by name, got {type(loaders).__name__}; "
+                "return {'held_out': loader}."
+            )
+        return list(loaders)
+
+
+def build_model(config: dict[str, Any], group: dist.ProcessGroup | None, seed: int) -> nn.Module:
+    """A transformers model whose attention rings over `group`, wrapped so that its forward returns the loss.
+
+    Args:
+        config: as `CausalLM`.
+        seed: of the parameters; the caller's generators are left as they were.
+    """
+    huggingface.register()  # refuses where transformers is missing
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**config), attn_implementation="ringflash", dtype=torch.get_default_dtype()
+        )
+    huggingface.set_group(model, group)
+    return huggingface.CausalLMWithLoss(model, group)
+
+
+def _layers(model: nn.Module) -> Iterable[nn.Module]:
+    """The decoder layers of what `build_model` returns."""
+    return model.get_submodule("model.model.layers").children()

@@ -1,0 +1,122 @@
+"""What a run tells its user: a line every few steps, the losses before and after, and where the results lie."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from typing import Any
+
+import lightning
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ringflash.lightning.module import CausalLM
+from ringflash.lightning.strategy import strategy_of
+
+_GIB = 1 << 30
+
+
+class Progress(lightning.Callback):
+    """Prints loss, norm of the gradient, speed and memory on the first rank, and logs speed and memory.
+
+    Tokens are counted once for each sequence. Lightning's ThroughputMonitor multiplies by the number of ranks and
+    would count them once for each rank of a ring.
+
+    Args:
+        every_n_steps: steps between two lines.
+    """
+
+    def __init__(self, every_n_steps: int = 10) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}; 1 prints every step.")
+        self.every_n_steps = every_n_steps
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
+        """Say what is trained, on what."""
+        strategy = strategy_of(trainer)
+        parameters = sum(p.numel() for p in pl_module.parameters())
+        self._print(
+            trainer,
+            f"[bold]{parameters / 1e6:.2f} M parameters[/]; sequences of {trainer.datamodule.seqlen} tokens, "
+            f"each over {strategy.cp_size} rank(s), {strategy.dp_size} at a time; "
+            f"{_device_name(strategy.root_device)}; precision {trainer.precision}",
+        )
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
+        """The clock starts with the first batch."""
+        self._restart_clock(trainer)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: CausalLM, *_: Any) -> None:
+        """Print and log, every few steps and on the first."""
+        step = trainer.global_step
+        if step <= self._clock_step or (step % self.every_n_steps and step > 1):
+            return
+        loss, norm, rate = (trainer.callback_metrics[x].item() for x in ("loss", "grad_norm", "learning_rate"))
+        speed, memory = self._tokens_per_second(trainer), _peak_memory(strategy_of(trainer).root_device)
+        pl_module.log_dict({"tokens_per_second": speed, "memory_gib": memory})
+        self._print(
+            trainer,
+            f"step [bold]{step:>6}[/]  loss [bold]{loss:7.4f}[/]  grad_norm {norm:8.4f}  lr {rate:.2e}  "
+            f"{speed:>10,.0f} tokens/s  {memory:6.2f} GiB",
+        )
+        self._restart_clock(trainer)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
+        """Print the losses; before the first step too, where the sanity check runs over all of the data."""
+        self.evaluations.append((trainer.global_step, pl_module.eval_losses))
+        if trainer.sanity_checking:  # what a module logs then is dropped
+            for logger in trainer.loggers:
+                logger.log_metrics({f"eval_loss/{name}": x for name, x in pl_module.eval_losses.items()}, step=0)
+        text = "  ".join(f"{name} [bold]{loss:.4f}[/]" for name, loss in pl_module.eval_losses.items())
+        self._print(trainer, f"step [bold]{trainer.global_step:>6}[/]  loss over fixed sequences: {text}")
+        self._restart_clock(trainer)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
+        """Losses first and last, and the files."""
+        if len(self.evaluations) > 1:
+            (first, before), (last, after) = self.evaluations[0], self.evaluations[-1]
+            table = Table("loss, mean over tokens", f"step {first}", f"step {last}")
+            for name in after:
+                table.add_row(name, f"{before[name]:.4f}", f"{after[name]:.4f}")
+            self._print(trainer, table)
+        checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        self._print(trainer, f"checkpoint  {_shown(checkpoint) if checkpoint else 'none yet'}")
+        for logger in trainer.loggers:
+            self._print(trainer, f"loss curve  {_shown(logger.log_dir)} ({type(logger).__name__})")
+
+    def _tokens_per_second(self, trainer: lightning.Trainer) -> float:
+        batches = (trainer.global_step - self._clock_step) * trainer.accumulate_grad_batches
+        tokens = batches * strategy_of(trainer).dp_size * trainer.datamodule.seqlen
+        return tokens / (time.perf_counter() - self._clock)
+
+    def _restart_clock(self, trainer: lightning.Trainer) -> None:
+        self._clock, self._clock_step = time.perf_counter(), trainer.global_step
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def _print(self, trainer: lightning.Trainer, what: str | Table) -> None:
+        if trainer.is_global_zero:
+            self.console.print(what)
+
+
+def _peak_memory(device: torch.device) -> float:
+    """GiB: on CUDA the peak since the last line, on the CPU that of the process since its start."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} thread(s) each"
+
+
+def _shown(path: str) -> str:
+    """The path as a user would type it here."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -1,0 +1,40 @@
+"""Ending a run in order when the machine is taken away."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+
+
+class StopOnSignal(lightning.Callback):
+    """On SIGTERM to any rank: all finish the step, write a checkpoint together, and stop.
+
+    The handler only takes a note; ranks compare notes at the end of each step. Lightning's own handler sends from
+    within, into whatever collective it has interrupted.
+    """
+
+    def __init__(self) -> None:
+        self.noted = False
+        self._agreed: torch.Tensor | None = None  # whether any rank had a note, at the end of the last step
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Take the signal over from Lightning, which gives it back when it is done."""
+        signal.signal(signal.SIGTERM, self._note)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
+        """Stop if a rank had a note a step ago: that answer is here, and reading it makes nobody wait."""
+        if self._agreed is not None and self._agreed.item():
+            path = Path(trainer.log_dir or trainer.default_root_dir, f"interrupted-step={trainer.global_step}.ckpt")
+            trainer.save_checkpoint(path)
+            trainer.should_stop = True
+            lightning.pytorch.utilities.rank_zero_info(f"Interrupted; go on with --ckpt_path {path}")
+        self._agreed = torch.tensor(int(self.noted), device=pl_module.device)
+        dist.all_reduce(self._agreed, op=dist.ReduceOp.MAX)
+
+    def _note(self, signum: int, frame: Any) -> None:
+        self.noted = True

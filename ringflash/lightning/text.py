@@ -1,0 +1,90 @@
+"""Text files as packed sequences of bytes: every file a document, cut where a sequence is full.
+
+    files      a.py  b.py      c.py
+    stream     |aaaa|bbbbbbbbb|ccc          | is SEPARATOR, the first token of a document
+    sequences  |aaaa|b   bbbbbbbb   |ccc    cu_seqlens (0, 5, 7)   (0, 8)   ...
+
+A document that is cut goes on in the next sequence as a document of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+from torch.utils.data import Dataset
+
+SEPARATOR = 256  # the token after the 256 bytes
+VOCAB_SIZE = 257
+
+_HELD_OUT_PERCENT = 5
+
+
+class PackedSequence(TypedDict):
+    """input_ids: (1, seqlen), int64.  cu_seqlens: (num_documents + 1,), int32, bounds of the documents in it."""
+
+    input_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+class PackedText(Dataset[PackedSequence]):
+    """Sequences of `seqlen` tokens out of one stream of documents; the tail that fills none is left out.
+
+    Args:
+        documents: the bytes of each; none is empty.
+        seqlen: tokens of a whole sequence, over all ranks that share it.
+    Raises:
+        ValueError: documents that together do not fill one sequence.
+    """
+
+    def __init__(self, documents: Iterable[bytes], seqlen: int) -> None:
+        tokens = [torch.frombuffer(bytearray(document), dtype=torch.uint8).short() for document in documents]
+        lengths = torch.tensor([len(x) + 1 for x in tokens])
+        self.seqlen = seqlen
+        self.starts = lengths.cumsum(0) - lengths
+        self.stream = torch.full((int(lengths.sum()),), SEPARATOR, dtype=torch.int16)
+        for start, document in zip(self.starts.tolist(), tokens, strict=True):
+            self.stream[start + 1 : start + 1 + len(document)] = document
+        if len(self) == 0:
+            raise ValueError(
+                f"text must fill a sequence of seqlen {seqlen} tokens, got {len(self.stream)}; give more files."
+            )
+
+    def __len__(self) -> int:
+        return len(self.stream) // self.seqlen
+
+    def __getitem__(self, index: int) -> PackedSequence:
+        first = index * self.seqlen
+        inside = self.starts[(self.starts > first) & (self.starts < first + self.seqlen)] - first
+        bounds = torch.cat([torch.tensor([0]), inside, torch.tensor([self.seqlen])])
+        tokens = self.stream[first : first + self.seqlen].long()
+        return {"input_ids": tokens.unsqueeze(0), "cu_seqlens": bounds.int()}
+
+
+def text_files(folder: str | None = None, suffix: str = ".py") -> list[tuple[str, Path]]:
+    """Files of the folder and below that are not empty, as (path within the folder, path), sorted.
+
+    Installed packages below it are left out.
+
+    Args:
+        folder: default the sources of Python's own standard library: real text on every machine.
+    Raises:
+        ValueError: no such file.
+    """
+    root = Path(folder or sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "__pycache__"}
+    candidates = (p for p in root.rglob(f"*{suffix}") if not skipped.intersection(p.parts[len(root.parts) :]))
+    found = [p for p in candidates if p.is_file() and p.stat().st_size > 0]
+    if not found:
+        raise ValueError(f"folder must hold files that end in {suffix!r}, got none in {root}; name another folder.")
+    return sorted((p.relative_to(root).as_posix(), p) for p in found)
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a file is kept from training: one in twenty, by its name alone, the same on every machine."""
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % 100 < _HELD_OUT_PERCENT

@@ -1,0 +1,191 @@
+"""Runs of a tiny model on every rank of one torchrun; what each rank found goes to <out>/<rank>.json.
+
+    torchrun --nproc_per_node 4 -m tests.recipes.strategy_worker <folder of texts> <out>
+
+The reference is plain torch in one process: no mesh, no shards, no Lightning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import DoublePrecision
+from torch import nn
+
+from ringflash import huggingface
+from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
+from ringflash.lightning.data import SampleOrder
+from ringflash.lightning.module import build_model
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+SEQLEN, DP_SIZE, CP_SIZE, STEPS, NUM_EVAL = 48, 2, 2, 3, 4
+CLIPPING = {"norm": 0.05, "value": 1e-3}  # both far below what the gradients are
+
+Tensors = dict[str, torch.Tensor]
+
+
+class LightningClipping(CausalLM):
+    """The model with Lightning's own clipping, as a user's module would have it."""
+
+    configure_gradient_clipping = lightning.LightningModule.configure_gradient_clipping
+
+
+class Recorder(lightning.Callback):
+    """Whole gradients, as the optimizer used them, and whole weights after each step; the loss and its norm."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Tensors, Tensors]] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: CausalLM, *_: Any) -> None:
+        named = [(name.removeprefix("model."), p) for name, p in module.named_parameters()]
+        grads = {name: p.grad.full_tensor() for name, p in named}
+        self.steps.append((grads, {name: p.detach().full_tensor().clone() for name, p in named}))
+        self.metrics.append({k: v.item() for k, v in trainer.callback_metrics.items()})
+
+
+def fit(module: CausalLM, folder: str, **options: Any) -> tuple[Recorder, lightning.Trainer]:
+    """Train for a few steps on data x context ranks."""
+    recorder = Recorder()
+    trainer = trainer_with(limit_val_batches=0, callbacks=[recorder], **options)
+    trainer.fit(module, datamodule=data(folder))
+    return recorder, trainer
+
+
+def trainer_with(**options: Any) -> lightning.Trainer:
+    """A trainer on data x context ranks that writes and prints nothing."""
+    options = {"strategy": ContextParallelStrategy(context_parallel_size=CP_SIZE), **options}
+    return lightning.Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_steps=STEPS, logger=False, log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, **options,
+    )  # fmt: skip
+
+
+def data(folder: str) -> TextData:
+    """Sequences of a few documents each."""
+    return TextData(SEQLEN, folder, ".txt", num_eval_sequences=NUM_EVAL)
+
+
+def reference(module: CausalLM, texts: Any, algorithm: str) -> Iterator[tuple[Tensors, Tensors, float, float]]:
+    """Gradients after clipping, weights, loss and norm of each step, by one process over both data ranks' samples."""
+    module.model = model = reference_model(module.seed)
+    optimization = module.configure_optimizers()
+    optimizer, scheduler = optimization["optimizer"], optimization["lr_scheduler"]["scheduler"]
+    samples = iter(SampleOrder(len(texts), seed=0, dp_rank=0, dp_size=1, first=0))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        batches = [texts[next(samples)] for _ in range(DP_SIZE)]
+        prepared = (huggingface.prepare_batch(b["input_ids"], group=None, cu_seqlens=b["cu_seqlens"]) for b in batches)
+        loss = sum(model(**batch) for batch in prepared) / DP_SIZE
+        loss.backward()
+        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+        clip = nn.utils.clip_grad_norm_ if algorithm == "norm" else nn.utils.clip_grad_value_
+        clip(model.parameters(), CLIPPING[algorithm])
+        optimizer.step()
+        scheduler.step()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        yield grads, weights, loss.item(), norm.item()
+
+
+def reference_model(seed: int) -> nn.Module:
+    """The model in one process, in fp64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return build_model(CONFIG, None, seed)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def evaluation(folder: str) -> dict[str, Any]:
+    """Error of the losses over fixed sequences, against the mean over all their tokens in one process."""
+    module = CausalLM(CONFIG)
+    trainer = trainer_with(plugins=[DoublePrecision()])
+    trainer.validate(module, datamodule=data(folder), verbose=False)
+    model, errors = reference_model(module.seed), {}
+    for name, text in (("train", trainer.datamodule.train), ("held_out", trainer.datamodule.held_out)):
+        total = tokens = 0.0
+        for i in range(NUM_EVAL):
+            sample = text[i * len(text) // NUM_EVAL]
+            batch = huggingface.prepare_batch(sample["input_ids"], group=None, cu_seqlens=sample["cu_seqlens"])
+            count = batch["num_items_in_batch"].item()
+            total, tokens = total + model(**batch).item() * count, tokens + count
+        errors[name] = abs(module.eval_losses[name] - total / tokens) / (total / tokens)
+    return errors
+
+
+def compare(module_class: type[CausalLM], algorithm: str, folder: str) -> dict[str, Any]:
+    """Largest errors over all steps and parameters, relative to the largest value of each."""
+    recorder, trainer = fit(
+        module_class(CONFIG), folder, plugins=[DoublePrecision()],
+        gradient_clip_val=CLIPPING[algorithm], gradient_clip_algorithm=algorithm,
+    )  # fmt: skip
+    errors: dict[str, Any] = {"gradient": 0.0, "weight": 0.0, "loss": 0.0}
+    expected = reference(CausalLM(CONFIG), trainer.datamodule.train, algorithm)
+    for (grads, weights), metrics, (ref_grads, ref_weights, loss, norm) in zip(
+        recorder.steps, recorder.metrics, expected, strict=True
+    ):
+        for key, ours, theirs in (("gradient", grads, ref_grads), ("weight", weights, ref_weights)):
+            assert ours.keys() == theirs.keys()
+            worst = max(((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()).item() for n in theirs)
+            errors[key] = max(errors[key], worst)
+        errors["loss"] = max(errors["loss"], abs(metrics["loss"] - loss) / loss)
+        if "grad_norm" in metrics:
+            errors["grad_norm"] = max(errors.get("grad_norm", 0.0), abs(metrics["grad_norm"] - norm) / norm)
+            errors["clipped"] = norm > CLIPPING[algorithm]
+    return errors
+
+
+def precision(name: str, folder: str) -> dict[str, Any]:
+    """What a run in one of Lightning's precisions keeps its parameters in, and what it logs."""
+    module = CausalLM(CONFIG)
+    recorder, _ = fit(module, folder, precision=name, gradient_clip_val=1.0)
+    return {"dtypes": sorted({str(p.dtype) for p in module.parameters()}), "metrics": recorder.metrics}
+
+
+def refusal(folder: str) -> dict[str, Any]:
+    """The error of sizes that do not multiply to the ranks, and whether anything was sent before it."""
+    try:
+        fit(CausalLM(CONFIG), folder, strategy=ContextParallelStrategy(3, 1))
+    except ValueError as error:
+        return {"message": str(error), "joined": dist.is_initialized()}
+    return {}
+
+
+def mesh(folder: str) -> dict[str, Any]:
+    """Where this rank stands."""
+    _, trainer = fit(CausalLM(CONFIG), folder)
+    strategy = trainer.strategy
+    return {
+        "axes": list(strategy.device_mesh.mesh_dim_names), "sizes": [strategy.dp_size, strategy.cp_size],
+        "cp_ranks": dist.get_process_group_ranks(strategy.cp_group), "shard_size": strategy.shard_mesh.size(),
+        "sampler": strategy.distributed_sampler_kwargs, "num_consumed": trainer.datamodule.num_consumed,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """All of it, one after the other."""
+    folder, out = sys.argv[1:]
+    found = {"refusal": refusal(folder), "mesh": mesh(folder)}
+    found["evaluation"] = evaluation(folder)
+    found["norm"] = compare(CausalLM, "norm", folder)
+    found["value"] = compare(CausalLM, "value", folder)
+    found["lightning"] = compare(LightningClipping, "norm", folder)
+    found |= {name: precision(name, folder) for name in ("32-true", "bf16-mixed", "bf16-true")}
+    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

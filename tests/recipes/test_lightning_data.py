@@ -1,0 +1,139 @@
+"""Text as packed sequences, the order in which data ranks draw them, and the sizes of the mesh. One process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ringflash.lightning import TextData
+from ringflash.lightning.data import SampleOrder
+from ringflash.lightning.strategy import mesh_sizes
+from ringflash.lightning.text import SEPARATOR, PackedText, is_held_out, text_files
+from tests.recipes.launching import write_text
+
+DOCUMENTS = [b"a", b"bb" * 20, b"ccc", bytes(range(256)), b"d" * 5]
+
+
+def take(order: SampleOrder, count: int) -> list[int]:
+    """The first samples."""
+    return [index for index, _ in zip(order, range(count), strict=False)]
+
+
+def test_packing_keeps_every_byte() -> None:
+    """The sequences, one after another, are the documents, each behind a separator."""
+    text = PackedText(DOCUMENTS, seqlen=16)
+    tokens = torch.cat([text[i]["input_ids"][0] for i in range(len(text))])
+    stream = [x for document in DOCUMENTS for x in (SEPARATOR, *document)]
+    assert tokens.tolist() == stream[: len(text) * 16]
+    assert len(stream) - len(tokens) < 16
+
+
+@pytest.mark.parametrize("seqlen", [1, 2, 7, 16, 64])
+def test_bounds_are_where_documents_start(seqlen: int) -> None:
+    """cu_seqlens names the separators, the sequence's start and its end, and nothing else."""
+    text = PackedText(DOCUMENTS, seqlen)
+    for i in range(len(text)):
+        tokens, bounds = text[i]["input_ids"][0], text[i]["cu_seqlens"]
+        starts = {0, *(tokens == SEPARATOR).nonzero().flatten().tolist()}
+        assert bounds.tolist() == [*sorted(starts), seqlen]
+        assert bounds.dtype == torch.int32
+
+
+def test_text_that_fills_no_sequence_is_refused() -> None:
+    """The message names the length and what there is."""
+    with pytest.raises(ValueError, match="text must fill a sequence of seqlen 64 tokens, got 4; give more files"):
+        PackedText([b"abc"], 64)
+
+
+def test_standard_library_is_real_text_with_a_held_out_part() -> None:
+    """Thousands of sequences by default, a few percent of the files held out, installed packages left out."""
+    files = text_files()
+    held_out = [name for name, _ in files if is_held_out(name)]
+    assert sum(path.stat().st_size for _, path in files) > 4_000_000
+    assert 0.02 < len(held_out) / len(files) < 0.1
+    assert not any("site-packages" in path.parts or "dist-packages" in path.parts for _, path in files)
+
+
+def test_files_are_the_same_in_any_order_of_the_disk(tmp_path: Path) -> None:
+    """Sorted by their path below the folder, empty ones and other suffixes left out."""
+    write_text(tmp_path / "b")
+    write_text(tmp_path / "a", 2)
+    (tmp_path / "a" / "empty.txt").touch()
+    (tmp_path / "a" / "other.md").write_text("x")
+    names = [name for name, _ in text_files(str(tmp_path), ".txt")]
+    assert names == sorted(names) and names[:3] == ["a/0.txt", "a/1.txt", "b/0.txt"]
+
+
+def test_folder_without_files_is_refused(tmp_path: Path) -> None:
+    """The message names the suffix and the folder."""
+    with pytest.raises(ValueError, match=f"folder must hold files that end in '.md', got none in {tmp_path}"):
+        text_files(str(tmp_path), ".md")
+
+
+def test_data_ranks_share_out_each_epoch() -> None:
+    """Three data ranks together draw what one would, and every epoch has every sequence once."""
+    one = take(SampleOrder(10, seed=5, dp_rank=0, dp_size=1, first=0), 30)
+    three = [take(SampleOrder(10, seed=5, dp_rank=r, dp_size=3, first=0), 10) for r in range(3)]
+    assert [three[i % 3][i // 3] for i in range(30)] == one
+    epochs = [one[:10], one[10:20], one[20:]]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_order_continues_on_another_number_of_data_ranks(dp_size: int) -> None:
+    """What one rank would draw after 6 samples is what 1, 2 or 3 draw from there."""
+    one = take(SampleOrder(10, seed=5, dp_rank=0, dp_size=1, first=0), 18)
+    ranks = [take(SampleOrder(10, seed=5, dp_rank=r, dp_size=dp_size, first=6), 12 // dp_size) for r in range(dp_size)]
+    assert [ranks[i % dp_size][i // dp_size] for i in range(12)] == one[6:]
+
+
+def test_order_follows_the_seed() -> None:
+    """Equal for equal seeds, another for another."""
+    a, b, c = (take(SampleOrder(50, seed=s, dp_rank=0, dp_size=1, first=0), 50) for s in (1, 1, 2))
+    assert a == b != c
+
+
+def test_checkpoint_of_other_data_is_refused() -> None:
+    """A place in the data means nothing for another length or order."""
+    data = TextData(seqlen=16)
+    data.train = PackedText(DOCUMENTS, 16)
+    data.num_consumed = 7
+    state = data.state_dict()
+    data.load_state_dict(state)
+    for name in ("seqlen", "seed", "num_sequences"):
+        with pytest.raises(ValueError, match=f"{name} must be that of the checkpoint .99., got .*; resume"):
+            data.load_state_dict({**state, name: 99})
+
+
+@pytest.mark.parametrize(
+    ("data", "context", "world", "sizes"),
+    [
+        ("auto", "auto", 4, (1, 4)),
+        ("auto", 2, 6, (3, 2)),
+        (3, "auto", 6, (3, 2)),
+        (2, 2, 4, (2, 2)),
+        ("auto", 1, 1, (1, 1)),
+    ],
+)
+def test_sizes_fill_the_world(data: int | str, context: int | str, world: int, sizes: tuple[int, int]) -> None:
+    """What is "auto" is what the other leaves."""
+    assert mesh_sizes(data, context, world) == sizes
+
+
+@pytest.mark.parametrize(("data", "context"), [(2, 3), ("auto", 3), (3, "auto"), (1, 2), ("auto", 8), (8, "auto")])
+def test_sizes_that_do_not_multiply_are_refused(data: int | str, context: int | str) -> None:
+    """The message says what must hold, what was got, and what to do."""
+    with pytest.raises(
+        ValueError, match=rf"must be the number of ranks \(4\), got {data} \* {context}; start \d+ ranks, or set"
+    ):
+        mesh_sizes(data, context, 4)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "all"])
+def test_sizes_that_are_no_counts_are_refused(size: object) -> None:
+    """A positive integer or "auto"."""
+    with pytest.raises(ValueError, match="context_parallel_size must be 'auto' or a positive integer, got"):
+        mesh_sizes("auto", size, 4)  # type: ignore[arg-type]

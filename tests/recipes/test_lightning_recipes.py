@@ -1,0 +1,163 @@
+"""Every Lightning recipe, scaled down by flags, as launch/local.sh starts it: two gloo processes on the CPU, fp64.
+
+A recipe trains four steps; the same run interrupted after two and continued, on two ranks and on one, and the
+same run on one rank, have its losses.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.lightning.compare import largest_difference, newest_curve, read_losses
+from tests.recipes.launching import ROOT, interrupt, run, write_text
+
+RTOL_FP64 = 1e-11
+RECIPES = sorted((ROOT / "recipes" / "lightning").glob("*.yaml"))
+STEPS = 4
+
+SCALED_DOWN = {
+    "trainer.max_steps": STEPS,
+    "trainer.val_check_interval": 2,
+    "trainer.plugins": "lightning.pytorch.plugins.DoublePrecision",
+    "checkpoint.every_n_train_steps": 2,
+    "checkpoint.save_top_k": -1,
+    "progress.every_n_steps": 1,
+    "data.seqlen": 96,
+    "data.suffix": ".txt",
+    "data.num_eval_sequences": 2,
+    "model.model.hidden_size": 32,
+    "model.model.intermediate_size": 48,
+    "model.model.num_hidden_layers": 2,
+}
+
+
+def command(recipe: Path, folder: Path, name: str, **flags: object) -> list[str | Path]:
+    """The recipe on the folder's text, scaled down, with its results in the folder."""
+    flags = {**SCALED_DOWN, "output_dir": folder / name, "data.folder": write_text(folder / "text"), **flags}
+    return ["launch/local.sh", recipe, *(f"--{key}={value}" for key, value in flags.items())]
+
+
+class Run:
+    """One run of a recipe: what it printed, and where its results are."""
+
+    def __init__(self, recipe: Path, folder: Path, name: str, num_ranks: int, **flags: object) -> None:
+        self.output = run(command(recipe, folder, name, **flags), NPROC=str(num_ranks))
+        self.results = newest_curve(folder / name).parent
+        self.losses = read_losses(newest_curve(folder / name))
+
+    def checkpoint(self, step: int) -> Path:
+        """The directory written after a step."""
+        (found,) = (self.results / "checkpoints").glob(f"*step={step}.ckpt")
+        return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this module's runs lie."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module", params=RECIPES, ids=lambda recipe: recipe.stem)
+def recipe(request: pytest.FixtureRequest) -> Path:
+    """Each recipe in turn."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def two_ranks(recipe: Path, folder: Path) -> Run:
+    """The uninterrupted run that the others are compared with."""
+    return Run(recipe, folder, f"{recipe.stem}-two", 2)
+
+
+def test_recipe_trains(two_ranks: Run) -> None:
+    """A loss for every step, and the losses over fixed sequences fall."""
+    assert sorted(two_ranks.losses) == list(range(STEPS))
+    with (two_ranks.results / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for name in ("eval_loss/train", "eval_loss/held_out"):
+        losses = [float(row[name]) for row in rows if row[name]]
+        assert len(losses) == 3 and losses[0] > losses[1] > losses[2], losses
+
+
+def test_recipe_prints_its_progress(two_ranks: Run) -> None:
+    """A line for each step, the losses before and after, and where the results are."""
+    for step in range(1, STEPS + 1):
+        assert f"step {step:>6}  loss  {two_ranks.losses[step - 1]:.4f}  grad_norm" in two_ranks.output
+    assert "tokens/s" in two_ranks.output and "GiB" in two_ranks.output
+    assert "step 0" in two_ranks.output and f"step {STEPS}" in two_ranks.output
+    assert str(two_ranks.checkpoint(STEPS)) in two_ranks.output and str(two_ranks.results) in two_ranks.output
+
+
+def test_recipe_writes_its_results(two_ranks: Run) -> None:
+    """TensorBoard's file, the recipe as it ran, and whole checkpoints with a part of each rank."""
+    assert list(two_ranks.results.glob("events.out.tfevents.*"))
+    assert "context_parallel_size" in (two_ranks.results / "config.yaml").read_text()
+    for step in (2, 4):
+        parts = {path.name for path in two_ranks.checkpoint(step).iterdir()}
+        assert parts == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
+
+
+def test_resume_continues_exactly(recipe: Path, folder: Path, two_ranks: Run) -> None:
+    """The same bits as without the interruption."""
+    resumed = Run(recipe, folder, f"{recipe.stem}-resumed", 2, ckpt_path=two_ranks.checkpoint(2))
+    assert resumed.losses == {step: two_ranks.losses[step] for step in (2, 3)}
+
+
+def test_resume_continues_on_another_number_of_ranks(recipe: Path, folder: Path, two_ranks: Run) -> None:
+    """The same sequences and the same state; one rank sums in another order."""
+    resumed = Run(recipe, folder, f"{recipe.stem}-resumed-on-one", 1, ckpt_path=two_ranks.checkpoint(2))
+    difference, count = largest_difference(resumed.losses, two_ranks.losses)
+    assert count == 2 and difference <= RTOL_FP64 * max(two_ranks.losses.values())
+
+
+def test_signal_ends_a_run_with_a_checkpoint(recipe: Path, folder: Path) -> None:
+    """Sent SIGTERM, both ranks finish a step and write their parts; the place in the data is that of the step."""
+    name, endless = f"{recipe.stem}-interrupted", {"trainer.max_steps": 10**6, "trainer.val_check_interval": 10**6}
+    interrupt(command(recipe, folder, name, **endless), after="step      3 ", NPROC="2")
+    (checkpoint,) = (folder / name / "version_0").glob("interrupted-step=*.ckpt")
+    assert {path.name for path in checkpoint.iterdir()} == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
+    meta = torch.load(checkpoint / "meta.pt", weights_only=True)
+    assert meta["global_step"] == meta["TextData"]["num_consumed"] == int(checkpoint.stem.rpartition("=")[2])
+
+
+def test_one_rank_has_the_losses_of_two(recipe: Path, folder: Path, two_ranks: Run) -> None:
+    """Context parallelism changes how a loss is computed, not the loss."""
+    one_rank = Run(recipe, folder, f"{recipe.stem}-one", 1)
+    difference, count = largest_difference(one_rank.losses, two_ranks.losses)
+    assert count == STEPS and difference <= RTOL_FP64 * max(two_ranks.losses.values())
+    shown = run(["bash", "-c", '"$PYTHON" -m recipes.lightning.compare "$@"', "-", one_rank.results, two_ranks.results])
+    assert f"losses of the {STEPS} steps that both have differ by {difference:.2e} at most" in shown
+
+
+def test_dry_run_prints_the_command_and_runs_nothing(recipe: Path, folder: Path) -> None:
+    """The environment and one torchrun command, with the flags handed on."""
+    output_dir = folder / "dry run"
+    shown = run(["launch/local.sh", "--dry-run", recipe, "--output_dir", output_dir], NPROC="3")
+    assert "torch.distributed.run --standalone --nproc_per_node 3 -m recipes.lightning.train fit" in shown
+    assert f"--config {recipe}" in shown
+    assert "OMP_NUM_THREADS=1" in shown and r"--output_dir" in shown and r"dry\ run" in shown
+    assert shown.count("\n") == 1 and not output_dir.exists()
+
+
+def test_every_key_is_commented(recipe: Path) -> None:
+    """A recipe reads as a filled-in form: what has a value has a comment."""
+    for line in recipe.read_text().splitlines():
+        key, _, value = line.partition("#")[0].strip().removeprefix("- ").partition(":")
+        if value.strip() and key != "class_path":
+            assert "# " in line, line
+
+
+def test_curves_without_a_common_step_are_refused() -> None:
+    """There is nothing to compare."""
+    with pytest.raises(ValueError, match="curves must share a step, got 1 and 1 steps apart; train both from step 0"):
+        largest_difference({0: 1.0}, {1: 1.0})
+
+
+def test_run_without_a_curve_is_refused(tmp_path: Path) -> None:
+    """The message names the folder."""
+    with pytest.raises(ValueError, match=f"run must hold version_N/metrics.csv, got none in {tmp_path}"):
+        newest_curve(tmp_path)

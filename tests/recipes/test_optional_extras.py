@@ -1,0 +1,49 @@
+"""What a user without an optional package is told. One process."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.recipes.launching import run
+
+
+def test_lightning_adapter_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing it without lightning says which extra to install."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "lightning" or "ringflash.lightning" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    with pytest.raises(ImportError, match=r"lightning must be installed .* pip install 'ringflash\[lightning\]'"):
+        import ringflash.lightning  # noqa: F401
+
+
+WITHOUT_EXTRAS = """
+import sys
+sys.modules.update(lightning=None, transformers=None, deepspeed=None)
+import torch, ringflash
+x = torch.randn(1, 8, 2, 16)
+assert ringflash.ring_attention(x, x, x, group=None).shape == x.shape
+"""
+
+
+def test_ringflash_itself_needs_no_extra() -> None:
+    """In a process of its own: the core imports without them, and attends."""
+    run([sys.executable, "-c", WITHOUT_EXTRAS])
+
+
+def test_other_strategies_are_refused() -> None:
+    """A module that cannot find its ring says which strategy to pass."""
+    from ringflash.lightning.strategy import strategy_of
+
+    with pytest.raises(ValueError, match="strategy must be a ContextParallelStrategy, got str; pass Trainer"):
+        strategy_of(SimpleNamespace(strategy="ddp"))
+
+
+def test_mesh_before_the_processes_have_joined_is_refused() -> None:
+    """The message says when to read it."""
+    from ringflash.lightning import ContextParallelStrategy
+
+    with pytest.raises(RuntimeError, match="shard_mesh must be read after the processes have joined"):
+        _ = ContextParallelStrategy().shard_mesh

@@ -1,0 +1,87 @@
+"""Training on a 2 x 2 mesh of data and context against one process: gradients, clipping, weights, losses.
+
+One torchrun of four gloo processes on the CPU (strategy_worker.py) does all runs; every test reads its part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.recipes.launching import run, write_text
+
+RTOL_FP64 = 1e-11
+WORLD_SIZE = 4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder, out = write_text(tmp_path_factory.mktemp("text")), tmp_path_factory.mktemp("found")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD_SIZE)]
+    run([*launch, "-m", "tests.recipes.strategy_worker", folder, out])
+    return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+@pytest.mark.parametrize("clipping", ["norm", "value", "lightning"])
+@pytest.mark.parametrize("quantity", ["gradient", "weight", "loss"])
+def test_training_equals_one_process(ranks: list[dict[str, Any]], clipping: str, quantity: str) -> None:
+    """fp64, three steps of AdamW: clipped by our norm, by value, and by Lightning's own hook."""
+    errors = [rank[clipping][quantity] for rank in ranks]
+    assert max(errors) <= RTOL_FP64, errors
+
+
+@pytest.mark.parametrize("clipping", ["norm", "value"])
+def test_logged_norm_is_that_of_the_whole_gradient(ranks: list[dict[str, Any]], clipping: str) -> None:
+    """Before clipping, over the shards of all ranks."""
+    errors = [rank[clipping]["grad_norm"] for rank in ranks]
+    assert max(errors) <= RTOL_FP64, errors
+
+
+def test_gradients_were_large_enough_to_clip(ranks: list[dict[str, Any]]) -> None:
+    """Else the comparison above would say nothing about clipping."""
+    assert all(rank[clipping]["clipped"] for rank in ranks for clipping in ("norm", "value"))
+
+
+@pytest.mark.parametrize("name", ["train", "held_out"])
+def test_evaluation_is_the_mean_over_tokens_of_all_ranks(ranks: list[dict[str, Any]], name: str) -> None:
+    """Sequences with more documents have fewer labels: the mean of the sequences' means is another number."""
+    errors = [rank["evaluation"][name] for rank in ranks]
+    assert max(errors) <= RTOL_FP64, errors
+
+
+def test_sizes_are_refused_before_any_rank_joins(ranks: list[dict[str, Any]]) -> None:
+    """Three does not divide four: every rank says so, and no process group was made."""
+    for rank in ranks:
+        assert "must be the number of ranks (4), got 1 * 3; start 3 ranks" in rank["refusal"]["message"]
+        assert not rank["refusal"]["joined"]
+
+
+def test_mesh_has_rings_of_neighbours(ranks: list[dict[str, Any]]) -> None:
+    """Ranks 0 and 1 share a sequence, 2 and 3 another; all four share the parameters; samplers split by data."""
+    for rank, found in enumerate(ranks):
+        assert found["mesh"] == {
+            "axes": ["data_parallel", "context_parallel"],
+            "sizes": [2, 2],
+            "cp_ranks": [0, 1] if rank < 2 else [2, 3],
+            "shard_size": 4,
+            "sampler": {"num_replicas": 2, "rank": rank // 2},
+            "num_consumed": 6,
+        }
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("32-true", "torch.float32"), ("bf16-mixed", "torch.float32"), ("bf16-true", "torch.bfloat16")],
+)
+def test_precisions_train(ranks: list[dict[str, Any]], precision: str, dtype: str) -> None:
+    """Parameters have the dtype that is asked for; loss and norm are finite and the same on every rank."""
+    for rank in ranks:
+        assert rank[precision]["dtypes"] == [dtype]
+        assert rank[precision]["metrics"] == ranks[0][precision]["metrics"]
+        assert all(math.isfinite(x) for step in rank[precision]["metrics"] for x in step.values())
