@@ -10,8 +10,14 @@ EXTRAS = huggingface,lightning,deepspeed,dev
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+RECIPE = PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(VENV))/bin/python" launch/local.sh
+
 train: $(VENV)/.ready  ## Train a small model on real text through the ring: all GPUs, or 2 CPU processes
-	PATH="$(abspath $(VENV))/bin:$$PATH" launch/local.sh
+	$(RECIPE)
+	@echo "The first 20 steps again, on one process:"
+	NPROC=1 $(RECIPE) --output_dir runs/quickstart-cp1 --trainer.max_steps 20 \
+		--trainer.num_sanity_val_steps 0 --trainer.limit_val_batches 0
+	PYTHONPATH=.:kernels $(VENV)/bin/python -m recipes.lightning.compare runs/quickstart-cp1 runs/quickstart
 
 test: test-cpu  ## Run the tests that need no GPU
 
