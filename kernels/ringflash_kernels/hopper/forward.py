@@ -13,6 +13,7 @@ earlier calls are merged in the epilogue, loaded by TMA while the main loop runs
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -949,7 +950,7 @@ def forward(
     _settle(out, lse, acc, slice(0, first))
     _settle(out, lse, acc, slice(stop, q.shape[1]))
     if first < stop:
-        with torch.cuda.device(q.device):
+        with _on(q.device):
             launch = plan(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc,
                           num_sms=num_sms or _num_sms(q.device), counter=_counter(q.device))  # fmt: skip
             forward_kernel[(launch.num_programs,)](*launch.arguments, num_warps=4)
@@ -973,19 +974,19 @@ def plan(
     Args:
         counter: two int32 zeros, zeros again after the launch.
     """
-    rows = slice(*mask.q_span)
+    rows, keys = mask.q_span, (0, mask.seqlen_k)
     if len(mask.regions) == 1:
         region = mask.regions[0]
-        keys = slice(region.k_start, region.k_stop)
+        keys = (region.k_start, region.k_stop)
         start = stop = table = None
         lower, upper = _band(region)
         kind = "none" if region.lower is None and region.upper is None else "band"
     else:
-        keys, kind, lower, upper = slice(None), "bounds", 0, 0
-        start, stop = (bound[rows] for bound in mask.bounds(q.device))
-    q, out, k, v, lse = q[:, rows], out[:, rows], k[:, keys], v[:, keys], lse[:, :, rows]
-    acc = None if acc is None else acc[:, rows]
-    variant = ForwardVariant(FORWARD_TILES[q.shape[3]], kind, acc is not None)
+        kind, lower, upper = "bounds", 0, 0
+        start, stop = (bound[slice(*rows)] for bound in mask.bounds(q.device))
+    q, out, lse, acc = _cut(q, 1, rows), _cut(out, 1, rows), _cut(lse, 2, rows), _cut(acc, 1, rows)
+    k, v = _cut(k, 1, keys), _cut(v, 1, keys)
+    variant = _variant(FORWARD_TILES[q.shape[3]], kind, acc is not None)
     if kind == "bounds":
         table = _tile_table(mask, q.device, variant.tiles.rows)
     batch, seqlen_q, num_heads, head_dim = q.shape
@@ -1067,8 +1068,11 @@ _EXAMPLES = {
 }
 
 
+_check_triton_once = functools.cache(check_triton)
+
+
 def _check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None) -> None:
-    check_triton()
+    _check_triton_once()
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale must be positive for impl='hopper', got {softmax_scale}; use impl='flash2'.")
     if lse.stride(2) != 1:
@@ -1088,6 +1092,24 @@ def _settle(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None, rows
         lse[:, :, rows] = -math.inf
     elif acc is not out and acc.data_ptr() != out.data_ptr():
         out[:, rows] = acc[:, rows]
+
+
+def _cut(x: torch.Tensor | None, dim: int, bounds: tuple[int, int]) -> torch.Tensor | None:
+    """x[start:stop] of a dimension, as a view; x itself where that is all of it, since each view costs microseconds."""
+    start, stop = bounds
+    return x if x is None or stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make `device` the current one where it is not."""
+    if device.index is None or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+@functools.cache
+def _variant(tiles: ForwardTiles, mask: str, resume: bool) -> ForwardVariant:
+    return ForwardVariant(tiles, mask, resume)
 
 
 def _band(region: Region) -> tuple[int, int]:
