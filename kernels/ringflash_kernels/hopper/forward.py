@@ -13,6 +13,7 @@ earlier calls are merged in the epilogue, loaded by TMA while the main loop runs
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -54,13 +55,11 @@ class ForwardVariant:
     Args:
         mask: "none", "band" (two diagonals) or "bounds" (an interval of keys for each row).
         resume: the state of earlier calls is read and continued.
-        q_buffers: tiles of Q in shared memory; with two, the next tile's is there when this one ends.
     """
 
     tiles: ForwardTiles
     mask: str
     resume: bool
-    q_buffers: int
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:
@@ -144,12 +143,24 @@ class Tile(NamedTuple):
     end_full: int
 
 
+class Rows(NamedTuple):
+    """What a warpgroup knows of its query rows: Q, the keys [start, stop) that each sees, the scale of exp2."""
+
+    q: tuple
+    start: object
+    stop: object
+    scale: float
+
+
 # ---------------------------------------------------------------------------------------------- work and masks
 
 
 @gluon.jit
-def decode(ticket, problem, pointers, V: gl.constexpr):
-    """The tile behind a ticket. Order: head group, row tile (longest first), head within the group."""
+def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr):
+    """The tile behind a ticket, its unmasked blocks as rows [FIRST, FIRST + COUNT) of it see them.
+
+    Order: head group, row tile (longest first), head within the group.
+    """
     ROWS: gl.constexpr = V.tiles.rows
     BN: gl.constexpr = V.tiles.block_n
     per_group = problem.heads_per_group * problem.num_row_tiles
@@ -166,11 +177,11 @@ def decode(ticket, problem, pointers, V: gl.constexpr):
         first_stop = problem.seqlen_k
         end_key = problem.seqlen_k
     elif V.mask == "band":
-        last = gl.minimum(row + ROWS, problem.seqlen_q) - 1
+        last_row = gl.minimum(row + ROWS, problem.seqlen_q) - 1
         first_key = gl.maximum(row + problem.lower, 0)
-        last_start = last + problem.lower
-        first_stop = gl.minimum(row + problem.upper + 1, problem.seqlen_k)
-        end_key = gl.minimum(last + problem.upper + 1, problem.seqlen_k)
+        end_key = gl.minimum(last_row + problem.upper + 1, problem.seqlen_k)
+        last_start = gl.minimum(row + FIRST + COUNT - 1, last_row) + problem.lower
+        first_stop = gl.minimum(row + FIRST + problem.upper + 1, problem.seqlen_k)
     else:
         entry = pointers.table + rank * 8
         row = gl.load(entry) * ROWS
@@ -203,8 +214,8 @@ def visible_keys(rows, problem, pointers, V: gl.constexpr):
 @gluon.jit
 def slot(count, SIZE: gl.constexpr):
     """Index and phase of the count-th use of a ring of SIZE buffers."""
-    if SIZE & (SIZE - 1) == 0:
-        index = count & (SIZE - 1)
+    if SIZE == 2:
+        index = count & 1
     else:
         index = count % SIZE
     return index, (count // SIZE) & 1
@@ -221,19 +232,12 @@ def tiles_at(ring, index, V: gl.constexpr):
 
 
 @gluon.jit
-def q_slot(count, W: gl.constexpr, V: gl.constexpr):
-    """Slot and phase of warpgroup W's Q in the count-th tile of a program."""
-    index, phase = slot(count, V.q_buffers)
-    return index * V.tiles.num_warpgroups + W, phase
-
-
-@gluon.jit
-def q_tiles(shared, index, V: gl.constexpr):
-    """Q in a slot; where it shares its memory with the results, both parts lie in that warpgroup's half."""
+def q_tiles(shared, W: gl.constexpr, V: gl.constexpr):
+    """Q of warpgroup W; where it shares its memory with the results, both parts lie in that warpgroup's half."""
     if V.tiles.stage_in_q:
-        tiles = (shared.q[0].index(2 * index), shared.q[1].index(2 * index + 1))
+        tiles = (shared.q[0].index(2 * W), shared.q[1].index(2 * W + 1))
     else:
-        tiles = tiles_at(shared.q, index, V)
+        tiles = tiles_at(shared.q, W, V)
     return tiles
 
 
@@ -267,9 +271,8 @@ def load_q(q_desc, shared, barriers, tile, count, V: gl.constexpr):
     """Load the rows of each warpgroup, once it has done with the last tile's."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     for w in gl.static_range(WARPGROUPS):
-        index, phase = q_slot(count, w, V)
-        mbarrier.wait(barriers.q_empty.index(index), phase ^ 1)
-        load_tile(q_desc, q_tiles(shared, index, V), barriers.q_full.index(index), tile.batch,
+        mbarrier.wait(barriers.q_empty.index(w), (count & 1) ^ 1)
+        load_tile(q_desc, q_tiles(shared, w, V), barriers.q_full.index(w), tile.batch,
                   tile.row + w * V.tiles.block_m, tile.head, V)  # fmt: skip
 
 
@@ -282,7 +285,7 @@ def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.c
     kv = 0
     ticket = gl.program_id(0)
     while ticket < problem.num_tiles:
-        tile = decode(ticket, problem, pointers, V)
+        tile = decode(ticket, problem, pointers, 0, V.tiles.rows, V)
         publish(ticket, count, shared, barriers)
         head_kv = tile.head // problem.heads_per_kv
         for i in range(tile.num_blocks):
@@ -386,27 +389,14 @@ def zero_acc(V: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, key, start, stop, V: gl.constexpr):
+def hide(s, key, rows, V: gl.constexpr):
     """S with -inf where a row does not see the key."""
     S_LAYOUT: gl.constexpr = V.score_layout
     keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
-    visible = keys[None, :] < stop[:, None]
+    visible = keys[None, :] < rows.stop[:, None]
     if V.mask != "none":
-        visible = visible & (keys[None, :] >= start[:, None])
+        visible = visible & (keys[None, :] >= rows.start[:, None])
     return gl.where(visible, s, float("-inf"))
-
-
-@gluon.jit
-def softmax(s, row_max, scale, MASKED: gl.constexpr):
-    """P = exp(S - m), the new row maximum m (of S before scaling), and exp(old m - m)."""
-    new_max = gl.maximum(row_max, gl.max(s, 1))
-    if MASKED:
-        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-    else:
-        finite_max = new_max
-    alpha = gl.exp2((row_max - finite_max) * scale)
-    p = gl.exp2(s * scale - (finite_max * scale)[:, None])
-    return p, new_max, alpha
 
 
 @gluon.jit
@@ -418,186 +408,225 @@ def lane_sums(p, V: gl.constexpr):
 
 
 @gluon.jit
-def begin_turn(token, W: gl.constexpr, V: gl.constexpr):
-    """Wait until the warpgroup before has issued its products: one's softmax then runs under another's products."""
-    if V.tiles.take_turns:
-        named_barrier(token, 8 + W, 256, False)
+def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexpr):
+    """P = exp(S - m), the new row maximum m (of S before scaling) and lanes' sums, and exp(old m - m)."""
+    if MASKED:
+        s = hide(s, key, rows, V)
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    if MASKED:
+        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    else:
+        finite_max = new_max
+    alpha = gl.exp2((row_max - finite_max) * rows.scale)
+    p = gl.exp2(s * rows.scale - (finite_max * rows.scale)[:, None])
+    lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+    row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
+    return p, new_max, row_sum, alpha
 
 
 @gluon.jit
-def end_turn(token, W: gl.constexpr, V: gl.constexpr):
-    """Let the next warpgroup issue its products."""
-    if V.tiles.take_turns:
-        named_barrier(token, 8 + (W + 1) % V.tiles.num_warpgroups, 256, True)
-
-
-@gluon.jit
-def normalizer(row_sum, row_max, scale, V: gl.constexpr):
+def normalizer(row_sum, row_max, rows, V: gl.constexpr):
     """1 / l and lse of every row, from the lanes' sums."""
     S_LAYOUT: gl.constexpr = V.score_layout
     LN2: gl.constexpr = 0.6931471805599453
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
     inverse = gl.where(row_sum > 0, 1.0 / row_sum, 0.0)
-    return inverse, gl.where(row_sum > 0, row_max * (scale * LN2) + gl.log(row_sum), float("-inf"))
+    return inverse, gl.where(row_sum > 0, row_max * (rows.scale * LN2) + gl.log(row_sum), float("-inf"))
 
 
 @gluon.jit
-def step(acc, p, row_max, row_sum, kv, key, more, q, start, stop, scale, shared, barriers,
-         MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr):
-    """S of the next block and O += P V of this one in flight together, then the next block's softmax."""
+def nothing_yet(V: gl.constexpr):
+    """O, row maxima and lanes' sums before the first block."""
+    BM: gl.constexpr = V.tiles.block_m
+    BN: gl.constexpr = V.tiles.block_n
+    S_LAYOUT: gl.constexpr = V.score_layout
+    row_max = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    return zero_acc(V), row_max, lane_sums(gl.zeros([BM, BN], gl.float32, S_LAYOUT), V)
+
+
+@gluon.jit
+def key_of(tile, i, V: gl.constexpr):
+    """First key of the i-th block of the walk."""
+    return tile.key + (tile.num_blocks - 1 - i) * V.tiles.block_n
+
+
+@gluon.jit
+def step_overlapped(acc, p, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                    MASKED: gl.constexpr, V: gl.constexpr):
+    """S of block i and O += P V of the block before in flight together, then the softmax of block i."""
     STAGES: gl.constexpr = V.tiles.num_stages
     index, phase = slot(kv, STAGES)
     next_index, _ = slot(kv + 1, STAGES)
-    begin_turn(kv, W, V)
-    s = scores(q, matrices(tiles_at(shared.k, next_index, V), V), V)
+    s = scores(rows.q, matrices(tiles_at(shared.k, next_index, V), V), V)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
-    end_turn(kv, W, V)
     s = warpgroup_mma_wait(len(V.tiles.parts), deps=(s,))
     mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
-    if MASKED:
-        s = hide(s, key, start, stop, V)
-    p, row_max, alpha = softmax(s, row_max, scale, MASKED)
-    lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
-    row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
+    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
     # Ending the basic block here keeps the softmax ahead of the wait for P V, which ptxas would hoist.
     after_index, after_phase = slot(kv + 2, STAGES)
-    mbarrier.wait(barriers.k_full.index(after_index), after_phase, pred=more)
+    mbarrier.wait(barriers.k_full.index(after_index), after_phase, pred=i + 1 < tile.num_blocks)
     acc = wait_values(acc, V)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
     return scaled(acc, alpha, V), p, row_max, row_sum, kv + 1
 
 
 @gluon.jit
-def step_paired(acc, s, row_max, row_sum, kv, key, q, start, stop, scale, shared, barriers,
-                MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr):
-    """The softmax of one block, then its O += P V and S of the next block together; other warpgroups fill the gaps."""
-    STAGES: gl.constexpr = V.tiles.num_stages
-    index, phase = slot(kv, STAGES)
-    next_index, next_phase = slot(kv + 1, STAGES)
-    if MASKED:
-        s = hide(s, key, start, stop, V)
-    p, row_max, alpha = softmax(s, row_max, scale, MASKED)
-    lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
-    row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
-    acc = scaled(acc, alpha, V)
-    mbarrier.wait(barriers.v_full.index(index), phase)
-    mbarrier.wait(barriers.k_full.index(next_index), next_phase)
-    begin_turn(kv, W, V)
-    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
-    s = scores(q, matrices(tiles_at(shared.k, next_index, V), V), V)
-    if not V.tiles.strict:
-        end_turn(kv, W, V)
-    acc = wait_values(acc, V)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    if V.tiles.strict:
-        end_turn(kv, W, V)
-    mbarrier.arrive(barriers.v_empty.index(index), count=1)
-    mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
-    return acc, s, row_max, row_sum, kv + 1
-
-
-@gluon.jit
-def attend_paired(q, q_empty, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V: gl.constexpr):
-    """`attend` with the softmax under other warpgroups' products only, which takes fewer registers."""
-    BM: gl.constexpr = V.tiles.block_m
-    BN: gl.constexpr = V.tiles.block_n
-    S_LAYOUT: gl.constexpr = V.score_layout
+def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr):
+    """O (not yet divided), 1 / l and lse of a tile, and the next use of the ring; softmax under the own products."""
     STAGES: gl.constexpr = V.tiles.num_stages
     n = tile.num_blocks
+    acc, row_max, row_sum = nothing_yet(V)
     index, phase = slot(kv, STAGES)
     mbarrier.wait(barriers.k_full.index(index), phase)
-    begin_turn(kv, W, V)
-    s = scores(q, matrices(tiles_at(shared.k, index, V), V), V)
-    end_turn(kv, W, V)
-    row_max = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    row_sum = lane_sums(gl.zeros([BM, BN], gl.float32, S_LAYOUT), V)
-    acc = zero_acc(V)
-    s = warpgroup_mma_wait(0, deps=(s,))
+    s = warpgroup_mma_wait(0, deps=(scores(rows.q, matrices(tiles_at(shared.k, index, V), V), V),))
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
-    first = gl.minimum(n - tile.end_full, n - 1)
-    last = gl.minimum(n - tile.first_full, n - 1)
-    for i in range(0, first):
-        acc, s, row_max, row_sum, kv = step_paired(acc, s, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, q,
-                                                   start, stop, scale, shared, barriers, True, W, V)
-    for _ in range(first, last):
-        acc, s, row_max, row_sum, kv = step_paired(acc, s, row_max, row_sum, kv, 0, q,
-                                                   start, stop, scale, shared, barriers, False, W, V)
-    if V.mask != "none":
-        for i in range(last, n - 1):
-            acc, s, row_max, row_sum, kv = step_paired(acc, s, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, q,
-                                                       start, stop, scale, shared, barriers, True, W, V)
-    if not V.tiles.stage_in_q:
-        mbarrier.arrive(q_empty, count=1)
-    index, phase = slot(kv, STAGES)
-    if V.mask != "none":
-        s = hide(s, tile.key, start, stop, V)
-    elif tile.end_full == 0:
-        s = hide(s, tile.key, start, stop, V)
-    p, row_max, alpha = softmax(s, row_max, scale, True)
-    lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
-    row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
-    acc = scaled(acc, alpha, V)
-    mbarrier.wait(barriers.v_full.index(index), phase)
-    begin_turn(kv, W, V)
-    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
-    end_turn(kv, W, V)
-    inverse, lse = normalizer(row_sum, row_max, scale, V)
-    acc = wait_values(acc, V)
-    mbarrier.arrive(barriers.v_empty.index(index), count=1)
-    return acc, inverse, lse, kv + 1
-
-
-@gluon.jit
-def attend(q, q_empty, tile, kv, start, stop, scale, shared, barriers, W: gl.constexpr, V: gl.constexpr):
-    """Softmax and O over the key blocks of a tile: O (unscaled), row sums, row maxima, next use of the ring."""
-    S_LAYOUT: gl.constexpr = V.score_layout
-    BM: gl.constexpr = V.tiles.block_m
-    BN: gl.constexpr = V.tiles.block_n
-    STAGES: gl.constexpr = V.tiles.num_stages
-    n = tile.num_blocks
-    index, phase = slot(kv, STAGES)
-    mbarrier.wait(barriers.k_full.index(index), phase)
-    s = scores(q, matrices(tiles_at(shared.k, index, V), V), V)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(barriers.k_empty.index(index), count=1)
-    row_max = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    if V.mask != "none":
-        s = hide(s, tile.key + (n - 1) * BN, start, stop, V)
-    elif tile.end_full < n:
-        s = hide(s, tile.key + (n - 1) * BN, start, stop, V)
-    p, row_max, alpha = softmax(s, row_max, scale, True)
-    row_sum = lane_sums(p, V)
-    acc = zero_acc(V)
+    if V.mask == "none":
+        if tile.end_full < n:
+            s = hide(s, key_of(tile, 0, V), rows, V)
+    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, 0, V), rows, V.mask != "none", V)
     index, phase = slot(kv + 1, STAGES)
     mbarrier.wait(barriers.k_full.index(index), phase, pred=n > 1)
     first = gl.maximum(n - tile.end_full, 1)
     last = gl.maximum(n - tile.first_full, first)
     if V.mask != "none":
         for i in range(1, first):
-            acc, p, row_max, row_sum, kv = step(acc, p, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, i + 1 < n,
-                                                q, start, stop, scale, shared, barriers, True, W, V)
+            acc, p, row_max, row_sum, kv = step_overlapped(acc, p, row_max, row_sum, kv, i, tile, rows, shared,
+                                                           barriers, True, V)  # fmt: skip
     for i in range(first, last):
-        acc, p, row_max, row_sum, kv = step(acc, p, row_max, row_sum, kv, 0, i + 1 < n, q,
-                                            start, stop, scale, shared, barriers, False, W, V)
+        acc, p, row_max, row_sum, kv = step_overlapped(acc, p, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                                                       False, V)  # fmt: skip
     if V.mask != "none":
         for i in range(last, n):
-            acc, p, row_max, row_sum, kv = step(acc, p, row_max, row_sum, kv, tile.key + (n - 1 - i) * BN, i + 1 < n,
-                                                q, start, stop, scale, shared, barriers, True, W, V)
+            acc, p, row_max, row_sum, kv = step_overlapped(acc, p, row_max, row_sum, kv, i, tile, rows, shared,
+                                                           barriers, True, V)  # fmt: skip
     if not V.tiles.stage_in_q:
         mbarrier.arrive(q_empty, count=1)
     index, phase = slot(kv, STAGES)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
-    inverse, lse = normalizer(row_sum, row_max, scale, V)
+    inverse, lse = normalizer(row_sum, row_max, rows, V)
     acc = wait_values(acc, V)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
     return acc, inverse, lse, kv + 1
 
 
 @gluon.jit
+def begin_turn(token, W: gl.constexpr):
+    """Wait until the warpgroup before has issued its products: one's softmax then runs under another's products."""
+    named_barrier(token, 8 + W, 256, False)
+
+
+@gluon.jit
+def end_turn(token, W: gl.constexpr, V: gl.constexpr):
+    """Let the next warpgroup issue its products."""
+    named_barrier(token, 8 + (W + 1) % V.tiles.num_warpgroups, 256, True)
+
+
+@gluon.jit
+def step_in_turns(acc, s, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                  MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr):
+    """The softmax of block i, then, in one turn, its O += P V and S of the next block."""
+    STAGES: gl.constexpr = V.tiles.num_stages
+    index, phase = slot(kv, STAGES)
+    next_index, next_phase = slot(kv + 1, STAGES)
+    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
+    acc = scaled(acc, alpha, V)
+    mbarrier.wait(barriers.v_full.index(index), phase)
+    mbarrier.wait(barriers.k_full.index(next_index), next_phase)
+    begin_turn(kv, W)
+    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
+    s = scores(rows.q, matrices(tiles_at(shared.k, next_index, V), V), V)
+    end_turn(kv, W, V)
+    acc = wait_values(acc, V)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
+    return acc, s, row_max, row_sum, kv + 1
+
+
+@gluon.jit
+def attend_in_turns(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+    """`attend_overlapped` with the softmax under the other warpgroup's products, issued in turn."""
+    STAGES: gl.constexpr = V.tiles.num_stages
+    n = tile.num_blocks
+    acc, row_max, row_sum = nothing_yet(V)
+    index, phase = slot(kv, STAGES)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    begin_turn(kv, W)
+    s = scores(rows.q, matrices(tiles_at(shared.k, index, V), V), V)
+    end_turn(kv, W, V)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    first = gl.minimum(n - tile.end_full, n - 1)
+    last = gl.minimum(n - tile.first_full, n - 1)
+    for i in range(0, first):
+        acc, s, row_max, row_sum, kv = step_in_turns(acc, s, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                                                     True, W, V)  # fmt: skip
+    for i in range(first, last):
+        acc, s, row_max, row_sum, kv = step_in_turns(acc, s, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                                                     False, W, V)  # fmt: skip
+    if V.mask != "none":
+        for i in range(last, n - 1):
+            acc, s, row_max, row_sum, kv = step_in_turns(acc, s, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                                                         True, W, V)  # fmt: skip
+    if not V.tiles.stage_in_q:
+        mbarrier.arrive(q_empty, count=1)
+    index, phase = slot(kv, STAGES)
+    if V.mask == "none":
+        if tile.end_full == 0:
+            s = hide(s, tile.key, rows, V)
+    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, tile.key, rows, V.mask != "none", V)
+    acc = scaled(acc, alpha, V)
+    mbarrier.wait(barriers.v_full.index(index), phase)
+    begin_turn(kv, W)
+    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
+    end_turn(kv, W, V)
+    inverse, lse = normalizer(row_sum, row_max, rows, V)
+    acc = wait_values(acc, V)
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    return acc, inverse, lse, kv + 1
+
+
+@gluon.jit
+def step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, V: gl.constexpr):
+    """Block i from S to O += P V; the other warpgroups' products run meanwhile."""
+    index, phase = slot(kv, V.tiles.num_stages)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    s = warpgroup_mma_wait(0, deps=(scores(rows.q, matrices(tiles_at(shared.k, index, V), V), V),))
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
+    acc = scaled(acc, alpha, V)
+    mbarrier.wait(barriers.v_full.index(index), phase)
+    acc = wait_values(add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V), V)
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    return acc, row_max, row_sum, kv + 1
+
+
+@gluon.jit
+def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr):
+    """`attend_overlapped` without overlap inside the warpgroup: the fewest registers."""
+    n = tile.num_blocks
+    acc, row_max, row_sum = nothing_yet(V)
+    for i in range(0, n - tile.end_full):
+        acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                                                     True, V)  # fmt: skip
+    for i in range(n - tile.end_full, n - tile.first_full):
+        acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                                                     False, V)  # fmt: skip
+    if V.mask != "none":
+        for i in range(n - tile.first_full, n):
+            acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                                                         True, V)  # fmt: skip
+    if not V.tiles.stage_in_q:
+        mbarrier.arrive(q_empty, count=1)
+    inverse, lse = normalizer(row_sum, row_max, rows, V)
+    return acc, inverse, lse, kv
+
+
+@gluon.jit
 def attend_nothing(q_empty, kv, V: gl.constexpr):
-    """What `attend` returns for a tile that sees no key."""
+    """What attending returns for a tile that sees no key."""
     if not V.tiles.stage_in_q:
         mbarrier.arrive(q_empty, count=1)
     BM: gl.constexpr = V.tiles.block_m
@@ -677,40 +706,39 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
     count = 0
     kv = 0
     loads = 0
-    if W == V.tiles.num_warpgroups - 1:
+    if V.tiles.schedule == "turns" and W == V.tiles.num_warpgroups - 1:
         end_turn(count, W, V)  # the first turn is warpgroup 0's
     ticket = receive(count, shared, barriers)
     while ticket < problem.num_tiles:
-        tile = decode(ticket, problem, pointers, V)
+        tile = decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
         row = tile.row + W * V.tiles.block_m
-        rows = row + gl.arange(0, V.tiles.block_m, layout=row_layout)
+        row_index = row + gl.arange(0, V.tiles.block_m, layout=row_layout)
         lse_of_head = pointers.lse + tile.batch.to(gl.int64) * problem.lse_stride_b \
-            + tile.head.to(gl.int64) * problem.lse_stride_h
-        start, stop = visible_keys(rows, problem, pointers, V)
+            + tile.head.to(gl.int64) * problem.lse_stride_h  # fmt: skip
+        start, stop = visible_keys(row_index, problem, pointers, V)
         if V.resume:
-            old_lse = gl.load(lse_of_head + rows, mask=rows < problem.seqlen_q, other=float("-inf"))
+            old_lse = gl.load(lse_of_head + row_index, mask=row_index < problem.seqlen_q, other=float("-inf"))
             if not V.tiles.stage_in_q:
                 load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, V)
-        index, phase = q_slot(count, W, V)
-        q_empty = barriers.q_empty.index(index)
-        mbarrier.wait(barriers.q_full.index(index), phase)
-        if tile.num_blocks > 0:
-            q = matrices(q_tiles(shared, index, V), V)
-            if V.tiles.overlap:
-                acc, factor, lse, kv = attend(q, q_empty, tile, kv, start, stop, problem.scale, shared, barriers, W, V)
-            else:
-                acc, factor, lse, kv = attend_paired(q, q_empty, tile, kv, start, stop, problem.scale, shared,
-                                                     barriers, W, V)  # fmt: skip
-        else:
+        q_empty = barriers.q_empty.index(W)
+        rows = Rows(matrices(q_tiles(shared, W, V), V), start, stop, problem.scale)
+        mbarrier.wait(barriers.q_full.index(W), count & 1)
+        if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
+        elif V.tiles.schedule == "overlap":
+            acc, factor, lse, kv = attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V)
+        elif V.tiles.schedule == "turns":
+            acc, factor, lse, kv = attend_in_turns(rows, q_empty, tile, kv, shared, barriers, W, V)
+        else:
+            acc, factor, lse, kv = attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V)
         if V.resume:
             lse, weight, old_weight = merge_weights(lse, old_lse)
             factor = factor * weight
         else:
             old_weight = factor
         acc = scaled(acc, factor, V)
-        rows = row + gl.arange(0, V.tiles.block_m, layout=row_layout)  # again: a short live range spares registers
-        gl.store(lse_of_head + rows, lse, mask=rows < problem.seqlen_q)
+        row_index = row + gl.arange(0, V.tiles.block_m, layout=row_layout)  # again: a short live range spares registers
+        gl.store(lse_of_head + row_index, lse, mask=row_index < problem.seqlen_q)
         loads = store_part(acc[0], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 0, V)
         if len(V.tiles.parts) == 2:
             loads = store_part(acc[1], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 1, V)
@@ -770,8 +798,7 @@ def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, V: gl.constexpr):
     else:
         stage_dtype: gl.constexpr = gl.float32 if V.resume else o_desc[0].dtype
         stage = gl.allocate_shared_memory(stage_dtype, box, acc_desc[0].layout)
-        SLOTS: gl.constexpr = WARPGROUPS * V.q_buffers
-        q_ring = ring_of(q_desc, SLOTS, V)
+        q_ring = ring_of(q_desc, WARPGROUPS, V)
     k_ring = ring_of(k_desc, V.tiles.num_stages, V)
     v_ring = ring_of(v_desc, V.tiles.num_stages, V)
     ticket = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -783,10 +810,9 @@ def make_barriers(V: gl.constexpr):
     """The mbarriers of a program, ready for use."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     STAGES: gl.constexpr = V.tiles.num_stages
-    Q_SLOTS: gl.constexpr = WARPGROUPS * V.q_buffers
     barriers = Barriers(
-        barrier_ring(Q_SLOTS, 1),
-        barrier_ring(Q_SLOTS, 1),
+        barrier_ring(WARPGROUPS, 1),
+        barrier_ring(WARPGROUPS, 1),
         barrier_ring(STAGES, 1),
         barrier_ring(STAGES, WARPGROUPS),
         barrier_ring(STAGES, 1),
@@ -924,7 +950,7 @@ def forward(
     _settle(out, lse, acc, slice(0, first))
     _settle(out, lse, acc, slice(stop, q.shape[1]))
     if first < stop:
-        with torch.cuda.device(q.device):
+        with _on(q.device):
             launch = plan(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc,
                           num_sms=num_sms or _num_sms(q.device), counter=_counter(q.device))  # fmt: skip
             forward_kernel[(launch.num_programs,)](*launch.arguments, num_warps=4)
@@ -948,21 +974,19 @@ def plan(
     Args:
         counter: two int32 zeros, zeros again after the launch.
     """
-    rows = slice(*mask.q_span)
+    rows, keys = mask.q_span, (0, mask.seqlen_k)
     if len(mask.regions) == 1:
         region = mask.regions[0]
-        keys = slice(region.k_start, region.k_stop)
+        keys = (region.k_start, region.k_stop)
         start = stop = table = None
         lower, upper = _band(region)
         kind = "none" if region.lower is None and region.upper is None else "band"
     else:
-        keys, kind, lower, upper = slice(None), "bounds", 0, 0
-        start, stop = (bound[rows] for bound in mask.bounds(q.device))
-    q, out, k, v, lse = q[:, rows], out[:, rows], k[:, keys], v[:, keys], lse[:, :, rows]
-    acc = None if acc is None else acc[:, rows]
-    tiles = FORWARD_TILES[q.shape[3]]
-    wide = acc is not None or out.dtype == torch.float32
-    variant = ForwardVariant(tiles, kind, acc is not None, tiles.q_buffers_wide if wide else tiles.q_buffers)
+        kind, lower, upper = "bounds", 0, 0
+        start, stop = (bound[slice(*rows)] for bound in mask.bounds(q.device))
+    q, out, lse, acc = _cut(q, 1, rows), _cut(out, 1, rows), _cut(lse, 2, rows), _cut(acc, 1, rows)
+    k, v = _cut(k, 1, keys), _cut(v, 1, keys)
+    variant = _variant(FORWARD_TILES[q.shape[3]], kind, acc is not None)
     if kind == "bounds":
         table = _tile_table(mask, q.device, variant.tiles.rows)
     batch, seqlen_q, num_heads, head_dim = q.shape
@@ -1044,8 +1068,11 @@ _EXAMPLES = {
 }
 
 
+_check_triton_once = functools.cache(check_triton)
+
+
 def _check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None) -> None:
-    check_triton()
+    _check_triton_once()
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale must be positive for impl='hopper', got {softmax_scale}; use impl='flash2'.")
     if lse.stride(2) != 1:
@@ -1065,6 +1092,24 @@ def _settle(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None, rows
         lse[:, :, rows] = -math.inf
     elif acc is not out and acc.data_ptr() != out.data_ptr():
         out[:, rows] = acc[:, rows]
+
+
+def _cut(x: torch.Tensor | None, dim: int, bounds: tuple[int, int]) -> torch.Tensor | None:
+    """x[start:stop] of a dimension, as a view; x itself where that is all of it, since each view costs microseconds."""
+    start, stop = bounds
+    return x if x is None or stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make `device` the current one where it is not."""
+    if device.index is None or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+@functools.cache
+def _variant(tiles: ForwardTiles, mask: str, resume: bool) -> ForwardVariant:
+    return ForwardVariant(tiles, mask, resume)
 
 
 def _band(region: Region) -> tuple[int, int]:

@@ -18,9 +18,10 @@ class ForwardTiles:
         num_warpgroups: consumer warpgroups, each with `block_m` query rows.
         block_n: keys of one K/V stage.
         num_stages: K/V stages in shared memory.
-        overlap: softmax of one key block runs under the products of the next; otherwise warpgroups only
-            overlap each other, which needs fewer registers.
-        q_buffers: tiles of Q, and `q_buffers_wide`: where results or state are fp32 and take more room.
+        schedule: what runs under the softmax of a key block.
+            "overlap"  the warpgroup's own products of the blocks before and after
+            "turns"    the other warpgroup's products: they issue theirs in turn, two blocks' at once
+            "sequence" whatever the other warpgroups happen to issue; takes the fewest registers
         stage_in_q: results leave through the buffer of Q, where shared memory has no room for another.
     """
 
@@ -28,12 +29,8 @@ class ForwardTiles:
     num_warpgroups: int
     block_n: int
     num_stages: int
-    overlap: bool = True
-    take_turns: bool = False
-    strict: bool = False
+    schedule: str = "overlap"
     stage_in_q: bool = False
-    q_buffers: int = 2
-    q_buffers_wide: int = 1
     block_m: int = 64
 
     @property
@@ -53,11 +50,13 @@ class ForwardTiles:
 
 
 FORWARD_TILES = {
-    64: ForwardTiles((64,), num_warpgroups=2, block_n=128, num_stages=3),
-    96: ForwardTiles((64, 32), num_warpgroups=2, block_n=128, num_stages=2),
+    # Softmax and products cost alike here: three warpgroups hide each other better than a second tile of registers.
+    64: ForwardTiles((64,), num_warpgroups=3, block_n=128, num_stages=3, schedule="sequence"),
+    # wgmma of 32 columns is slow, but less so than 32 columns of padding.
+    96: ForwardTiles((64, 32), num_warpgroups=2, block_n=128, num_stages=3, schedule="turns"),
     128: ForwardTiles((128,), num_warpgroups=2, block_n=128, num_stages=2),
-    # 128 keys would need 240 KB with the fp32 results of a ring hop.
-    192: ForwardTiles((128, 64), num_warpgroups=2, block_n=64, num_stages=2),
+    # 128 keys would need 240 KB.
+    192: ForwardTiles((128, 64), num_warpgroups=2, block_n=64, num_stages=2, schedule="turns"),
     # Q 64 KB and two stages of 64 KB leave no room: results leave through Q.
-    256: ForwardTiles((128, 128), num_warpgroups=2, block_n=64, num_stages=2, stage_in_q=True, q_buffers=1),
+    256: ForwardTiles((128, 128), num_warpgroups=2, block_n=64, num_stages=2, stage_in_q=True),
 }
