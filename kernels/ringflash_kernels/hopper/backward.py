@@ -151,7 +151,8 @@ class Backward:
             stores = [_tile(x, 64, columns) for x in keys[2:] for columns in (added if accumulate else tiles.pieces)]
             backward_keys[grid](
                 *queries.q, *loads, *queries.dout, queries.stats, *queries.dq, *stores, *scalars,
-                KV_IN_REGISTERS=tiles.kv_in_registers, **choices,
+                # Without dQ in the loop ptxas (12.8) overwrites K's registers: wrong dK and dV.
+                KV_IN_REGISTERS=tiles.kv_in_registers and not self.deterministic, **choices,
             )  # fmt: skip
 
     def _launch_queries(self, k: torch.Tensor, v: torch.Tensor, hop: _Hop) -> None:
