@@ -443,13 +443,13 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
 
 
 @gluon.jit
-def _consume_first(sm, problem, dq0_desc, dq1_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc):
-    _consume(sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, 0)
+def _consume_first(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, 0)
 
 
 @gluon.jit
-def _consume_second(sm, problem, dq0_desc, dq1_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc):
-    _consume(sm, problem, dq1_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, 1)
+def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, 1)
 
 
 @gluon.jit(
@@ -501,7 +501,7 @@ def backward_keys(
 ):
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
 
-    The columns of every tile are one piece (REST = 0; descriptors 1 equal 0) or two, of SPLIT and REST columns.
+    The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
     """
     dtype: gl.constexpr = q0_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
@@ -527,11 +527,13 @@ def backward_keys(
         dout1 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], dout1_desc.layout)
         k1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], k1_desc.layout)
         v1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], v1_desc.layout)
+        dq1_columns = dq1_desc
     else:
         q1 = q0
         dout1 = dout0
         k1 = k0
         v1 = v0
+        dq1_columns = dq0_desc
     sm = Shared(
         q0,
         q1,
@@ -544,7 +546,7 @@ def backward_keys(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
         gl.allocate_shared_memory(gl.float32, dq0_desc.block_type.shape, dq0_desc.layout),
-        gl.allocate_shared_memory(gl.float32, dq1_desc.block_type.shape, dq1_desc.layout),
+        gl.allocate_shared_memory(gl.float32, dq1_columns.block_type.shape, dq1_columns.layout),
         kv_full,
         kv_empty,
         q_full,
@@ -582,8 +584,8 @@ def backward_keys(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume_first, (sm, problem, dq0_desc, dq1_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
-            (_consume_second, (sm, problem, dq0_desc, dq1_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
+            (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
+            (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
             (
                 _load,
                 (sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc),
