@@ -136,7 +136,7 @@ class Backward:
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
         grid = (works if self.num_sms is None else min(works, self.num_sms),)
-        loads = [_tile(x, 64, columns) for x in keys[:2] for columns in tiles.pieces]
+        loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
         choices = dict(
             SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds,
             WITH_DQ=not self.deterministic, ACCUMULATE=accumulate, num_warps=4,
@@ -144,14 +144,17 @@ class Backward:
         if tiles.wide:
             stores = [_tile(x, 64, 64) for x in keys[2:]]
             backward_wide[grid](
-                *queries.q, *loads, *queries.dout, queries.stats, queries.dq[0], *stores, *scalars, **choices
-            )
+                *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, queries.dq[0], *stores,
+                *scalars, **choices,
+            )  # fmt: skip
         else:
-            added = (tiles.rest or tiles.pieces[0] // 2,) * 2
-            stores = [_tile(x, 64, columns) for x in keys[2:] for columns in (added if accumulate else tiles.pieces)]
+            added = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
+            stores = [_tiles(x, added if accumulate else tiles.pieces) for x in keys[2:]]
             backward_keys[grid](
-                *queries.q, *loads, *queries.dout, queries.stats, *queries.dq, *stores, *scalars,
-                KV_IN_REGISTERS=tiles.kv_in_registers, **choices,
+                *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
+                *scalars,
+                # Without dQ in the loop ptxas (12.8) overwrites K's registers: wrong dK and dV.
+                KV_IN_REGISTERS=tiles.kv_in_registers and not self.deterministic, **choices,
             )  # fmt: skip
 
     def _launch_queries(self, k: torch.Tensor, v: torch.Tensor, hop: _Hop) -> None:
@@ -183,11 +186,12 @@ class Backward:
     def _queries(self, start: int, stop: int) -> _Queries:
         """Descriptors of the query side for the rows [start, stop), made once."""
         if (start, stop) not in self._views:
-            pieces = self.tiles.pieces
-            q, dout = ([_tile(x[:, start:stop], 64, p) for p in pieces] for x in (self.q, self.dout))
-            dq_columns = (64, 64) if self.tiles.wide else pieces if self.tiles.rest else (pieces[0] // 2,) * 2
-            dq = [_descriptor(self.dq.flatten(0, 1), (64, columns)) for columns in dq_columns]
-            self._views[start, stop] = _Queries(q, dout, _descriptor(self.stats, (1, 2, 64)), dq)
+            tiles = self.tiles
+            q, dout = (_tiles(x[:, start:stop], tiles.pieces) for x in (self.q, self.dout))
+            columns = (64,) if tiles.wide else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
+            dq = [_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
+            stats = _descriptor(self.stats, (1, 2, 64))
+            self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))
         return self._views[start, stop]
 
 
@@ -214,13 +218,16 @@ def warmup(
         yield f"backward, head_dim {head_dim}, {dtype}, {'added' if accumulate else 'stored'} dk and dv"
 
 
+_Pieces = list["TensorDescriptor | None"]  # of one operand: two, the second None where its columns are one piece
+
+
 class _Queries(NamedTuple):
     """Descriptors of the query side of a hop."""
 
-    q: list[TensorDescriptor]
-    dout: list[TensorDescriptor]
+    q: _Pieces
+    dout: _Pieces
     stats: TensorDescriptor
-    dq: list[TensorDescriptor]
+    dq: _Pieces
 
 
 class _Hop(NamedTuple):
@@ -284,6 +291,15 @@ def _tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Descriptor of `rows` rows of one head of x (batch, seqlen, heads, head_dim)."""
     # Rows beside columns: the copy engine takes a box as two-dimensional slices.
     return _descriptor(x.transpose(1, 2), (1, 1, rows, columns))
+
+
+def _tiles(x: torch.Tensor, columns: tuple[int, ...]) -> _Pieces:
+    """Descriptors of 64 rows of one head of x and each piece of its columns."""
+    return _padded([_tile(x, 64, n) for n in columns])
+
+
+def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
+    return [*descriptors, None][:2]
 
 
 def _descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:

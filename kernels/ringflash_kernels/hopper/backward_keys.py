@@ -3,8 +3,10 @@
 A producer warp loads by TMA; two independent consumers of four warps own 64 keys each. With S^T = K Q^T and
 dP^T = V dO^T of shape (keys, queries), P^T and dS^T never leave the registers on their way to dV and dK. dQ of a
 query block needs the dS of both consumers: each computes half of its columns from what both left in shared memory
-one step EARLIER, so that the consumers may drift apart by a step, one in exp while the other feeds the tensor
-cores. The step before the first is a block of zeros. dQ leaves by TMA reduce-add, unscaled, in fp32, its columns
+one step EARLIER, so that neither waits for the other's dS of this step. The step before the first is a block of
+zeros. The consumers take turns: one may start a step when the other has finished its exp, which keeps one in exp
+while the other feeds the tensor cores; left to themselves they settle in step or out of step by accident of the
+instruction schedule (15% apart at head_dim 64). dQ leaves by TMA reduce-add, unscaled, in fp32, its columns
 permuted within 32 (see `_interleave`; the postprocess kernel undoes it).
 """
 
@@ -15,6 +17,7 @@ from ringflash_kernels.hopper.compat import (
     gl,
     gluon,
     mbarrier,
+    named_barrier,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -163,6 +166,18 @@ def _interleave(x, N: gl.constexpr):
 
 
 @gluon.jit
+def _take_turn(token, W: gl.constexpr):
+    """Wait until the other consumer has passed its turn to consumer W."""
+    named_barrier(token, 8 + W, 256, False)
+
+
+@gluon.jit
+def _pass_turn(token, W: gl.constexpr):
+    """Let the other consumer start a step."""
+    named_barrier(token, 9 - W, 256, True)
+
+
+@gluon.jit
 def _dq_columns(sm, half: gl.constexpr, W: gl.constexpr):
     """K of one consumer's keys, the columns whose dQ consumer W computes: half of them, or a piece."""
     if sm.REST == 0:
@@ -220,6 +235,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, mask
         dout1 = sm.dout1.index(slot).reshape([64, R])
 
     # S^T = K Q^T and dP^T = V dO^T
+    _take_turn(step, W)
     mbarrier.wait(sm.q_full.index(slot), parity)
     s = warpgroup_mma(k, q0.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if R:
@@ -239,6 +255,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, mask
     p_bits = p.to(dtype)
     p0 = gl.convert_layout(p_bits, operand)
     delta = stats.slice(1, 1, dim=0).load(s_layout)
+    _pass_turn(step, W)
 
     # dV += P^T dO, dQ of the previous block; the wait also keeps ptxas from moving exp behind the wgmma wait
     if sm.WITH_DQ:
@@ -365,6 +382,8 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
     operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     step = 0
     round = 0
+    if W == 1:
+        _pass_turn(step, W)
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
@@ -419,16 +438,18 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                 _write_whole(sm, dk0_desc, dv0_desc, dk0, dv0, coord, W)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
         round += 1
+    if W == 0:
+        _take_turn(step, W)  # no barrier is left half full
 
 
 @gluon.jit
-def _consume_first(sm, problem, dq0_desc, dq1_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc):
-    _consume(sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, 0)
+def _consume_first(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, 0)
 
 
 @gluon.jit
-def _consume_second(sm, problem, dq0_desc, dq1_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc):
-    _consume(sm, problem, dq1_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, 1)
+def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, 1)
 
 
 @gluon.jit(
@@ -480,7 +501,7 @@ def backward_keys(
 ):
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
 
-    The columns of every tile are one piece (REST = 0; descriptors 1 equal 0) or two, of SPLIT and REST columns.
+    The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
     """
     dtype: gl.constexpr = q0_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
@@ -506,11 +527,13 @@ def backward_keys(
         dout1 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], dout1_desc.layout)
         k1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], k1_desc.layout)
         v1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], v1_desc.layout)
+        dq1_columns = dq1_desc
     else:
         q1 = q0
         dout1 = dout0
         k1 = k0
         v1 = v0
+        dq1_columns = dq0_desc
     sm = Shared(
         q0,
         q1,
@@ -523,7 +546,7 @@ def backward_keys(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
         gl.allocate_shared_memory(gl.float32, dq0_desc.block_type.shape, dq0_desc.layout),
-        gl.allocate_shared_memory(gl.float32, dq1_desc.block_type.shape, dq1_desc.layout),
+        gl.allocate_shared_memory(gl.float32, dq1_columns.block_type.shape, dq1_columns.layout),
         kv_full,
         kv_empty,
         q_full,
@@ -561,8 +584,8 @@ def backward_keys(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume_first, (sm, problem, dq0_desc, dq1_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
-            (_consume_second, (sm, problem, dq0_desc, dq1_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
+            (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
+            (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
             (
                 _load,
                 (sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc),

@@ -10,7 +10,7 @@ class BackwardTiles:
     """How one head_dim is computed.
 
     Args:
-        pieces: columns of the tiles, one piece or two, since tiles are powers of two; one piece is given twice.
+        pieces: columns of the tiles, in one piece or two, since tiles are powers of two.
         block_n: keys of a CTA: 128 in `backward_keys`, 64 in `backward_wide`. A step is 64 queries in both.
         stages: buffers of Q (and, in `backward_keys`, of dO).
         kv_in_registers: K and V are kept as register operands.
@@ -18,13 +18,17 @@ class BackwardTiles:
         query_stages: buffers of K and V there.
     """
 
-    pieces: tuple[int, int]
+    pieces: tuple[int, ...]
     block_n: int
     stages: int
     query_dim: int
     query_stages: int
     kv_in_registers: bool = False
-    rest: int = 0
+
+    @property
+    def rest(self) -> int:
+        """Columns of the second piece."""
+        return sum(self.pieces[1:])
 
     @property
     def wide(self) -> bool:
@@ -34,11 +38,11 @@ class BackwardTiles:
 
 BACKWARD_TILES = {
     # Shared-memory bandwidth limits head_dim 64 unless K and V come from registers (375 against 516 TFLOP/s).
-    64: BackwardTiles((64, 64), 128, 2, 64, 2, kv_in_registers=True),
-    96: BackwardTiles((64, 32), 128, 2, 128, 2, rest=32),
+    64: BackwardTiles((64,), 128, 2, 64, 2, kv_in_registers=True),
+    96: BackwardTiles((64, 32), 128, 2, 128, 2),
     # Two consumers of 64 keys: dK and dV take 128 of a thread's 240 registers; more keys or queries spill.
-    128: BackwardTiles((128, 128), 128, 2, 128, 2),
+    128: BackwardTiles((128,), 128, 2, 128, 2),
     # dK and dV of 64 keys take 96 or 128 registers each, so each consumer holds one of them.
-    192: BackwardTiles((128, 64), 64, 2, 256, 1, rest=64),
-    256: BackwardTiles((128, 128), 64, 2, 256, 1, rest=128),
+    192: BackwardTiles((128, 64), 64, 2, 256, 1),
+    256: BackwardTiles((128, 128), 64, 2, 256, 1),
 }

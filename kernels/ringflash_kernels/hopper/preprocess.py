@@ -27,7 +27,9 @@ def _preprocess(
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     inside = row < seqlen
-    loaded = inside[:, None] & (column < HEAD_DIM)[None, :]
+    loaded = inside[:, None]
+    if HEAD_DIM < COLUMNS:
+        loaded &= (column < HEAD_DIM)[None, :]
 
     out_at = batch * out_batch + row[:, None] * out_row + head * out_head + column[None, :]
     dout_at = batch * dout_batch + row[:, None] * dout_row + head * dout_head + column[None, :]
@@ -42,7 +44,10 @@ def _preprocess(
     tl.store(stats_at, tl.where(empty, float("inf"), lse * 1.4426950408889634))
     tl.store(stats_at + padded_seqlen, tl.where(empty, 0.0, delta))
     dq_at = (batch_head * seqlen + row[:, None]) * DQ_DIM + column[None, :]
-    tl.store(dq_ptr + dq_at, tl.zeros([ROWS, COLUMNS], tl.float32), mask=inside[:, None] & (column < DQ_DIM)[None, :])
+    zeroed = inside[:, None]
+    if DQ_DIM < COLUMNS:
+        zeroed &= (column < DQ_DIM)[None, :]
+    tl.store(dq_ptr + dq_at, tl.zeros([ROWS, COLUMNS], tl.float32), mask=zeroed)
 
 
 @triton.jit
@@ -55,12 +60,18 @@ def _postprocess(
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     acc_at = (batch_head * seqlen + row) * DQ_DIM + column
-    x = tl.load(acc_ptr + acc_at, mask=(row < seqlen) & (column < DQ_DIM), other=0.0) * scale
+    loaded = row < seqlen
+    if DQ_DIM < COLUMNS:
+        loaded &= column < DQ_DIM
+    x = tl.load(acc_ptr + acc_at, mask=loaded, other=0.0) * scale
     x = tl.permute(tl.reshape(x, [ROWS, COLUMNS // 32, 4, 4, 2]), [0, 1, 3, 2, 4])
     x = tl.reshape(x, [ROWS, COLUMNS]).to(dq_ptr.dtype.element_ty)
     batch, head = batch_head // num_heads, batch_head % num_heads
     dq_at = ((batch * seqlen + row) * num_heads + head) * HEAD_DIM + column
-    tl.store(dq_ptr + dq_at, x, mask=(row < seqlen) & (column < HEAD_DIM))
+    stored = row < seqlen
+    if HEAD_DIM < COLUMNS:
+        stored &= column < HEAD_DIM
+    tl.store(dq_ptr + dq_at, x, mask=stored)
 
 
 def preprocess(

@@ -1,0 +1,54 @@
+"""How the Hopper backward hands a mask to its kernels, replayed on the host against the dense mask; no GPU."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ringflash_kernels.hopper.backward import _hop
+from ringflash_kernels.mask import Mask, Region
+
+
+def visible(hop, num_rows, num_keys):
+    """What a kernel sees: for each key of the rectangle the rows that `Problem.rows_seeing` gives."""
+    dense = torch.zeros(num_rows, num_keys, dtype=torch.bool)
+    for key in range(hop.num_keys):
+        if hop.has_bounds:
+            first, stop = int(hop.bounds[0][key]), int(hop.bounds[1][key])
+        else:
+            first = min(max(key + hop.first_shift, hop.min_row), hop.num_rows)
+            stop = min(max(key + hop.stop_shift, 0), hop.num_rows)
+        if first < stop:
+            dense[hop.q_start + first : hop.q_start + stop, hop.k_start + key] = True
+    return dense
+
+
+def check(mask):
+    cpu = torch.device("cpu")
+    dense = mask.dense()
+    assert torch.equal(visible(_hop(mask, cpu), mask.seqlen_q, mask.seqlen_k), dense)
+    assert torch.equal(visible(_hop(mask, cpu, transposed=True), mask.seqlen_k, mask.seqlen_q), dense.T)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_rectangles(seed):
+    pick = random.Random(seed)
+    for _ in range(40):
+        seqlen_q, seqlen_k = pick.randint(1, 60), pick.randint(1, 60)
+        rows, keys = (sorted(pick.sample(range(n + 1), 2)) for n in (seqlen_q, seqlen_k))
+        upper = pick.choice([None, pick.randint(-20, 50)])
+        lower = pick.choice([None, (50 if upper is None else upper) - pick.randint(0, 60)])
+        check(Mask.of(seqlen_q, seqlen_k, [Region(*rows, *keys, lower, upper)]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_documents(causal):
+    check(Mask.documents([0, 5, 6, 20, 33], causal=causal))
+
+
+def test_rows_start_on_16_bytes():
+    """The copy engine cannot read the statistics from an odd row; the rectangle grows, the mask does not."""
+    hop = _hop(Mask.of(50, 60, [Region(13, 40, 2, 57)]), torch.device("cpu"))
+    assert hop.q_start == 12 and hop.min_row == 1
