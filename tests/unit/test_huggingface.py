@@ -11,6 +11,7 @@ import torch
 
 import ringflash
 from ringflash import huggingface
+from ringflash.huggingface.refusals import find_shape_error
 
 transformers = pytest.importorskip("transformers")
 
@@ -124,7 +125,7 @@ def test_refuses_call(case: str) -> None:
     ids = tokens(2 if case == "position shape" else 1)
     if case == "position shape":
         query = torch.zeros(2, 4, LENGTH, 8)
-        error = huggingface._find_shape_error(query, None, changes["position_ids"])
+        error = find_shape_error(query, None, changes["position_ids"])
         assert isinstance(error, kind) and "(1 or batch, 24)" in str(error)
         return
     with pytest.raises(kind, match=message):
