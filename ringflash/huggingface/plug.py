@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ringflash.api import ring_attention
 from ringflash.group import Group, resolve
+from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.options import NAME, Options, check_lone_process
 from ringflash.huggingface.refusals import check_layer_type, find_static_error
 from ringflash.huggingface.together import check_together
@@ -141,7 +142,7 @@ def _attention(
         check_together(options, query, attention_mask, kwargs.get("position_ids"), cu_seqlens, error)
     elif error is not None:
         raise error
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
     out = ring_attention(
         q, k, v, group=options.group, causal=causal, softmax_scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, -1), cu_seqlens=cu_seqlens,

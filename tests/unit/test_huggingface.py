@@ -11,6 +11,7 @@ import torch
 
 import ringflash
 from ringflash import huggingface
+from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.refusals import find_shape_error
 
 transformers = pytest.importorskip("transformers")
@@ -81,6 +82,38 @@ def test_packed_documents_equal_dense_one_by_one(name: str, positions: str) -> N
         places = torch.arange(first, first + stop - start)[None]
         want.append(dense(ids[:, start:stop], position_ids=places, use_cache=False).logits)
     assert_equal(got, torch.cat(want, 1))
+
+
+TRAINABLE = {
+    "q alone": ("q_proj",),
+    "k alone": ("k_proj",),
+    "q and v": ("q_proj", "v_proj"),
+    "last layer": ("layers.1",),
+}
+
+
+@pytest.mark.parametrize("parts", TRAINABLE.values(), ids=TRAINABLE)
+def test_partly_frozen_model_has_the_gradients_of_dense(parts: tuple[str, ...]) -> None:
+    ring, dense, ids = build("qwen3"), build("qwen3", "sdpa"), tokens()
+    for model, batch in ((ring, huggingface.prepare_batch(ids, group=None)), (dense, {"input_ids": ids})):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(part in name for part in parts))
+        model(**batch).logits.square().sum().backward()
+    assert any(p.requires_grad for p in ring.parameters())
+    for p, q in zip(ring.parameters(), dense.parameters(), strict=True):
+        assert (p.grad is not None) == p.requires_grad
+        if p.requires_grad:
+            assert_equal(p.grad, q.grad)
+
+
+def test_frozen_inputs_share_storage_and_get_no_gradient() -> None:
+    q, k = torch.ones(2, requires_grad=True), torch.ones(2)
+    alike = differentiate_alike(q, k)
+    assert alike[0] is q and alike[1].requires_grad and alike[1].data_ptr() == k.data_ptr()
+    (alike[0] * alike[1]).sum().backward()
+    assert q.grad is not None and k.grad is None
+    with torch.no_grad():
+        assert differentiate_alike(q, k)[1] is k
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
