@@ -14,7 +14,7 @@ from ringflash.huggingface.positions import positions_fit
 from ringflash.huggingface.refusals import find_shape_error
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason="ranks compare their inputs, and raise together by the values")
 def check_together(
     options: Options,
     query: Tensor,

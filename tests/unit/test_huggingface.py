@@ -105,3 +105,31 @@ def test_padding_changes_nothing() -> None:
     batch = huggingface.prepare_batch(padded.tokens, group=None, labels=padded.labels)
     assert batch["input_ids"].shape[1] == 30
     assert_equal(model(**batch), model(**huggingface.prepare_batch(ids, group=None)))
+
+
+def test_compiled_model_equals_eager_and_still_refuses() -> None:
+    eager, model = build(), build()
+    compiled = torch.compile(model, backend="aot_eager")
+    batch = huggingface.prepare_batch(tokens(), group=None, cu_seqlens=documents())
+    want, got = eager(**batch).logits, compiled(**batch).logits
+    assert_equal(got, want)
+    want.square().sum().backward()
+    got.square().sum().backward()
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert_equal(p.grad, q.grad)
+    with pytest.raises(ValueError, match="all ones, got zeros"):
+        compiled(**batch, attention_mask=torch.zeros(1, LENGTH, dtype=torch.int64))
+
+
+def test_partly_frozen_attention_has_no_graph_break() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def attend(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        q, k, v = differentiate_alike(q, k, k)
+        return ringflash.ring_attention(q, k, v, group=None)
+
+    q, k = torch.randn(2, 1, 8, 2, 16, dtype=torch.float64)
+    q.requires_grad_()
+    (got,) = torch.autograd.grad(attend(q, k).square().sum(), q)
+    whole = k.clone().requires_grad_()
+    (want,) = torch.autograd.grad(ringflash.ring_attention(q, whole, whole, group=None).square().sum(), q)
+    assert_equal(got, want)
