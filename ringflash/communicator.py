@@ -39,6 +39,7 @@ def _make(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedel
     store = dist.PrefixStore(f"ringflash/{purpose}", _get_process_group_store(group))
     place = (group.rank(), group.size())
     made = dist.ProcessGroup(store, *place)
+    transport: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
     if backend == "gloo":
         device = torch.device("cpu")
         transport = dist.ProcessGroupGloo(store, *place, timeout)

@@ -52,7 +52,9 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
 
 
 def open_transport(name: str, group: dist.ProcessGroup) -> PointToPoint:
-    """The transport of a group, opened on first use by all its ranks together and kept."""
+    """The transport of a group; on NCCL opened on first use by all its ranks together and kept."""
+    if name == "gloo":  # nothing to open; a group kept beyond destroy_process_group keeps gloo's threads running
+        return PointToPoint(name, group)
     key = (name, group.group_name)
     known = _open.get(key)
     if known is None or known[0] is not group:

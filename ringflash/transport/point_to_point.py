@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -55,13 +56,14 @@ class PointToPoint:
 
         The tensors must be contiguous and stay untouched until `wait`.
         """
-        messages = [(self._channel.send, message) for message in sends if message.rank is not None]
-        messages += [(self._channel.recv, message) for message in recvs if message.rank is not None]
+        messages: list[tuple[Callable[[list[torch.Tensor], int, int], dist.Work], torch.Tensor, int]] = []
+        messages += [(self._channel.send, tensor, rank) for tensor, rank in sends if rank is not None]
+        messages += [(self._channel.recv, tensor, rank) for tensor, rank in recvs if rank is not None]
         if not messages:
             return Pending([])
         if self.name == "gloo":
-            return Pending([start([tensor], rank, _TAG) for start, (tensor, rank) in messages])
-        self._channel._start_coalescing(messages[0][1].tensor.device)
-        for start, (tensor, rank) in messages:
+            return Pending([start([tensor], rank, _TAG) for start, tensor, rank in messages])
+        self._channel._start_coalescing(messages[0][1].device)
+        for start, tensor, rank in messages:
             start([tensor], rank, _TAG)
-        return Pending([self._channel._end_coalescing(messages[0][1].tensor.device)])
+        return Pending([self._channel._end_coalescing(messages[0][1].device)])

@@ -5,6 +5,8 @@ gloo, 2 and 4 CPU processes, fp64; needs the huggingface extra.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,6 +61,30 @@ def test_loss_and_gradients_equal_one_process(
     pool: Pool, size: int, kind: str, bounds: tuple[int, ...] | None, layout: str
 ) -> None:
     pool.run(equals_one_process, kind, bounds, layout, size=size)
+
+
+def checkpointed_equals_kept(ctx: Context) -> None:
+    models = [build("qwen3", ctx.group), build("qwen3", ctx.group)]
+    models[0].model.gradient_checkpointing_enable()
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32))
+    calls = [count_attention(model.train(), batch) for model in models]
+    assert calls == [4, 2]  # layers, run again in the backward where they are checkpointed
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.isfinite(p.grad).all()
+        assert (p.grad - q.grad).abs().max() <= 1e-12 * q.grad.abs().max()
+
+
+def count_attention(model: huggingface.CausalLMWithLoss, batch: dict[str, Any]) -> int:
+    """Forward and backward; how often the attention ran forward."""
+    calls: list[object] = []
+    for layer in model.model.model.layers:
+        layer.self_attn.register_forward_hook(lambda *_: calls.append(None))
+    model(**batch).backward()
+    return len(calls)
+
+
+def test_gradient_checkpointing_changes_nothing(pool: Pool) -> None:
+    pool.run(checkpointed_equals_kept, size=2)
 
 
 def refusal(ctx: Context, fault: str) -> str:

@@ -1,0 +1,15 @@
+"""transformers models over a ring: `attn_implementation="ringflash"`, batches, and a loss without logits.
+
+    register()  ->  from_pretrained(..., attn_implementation="ringflash")  ->  set_group(model, group)
+    batch = prepare_batch(input_ids, group=group)  ->  loss = CausalLMWithLoss(model, group)(**batch)
+
+`plug` runs a model's attention over the ring after `refusals` looked at its arguments and `together` at what all
+ranks were given; `batch` and `model` are what a training step calls. Needs the extra: pip install
+ringflash[huggingface].
+"""
+
+from ringflash.huggingface.batch import prepare_batch
+from ringflash.huggingface.model import CausalLMWithLoss
+from ringflash.huggingface.plug import register, set_group
+
+__all__ = ["CausalLMWithLoss", "prepare_batch", "register", "set_group"]

@@ -1,0 +1,75 @@
+"""This rank's part of a batch: ids, positions and labels cut alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ringflash import loss as token_loss
+from ringflash.group import Group, resolve
+from ringflash.huggingface.options import Options
+from ringflash.huggingface.positions import within_documents
+from ringflash.layout import local_positions, shard_sequence
+from ringflash.padding import IGNORE_INDEX
+
+
+def prepare_batch(
+    input_ids: Tensor,
+    *,
+    group: Group,
+    cu_seqlens: Tensor | None = None,
+    labels: Tensor | None = None,
+    layout: str = "zigzag",
+    position_ids: str = "global",
+) -> dict[str, Any]:
+    """This rank's part of a batch that every rank holds whole: keyword arguments for model(**batch).
+
+    `CausalLMWithLoss` turns it into the loss scaled as `ringflash.loss` says. transformers' own loss,
+    model(**batch, labels=batch["shift_labels"]).loss, is the rank's sum over the labelled tokens of the whole
+    sequence: multiply it by cp_size for backends that average over all ranks.
+
+    Args:
+        input_ids: (batch, seqlen), int64, whole sequence.
+        cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence; batch must then be 1.
+        labels: (batch, seqlen), already shifted (`ringflash.loss.shift_labels`, `pad_sequence`), -100 is none;
+            default the successor of each token within its document.
+        position_ids: "global", or "document" to count from 0 in each document (needs cu_seqlens).
+    Returns:
+        batch: input_ids, position_ids, shift_labels (shards), num_items_in_batch (scalar), cu_seqlens (whole),
+            use_cache (False).
+    Raises:
+        ValueError: a length the layout cannot cut; labels that are not shifted.
+    """
+    successors = token_loss.shift_labels(input_ids, cu_seqlens)
+    labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
+    options = Options(resolve(group), layout)
+    positions = local_positions(input_ids.shape[1], *options.place, layout).to(input_ids.device)
+    if position_ids == "document" and cu_seqlens is not None:
+        positions = within_documents(positions, cu_seqlens)
+    elif position_ids != "global":
+        raise ValueError(
+            f"position_ids must be 'global', or 'document' with cu_seqlens, got {position_ids!r}; leave it out."
+        )
+    return {
+        "input_ids": shard_sequence(input_ids, group, 1, layout),
+        "position_ids": positions[None],
+        "shift_labels": shard_sequence(labels, group, 1, layout),
+        "num_items_in_batch": (labels != IGNORE_INDEX).sum().clamp(min=1),
+        "cu_seqlens": cu_seqlens,
+        "use_cache": False,
+    }
+
+
+def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Tensor:
+    if labels.shape != input_ids.shape:
+        raise ValueError(
+            f"labels must have the shape of input_ids {tuple(input_ids.shape)}, got {tuple(labels.shape)}; "
+            "give both whole."
+        )
+    labelled = labels != IGNORE_INDEX
+    if labelled.any() and (labels == input_ids)[labelled].all() and not (labels == successors)[labelled].all():
+        raise ValueError(
+            "labels must be shifted by one token, got input_ids themselves; pass ringflash.loss.shift_labels(labels)."
+        )
+    return labels

@@ -1,0 +1,163 @@
+"""The attention function behind attn_implementation="ringflash", its registration, and the group it runs over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ringflash.api import ring_attention
+from ringflash.group import Group, resolve
+from ringflash.huggingface.freezing import differentiate_alike
+from ringflash.huggingface.options import NAME, Options, check_lone_process
+from ringflash.huggingface.refusals import check_layer_type, find_static_error
+from ringflash.huggingface.together import check_together
+from ringflash.layout import granularity
+
+_default: Options | None = None
+
+
+def register(
+    group: Group = None,
+    *,
+    layout: str = "zigzag",
+    impl: str = "auto",
+    transport: str = "auto",
+    deterministic: bool = False,
+) -> None:
+    """Make attn_implementation="ringflash" known to transformers. May be called again.
+
+    Args:
+        group: of models that `set_group` says nothing about; None leaves it to `set_group`, or is one process
+            where there is only one.
+        layout, impl, transport, deterministic: as `ring_attention`.
+    Raises:
+        RuntimeError: transformers 5 is not installed.
+    """
+    global _default
+    granularity(1, layout)
+    _register_functions()
+    options = Options(resolve(group), layout, impl, transport, deterministic)
+    if group is None and options != Options(None):
+        check_lone_process()
+    _default = None if group is None and options == Options(None) else options
+
+
+def set_group(
+    model: nn.Module,
+    group: Group,
+    *,
+    layout: str = "zigzag",
+    impl: str = "auto",
+    transport: str = "auto",
+    deterministic: bool = False,
+) -> None:
+    """Give one model its group and options; they stay on its attention modules and win over `register`'s.
+
+    Args: as `ring_attention`.
+    Raises:
+        ValueError: the model does not use attn_implementation="ringflash".
+        NotImplementedError: its layers attend in a way that is no causal, windowed or full attention.
+    """
+    config = getattr(model, "config", None)
+    used = getattr(config, "_attn_implementation", None)
+    if used != NAME:
+        raise ValueError(
+            f"model must be built with attn_implementation={NAME!r}, got {used!r}; call register() and then "
+            "from_pretrained or from_config with it."
+        )
+    granularity(1, layout)
+    options = Options(resolve(group), layout, impl, transport, deterministic)
+    modules = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+    if not modules:
+        raise ValueError(f"model must have attention layers, got none in {type(model).__name__}; pass the whole model.")
+    for module in modules:
+        check_layer_type(module)
+    for module in modules:
+        module._ringflash = options  # type: ignore[assignment]
+
+
+def _register_functions() -> None:
+    try:
+        from transformers import AttentionInterface, modeling_utils
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as cause:
+        raise RuntimeError(
+            f"transformers must be version 5.17 or later, got {cause}; pip install ringflash[huggingface]."
+        ) from cause
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _pass_padding_mask)
+    _is_no_flash_attention_package(modeling_utils)
+
+
+def _is_no_flash_attention_package(modeling_utils: Any) -> None:
+    """Names with "flash" in them send transformers to look for a package or hub kernel; ours has neither."""
+    original = modeling_utils.is_flash_attention_requested
+    if getattr(original, "_ringflash", False):
+        return
+
+    def is_flash_attention_requested(
+        config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
+    ) -> bool:
+        name = requested_attention_implementation if config is None else config._attn_implementation
+        return name != NAME and original(config, requested_attention_implementation, version)
+
+    is_flash_attention_requested._ringflash = True  # type: ignore[attr-defined]
+    modeling_utils.is_flash_attention_requested = is_flash_attention_requested
+
+
+def _pass_padding_mask(
+    *, attention_mask: Tensor | None = None, use_vmap: bool = False, **geometry: Any
+) -> Tensor | None:
+    """No mask is built: hand a 2-D one to the attention, which knows the group and refuses on every rank.
+
+    `geometry` (lengths, offsets, the mask's formula) is what the attention derives from positions itself.
+    """
+    if use_vmap:
+        raise NotImplementedError(
+            "mask_function must be causal, sliding window or full, got one with an overlay of the model; "
+            "use another attn_implementation for this model."
+        )
+    return attention_mask
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention call; q, k, v are (batch, heads, seqlen_local, head_dim), out as `ring_attention`."""
+    options = _options(module)
+    causal = _is_causal(module) if is_causal is None else is_causal
+    error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs)
+    if getattr(module, "layer_idx", 0) == 0:
+        check_together(options, query, attention_mask, kwargs.get("position_ids"), cu_seqlens, error)
+    elif error is not None:
+        raise error
+    q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
+    out = ring_attention(
+        q, k, v, group=options.group, causal=causal, softmax_scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, -1), cu_seqlens=cu_seqlens,
+        layout=options.layout, impl=options.impl, transport=options.transport, deterministic=options.deterministic,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out, None
+
+
+def _options(module: nn.Module) -> Options:
+    options = getattr(module, "_ringflash", _default)
+    if options is None:
+        check_lone_process()
+    return options or Options(None)
+
+
+def _is_causal(module: nn.Module) -> bool:
+    return bool(getattr(module, "is_causal", True)) and getattr(getattr(module, "config", None), "is_causal", True)

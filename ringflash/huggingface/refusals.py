@@ -1,0 +1,101 @@
+"""What a model may not ask of its attention, seen from the call's arguments without reading a tensor's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+# What models hand to every attention call and no attention reads.
+_HARMLESS = {
+    "position_ids", "cache_position", "num_items_in_batch", "shift_labels", "output_hidden_states", "return_dict",
+}  # fmt: skip
+
+_REFUSED = {
+    "softcap": "use a model without attention softcapping",
+    "s_aux": "use a model without attention sinks",
+    "head_mask": "prune the heads instead",
+    "cu_seq_lens_q": "pass the bounds of the whole packed sequence as cu_seqlens",
+    "cu_seq_lens_k": "pass the bounds of the whole packed sequence as cu_seqlens",
+    "max_length_q": "pass the bounds of the whole packed sequence as cu_seqlens",
+    "max_length_k": "pass the bounds of the whole packed sequence as cu_seqlens",
+    "seq_idx": "pass the bounds of the whole packed sequence as cu_seqlens",
+    "use_cache": "pass use_cache=False; the ring trains and scores, it does not generate",
+    "past_key_values": "pass use_cache=False; the ring trains and scores, it does not generate",
+    "output_attentions": "pass output_attentions=False; the weights never exist",
+}
+
+
+def find_static_error(
+    module: nn.Module, query: Tensor, key: Tensor, dropout: float, window: int | None, causal: bool, kwargs: dict
+) -> Exception | None:
+    """What the arguments ask for that the ring does not do; it needs no tensor's values."""
+    try:
+        _check_kwargs(kwargs)
+        check_layer_type(module)
+        _check_dropout(dropout)
+        _check_length(query, key)
+        _check_window(getattr(module, "layer_type", None), window, causal)
+    except NotImplementedError as error:
+        return error
+    return None
+
+
+def _check_kwargs(kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if name in _HARMLESS or value is None or value is False:
+            continue
+        remedy = _REFUSED.get(name, "drop it; attention would have to ignore it")
+        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise NotImplementedError(f"{name} must not be given to ringflash attention, got {shown}; {remedy}.")
+
+
+def check_layer_type(module: nn.Module) -> None:
+    """Raise NotImplementedError for a layer whose kind of attention is no interval of keys."""
+    types = getattr(getattr(module, "config", None), "layer_types", None)
+    kind = types[module.layer_idx] if types and hasattr(module, "layer_idx") else "full_attention"  # type: ignore[index]
+    if kind not in ("full_attention", "sliding_attention"):
+        raise NotImplementedError(
+            f"layer_types must be full_attention or sliding_attention, got {kind!r}; use another attn_implementation."
+        )
+
+
+def _check_dropout(dropout: float) -> None:
+    if dropout > 0:
+        raise NotImplementedError(f"dropout must be 0, got {dropout}; set config.attention_dropout = 0.")
+
+
+def _check_length(query: Tensor, key: Tensor) -> None:
+    if key.shape[2] != query.shape[2]:
+        raise NotImplementedError(
+            f"key must have the length of query ({query.shape[2]}), got {key.shape[2]}; pass use_cache=False."
+        )
+
+
+def _check_window(kind: str | None, window: int | None, causal: bool) -> None:
+    if kind == "sliding_attention" and window is None:
+        raise NotImplementedError("sliding_window must reach the attention of a sliding layer, got None; set it.")
+    if window is not None and (window < 1 or not causal):
+        raise NotImplementedError(
+            f"sliding_window must be 1 or more on a causal layer, got {window}, causal={causal}; use full attention."
+        )
+
+
+def find_shape_error(query: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Exception | None:
+    """What is wrong with the forms of the mask and the positions.
+
+    Args:
+        query: (batch, num_heads, seqlen_local, head_dim).
+    """
+    if mask is not None and mask.dim() != 2:
+        return NotImplementedError(
+            f"attention_mask must be None, got {mask.dim()} dimensions; describe the mask by cu_seqlens, "
+            "sliding_window and is_causal."
+        )
+    rows, length = query.shape[0], query.shape[2]
+    got = None if position_ids is None else tuple(position_ids.shape)
+    if got not in ((1, length), (rows, length)):
+        return ValueError(
+            f"position_ids must be (1 or batch, {length}), got {got}; pass ringflash.local_positions(...)[None]."
+        )
+    return None

@@ -1,0 +1,68 @@
+"""The one check a forward that reads values: layer 0, on all ranks together."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringflash import agreement
+from ringflash.huggingface.options import Options
+from ringflash.huggingface.positions import positions_fit
+from ringflash.huggingface.refusals import find_shape_error
+
+
+@torch.compiler.disable(reason="ranks compare their inputs, and raise together by the values")
+def check_together(
+    options: Options,
+    query: Tensor,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    error: Exception | None,
+) -> None:
+    """Once a forward, in layer 0: raise on every rank if any rank has an error. One scalar is reduced and read."""
+    error = error or find_shape_error(query, mask, position_ids)
+    flags = torch.zeros(2, dtype=torch.int32, device=query.device)
+    if error is None:
+        try:
+            flags = _find_value_errors(options, query, mask, position_ids, cu_seqlens)
+        except ValueError as problem:
+            error = problem
+    total = flags | int(error is not None)
+    if options.group is not None:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=options.group)
+    if total.any():
+        _raise_on_every_rank(options.group, error or _tensor_error(flags.tolist(), options))
+
+
+def _find_value_errors(
+    options: Options, query: Tensor, mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """(2,), int32: whether the mask hides a token, whether positions are wrong. Nothing is read by the host."""
+    assert position_ids is not None
+    hidden = query.new_zeros((), dtype=torch.bool) if mask is None else ~mask.all()
+    misplaced = ~positions_fit(options, query.shape[2], position_ids, cu_seqlens)
+    return torch.stack([hidden.to(query.device), misplaced.to(query.device)]).int()
+
+
+def _tensor_error(flags: list[int], options: Options) -> Exception | None:
+    if flags[0]:
+        return ValueError(
+            "attention_mask must be None or all ones, got zeros; pack documents with cu_seqlens, or pad with "
+            "ringflash.pad_sequence."
+        )
+    if flags[1]:
+        return ValueError(
+            f"position_ids must be the shard's global positions (layout {options.layout!r}, rank {options.place[1]} of "
+            f"{options.place[0]}) or, with cu_seqlens, those within each document, got others; use "
+            "ringflash.huggingface.prepare_batch or ringflash.local_positions."
+        )
+    return None
+
+
+def _raise_on_every_rank(group: dist.ProcessGroup | None, error: Exception | None) -> NoReturn:
+    agreement.agree(group, {"huggingface": "refused on a rank"}, error)
+    raise error or ValueError("inputs must be right on every rank of the group, got an error on another; see its log.")

@@ -1,0 +1,42 @@
+"""Tiny transformers models and inputs of the Hugging Face tests, alike in every call."""
+
+from __future__ import annotations
+
+import torch
+
+from ringflash import huggingface
+
+TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64,
+}  # fmt: skip
+MODELS = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3_window": (
+        "qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "mistral_window": ("mistral", {"sliding_window": 5}),
+}
+LENGTH = 24
+BOUNDS = (0, 7, 8, 24)
+
+
+def build(name: str = "llama", impl: str = "ringflash", **changes: object) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    huggingface.register()
+    kind, extra = MODELS[name]
+    config = AutoConfig.for_model(kind, **TINY, **extra, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=impl, dtype=torch.float64)
+
+
+def tokens(batch: int = 1) -> torch.Tensor:
+    return torch.randint(0, 61, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def documents() -> torch.Tensor:
+    return torch.tensor(BOUNDS, dtype=torch.int32)

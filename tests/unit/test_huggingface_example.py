@@ -1,0 +1,29 @@
+"""The example of docs/huggingface.md under torchrun, run as printed. CPU, 2 processes; needs the huggingface extra."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.examples import example, torchrun
+
+pytest.importorskip("transformers")
+
+# A gloo thread that outlives its group aborts the process now and then; see docs/huggingface.md.
+CHECK_FREED = """
+import weakref
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+print("group freed" if group() is None else "group alive")
+"""
+
+
+def test_example_runs_as_printed(tmp_path: Path) -> None:
+    printed = torchrun(example("docs/huggingface.md", "# train.py"), tmp_path)
+    assert printed.count(": loss 5.") == 2, printed
+
+
+def test_nothing_keeps_the_group_after_the_example(tmp_path: Path) -> None:
+    code = example("docs/huggingface.md", "# train.py")
+    end = "dist.destroy_process_group()\n"
+    assert code.endswith(end)
+    assert torchrun(code.removesuffix(end) + CHECK_FREED, tmp_path).count("group freed") == 2

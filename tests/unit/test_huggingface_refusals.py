@@ -1,0 +1,174 @@
+"""What the Hugging Face plug refuses, in one process. CPU; needs the huggingface extra."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ringflash import huggingface
+from ringflash.huggingface.refusals import find_shape_error, find_static_error
+from tests.helpers.examples import ROOT
+from tests.helpers.models import LENGTH, build, documents, tokens
+
+pytest.importorskip("transformers")
+
+
+def _padding() -> torch.Tensor:
+    mask = torch.ones(1, LENGTH, dtype=torch.int64)
+    mask[:, -3:] = 0
+    return mask
+
+
+REFUSED = {
+    "padding mask": ({"attention_mask": _padding()}, ValueError, "all ones, got zeros; pack documents with cu_seqlens"),
+    "4-D mask": ({"attention_mask": torch.zeros(1, 1, LENGTH, LENGTH)}, NotImplementedError, "attention_mask must be"),
+    "cache": ({"use_cache": True}, NotImplementedError, "use_cache must not .* pass use_cache=False"),
+    "local bounds": ({"cu_seq_lens_q": documents()}, NotImplementedError, "cu_seq_lens_q .* whole packed sequence"),
+    "softcap": ({"softcap": 30.0}, NotImplementedError, "softcap must not"),
+    "sinks": ({"s_aux": torch.zeros(4)}, NotImplementedError, "s_aux must not .* sinks"),
+    "head mask": ({"head_mask": torch.ones(4)}, NotImplementedError, "head_mask must not"),
+    "unknown": ({"temperature": 2.0}, NotImplementedError, "temperature must not .* drop it"),
+    "shifted positions": ({"position_ids": torch.arange(1, LENGTH + 1)[None]}, ValueError, "prepare_batch"),
+    "packed positions": ({"position_ids": (torch.arange(LENGTH) % 12)[None]}, ValueError, "position_ids must be"),
+    "position shape": ({"position_ids": torch.arange(LENGTH)[None].expand(3, -1)}, ValueError, r"\(1 or batch, 24\)"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_call(case: str) -> None:
+    changes, kind, message = REFUSED[case]
+    ids = tokens(2 if case == "position shape" else 1)
+    if case == "position shape":
+        query = torch.zeros(2, 4, LENGTH, 8)
+        error = find_shape_error(query, None, changes["position_ids"])
+        assert isinstance(error, kind) and "(1 or batch, 24)" in str(error)
+        return
+    with pytest.raises(kind, match=message):
+        build()(**huggingface.prepare_batch(ids, group=None) | changes)
+
+
+def test_refuses_wrong_document_positions() -> None:
+    batch = huggingface.prepare_batch(tokens(), group=None, cu_seqlens=documents())
+    with pytest.raises(ValueError, match="within each document"):
+        build()(**batch | {"position_ids": (torch.arange(LENGTH) % 8)[None]})
+
+
+def test_refuses_dropout_in_training() -> None:
+    with pytest.raises(NotImplementedError, match="dropout must be 0, got 0.5"):
+        build(attention_dropout=0.5).train()(**huggingface.prepare_batch(tokens(), group=None))
+
+
+def test_refuses_layers_it_cannot_do() -> None:
+    model = build("qwen3")
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(NotImplementedError, match="got 'chunked_attention'"):
+        huggingface.set_group(model, None)
+
+
+def test_refuses_another_implementation() -> None:
+    with pytest.raises(ValueError, match="attn_implementation='ringflash', got 'eager'"):
+        huggingface.set_group(build(impl="eager"), None)
+
+
+def test_refuses_labels_that_are_not_shifted() -> None:
+    with pytest.raises(ValueError, match="shifted by one token"):
+        huggingface.prepare_batch(tokens(), group=None, labels=tokens())
+
+
+def test_refuses_unknown_positions() -> None:
+    for positions in ("document", "local"):
+        with pytest.raises(ValueError, match="'document' with cu_seqlens"):
+            huggingface.prepare_batch(tokens(), group=None, position_ids=positions)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("final_logit_softcapping", 30.0), ("logits_scaling", 8.0), ("logit_scale", 0.5)]
+)
+def test_refuses_logits_that_are_not_linear(name: str, value: float) -> None:
+    model = build()
+    setattr(model.config, name, value)
+    with pytest.raises(NotImplementedError, match=name):
+        huggingface.CausalLMWithLoss(model, None)
+
+
+def test_refuses_models_without_head() -> None:
+    with pytest.raises(NotImplementedError, match="lm_head"):
+        huggingface.CausalLMWithLoss(build().model, None)
+
+
+CALLS = {
+    "weights": {"output_attentions": True},
+    "local key bounds": {"cu_seq_lens_k": documents()},
+    "longest query": {"max_length_q": LENGTH},
+    "longest key": {"max_length_k": LENGTH},
+    "sequence numbers": {"seq_idx": torch.zeros(1, LENGTH, dtype=torch.int32)},
+    "router": {"output_router_logits": True},
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_refuses_keyword(call: dict[str, object]) -> None:
+    (name,) = call
+    with pytest.raises(NotImplementedError, match=f"{name} must not be given to ringflash attention"):
+        build()(**huggingface.prepare_batch(tokens(), group=None) | call)
+
+
+def test_refuses_a_cache_with_content() -> None:
+    from transformers import DynamicCache
+
+    model, batch = build(), huggingface.prepare_batch(tokens(), group=None)
+    cache = DynamicCache()
+    model(**batch, past_key_values=cache)
+    with pytest.raises(NotImplementedError, match=r"length of query \(24\), got 48; pass use_cache=False"):
+        model(**batch, past_key_values=cache)
+
+
+def test_refuses_a_cache_handed_to_attention() -> None:
+    x = torch.zeros(1, 4, LENGTH, 8)
+    error = find_static_error(torch.nn.Module(), x, x, 0.0, None, True, {"past_key_values": object()})
+    assert isinstance(error, NotImplementedError) and "past_key_values must not be given" in str(error)
+
+
+def test_refuses_a_sliding_layer_without_window() -> None:
+    model = build("qwen3_window")
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    with pytest.raises(NotImplementedError, match="sliding_window must reach the attention of a sliding layer"):
+        model(**huggingface.prepare_batch(tokens(), group=None))
+
+
+def test_refuses_a_window_that_is_not_causal() -> None:
+    with pytest.raises(NotImplementedError, match="causal layer, got 5, causal=False; use full attention"):
+        build("mistral_window")(**huggingface.prepare_batch(tokens(), group=None), is_causal=False)
+
+
+def test_refuses_a_loss_without_the_routers() -> None:
+    model = build()
+    model.config.output_router_logits = True
+    with pytest.raises(NotImplementedError, match="output_router_logits must be False, got True"):
+        huggingface.CausalLMWithLoss(model, None)
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None
+import ringflash
+from ringflash import huggingface
+try:
+    huggingface.register()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_package_needs_transformers_only_to_register() -> None:
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "transformers must be version 5.17 or later" in result.stdout
+    assert "pip install ringflash[huggingface]" in result.stdout
