@@ -89,7 +89,7 @@ def test_no_spills_where_nothing_is_masked(launch, compiled):
 
 def _overlaps(launch: Launch) -> bool:
     """Whether a consumer's softmax is meant to run under its own products."""
-    return any(value.tiles.overlap for value in launch.constants.values() if hasattr(value, "tiles"))
+    return any(value.tiles.schedule == "overlap" for value in launch.constants.values() if hasattr(value, "tiles"))
 
 
 @_of([launch for launch in FORWARD if _overlaps(launch)])
