@@ -28,7 +28,7 @@ BACKWARD = [x for x in ATTENTION if x.name.startswith("backward")]
 
 # Where ptxas has not been brought to avoid spills in the path of an unmasked tile: (kernel, head_dim) and the most
 # instructions a consumer spends on them. Reported as expected failures; lower a number, or drop a line, as they go.
-KNOWN_SPILLS = {("backward_keys", "hd96"): 2, ("backward_keys", "hd128"): 8, ("backward_queries", "hd256"): 21}
+KNOWN_SPILLS = {("backward_keys", "hd96"): 2, ("backward_keys", "hd128"): 6, ("backward_queries", "hd256"): 21}
 
 
 def _name(launch: Launch) -> str:
