@@ -18,7 +18,7 @@ from tests.compile.report import compile_all
 from tests.compile.sass import Program, share_of_exp_before_last_wait
 from tests.compile.variants import forward_launch, production_launches
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for the others' compilations
+pytestmark = pytest.mark.timeout(900)
 
 SHARED_MEMORY_LIMIT = 232_448  # bytes a thread block may use
 LAUNCHES = production_launches()
@@ -26,9 +26,9 @@ ATTENTION = [x for x in LAUNCHES if x.kernel.is_gluon()]
 FORWARD = [x for x in ATTENTION if x.name.startswith("forward")]
 BACKWARD = [x for x in ATTENTION if x.name.startswith("backward")]
 
-# Spilled values in the path of an unmasked tile, where ptxas has not been brought to avoid them: (kernel, head_dim,
-# call) and the most there are, by consumer. Lower a number, or drop a line, when the kernel gets better.
-KNOWN_SPILLS: dict[tuple[str, str], int] = {}
+# Where ptxas has not been brought to avoid spills in the path of an unmasked tile: (kernel, head_dim) and the most
+# instructions a consumer spends on them. Reported as expected failures; lower a number, or drop a line, as they go.
+KNOWN_SPILLS = {("backward_keys", "hd96"): 2, ("backward_keys", "hd128"): 6, ("backward_queries", "hd256"): 21}
 
 
 def _name(launch: Launch) -> str:
@@ -39,18 +39,32 @@ def _of(launches: list[Launch]):
     return pytest.mark.parametrize("launch", launches, ids=_name)
 
 
+class _Results:
+    """Compiled kernels by launch, waited for when they are asked for."""
+
+    def __init__(self, launches: list[Launch]) -> None:
+        self._stream = zip(launches, compile_all(launches), strict=True)
+        self._ready: dict[str, Compiled] = {}
+
+    def __getitem__(self, launch: Launch) -> Compiled:
+        while launch.key not in self._ready:
+            done, result = next(self._stream)
+            self._ready[done.key] = result
+        return self._ready[launch.key]
+
+
 @pytest.fixture(scope="module")
-def compiled(request) -> dict[str, Compiled]:
-    """What the selected launches compile to, by key."""
+def compiled(request) -> _Results:
+    """What the selected tests need, compiling."""
     items = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
     launches = {x.key: x for item in items if (x := item.callspec.params.get("launch"))}
-    return dict(zip(launches, compile_all(list(launches.values())), strict=True))
+    return _Results(list(launches.values()))
 
 
 @_of(LAUNCHES)
 def test_resources(launch, compiled):
     """Fits into shared memory; wgmma is asynchronous (ptxas warns C7510 to C7514 where it is not)."""
-    result = compiled[launch.key]
+    result = compiled[launch]
     assert result.shared_bytes <= SHARED_MEMORY_LIMIT
     assert not result.warnings
 
@@ -58,31 +72,31 @@ def test_resources(launch, compiled):
 @_of(ATTENTION)
 def test_hopper_instructions(launch, compiled):
     """Tensor cores, TMA loads, and in the backward TMA reductions wherever dQ, dK or dV is summed."""
-    counts = Program(compiled[launch.key].sass).counts
+    counts = Program(compiled[launch].sass).counts
     assert counts["HGMMA"] and counts["UTMALDG"]
     assert counts["UTMAREDG"] if launch in BACKWARD else counts["UTMASTG"]
 
 
 @_of(ATTENTION)
 def test_no_spills_where_nothing_is_masked(launch, compiled):
-    loops = [loop for loop in Program(compiled[launch.key].sass).loops if not loop.masked]
+    loops = [loop for loop in Program(compiled[launch].sass).loops if not loop.masked]
     assert len(loops) >= 2, "the main loop of each consumer"
-    allowed = next(
-        (n for (name, variant), n in KNOWN_SPILLS.items() if re.match(variant, launch.variant) and name == launch.name),
-        0,
-    )
-    assert max(loop.spills_off_the_mask for loop in loops) <= allowed
+    spills = max(loop.spills_off_the_mask for loop in loops)
+    known = KNOWN_SPILLS.get((launch.name, launch.variant.split()[0]), 0)
+    assert spills <= known
+    if spills:
+        pytest.xfail(f"{spills} spill instructions of {known} known")
 
 
 def _overlaps(launch: Launch) -> bool:
     """Whether a consumer's softmax is meant to run under its own products."""
-    return any(value.tiles.overlap for value in launch.constants.values() if hasattr(value, "tiles"))
+    return any(value.tiles.schedule == "overlap" for value in launch.constants.values() if hasattr(value, "tiles"))
 
 
 @_of([launch for launch in FORWARD if _overlaps(launch)])
 def test_softmax_runs_under_the_products(launch, compiled):
     """exp2 of one block comes before the wait for the products of the other."""
-    loops = [loop for loop in Program(compiled[launch.key].sass).loops if not loop.masked]
+    loops = [loop for loop in Program(compiled[launch].sass).loops if not loop.masked]
     assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
 
 
@@ -90,11 +104,11 @@ def test_softmax_runs_under_the_products(launch, compiled):
 def faulty_forward(tmp_path, monkeypatch):
     """Makes the forward module with a change in its source."""
 
-    def make(old: str, new: str) -> ModuleType:
-        source = Path(forward.__file__).read_text()
-        assert old in source, f"fault does not apply: {old!r}"
+    def make(pattern: str, new: str) -> ModuleType:
+        source, count = re.subn(pattern, new, Path(forward.__file__).read_text())
+        assert count, f"fault does not apply: {pattern!r}; plant what is there now"
         path = tmp_path / "faulty_forward.py"
-        path.write_text(source.replace(old, new))
+        path.write_text(source)
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, path.stem, module)
@@ -106,7 +120,7 @@ def faulty_forward(tmp_path, monkeypatch):
 
 def test_hoisted_wait_is_seen(faulty_forward):
     """Without the barrier wait that ends the basic block, ptxas waits for the products before the softmax."""
-    wait = "    mbarrier.wait(barriers.k_full.index(after_index), after_phase, pred=more)\n"
+    wait = r" +mbarrier\.wait\(barriers\.k_full\.index\(after_index\).*\n"
     launch = forward_launch(faulty_forward(wait, ""), 128, "full")
     loops = [loop for loop in Program(compile_launch(launch).sass).loops if not loop.masked]
     assert loops and all(share_of_exp_before_last_wait(loop) < 0.5 for loop in loops)

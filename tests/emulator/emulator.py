@@ -121,7 +121,7 @@ class Emulator:
         """Execute module `name` of the hopper package (or the file at `path`) on emulated names."""
         if name not in self._modules:
             path = path or Path(_package_path(), f"{name}.py")
-            module = ModuleType(f"emulated_{id(self)}_{name}")
+            module = ModuleType(f"emulated_{name}")
             module.__file__ = str(path)
             module.__package__ = _PACKAGE
             module.__builtins__ = self._builtins

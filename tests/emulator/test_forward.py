@@ -174,11 +174,15 @@ def test_random_problems(seed):
 
 # A fault in the mask, and one in each kind of synchronisation: (module, source text, what replaces it).
 FAULTS = {
-    "mask shows a key too many": ("forward", "keys[None, :] < stop[:, None]", "keys[None, :] <= stop[:, None]"),
-    "window shows a key too many": (
+    "a key too many": (
         "forward",
-        "keys[None, :] >= start[:, None]",
-        "keys[None, :] + 1 >= start[:, None]",
+        "keys[None, :] < rows.stop[:, None]",
+        "keys[None, :] <= rows.stop[:, None]",
+    ),
+    "a key too many on the left": (
+        "forward",
+        "keys[None, :] >= rows.start[:, None]",
+        "keys[None, :] + 1 >= rows.start[:, None]",
     ),
     "band is shifted by one": ("forward", "region.upper + shift", "region.upper + shift + 1"),
     "a partly masked block runs unmasked": (
@@ -212,7 +216,7 @@ def _fails(fault: tuple[str, str, str], mask: Mask) -> bool:
     """Whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
     for seed in range(3):
         try:
-            assert_close(*_outputs(mask, Shape(), emulator=Emulator(seed, faults=[fault])))
+            assert_close(*_outputs(mask, Shape(128), emulator=Emulator(seed, faults=[fault])))
         except (AssertionError, EmulationError):
             return True
     return False
