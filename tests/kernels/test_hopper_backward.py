@@ -185,6 +185,22 @@ def test_strides(head_dim):
     case.check(case.run(False))
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_nothing_visible(num_kv_heads):
+    case = Case(Mask.of(64, 96, []), 64, 2, num_kv_heads)
+    assert all(not x.any() for x in case.run(False))
+
+
+def test_expanded_gradient():
+    """The gradient of a sum is one number seen everywhere, with strides of 0."""
+    case = Case(MASKS["causal"], 64)
+    case.dout = torch.ones_like(case.dout)
+    visible = case.mask.dense("cuda")
+    case.exact, case.baseline = case._gradients(torch.float64, visible)[0], case._gradients(case.q.dtype, visible)[0]
+    case.dout = case.dout[:1, :1, :1, :1].expand(case.q.shape)
+    case.check(case.run(False))
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_negative_control(head_dim):
     """The tolerance notices one missing key block."""

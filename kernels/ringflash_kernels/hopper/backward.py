@@ -68,8 +68,9 @@ class Backward:
     ) -> None:
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic, self.num_sms = q, softmax_scale, deterministic, num_sms
-        # A gradient may arrive expanded (a sum's has stride 0); its copy is the only one made here.
+        # A gradient may arrive expanded (a sum's has stride 0); only such tensors are copied.
         self.dout = dout if _addressable(dout) else dout.contiguous()
+        out = out if out.stride(-1) == 1 else out.contiguous()
         dq_dim = self.tiles.query_dim if deterministic else q.shape[-1]
         self.stats, self.dq = preprocess(self.dout, out, lse, dlse, dq_dim)
         self._views: dict[tuple[int, int], _Queries] = {}
