@@ -113,6 +113,7 @@ class Contender(NamedTuple):
 
 def ours() -> Contender:
     """This package's Hopper kernels."""
+    from ringflash_kernels.hopper.backward import Backward
     from ringflash_kernels.hopper.forward import forward
 
     def build_forward(x: Inputs) -> Run:
@@ -121,7 +122,20 @@ def ours() -> Contender:
         out = acc if hop else torch.empty_like(x.q)
         return lambda: forward(x.q, x.k, x.v, x.mask, x.scale, out=out, lse=x.lse, acc=acc)
 
-    return Contender("ringflash", {"forward": build_forward})
+    def build_backward(x: Inputs) -> Run | None:
+        if x.row.kind == "hop":
+            return None
+        out, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+        forward(x.q, x.k, x.v, x.mask, x.scale, out=out, lse=x.lse)
+
+        def run() -> torch.Tensor:
+            backward = Backward(x.dout, x.q, out, x.lse, softmax_scale=x.scale)
+            backward.add(x.k, x.v, x.mask, dk, dv, accumulate=False)
+            return backward.finish()
+
+        return run
+
+    return Contender("ringflash", {"forward": build_forward, "backward": build_backward})
 
 
 def flash_attn_4() -> Contender:
