@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import record_function
 
-from ringflash.schedule import Hop, Schedule
-from ringflash.transport import Message, Pending, PointToPoint, buffer
+from ringflash.exchange import Exchange, GradientExchange
+from ringflash.schedule import Schedule
+from ringflash.transport import PointToPoint, buffer
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
 
 
@@ -53,9 +54,10 @@ def forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     computed = [hop.step for hop in ring.schedule.hops if hop.source is not None]
     single = len(computed) == 1 or out.dtype == state
     carried = out if single else buffer("out", tuple(out.shape), state, out.device)
-    exchange = _Exchange(ring, k, v)
-    for hop in ring.schedule.hops:
-        keys, values = exchange.arrive(hop)
+    hops = ring.schedule.hops
+    exchange = Exchange(ring.transport, hops, k, v)
+    for index, hop in enumerate(hops):
+        keys, values = exchange.arrive(index)
         if hop.source is None:
             continue
         target = out if hop.step == computed[-1] else carried
@@ -91,123 +93,13 @@ def backward(
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
         gradients.add(k, v, ring.schedule.hops[0].mask, dk, dv, accumulate=False)
         return gradients.finish(), dk, dv
-    exchange = _GradientExchange(ring, k, v)
-    for hop in ring.schedule.hops:
-        keys, values = exchange.arrive(hop)
+    hops = ring.schedule.hops
+    exchange = GradientExchange(ring.transport, hops, k, v)
+    for index, hop in enumerate(hops):
+        keys, values = exchange.arrive(index)
         if hop.source is None:
             continue
         with record_function(f"ringflash::backward_step{hop.step}"):
-            gradients.add(keys, values, hop.mask, *exchange.gradients_of(hop), accumulate=True)
+            gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
     dk, dv = exchange.finish_gradients()
     return gradients.finish(), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
-
-
-class _Exchange:
-    """K/V of the next hop under way while the caller works on this one.
-
-    The rank's own K and V are packed into one message; two buffers take turns in receiving. A buffer is
-    written again two hops later, and the kernel that read it lies before that message on the stream.
-    """
-
-    def __init__(self, ring: Ring, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.ring, self.hops = ring, ring.schedule.hops
-        self.k, self.v = k, v
-        self.next = 0  # index of the hop whose K/V are to be posted next
-        self.pending = Pending([])
-        if ring.transport is not None:
-            self.own = self._buffer("kv.own", k.dtype)
-            torch.stack((k, v), out=self.own)
-            self.post_next()
-
-    def arrive(self, hop: Hop) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of this hop's source, once they are here; the next hop's messages are then on their way."""
-        if self.ring.transport is None:
-            return self.k, self.v
-        self.pending.wait()
-        self.post_next()
-        return self._keys_values(hop)
-
-    def _keys_values(self, hop: Hop) -> tuple[torch.Tensor, torch.Tensor]:
-        if hop.step == 0:
-            return self.k, self.v
-        kv = self.incoming(hop)
-        return kv[0], kv[1]
-
-    def finish(self) -> None:
-        """Order the stream after the last message, so that buffers may be used again."""
-        self.pending.wait()
-
-    def post_next(self) -> None:
-        """Post what the next hop needs; the first hop works on the rank's own K/V and needs nothing."""
-        sends, recvs = self.next_messages()
-        assert self.ring.transport is not None
-        self.pending = self.ring.transport.post(sends, recvs)
-        self.next += 1
-
-    def next_messages(self) -> tuple[list[Message], list[Message]]:
-        """Messages that must be through before the hop number `next` can start."""
-        if self.next >= len(self.hops) or self.hops[self.next].step == 0:
-            return [], []
-        hop = self.hops[self.next]
-        return [Message(self.own, hop.reader)], [Message(self.incoming(hop), hop.source)]
-
-    def incoming(self, hop: Hop) -> torch.Tensor:
-        """The buffer that receives the K/V of this hop: (2, batch, seqlen_local, num_kv_heads, head_dim)."""
-        return self._buffer(f"kv.{self.hops.index(hop) % 2}", self.k.dtype)
-
-    def _buffer(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return buffer(name, (2, *self.k.shape), dtype, self.k.device)
-
-
-class _GradientExchange(_Exchange):
-    """K/V as in the forward; the gradients of a hop go home to the owner of its K/V while the next hop works."""
-
-    def __init__(self, ring: Ring, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.total = buffer("dkv.own", (2, *k.shape), state_dtype(k.dtype), k.device).zero_()
-        self.returning: Hop | None = None
-        super().__init__(ring, k, v)
-
-    def arrive(self, hop: Hop) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in the forward; adds the gradients that came home with the same messages."""
-        self.pending.wait()
-        self._add_returned()
-        index = self.hops.index(hop)
-        self.returning = self.hops[index - 1] if index > 0 else None
-        self.post_next()
-        return self._keys_values(hop)
-
-    def next_messages(self) -> tuple[list[Message], list[Message]]:
-        """K/V of the next hop, and the gradients of the last one on their way home."""
-        sends, recvs = super().next_messages()
-        if self.returning is not None and self.returning.step != 0:
-            sends.append(Message(self._partial(self.returning), self.returning.source))
-            recvs.append(Message(self._returned(), self.returning.reader))
-        return sends, recvs
-
-    def gradients_of(self, hop: Hop) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where this hop's dk and dv are to be added."""
-        if hop.step == 0:
-            return self.total[0], self.total[1]
-        dk, dv = self._partial(hop).zero_().unbind(0)
-        return dk, dv
-
-    def finish_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """dk, dv of this rank's own keys, in fp32, from every rank that read them."""
-        self.pending.wait()
-        self._add_returned()
-        self.returning = self.hops[-1]
-        self.post_next()
-        self.pending.wait()
-        self._add_returned()
-        dk, dv = self.total.unbind(0)
-        return dk, dv
-
-    def _add_returned(self) -> None:
-        if self.returning is not None and self.returning.step != 0 and self.returning.reader is not None:
-            self.total.add_(self._returned())
-
-    def _partial(self, hop: Hop) -> torch.Tensor:
-        return self._buffer(f"dkv.out.{self.hops.index(hop) % 2}", self.total.dtype)
-
-    def _returned(self) -> torch.Tensor:
-        return self._buffer("dkv.in", self.total.dtype)
