@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import ringflash
+from ringflash.transport import Message, Pending, PointToPoint
 from ringflash_kernels import reference
 from tests.helpers import dense, ring_check
 from tests.helpers.cases import Case
@@ -38,12 +38,11 @@ CASES = [
 def events(ctx: Context, case: Case) -> list[tuple[str, int]]:
     """("send", bytes), ("receive", bytes) and ("forward" | "backward", pairs) of one call, in order."""
     seen: list[tuple[str, int]] = []
-    send, receive = dist.isend, dist.irecv
 
-    def post(operations: list[dist.P2POp]) -> Any:
-        names = {send: "send", receive: "receive"}
-        seen.extend((names[x.op], x.tensor.nbytes) for x in operations)
-        return original(operations)
+    def post(self: PointToPoint, sends: list[Message], recvs: list[Message]) -> Pending:
+        for name, messages in (("send", sends), ("receive", recvs)):
+            seen.extend((name, message.tensor.nbytes) for message in messages if message.rank is not None)
+        return original(self, sends, recvs)
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, *args: Any, **options: Any) -> None:
         seen.append(("forward", mask.num_visible))
@@ -54,9 +53,9 @@ def events(ctx: Context, case: Case) -> list[tuple[str, int]]:
             seen.append(("backward", mask.num_visible))
             super().add(k, v, mask, *args, **options)
 
-    original, kernel = dist.batch_isend_irecv, reference.forward
+    original, kernel = PointToPoint.post, reference.forward
     with (
-        mock.patch.object(dist, "batch_isend_irecv", post),
+        mock.patch.object(PointToPoint, "post", post),
         mock.patch.object(reference, "forward", forward),
         mock.patch.object(reference, "Backward", Backward),
     ):
