@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ringflash_kernels.hopper.backward import _hop
+from ringflash_kernels.hopper.backward import _balanced, _hop, _lengths
 from ringflash_kernels.mask import Mask, Region
 
 
@@ -52,3 +52,28 @@ def test_rows_start_on_16_bytes():
     """The copy engine cannot read the statistics from an odd row; the rectangle grows, the mask does not."""
     hop = _hop(Mask.of(50, 60, [Region(13, 40, 2, 57)]), torch.device("cpu"))
     assert hop.q_start == 12 and hop.min_row == 1
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_lengths_count_the_blocks_with_a_visible_pair(block):
+    for mask in (
+        Mask.band(700, 700, causal=True),
+        Mask.band(500, 611, window_size=(70, 33)),
+        Mask.documents([0, 100, 130, 700]),
+        Mask.of(500, 600, [Region(101, 407, 50, 333, None, 170)]),
+    ):
+        hop = _hop(mask, torch.device("cpu"))
+        seen = mask.dense()[hop.q_start : hop.q_stop, hop.k_start : hop.k_stop]
+        for tile, length in enumerate(_lengths(hop, block).tolist()):
+            rows = seen[:, tile * block : (tile + 1) * block].any(1).nonzero()
+            assert length == (rows.max() // 64 - rows.min() // 64 + 1 if len(rows) else 0)
+
+
+def test_fewer_sms_share_causal_work_evenly():
+    """124 CTAs in steps of 124 over heads of 128 tiles would leave the slowest with 1.47 times its share."""
+    lengths = torch.arange(256, 0, -2)
+    num_ctas = _balanced(lengths, 16, 124)
+    steps = (lengths + 1.5).repeat(16)
+    slowest = torch.bincount(torch.arange(len(steps)) % num_ctas, weights=steps).max().item()
+    assert 108 < num_ctas <= 124
+    assert slowest < 1.15 * steps.sum().item() / 124

@@ -110,9 +110,11 @@ class Backward:
                 x[:, : hop.k_start].zero_()
                 x[:, hop.k_stop :].zero_()
         if hop.num_rows:
-            self._launch(k, v, dk, dv, hop, accumulate)
+            heads = k.shape[2] if self.deterministic else self.q.shape[2]
+            self._launch(k, v, dk, dv, hop, self._grid(mask, hop, self.tiles.block_n, heads), accumulate)
             if self.deterministic:
-                self._launch_queries(k, v, _hop(mask, k.device, transposed=True))
+                hop = _hop(mask, k.device, transposed=True)
+                self._launch_queries(k, v, hop, self._grid(mask, hop, 128, self.q.shape[2]))
 
     def finish(self) -> torch.Tensor:
         """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q."""
@@ -120,8 +122,26 @@ class Backward:
         postprocess(self.dq, dq, self.softmax_scale)
         return dq
 
+    def _grid(self, mask: Mask, hop: _Hop, block: int, heads: int) -> tuple[int]:
+        """CTAs of a launch over tiles of `block` keys (or, by queries, of `block` queries) of so many heads."""
+        heads *= self.q.shape[0]
+        works = -(-hop.num_keys // block) * heads
+        if self.num_sms is None or works <= self.num_sms:
+            return (works,)
+        key = ("backward grid", hop.q_start, hop.k_start, block, heads, self.num_sms)
+        if key not in mask._cache:
+            mask._cache[key] = _balanced(_lengths(hop, block), heads, self.num_sms)
+        return (mask._cache[key],)  # type: ignore[return-value]
+
     def _launch(
-        self, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, hop: _Hop, accumulate: bool
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        hop: _Hop,
+        grid: tuple[int],
+        accumulate: bool,
     ) -> None:
         tiles = self.tiles
         batch, _, num_heads, _ = self.q.shape
@@ -136,7 +156,6 @@ class Backward:
             num_kv_heads, num_tiles, works, group, hop.first_shift, hop.stop_shift, _STAGGER if hop.full else 0,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
-        grid = (works if self.num_sms is None else min(works, self.num_sms),)
         loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
         choices = dict(
             SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds,
@@ -158,7 +177,7 @@ class Backward:
                 KV_IN_REGISTERS=tiles.kv_in_registers and not self.deterministic, **choices,
             )  # fmt: skip
 
-    def _launch_queries(self, k: torch.Tensor, v: torch.Tensor, hop: _Hop) -> None:
+    def _launch_queries(self, k: torch.Tensor, v: torch.Tensor, hop: _Hop, grid: tuple[int]) -> None:
         """dQ by itself; `hop` seen from the queries: its rows are the keys."""
         batch, _, num_heads, _ = self.q.shape
         dim = self.tiles.query_dim
@@ -171,7 +190,6 @@ class Backward:
                 (k, hop.q_start, hop.q_stop), (v, hop.q_start, hop.q_stop),
             )
         )  # fmt: skip
-        grid = (works if self.num_sms is None else min(works, self.num_sms),)
         backward_queries[grid](
             q, keys, values, dout, _descriptor(self.dq.flatten(0, 1), (64, dim // 2)), self.stats,
             *self._bounds(hop), self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
@@ -272,6 +290,30 @@ def _hop(mask: Mask, device: torch.device, *, transposed: bool = False) -> _Hop:
     first_shift = -_FAR if upper is None else corner - upper
     stop_shift = _FAR if lower is None else corner - lower + 1
     return _Hop(min_row, q_start, q_stop, k_start, k_stop, first_shift, stop_shift, False, ())
+
+
+def _lengths(hop: _Hop, block: int) -> torch.Tensor:
+    """Steps of each tile of a head: what `Problem.blocks` visits, on the host."""
+    first_key = torch.arange(0, hop.num_keys, block)
+    last_key = (first_key + block).clamp(max=hop.num_keys) - 1
+    if hop.has_bounds:
+        first, stop = (x.cpu() for x in hop.bounds)
+        first, stop = first[first_key], stop[last_key]
+    else:
+        first = (first_key + hop.first_shift).clamp(hop.min_row, hop.num_rows)
+        stop = (last_key + hop.stop_shift).clamp(0, hop.num_rows)
+    return (-(-stop // 64) - first // 64).clamp(min=0)
+
+
+def _balanced(lengths: torch.Tensor, heads: int, num_sms: int) -> int:
+    """How many CTAs, up to num_sms, finish first when CTA i of n takes the tiles i, i + n, i + 2n, ...
+
+    A causal head of 128 tiles gives 124 CTAs the same part of every head; 121 finish 1.3 times sooner.
+    """
+    steps = (lengths + 1.5).repeat(heads)  # entering and leaving a tile costs about a step and a half
+    works = torch.arange(len(steps))
+    candidates = range(num_sms, num_sms - max(1, num_sms // 8), -1)
+    return min(candidates, key=lambda n: torch.bincount(works % n, weights=steps).max().item())
 
 
 def _kept_transpose(mask: Mask) -> Mask:
