@@ -35,6 +35,12 @@ def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: 
     return known[1]
 
 
+@atexit.register
+def _forget() -> None:
+    """Let the communicators end with the interpreter still there: gloo's threads may hold tensors of its own."""
+    _made.clear()
+
+
 def _make(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     store = dist.PrefixStore(f"ringflash/{purpose}", _get_process_group_store(group))
     place = (group.rank(), group.size())
