@@ -9,7 +9,6 @@ import torch
 from ringflash_kernels.hopper.compat import TensorDescriptor, gl
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-_NAME = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
 
 
 @functools.cache
@@ -44,14 +43,3 @@ def _box_strides(x: torch.Tensor) -> list[int]:
         if shape[dim] == 1:
             strides[dim] = 16
     return strides
-
-
-def argument_type(value: object) -> str:
-    """The type of a kernel argument in triton's notation, for compiling without a launch."""
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{_NAME[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>"
-    if isinstance(value, torch.Tensor):
-        return f"*{_NAME[value.dtype]}"
-    if isinstance(value, float):
-        return "fp32"
-    return "i32" if isinstance(value, int) else "constexpr"

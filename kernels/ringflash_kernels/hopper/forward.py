@@ -38,7 +38,7 @@ from ringflash_kernels.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ringflash_kernels.hopper.descriptors import argument_type, misaligned, tile_descriptor, tile_layout
+from ringflash_kernels.hopper.descriptors import misaligned, tile_descriptor, tile_layout
 from ringflash_kernels.hopper.tiles import FORWARD_TILES, ForwardTiles
 from ringflash_kernels.mask import Mask, Region
 
@@ -891,15 +891,6 @@ class Launch(NamedTuple):
     arguments: tuple
 
 
-class CompileCase(NamedTuple):
-    """One variant for a compiler: argument types as triton writes them, and the values of those that are constexpr."""
-
-    name: str
-    kernel: object
-    signature: dict[str, str]
-    constexprs: dict[str, object]
-
-
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Why this implementation cannot take the call; None when it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -1033,18 +1024,6 @@ def example(config: ForwardConfig, device: torch.device | str = "cpu") -> Launch
         num_sms=1,
         counter=torch.zeros(2, dtype=torch.int32, device=device),
     )  # fmt: skip
-
-
-def variants(configs: Iterable[ForwardConfig] | None = None) -> Iterator[CompileCase]:
-    """What a compiler needs for each config, without a GPU; by default all that bf16 calls can select."""
-    for config in all_configs() if configs is None else configs:
-        signature: dict[str, str] = {}
-        constexprs: dict[str, object] = {}
-        for name, value in zip(forward_kernel.arg_names, example(config).arguments, strict=True):
-            signature[name] = argument_type(value)
-            if signature[name] == "constexpr":
-                constexprs[name] = value
-        yield CompileCase(f"forward {describe(config)}", forward_kernel, signature, constexprs)
 
 
 def all_configs(dtype: torch.dtype = torch.bfloat16) -> Iterator[ForwardConfig]:
