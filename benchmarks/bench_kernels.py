@@ -15,12 +15,10 @@ Contenders that are not installed are left out.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import random
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
+from benchmarks.environment import describe  # noqa: E402
 from ringflash_kernels.mask import Mask  # noqa: E402
 
 Run = Callable[[], object]
@@ -276,24 +275,6 @@ def line(result: dict) -> str:
     return f"| {result['row']} | {result['pass']} | {mine or 0:.0f} | {', '.join(others)} |"
 
 
-def environment() -> dict[str, str]:
-    """What the figures belong to."""
-    versions = {}
-    for package in ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return {
-        "commit": commit.stdout.strip() if commit.returncode == 0 else "unknown",
-        "gpu": torch.cuda.get_device_name(),
-        "cuda": str(torch.version.cuda),
-        "cudnn": str(torch.backends.cudnn.version()),
-        **versions,
-    }
-
-
 def main() -> None:
     """Print the table as it grows; write JSON at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -305,7 +286,7 @@ def main() -> None:
     options = parser.parse_args()
     random.seed(5)
     torch.manual_seed(0)
-    teams, about = list(contenders()), environment()
+    teams, about = list(contenders()), describe("flash-attn-4", "nvidia-cutlass-dsl")
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print("| row | pass | ringflash TFLOP/s | peers (ratio) |\n|---|---|---|---|", flush=True)
     results = []

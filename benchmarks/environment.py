@@ -13,8 +13,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 
 
-def describe() -> dict[str, str]:
-    """Commit, command, machine and versions."""
+def describe(*packages: str) -> dict[str, str]:
+    """Commit, command, machine and versions, those of further packages too."""
     cuda = torch.cuda.is_available()
     return {
         "commit": _commit(),
@@ -23,7 +23,8 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
-        "triton": _version("triton"),
+        "cudnn": str(torch.backends.cudnn.version()) if cuda else "none",
+        **{package: _version(package) for package in ("triton", *packages)},
     }
 
 

@@ -1,0 +1,68 @@
+"""Write the tables of docs/numerics.md and docs/performance.md from the committed results.
+
+    python -m benchmarks.write_tables
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.environment import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+NUMERICS, PERFORMANCE = ROOT / "docs" / "numerics.md", ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
+
+
+def main() -> None:
+    """Replace every table whose markers are on a page."""
+    for path in sorted(RESULTS.glob("multi_gpu_*.json")):
+        replace(NUMERICS, path.stem, multi_gpu_table(json.loads(path.read_text())))
+    for path in sorted(RESULTS.glob("kernels_*.json")):
+        replace(PERFORMANCE, path.stem, kernel_table(json.loads(path.read_text())))
+
+
+def replace(page: Path, name: str, table: str) -> None:
+    """Put a new table between the markers of `name`.
+
+    Raises:
+        ValueError: the page has no such markers.
+    """
+    text, begin, end = page.read_text(), BEGIN.format(name=name), END.format(name=name)
+    if begin not in text or end not in text:
+        raise ValueError(f"{page.name} must have the lines {begin!r} and {end!r}, got neither; add them.")
+    head, rest = text.split(begin)
+    page.write_text(f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}")
+
+
+def multi_gpu_table(result: dict) -> str:
+    """Largest error over budget by tensor, and the case it occurred in."""
+    rows = [
+        f"| `{name}` | {worst['max']:.2f} | {worst['mean']:.2f} | {worst['case']} |"
+        for name, worst in result["worst"].items()
+    ]
+    source = (
+        f"`{result['command']}` on {result['device']}, torch {result['torch']}, NCCL {result['nccl']}, "
+        f"commit {result['commit']}: {result['num_cases']} cases in {result['dtype']}."
+    )
+    return "\n".join([source, "", "| tensor | max | mean | case of the largest max |", "|---|---|---|---|", *rows])
+
+
+def kernel_table(result: dict) -> str:
+    """TFLOP/s of every row, and ours over each peer's."""
+    about = result["environment"]
+    peers = ("flash-attn-4", "cuDNN")
+    rows = []
+    for row in result["results"]:
+        ours = row["tflops"]["ringflash"]
+        ratios = [f"{ours / row['tflops'][peer]:.2f}" if peer in row["tflops"] else "" for peer in peers]
+        rows.append(f"| {row['row']} | {row['pass']} | {ours:.0f} | {' | '.join(ratios)} |")
+    versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "triton", "flash-attn-4", "cudnn"))
+    source = f"`{about['command']}` on one {about.get('device', about.get('gpu'))}, {versions}, commit {about['commit'][:7]}."
+    head = ["| heads, length | pass | TFLOP/s | / flash-attn-4 | / cuDNN |", "|---|---|---|---|---|"]
+    return "\n".join([source, "", *head, *rows])
+
+
+if __name__ == "__main__":
+    main()
