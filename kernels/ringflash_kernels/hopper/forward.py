@@ -3,10 +3,11 @@
 A persistent program per SM: one producer warp loads tiles by TMA and hands out work, two or three consumer
 warpgroups own 64 query rows each and walk the visible key blocks from last to first:
 
-    producer   Q | K(n-1) K(n-2) V(n-1) ...                 mbarriers full / empty, a ring of stages
+    producer   K(n-1) Q V(n-1) K(n-2) V(n-2) ...            mbarriers full / empty, a ring of stages
     consumer   S(j+1) = Q K(j+1)^T  issued, then  O += P(j) V(j)  issued, and while both run
                P(j+1) = exp2(S(j+1) - m): the softmax of one block hides under the products of its neighbours
 
+That is the schedule "overlap"; tiles.py says which head sizes do better with "turns" or "sequence".
 Masked blocks lie at the two ends of the walk; the loop between them does not test the mask. `acc` and `lse` of
 earlier calls are merged in the epilogue, loaded by TMA while the main loop runs.
 """
@@ -105,12 +106,12 @@ class Pointers(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: tuples hold one buffer for each part of the head."""
+    """Shared memory: rings of q, k and v tiles for each part of the head, the way out for results, the next ticket."""
 
     q: tuple
     k: tuple
     v: tuple
-    stage: tuple
+    stage: object
     ticket: object
 
 
