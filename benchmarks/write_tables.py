@@ -1,6 +1,6 @@
 """Write the tables of docs/numerics.md and docs/performance.md from the committed results.
 
-    python -m benchmarks.write_tables
+python -m benchmarks.write_tables
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def kernel_table(result: dict) -> str:
         ratios = [f"{ours / row['tflops'][peer]:.2f}" if peer in row["tflops"] else "" for peer in peers]
         rows.append(f"| {row['row']} | {row['pass']} | {ours:.0f} | {' | '.join(ratios)} |")
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "triton", "flash-attn-4", "cudnn"))
-    source = f"`{about['command']}` on one {about.get('device', about.get('gpu'))}, {versions}, commit {about['commit'][:7]}."
+    device, commit = about.get("device", about.get("gpu")), about["commit"][:7]
+    source = f"`{about['command']}` on one {device}, {versions}, commit {commit}."
     head = ["| heads, length | pass | TFLOP/s | / flash-attn-4 | / cuDNN |", "|---|---|---|---|---|"]
     return "\n".join([source, "", *head, *rows])
 

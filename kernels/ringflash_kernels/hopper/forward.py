@@ -452,8 +452,9 @@ def key_of(tile, i, V: gl.constexpr):
 
 
 @gluon.jit
-def step_overlapped(acc, p, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                    MASKED: gl.constexpr, V: gl.constexpr):
+def step_overlapped(
+    acc, p, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, V: gl.constexpr
+):
     """S of block i and O += P V of the block before in flight together, then the softmax of block i."""
     STAGES: gl.constexpr = V.tiles.num_stages
     index, phase = slot(kv, STAGES)
@@ -525,8 +526,21 @@ def end_turn(token, W: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def step_in_turns(acc, s, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                  MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr):
+def step_in_turns(
+    acc,
+    s,
+    row_max,
+    row_sum,
+    kv,
+    i,
+    tile,
+    rows,
+    shared,
+    barriers,
+    MASKED: gl.constexpr,
+    W: gl.constexpr,
+    V: gl.constexpr,
+):
     """The softmax of block i, then, in one turn, its O += P V and S of the next block."""
     STAGES: gl.constexpr = V.tiles.num_stages
     index, phase = slot(kv, STAGES)
@@ -666,8 +680,20 @@ def load_state(acc_desc, shared, full, tile, row, W: gl.constexpr, PART: gl.cons
 
 
 @gluon.jit
-def store_part(acc, o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight,
-               W: gl.constexpr, PART: gl.constexpr, V: gl.constexpr):
+def store_part(
+    acc,
+    o_desc,
+    acc_desc,
+    shared,
+    barriers,
+    tile,
+    row,
+    loads,
+    old_weight,
+    W: gl.constexpr,
+    PART: gl.constexpr,
+    V: gl.constexpr,
+):
     """Merge part of the earlier output into this one and store it. Returns the number of state loads so far."""
     BM: gl.constexpr = V.tiles.block_m
     column: gl.constexpr = PART * V.tiles.parts[0]
