@@ -54,7 +54,7 @@ class Schedule:
         return sum(hop.mask.num_visible for hop in self.hops)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # few: a schedule keeps its masks' bounds in device memory, and packed data bring one a step
 def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedule:
     """The schedule of one rank.
 
