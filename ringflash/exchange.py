@@ -62,7 +62,8 @@ class Exchange:
         if index + 1 >= len(self.hops):
             return [], []
         hop = self.hops[index + 1]
-        return [Message(self.own, hop.reader)], [Message(self._incoming(index + 1), hop.source)]
+        what = f"K/V of step {hop.step}"
+        return [Message(self.own, hop.reader, what)], [Message(self._incoming(index + 1), hop.source, what)]
 
     def _incoming(self, index: int) -> torch.Tensor:
         """Receives the K/V of a hop: (2, batch, seqlen_local, num_kv_heads, head_dim)."""
@@ -104,8 +105,9 @@ class GradientExchange(Exchange):
         sends, recvs = super()._messages_beside(index)
         if self._travels(index - 1):
             last = self.hops[index - 1]
-            sends.append(Message(self._outgoing(index - 1), last.source))
-            recvs.append(Message(self._returned(), last.reader))
+            what = f"dK/dV of step {last.step}"
+            sends.append(Message(self._outgoing(index - 1), last.source, what))
+            recvs.append(Message(self._returned(), last.reader, what))
         return sends, recvs
 
     def _add_returned(self, index: int) -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ringflash.group import backend_of
 from ringflash.transport.buffers import buffer, buffer_bytes, release_buffers
-from ringflash.transport.point_to_point import Message, Pending, PointToPoint
+from ringflash.transport.point_to_point import Message, Pending, PointToPoint, set_timeout
 
 TRANSPORTS = ("gloo", "nccl")
 
@@ -21,6 +21,7 @@ __all__ = [
     "choose_transport",
     "open_transport",
     "release_buffers",
+    "set_timeout",
 ]
 
 _open: dict[tuple[str, str], tuple[dist.ProcessGroup, PointToPoint]] = {}

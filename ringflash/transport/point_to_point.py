@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
@@ -11,28 +12,55 @@ import torch.distributed as dist
 
 from ringflash.communicator import communicator
 
-TIMEOUT = timedelta(minutes=10)  # torch's default for NCCL
 _TAG = 0
+_timeout = timedelta(minutes=10)  # torch's default for NCCL
+
+
+def set_timeout(seconds: float) -> None:
+    """How long a message may take before its rank gives its peer up, default 600 seconds.
+
+    Holds for gloo at once, for NCCL in groups whose first ring comes later.
+    """
+    global _timeout
+    if not seconds > 0:
+        raise ValueError(f"seconds must be positive, got {seconds}; the default is 600.")
+    _timeout = timedelta(seconds=seconds)
 
 
 class Message(NamedTuple):
-    """One tensor to or from a rank of the group; nothing where the rank is None."""
+    """One tensor to or from a rank of the group; nothing where the rank is None. `what` names it in errors."""
 
     tensor: torch.Tensor
     rank: int | None
+    what: str
 
 
 class Pending:
-    """Messages on their way."""
+    """Messages on their way.
 
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
+    Args:
+        works: each with what it does, for the error if it fails.
+        timeout: None leaves it to the work itself, and does not block the host.
+    """
+
+    def __init__(self, works: list[tuple[dist.Work, str]], timeout: timedelta | None = None) -> None:
+        self._works, self._timeout = works, timeout
 
     def wait(self) -> None:
-        """Order the current stream (gloo: the host) after every message of the batch."""
-        for work in self._works:
-            work.wait()
-        self._works = []
+        """Order the current stream (gloo: the host) after every message of the batch.
+
+        Raises:
+            RuntimeError: a peer died, or did not answer in time; names the message and both ranks.
+        """
+        works, self._works = self._works, []
+        for work, what in works:
+            try:
+                work.wait() if self._timeout is None else work.wait(self._timeout)
+            except RuntimeError as cause:
+                raise RuntimeError(
+                    f"{what} must end within {_timeout.total_seconds():.0f} s, got {cause}; that rank died or stalls, "
+                    "its log says why (ringflash.set_timeout waits longer)."
+                ) from cause
 
 
 class PointToPoint:
@@ -46,8 +74,8 @@ class PointToPoint:
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
-        self.name = name
-        self._channel = communicator(group, "ring", "nccl", TIMEOUT) if name == "nccl" else group
+        self.name, self.rank = name, group.rank()
+        self._channel = communicator(group, "ring", "nccl", _timeout) if name == "nccl" else group
         if name == "nccl":  # every rank must take part in a communicator's first operation; hops may leave some out
             self._channel.allreduce([torch.zeros(1, device="cuda")]).wait()
 
@@ -56,14 +84,21 @@ class PointToPoint:
 
         The tensors must be contiguous and stay untouched until `wait`.
         """
-        messages: list[tuple[Callable[[list[torch.Tensor], int, int], dist.Work], torch.Tensor, int]] = []
-        messages += [(self._channel.send, tensor, rank) for tensor, rank in sends if rank is not None]
-        messages += [(self._channel.recv, tensor, rank) for tensor, rank in recvs if rank is not None]
-        if not messages:
-            return Pending([])
+        todo = [self._start("to", self._channel.send, m.tensor, m.rank, m.what) for m in sends if m.rank is not None]
+        todo += [self._start("from", self._channel.recv, m.tensor, m.rank, m.what) for m in recvs if m.rank is not None]
         if self.name == "gloo":
-            return Pending([start([tensor], rank, _TAG) for start, tensor, rank in messages])
-        self._channel._start_coalescing(messages[0][1].device)
-        for start, tensor, rank in messages:
-            start([tensor], rank, _TAG)
-        return Pending([self._channel._end_coalescing(messages[0][1].device)])
+            return Pending([(start(), what) for start, what in todo], _timeout)
+        if not todo:
+            return Pending([])
+        device = next(m.tensor.device for m in sends + recvs)
+        self._channel._start_coalescing(device)
+        for start, _ in todo:
+            start()
+        return Pending([(self._channel._end_coalescing(device), "; ".join(what for _, what in todo))])
+
+    def _start(
+        self, way: str, operation: Callable[..., dist.Work], tensor: torch.Tensor, rank: int, what: str
+    ) -> tuple[Callable[[], dist.Work], str]:
+        """What starts a message, and how an error calls it."""
+        name = f"{what} of rank {self.rank} {way} rank {rank} over {self.name}"
+        return functools.partial(operation, [tensor], rank, _TAG), name

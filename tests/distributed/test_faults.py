@@ -1,0 +1,56 @@
+"""A rank that dies or stalls in the middle of a ring ends the others with an error that names it. gloo, 3 processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+
+import pytest
+
+import ringflash
+from ringflash_kernels import reference
+from tests.helpers import ring_check
+from tests.helpers.cases import Case
+from tests.helpers.pool import Context, Pool, WorkerError
+
+VICTIM, SECONDS = 1, 3
+
+
+def attempt(ctx: Context, fault: str, direction: str) -> None:
+    """A call in which the victim meets its fault at its second hop."""
+    ringflash.set_timeout(SECONDS)
+    if ctx.rank == VICTIM:
+        _plant(fault, direction)
+    ring_check.check(ctx, Case())
+
+
+def _plant(fault: str, direction: str) -> None:
+    calls = []
+
+    def fail(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 2:
+            os._exit(3) if fault == "dies" else time.sleep(600)
+        return original(*args, **kwargs)
+
+    if direction == "forward":
+        original, reference.forward = reference.forward, fail
+    else:
+        original, reference.Backward.add = reference.Backward.add, fail
+
+
+@pytest.mark.parametrize("fault, direction", [("dies", "forward"), ("dies", "backward"), ("stalls", "backward")])
+def test_the_others_end_with_the_name_of_the_rank(pool: Pool, fault: str, direction: str) -> None:
+    with pytest.raises(WorkerError) as error:
+        pool.run(attempt, fault, direction, size=3, timeout_s=60)
+    text = str(error.value)
+    for rank in (0, 2):
+        assert f"rank {rank} raised" in text
+    assert f"rank {VICTIM} over gloo must end within {SECONDS} s, got" in text
+    assert re.search(rf"d?K/d?V of step \d of rank [02] (to|from) rank {VICTIM} over gloo", text)
+
+
+def test_the_limit_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="seconds must be positive, got 0"):
+        ringflash.set_timeout(0)

@@ -1,0 +1,56 @@
+"""How messages are posted: one coalesced batch on NCCL, sends before receives, nothing without a peer. CPU."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from ringflash.transport import Message, PointToPoint
+
+
+@pytest.fixture
+def channel() -> mock.Mock:
+    """A communicator that records what is asked of it."""
+    return mock.Mock()
+
+
+@pytest.fixture
+def transport(channel: mock.Mock) -> PointToPoint:
+    """Rank 1 over NCCL, without a GPU: opening is skipped."""
+    made = object.__new__(PointToPoint)
+    made.name, made.rank, made._channel = "nccl", 1, channel
+    return made
+
+
+def test_a_batch_is_coalesced(transport: PointToPoint, channel: mock.Mock) -> None:
+    x, y = torch.zeros(2), torch.ones(2)
+    pending = transport.post(
+        [Message(x, 2, "K/V of step 1")], [Message(y, 0, "K/V of step 1"), Message(x, None, "none")]
+    )
+    device = torch.device("cpu")
+    assert channel.mock_calls == [
+        mock.call._start_coalescing(device),
+        mock.call.send([x], 2, 0),
+        mock.call.recv([y], 0, 0),
+        mock.call._end_coalescing(device),
+    ]
+    pending.wait()
+    channel._end_coalescing.return_value.wait.assert_called_once_with()  # a timeout would block the host
+
+
+def test_no_peer_no_batch(transport: PointToPoint, channel: mock.Mock) -> None:
+    transport.post([Message(torch.zeros(2), None, "none")], []).wait()
+    assert channel.mock_calls == []
+
+
+def test_a_failure_names_the_messages(transport: PointToPoint, channel: mock.Mock) -> None:
+    channel._end_coalescing.return_value.wait.side_effect = RuntimeError("broken")
+    pending = transport.post(
+        [Message(torch.zeros(2), 2, "K/V of step 1")], [Message(torch.zeros(2), 0, "dK/dV of step 3")]
+    )
+    with pytest.raises(
+        RuntimeError, match=r"K/V of step 1 of rank 1 to rank 2 over nccl; dK/dV of step 3 .* got broken"
+    ):
+        pending.wait()
