@@ -20,28 +20,13 @@ from ringflash_kernels.hopper.backward_queries import backward_queries
 from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.backward_wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor, gl
+from ringflash_kernels.hopper.descriptors import misaligned
 from ringflash_kernels.hopper.preprocess import postprocess, preprocess
 from ringflash_kernels.mask import Mask, Region
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _FAR = 1 << 29  # an open side of a band
 _STAGGER = 8  # full masks: a key tile starts 8 / 4 query blocks after the one before, to add to other dQ blocks
-
-
-def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why the backward cannot take the call; None when it can."""
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype {q.dtype} (fp16 or bf16)"
-    if q.shape[-1] not in BACKWARD_TILES:
-        return f"head_dim {q.shape[-1]} (one of {sorted(BACKWARD_TILES)})"
-    if q.device.type != "cuda":
-        return f"device {q.device.type} (cuda)"
-    if torch.cuda.get_device_capability(q.device) != (9, 0):
-        return f"compute capability {torch.cuda.get_device_capability(q.device)} (9.0)"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not _addressable(x):
-            return f"{name} with strides {x.stride()} (last stride 1, the others multiples of 16 bytes)"
-    return None
 
 
 class Backward:
@@ -69,7 +54,7 @@ class Backward:
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic, self.num_sms = q, softmax_scale, deterministic, num_sms
         # A gradient may arrive expanded (a sum's has stride 0); only such tensors are copied.
-        self.dout = dout if _addressable(dout) else dout.contiguous()
+        self.dout = dout if misaligned(dout) is None else dout.contiguous()
         out = out if out.stride(-1) == 1 else out.contiguous()
         dq_dim = self.tiles.query_dim if deterministic else q.shape[-1]
         self.stats, self.dq = preprocess(self.dout, out, lse, dlse, dq_dim)
@@ -92,11 +77,9 @@ class Backward:
             dk, dv: as k, v. `accumulate`: fp32, added to; otherwise in the dtype of k, overwritten.
         """
         for name, x in (("dk", dk), ("dv", dv)):
-            if not _addressable(x):
-                raise ValueError(
-                    f"{name} must have last stride 1 and other strides that are multiples of 16 bytes, "
-                    f"got {x.stride()}; allocate it with torch.empty."
-                )
+            problem = misaligned(x)
+            if problem is not None:
+                raise ValueError(f"{name} must be addressable by TMA, got {problem}; allocate it with torch.empty.")
         summed = self.q.shape[2] != k.shape[2] and not self.deterministic
         if not accumulate and summed:  # the heads of a group meet in fp32
             totals = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)]
@@ -321,13 +304,6 @@ def _kept_transpose(mask: Mask) -> Mask:
     if "transposed" not in mask._cache:
         mask._cache["transposed"] = mask.transposed()
     return mask._cache["transposed"]  # type: ignore[return-value]
-
-
-def _addressable(x: torch.Tensor) -> bool:
-    """Whether the tensor copy engine can read x in place."""
-    strides = zip(x.stride()[:-1], x.shape[:-1], strict=True)
-    aligned = all(size == 1 or stride * x.element_size() % 16 == 0 for stride, size in strides)
-    return x.stride(-1) == 1 and aligned and x.data_ptr() % 16 == 0
 
 
 def _tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -1,12 +1,11 @@
 """One set of names for the Gluon operations the kernels use, over the triton releases that have them.
 
 Gluon is experimental and renames things between releases; nothing else in this package may import from
-`triton.experimental`. Verified releases: 3.6 to 3.8.
+`triton.experimental`. `environment` says which releases were verified.
 """
 
 from __future__ import annotations
 
-import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,12 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-SUPPORTED_TRITON = ((3, 6), (3, 9))  # first supported release, first unsupported one
-
 __all__ = [
     "TensorDescriptor",
     "aggregate",
-    "check_triton",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -43,17 +39,6 @@ __all__ = [
 tma_load = tma.async_copy_global_to_shared
 tma_store = tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
-
-
-def check_triton() -> None:
-    """Raise RuntimeError unless the installed triton is one the kernels were verified on."""
-    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    first, end = SUPPORTED_TRITON
-    if not first <= release < end:
-        raise RuntimeError(
-            f"triton must be at least {first[0]}.{first[1]} and below {end[0]}.{end[1]} for impl='hopper', "
-            f"got {triton.__version__}; install a supported release or use impl='flash2'."
-        )
 
 
 @builtin

@@ -27,7 +27,6 @@ import torch
 
 from ringflash_kernels.hopper.compat import (
     TensorDescriptor,
-    check_triton,
     fence_async_shared,
     gl,
     gluon,
@@ -40,6 +39,7 @@ from ringflash_kernels.hopper.compat import (
     warpgroup_mma_wait,
 )
 from ringflash_kernels.hopper.descriptors import misaligned, tile_descriptor, tile_layout
+from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.hopper.tiles import FORWARD_TILES, ForwardTiles
 from ringflash_kernels.mask import Mask, Region
 
@@ -1029,7 +1029,7 @@ def warmup(configs: Iterable[ForwardConfig], report: Callable[[str], None] | Non
     Args:
         report: called with the name and the seconds of each variant when it is ready.
     """
-    check_triton()
+    check_environment()
     device = torch.device("cuda", torch.cuda.current_device())
     _counter(device)
     for config in configs:
@@ -1074,11 +1074,7 @@ _EXAMPLES = {
 }
 
 
-_check_triton_once = functools.cache(check_triton)
-
-
 def _check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None) -> None:
-    _check_triton_once()
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale must be positive for impl='hopper', got {softmax_scale}; use impl='flash2'.")
     if lse.stride(2) != 1:
