@@ -54,6 +54,7 @@ supervise() {
   set -m  # a process group of its own: signals to this one reach the command only through `ask`
   "$@" &
   pid=$!
+  set +m
   trap 'received=TERM' TERM
   trap 'received=USR1' USR1
   trap 'kill -INT "$pid"' INT

@@ -125,6 +125,71 @@ def test_skypilot_dry_run() -> None:
     assert "--rdzv_endpoint 10.0.0.1:29500 --rdzv_conf is_host=0 --local_addr 10.0.0.2" in shown
 
 
+WORKER = """
+import os, signal, sys
+assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    os.kill(os.getppid(), number)
+os.kill(int(os.environ["LAUNCHER"]), signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.pause()
+"""
+AGENT = f"import subprocess, sys; print('status', subprocess.run([sys.executable, '-c', {WORKER!r}]).returncode)"
+SUPERVISE = 'set -euo pipefail; export LAUNCHER=$$; source launch/common.sh; supervise ask_workers deaf "$@"'
+
+
+def test_a_process_that_is_still_starting_hears_the_signal_later() -> None:
+    """The launcher gets it before the process listens; the agent between them, which gets it too, does not die."""
+    assert run(["bash", "-c", SUPERVISE, "-", sys.executable, "-c", AGENT], timeout_s=30.0) == "status 0\n"
+
+
+def test_launcher_returns_the_status_of_the_command() -> None:
+    """Also where no signal came."""
+    with pytest.raises(AssertionError, match="exit status 7:"):
+        run(["bash", "-c", SUPERVISE, "-", "bash", "-c", "exit 7"], timeout_s=30.0)
+
+
+SRUN = """#!/usr/bin/env bash
+trap 'exit "$STATUS"' USR1
+kill -"$SIGNAL" "$LAUNCHER"
+while true; do sleep 0.1; done
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [[ $1 == show ]]; then
+  echo "   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=$PREEMPTED"
+else
+  echo "scontrol $*"
+fi
+"""
+
+
+def batch(folder: Path, **environment: str) -> str:
+    """Output of the batch script, where srun tells it of a signal and ends when it is handed on."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    command = ["bash", "-c", "LAUNCHER=$$ exec bash launch/slurm.sbatch"]
+    known = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
+    return run(command, timeout_s=30.0, **known, **environment)
+
+
+@pytest.mark.parametrize(
+    ("signal", "preempted", "requeued"),
+    [("USR1", "None", True), ("TERM", "2026-01-01T00:01:00", True), ("TERM", "None", False)],
+    ids=["time limit", "preemption", "cancelled"],
+)
+def test_slurm_requeues_what_it_interrupted(tmp_path: Path, signal: str, preempted: str, requeued: bool) -> None:
+    """And exits 0; a job that its user cancels is not started again."""
+    output = batch(tmp_path, SIGNAL=signal, PREEMPTED=preempted, STATUS="0")
+    assert output == ("scontrol requeue 7\n" if requeued else "")
+
+
+def test_slurm_does_not_requeue_what_failed_to_save(tmp_path: Path) -> None:
+    """The status is handed on."""
+    with pytest.raises(AssertionError, match="exit status 3:\n$"):
+        batch(tmp_path, SIGNAL="USR1", PREEMPTED="None", STATUS="3")
+
+
 def write_checkpoint(path: Path, *, age: int, parts: tuple[str, ...] = (".metadata", "meta.pt")) -> Path:
     """A directory as the strategy writes it, or the beginning of one."""
     path.mkdir(parents=True)
