@@ -65,6 +65,8 @@ def main(args: list[str] | None = None) -> None:
     """
     # Lightning 2.6 asks newer torch about a tree in the old way, once in every process.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
+    # On SLURM it asks for srun, which has started torchrun.
+    warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")
     defaults = {**launched_ranks(), "callbacks": [StopOnSignal()]}
     RecipeCLI(CausalLM, TextData, args=args, trainer_defaults=defaults, seed_everything_default=0)
 
