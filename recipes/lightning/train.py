@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 2 -m recipes.lightning.train fit --config recipes/lightning/quickstart.yaml
 
 Every key of a recipe is also a flag: `--trainer.max_steps 50`, `--data.seqlen 8192`,
-`--trainer.strategy.context_parallel_size 4`; `fit --help` lists them. `--ckpt_path <directory>` continues.
+`--trainer.strategy.context_parallel_size 4`; `fit --help` lists them. `--ckpt_path <directory>` continues, and
+`--ckpt_path auto` from the newest complete checkpoint below output_dir, where there is one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from ringflash.lightning import CausalLM, Progress, StopOnSignal, TextData
+from ringflash.lightning.checkpoints import SameCheckpoint, newest_checkpoint
 
 
 class RecipeCLI(LightningCLI):
@@ -41,6 +43,13 @@ class RecipeCLI(LightningCLI):
             kwargs["logger"] = [csv, TensorBoardLogger(output_dir, name=None, version=csv.version)]
         return super().instantiate_trainer(**kwargs)
 
+    def before_fit(self) -> None:
+        """Put the newest checkpoint in the place of `--ckpt_path auto`."""
+        options = self.config_init["fit"]
+        if options["ckpt_path"] == "auto":
+            options["ckpt_path"] = newest_checkpoint(self._get(self.config_init, "output_dir"))
+            self.trainer.callbacks.append(SameCheckpoint(options["ckpt_path"]))
+
 
 def launched_ranks() -> dict[str, int]:
     """Devices and nodes as torchrun started them; one process without it."""
@@ -56,6 +65,8 @@ def main(args: list[str] | None = None) -> None:
     """
     # Lightning 2.6 asks newer torch about a tree in the old way, once in every process.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
+    # On SLURM it asks for srun, which has started torchrun.
+    warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")
     defaults = {**launched_ranks(), "callbacks": [StopOnSignal()]}
     RecipeCLI(CausalLM, TextData, args=args, trainer_defaults=defaults, seed_everything_default=0)
 

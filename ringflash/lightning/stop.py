@@ -22,6 +22,10 @@ class StopOnSignal(lightning.Callback):
         self.noted = False
         self._agreed: torch.Tensor | None = None  # whether any rank had a note, at the end of the last step
 
+    def on_sanity_check_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Take the signal over before the first evaluation."""
+        signal.signal(signal.SIGTERM, self._note)
+
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Take the signal over from Lightning, which gives it back when it is done."""
         signal.signal(signal.SIGTERM, self._note)

@@ -29,7 +29,7 @@ def run(command: Sequence[str | Path], *, timeout_s: float = 150.0, **environmen
 
 
 def interrupt(command: Sequence[str | Path], *, after: str, timeout_s: float = 150.0, **environment: str) -> str:
-    """Output of a command that is sent SIGTERM once it has printed `after`, whatever its exit status."""
+    """Output of a command that is sent SIGTERM once it has printed `after`, and then exits with status 0."""
     printed = []
     with _start(command, environment) as process, _limit(process, timeout_s):
         for line in process.stdout or ():
@@ -39,7 +39,7 @@ def interrupt(command: Sequence[str | Path], *, after: str, timeout_s: float = 1
                 break
         rest, _ = process.communicate()
     output = "".join([*printed, rest])
-    assert after in output, output[-8000:]
+    assert after in output and process.returncode == 0, f"exit status {process.returncode}:\n{output[-8000:]}"
     return output
 
 

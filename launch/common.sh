@@ -1,0 +1,83 @@
+# shellcheck shell=bash
+# What the launchers share; sourced from the repository's root.
+
+# Sets dry_run, recipe and flags from [--dry-run] [recipe.yaml] [flags of the recipe]; DRY_RUN=1 is --dry-run.
+read_arguments() {
+  dry_run=${DRY_RUN:-0} recipe=recipes/lightning/quickstart.yaml
+  if [[ ${1:-} == --dry-run ]]; then dry_run=1; shift; fi
+  if [[ ${1:-} == *.yaml ]]; then recipe=$1; shift; fi
+  flags=("$@")
+}
+
+# Sets NPROC to one process for each GPU, or 2 without GPUs, and what the processes need.
+set_environment() {
+  local gpus cores
+  PYTHON=${PYTHON:-python}
+  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+  NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))}
+  cores=$(nproc)
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((gpus == 0 && cores > NPROC ? cores / NPROC : 1))}
+  export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH}
+  export PET_MAX_RESTARTS=${MAX_RESTARTS:-0}
+  # torchrun would end its processes 30 s after SIGTERM and exit 1 whatever they saved: ask_workers stops them.
+  export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT
+  # Restarted processes would find the keys of their predecessors in a shared store, and fail to connect.
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+}
+
+# Runs the recipe with one torchrun, whose rendezvous the arguments describe, or prints what would run.
+train() {
+  local command=("$PYTHON" -m torch.distributed.run "$@" --nproc_per_node "$NPROC"
+    -m recipes.lightning.train fit --config "$recipe" "${flags[@]}")
+  if ((dry_run)); then
+    show OMP_NUM_THREADS PYTHONPATH PET_MAX_RESTARTS PET_SIGNALS_TO_HANDLE TORCH_DISABLE_SHARE_RDZV_TCP_STORE \
+      -- "${command[@]}"
+  else
+    supervise ask_workers deaf "${command[@]}"
+  fi
+}
+
+# Prints NAME... -- command as one line of shell.
+show() {
+  while [[ $1 != -- ]]; do printf '%s=%q ' "$1" "${!1}"; shift; done
+  shift
+  printf '%q ' "$@"
+  printf '\n'
+}
+
+# Runs a command and returns its status. On SIGTERM or SIGUSR1 it calls `ask` with the command's process every
+# second until that ends: processes that are still starting hear it later. `received` is the last such signal.
+supervise() {
+  local ask=$1 pid status=0
+  shift
+  received=
+  set -m  # a process group of its own: signals to this one reach the command only through `ask`
+  "$@" &
+  pid=$!
+  set +m
+  trap 'received=TERM' TERM
+  trap 'received=USR1' USR1
+  trap 'kill -INT "$pid"' INT
+  while kill -0 "$pid" 2>/dev/null; do
+    if [[ $received ]]; then "$ask" "$pid"; fi
+    sleep 0.5 &
+    wait "$!" || true
+  done
+  wait "$pid" || status=$?
+  trap - TERM USR1 INT
+  return "$status"
+}
+
+# Becomes a command that ignores, like all that it starts, both signals. Training listens once it can save
+# (ringflash.lightning.StopOnSignal).
+deaf() {
+  trap '' TERM USR1
+  exec "$@"
+}
+
+# Sends SIGTERM to the processes of a torchrun, which save together and exit 0; torchrun then exits 0 too.
+ask_workers() {
+  local workers
+  read -rd '' -a workers < <(cat /proc/"$1"/task/*/children 2>/dev/null) || true
+  kill -TERM "${workers[@]}" 2>/dev/null || true
+}

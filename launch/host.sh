@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# This host's part of a training over several: environment plus one torchrun command. Started on every host.
+#
+#   launch/host.sh [--dry-run] [recipe.yaml] [flags of the recipe]
+#
+#   NNODES         hosts
+#   NODE_RANK      which of them this is, from 0; under SLURM known
+#   RDZV_ENDPOINT  host:port where they meet: of host 0, a free port
+#   RDZV_ID        name of the job; default ringflash
+#   LOCAL_ADDR     address of this host for the others; default its name
+#   NPROC          processes on this host; default one for each GPU, or 2 without GPUs
+#   MAX_RESTARTS   how often to start again after a crash, best with --ckpt_path auto; default 0
+#   PYTHON         interpreter; default python
+#
+# SIGTERM or SIGUSR1 to any host: training saves and exits 0 on all (docs/launch.md).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source launch/common.sh
+
+NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
+for name in NNODES NODE_RANK RDZV_ENDPOINT; do
+  if [[ -z ${!name:-} ]]; then
+    echo "$name must be set for a training over several hosts, got nothing; on one host use launch/local.sh." >&2
+    exit 2
+  fi
+done
+
+read_arguments "$@"
+set_environment
+rendezvous=(--nnodes "$NNODES" --rdzv_id "${RDZV_ID:-ringflash}" --rdzv_backend c10d
+  --rdzv_endpoint "$RDZV_ENDPOINT" --rdzv_conf "is_host=$((NODE_RANK == 0))")
+train "${rendezvous[@]}" ${LOCAL_ADDR:+--local_addr "$LOCAL_ADDR"}

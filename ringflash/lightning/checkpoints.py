@@ -1,0 +1,52 @@
+"""Which checkpoint a run that is started again goes on from."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from pathlib import Path
+
+import lightning
+import torch.distributed as dist
+
+from ringflash.agreement import agree
+
+
+def newest_checkpoint(output_dir: str | Path) -> Path | None:
+    """The checkpoint below a folder that was completed last, whichever version of the run wrote it.
+
+    A crash while one is written leaves a directory without its end, which does not count.
+    """
+    complete = [path for path in Path(output_dir).glob("**/*.ckpt") if is_complete(path)]
+    return max(complete, key=_age, default=None)
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether all of a distributed checkpoint was written.
+
+    Once every rank has written its part, rank 0 writes the list of them (.metadata), then the rest of the
+    trainer's state: a zip file, whose directory is at its end.
+    """
+    return (checkpoint / ".metadata").is_file() and zipfile.is_zipfile(checkpoint / "meta.pt")
+
+
+def _age(checkpoint: Path) -> tuple[int, int]:
+    """When it was completed; for a file system with coarse clocks then its step."""
+    step = re.search(r"step=(\d+)", checkpoint.name)
+    return (checkpoint / "meta.pt").stat().st_mtime_ns, int(step[1]) if step else -1
+
+
+class SameCheckpoint(lightning.Callback):
+    """Fails on every rank where ranks do not continue from the same checkpoint, as they do when the hosts do not
+    share the folder. Lightning would load that of the first rank where there is one, and wait where there is none.
+
+    Args:
+        ckpt_path: what this rank continues from.
+    """
+
+    def __init__(self, ckpt_path: str | Path | None) -> None:
+        self.ckpt_path = ckpt_path
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Compare, once the ranks have met and before any loads."""
+        agree(dist.group.WORLD, {"ckpt_path": self.ckpt_path and str(self.ckpt_path)})

@@ -1,0 +1,240 @@
+"""The launch files without training: style, schemas, and what they would run. One process, no GPU, no cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ringflash.lightning.checkpoints import newest_checkpoint
+from tests.recipes.launching import ROOT, run
+
+LAUNCH = ROOT / "launch"
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch", ROOT / "tests" / "recipes" / "two_hosts.sh"]
+
+
+def script(name: str, *path: str) -> str:
+    """A shell script inside a YAML file, with the repository where the file expects it."""
+    content: Any = yaml.safe_load((LAUNCH / name).read_text())
+    for key in path:
+        content = content[key]
+    text = content[0] if isinstance(content, list) else content
+    return text.replace("cd /ringflash", f"cd {ROOT}")
+
+
+def dry_run(*command: str | Path, **environment: str) -> str:
+    """What a launcher would run."""
+    return run(command, DRY_RUN="1", **environment)
+
+
+@pytest.mark.skipif(shutil.which("shellcheck", path=PATH) is None, reason="needs shellcheck")
+def test_scripts_pass_shellcheck() -> None:
+    """Those in files, and those in YAML."""
+    run(["shellcheck", "--external-sources", *SCRIPTS], PATH=PATH)
+    for text in (script("kubernetes.yaml", "spec", "trainer", "args"), script("skypilot.yaml", "run")):
+        check = ["shellcheck", "--shell=bash", "--exclude=SC2155,SC2164", "-"]
+        subprocess.run(check, input=text, text=True, check=True, env={**os.environ, "PATH": PATH})
+
+
+def test_kubernetes_file_has_the_schema_of_kubeflow() -> None:
+    """Kubeflow's own classes accept it, and know every key: what they do not know they drop."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    content = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
+    job = models.TrainerV1alpha1TrainJob.from_dict(content)
+    assert job.to_dict() == content
+    assert (job.api_version, job.kind) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert (job.spec.runtime_ref.kind, job.spec.runtime_ref.name) == ("ClusterTrainingRuntime", "torch-distributed")
+
+
+def test_schema_refuses_another_key() -> None:
+    """The control of the test above."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    content = yaml.safe_load((LAUNCH / "kubernetes.yaml").read_text())
+    content["spec"]["trainer"]["processes"] = 8
+    assert models.TrainerV1alpha1TrainJob.from_dict(content).to_dict() != content
+
+
+def test_skypilot_file_has_only_keys_of_a_task() -> None:
+    """Those that SkyPilot's reference names, of the types it names."""
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    types = {
+        "name": str, "num_nodes": int, "resources": dict, "workdir": str, "envs": dict, "volumes": dict,
+        "setup": str, "run": str,
+    }  # fmt: skip
+    assert {key: type(value) for key, value in task.items()} == types
+    assert all(isinstance(value, str) for value in task["envs"].values())
+
+
+def test_local_dry_run() -> None:
+    """One host: torchrun's own rendezvous, the given number of restarts, both signals kept from torchrun."""
+    shown = dry_run("launch/local.sh", "--ckpt_path", "auto", NPROC="3", MAX_RESTARTS="2")
+    assert "PET_MAX_RESTARTS=2" in shown and "SIGTERM" not in shown
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in shown
+    assert "torch.distributed.run --standalone --nproc_per_node 3 -m recipes.lightning.train fit" in shown
+    assert "--ckpt_path auto" in shown
+
+
+def test_host_dry_run() -> None:
+    """Several: where the hosts meet, and which of them keeps the meeting."""
+    shown = dry_run("launch/host.sh", NNODES="4", NODE_RANK="0", RDZV_ENDPOINT="a:1", RDZV_ID="job", NPROC="8")
+    meeting = "--nnodes 4 --rdzv_id job --rdzv_backend c10d --rdzv_endpoint a:1 --rdzv_conf is_host=1"
+    assert f"torch.distributed.run {meeting} --nproc_per_node 8 -m recipes.lightning.train" in shown
+    shown = dry_run("launch/host.sh", NNODES="4", NODE_RANK="3", RDZV_ENDPOINT="a:1", LOCAL_ADDR="b")
+    assert "--rdzv_id ringflash" in shown and "is_host=0 --local_addr b" in shown
+
+
+@pytest.mark.parametrize("missing", ["NNODES", "NODE_RANK", "RDZV_ENDPOINT"])
+def test_host_without_its_place_is_refused(missing: str) -> None:
+    """The message names the variable and the launcher for one host."""
+    known = {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "a:1", missing: "", "SLURM_NODEID": ""}
+    with pytest.raises(AssertionError, match=f"status 2:\n{missing} must be set .* on one host use launch/local.sh"):
+        dry_run("launch/host.sh", **known)
+
+
+def test_slurm_dry_run() -> None:
+    """One host script for each node, from the newest checkpoint; the user's flags come last and win."""
+    shown = dry_run("bash", "launch/slurm.sbatch", "a.yaml", "--trainer.max_steps", "3", SLURM_NNODES="4")
+    assert "NNODES=4 MAX_RESTARTS=3 RDZV_ENDPOINT=localhost:29500 RDZV_ID=" in shown
+    assert "srun --kill-on-bad-exit=1 launch/host.sh a.yaml --ckpt_path auto --trainer.max_steps 3" in shown
+
+
+def test_kubernetes_dry_run() -> None:
+    """Kubeflow's variables become ours."""
+    pod = {"PET_NNODES": "8", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29500"}
+    text = script("kubernetes.yaml", "spec", "trainer", "args")
+    shown = dry_run("bash", "-c", text, MAX_RESTARTS="3", LOCAL_ADDR="10.0.0.2", **pod)
+    assert "PET_MAX_RESTARTS=3" in shown and "--nnodes 8" in shown
+    assert "--rdzv_endpoint job-node-0-0.job:29500 --rdzv_conf is_host=0 --local_addr 10.0.0.2" in shown
+    assert "--output_dir /runs/quickstart --ckpt_path auto" in shown
+
+
+def test_skypilot_dry_run() -> None:
+    """SkyPilot's variables become ours."""
+    node = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    known = {**task["envs"], **node, "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "task"}
+    shown = run(["bash", "-c", task["run"]], **{**known, "DRY_RUN": "1"})
+    assert "--nnodes 2 --rdzv_id task" in shown and "--nproc_per_node 8" in shown
+    assert "--rdzv_endpoint 10.0.0.1:29500 --rdzv_conf is_host=0 --local_addr 10.0.0.2" in shown
+
+
+WORKER = """
+import os, signal, sys
+assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    os.kill(os.getppid(), number)
+os.kill(int(os.environ["LAUNCHER"]), signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+signal.pause()
+"""
+AGENT = f"import subprocess, sys; print('status', subprocess.run([sys.executable, '-c', {WORKER!r}]).returncode)"
+SUPERVISE = 'set -euo pipefail; export LAUNCHER=$$; source launch/common.sh; supervise ask_workers deaf "$@"'
+
+
+def test_a_process_that_is_still_starting_hears_the_signal_later() -> None:
+    """The launcher gets it before the process listens; the agent between them, which gets it too, does not die."""
+    assert run(["bash", "-c", SUPERVISE, "-", sys.executable, "-c", AGENT], timeout_s=30.0) == "status 0\n"
+
+
+def test_launcher_returns_the_status_of_the_command() -> None:
+    """Also where no signal came."""
+    with pytest.raises(AssertionError, match="exit status 7:"):
+        run(["bash", "-c", SUPERVISE, "-", "bash", "-c", "exit 7"], timeout_s=30.0)
+
+
+SRUN = """#!/usr/bin/env bash
+trap 'exit "$STATUS"' USR1
+kill -"$SIGNAL" "$LAUNCHER"
+while true; do sleep 0.1; done
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [[ $1 == show ]]; then
+  echo "   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=$PREEMPTED"
+else
+  echo "scontrol $*"
+fi
+"""
+
+
+def batch(folder: Path, **environment: str) -> str:
+    """Output of the batch script, where srun tells it of a signal and ends when it is handed on."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    command = ["bash", "-c", "LAUNCHER=$$ exec bash launch/slurm.sbatch"]
+    known = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
+    return run(command, timeout_s=30.0, **known, **environment)
+
+
+@pytest.mark.parametrize(
+    ("signal", "preempted", "requeued"),
+    [("USR1", "None", True), ("TERM", "2026-01-01T00:01:00", True), ("TERM", "None", False)],
+    ids=["time limit", "preemption", "cancelled"],
+)
+def test_slurm_requeues_what_it_interrupted(tmp_path: Path, signal: str, preempted: str, requeued: bool) -> None:
+    """And exits 0; a job that its user cancels is not started again."""
+    output = batch(tmp_path, SIGNAL=signal, PREEMPTED=preempted, STATUS="0")
+    assert output == ("scontrol requeue 7\n" if requeued else "")
+
+
+def test_slurm_does_not_requeue_what_failed_to_save(tmp_path: Path) -> None:
+    """The status is handed on."""
+    with pytest.raises(AssertionError, match="exit status 3:\n$"):
+        batch(tmp_path, SIGNAL="USR1", PREEMPTED="None", STATUS="3")
+
+
+def write_checkpoint(path: Path, *, age: int, parts: tuple[str, ...] = (".metadata", "meta.pt")) -> Path:
+    """A directory as the strategy writes it, or the beginning of one."""
+    path.mkdir(parents=True)
+    for part in parts:
+        content = b"PK\5\6" + bytes(18) if part == "meta.pt" else b""  # the end of an empty zip file
+        (path / part).write_bytes(content)
+        os.utime(path / part, ns=(10**18 - age, 10**18 - age))
+    return path
+
+
+def test_newest_complete_checkpoint_of_all_versions_is_found(tmp_path: Path) -> None:
+    """By when it was completed; by its step where clocks are coarse; one in an older version may be the newest."""
+    assert newest_checkpoint(tmp_path / "none") is None
+    write_checkpoint(tmp_path / "version_1/checkpoints/epoch=0-step=40.ckpt", age=9)
+    write_checkpoint(tmp_path / "version_0/checkpoints/epoch=0-step=9.ckpt", age=5)
+    newest = write_checkpoint(tmp_path / "version_0/interrupted-step=10.ckpt", age=5)
+    assert newest_checkpoint(tmp_path) == newest
+
+
+def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    """A crash leaves one without its list of parts, without the trainer's state, or with the beginning of it."""
+    complete = write_checkpoint(tmp_path / "step=1.ckpt", age=9)
+    write_checkpoint(tmp_path / "step=2.ckpt", age=3, parts=("meta.pt",))
+    write_checkpoint(tmp_path / "step=3.ckpt", age=2, parts=(".metadata",))
+    cut = write_checkpoint(tmp_path / "step=4.ckpt", age=1)
+    (cut / "meta.pt").write_bytes(b"PK\3\4 and no more")
+    assert newest_checkpoint(tmp_path) == complete
+
+
+DISAGREEING = """
+import os
+import torch.distributed as dist
+from ringflash.lightning.checkpoints import SameCheckpoint
+dist.init_process_group("gloo")
+SameCheckpoint("a.ckpt").setup(None, None, "fit")
+try:
+    SameCheckpoint(None if dist.get_rank() else "a.ckpt").setup(None, None, "fit")
+except ValueError as error:
+    print(f"rank {dist.get_rank()}: {error}", flush=True)
+"""
+
+
+def test_ranks_that_continue_from_different_checkpoints_all_fail() -> None:
+    """Two processes, of which the second does not see the folder: no rank is left to wait."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
+    output = run([*torchrun, sys.executable, "-c", DISAGREEING])
+    for rank in range(2):
+        assert f"rank {rank}: all ranks of the group must make the same call, got ckpt_path a.ckpt (rank 0), " in output

@@ -1,0 +1,113 @@
+"""Runs that crash, are stopped, or span two hosts, as the launchers start them: two gloo processes on the CPU.
+
+Each is compared with one that nothing happened to: the same losses, to the bit. tests/recipes/accidents.py is what
+happens. SLURM's commands are stood in for by scripts of a few lines; two_hosts.sh makes the hosts.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.lightning.compare import read_losses
+from ringflash.lightning.checkpoints import is_complete, newest_checkpoint
+from tests.recipes.accidents import STEP
+from tests.recipes.launching import ROOT, run, write_text
+
+STEPS = 6
+PARTS = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
+RECIPE = ROOT / "recipes" / "lightning" / "quickstart.yaml"
+
+SCALED_DOWN = {
+    "trainer.max_steps": STEPS,
+    "trainer.num_sanity_val_steps": 0,
+    "trainer.limit_val_batches": 0,
+    "checkpoint.every_n_train_steps": 2,
+    "checkpoint.save_top_k": -1,
+    "data.seqlen": 96,
+    "data.suffix": ".txt",
+    "data.num_eval_sequences": 2,
+    "model.model.hidden_size": 32,
+    "model.model.intermediate_size": 48,
+    "model.model.num_hidden_layers": 2,
+}
+SRUN = '#!/usr/bin/env bash\nshift\nSLURM_NODEID=0 exec "$@"\n'
+SCONTROL = '#!/usr/bin/env bash\necho "scontrol $*"\n'
+
+
+def flags(folder: Path, name: str, accident: str | None = None) -> list[str | Path]:
+    """The recipe on the folder's text, with its results in the folder, and what happens to it."""
+    values = {**SCALED_DOWN, "output_dir": folder / name, "data.folder": write_text(folder / "text")}
+    happens = [f"--trainer.callbacks+=tests.recipes.accidents.{accident}"] if accident else []
+    return [RECIPE, *(f"--{key}={value}" for key, value in values.items()), *happens]
+
+
+def losses(folder: Path, version: int) -> dict[int, float]:
+    """Those of one version of a run."""
+    return read_losses(folder / f"version_{version}" / "metrics.csv")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this module's runs lie."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path) -> dict[int, float]:
+    """Losses of the run that the others are compared with."""
+    run(["launch/local.sh", *flags(folder, "uninterrupted")], NPROC="2")
+    expected = losses(folder / "uninterrupted", 0)
+    assert sorted(expected) == list(range(STEPS))
+    return expected
+
+
+def slurm(folder: Path, arguments: list[str | Path], **environment: str) -> str:
+    """Output of the batch script on one node of a SLURM that is two scripts; $LAUNCHER is the batch script."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (folder / "bin").mkdir(exist_ok=True)
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_SUBMIT_DIR": str(ROOT), "NPROC": "2"}
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    batch = ["bash", "-c", 'LAUNCHER=$$ exec bash launch/slurm.sbatch "$@"', "-", *arguments]
+    return run(batch, PATH=path, **job, **environment)
+
+
+def test_two_hosts_restart_after_a_crash(folder: Path, uninterrupted: dict[int, float]) -> None:
+    """One process on each; that of the second host is killed past a checkpoint, and both continue from it."""
+    hosts = ["tests/recipes/two_hosts.sh", "launch/host.sh", *flags(folder, "hosts", "Crash"), "--ckpt_path=auto"]
+    output = run(hosts, NPROC="1", MAX_RESTARTS="1")
+    assert "network namespace" in output.partition("\n")[0]
+    assert "failed (exitcode: -9)" in output and "GLOBAL_RANK: 1" in output
+    resumed = losses(folder / "hosts", 1)
+    assert resumed == {step: uninterrupted[step] for step in range(STEP - 1, STEPS)}
+    assert {path.name for path in (folder / "hosts/version_1/checkpoints/epoch=0-step=6.ckpt").iterdir()} == PARTS
+
+
+def test_slurm_saves_before_the_time_limit_and_continues(folder: Path, uninterrupted: dict[int, float]) -> None:
+    """Both ranks write their parts, the script exits 0, and the same command then finishes the run."""
+    output = slurm(folder, flags(folder, "slurm", "Preemption"), SIGNAL="SIGUSR1")
+    assert "scontrol requeue 7" in output
+    (saved,) = (folder / "slurm" / "version_0").glob("interrupted-step=*.ckpt")
+    assert {path.name for path in saved.iterdir()} == PARTS
+    step = int(saved.stem.rpartition("=")[2])
+    meta = torch.load(saved / "meta.pt", weights_only=True)
+    assert meta["global_step"] == meta["TextData"]["num_consumed"] == step < STEPS
+    newest = newest_checkpoint(folder / "slurm")  # of the same step, where a regular one was due at its end
+    output = slurm(folder, flags(folder, "slurm"))
+    assert f"Restored all states from the checkpoint at {newest}" in output and "scontrol requeue" not in output
+    assert losses(folder / "slurm", 1) == {i: uninterrupted[i] for i in range(step, STEPS)}
+
+
+def test_crash_while_saving_costs_nothing_older(folder: Path, uninterrupted: dict[int, float]) -> None:
+    """The run before, with its last checkpoint cut short, continues from the one before that."""
+    checkpoints = folder / "uninterrupted" / "version_0" / "checkpoints"
+    last = checkpoints / f"epoch=0-step={STEPS}.ckpt"
+    (last / "meta.pt").write_bytes((last / "meta.pt").read_bytes()[:-100])
+    assert not is_complete(last)
+    run(["launch/local.sh", *flags(folder, "uninterrupted"), "--ckpt_path=auto"], NPROC="2")
+    assert losses(folder / "uninterrupted", 1) == {i: uninterrupted[i] for i in (STEPS - 2, STEPS - 1)}

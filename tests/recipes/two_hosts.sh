@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Runs a command as two hosts would, with NNODES, NODE_RANK, RDZV_ENDPOINT and LOCAL_ADDR set, and fails if one does.
+#
+# Each host is a network namespace with an address of its own, and a cable between them, in a user namespace that
+# needs no privilege; where the machine allows none, both are this machine. The first line says which.
+set -euo pipefail
+
+apart=(unshare --user --map-root-user --net --mount)
+
+connect() {
+  mount -t tmpfs tmpfs /run
+  for host in 0 1; do ip netns add "host$host"; done
+  ip link add cable0 netns host0 type veth peer name cable1 netns host1
+  for host in 0 1; do
+    ip -n "host$host" address add "10.77.0.$host/31" dev "cable$host"
+    ip -n "host$host" link set "cable$host" up
+    ip -n "host$host" link set lo up
+  done
+}
+
+if [[ ${1:-} == --connected ]]; then
+  shift
+  connect
+  [[ $1 != true ]] || exit 0
+  echo "two network namespaces"
+  on() { host=$1; shift; GLOO_SOCKET_IFNAME=cable$host LOCAL_ADDR=10.77.0.$host ip netns exec "host$host" "$@"; }
+  export RDZV_ENDPOINT=10.77.0.0:29500
+elif "${apart[@]}" "$0" --connected true 2>/dev/null; then
+  exec "${apart[@]}" "$0" --connected "$@"
+else
+  echo "one network namespace"
+  on() { shift; LOCAL_ADDR=127.0.0.1 "$@"; }
+  port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+  export RDZV_ENDPOINT=127.0.0.1:$port
+fi
+
+export NNODES=2
+NODE_RANK=1 on 1 "$@" &
+NODE_RANK=0 on 0 "$@"
+wait $!
