@@ -1,0 +1,71 @@
+"""What DeepSpeed's helper and strategy refuse before any process joins. CPU, one process; needs the extras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("lightning")
+
+from ringflash.deepspeed import check, initialize
+from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy, _check_device
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"sequence_parallel_size": 1}, "sequence_parallel_size must not be in the config, got 1"),
+        ({"data_parallel_size": 2}, "data_parallel_size must not be in the config, got 2"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op must be 'mean', got 'sum'"),
+        ({"train_batch_size": 8}, "train_batch_size must not be in the config, got 8; DeepSpeed counts every rank"),
+    ],
+)
+def test_keys_that_change_the_average_are_refused(config: dict[str, Any], message: str) -> None:
+    """By the check, and by a strategy as soon as it is made."""
+    with pytest.raises(ValueError, match=message):
+        check(config, {})
+    with pytest.raises(ValueError, match=message):
+        DeepSpeedContextParallelStrategy(config=config)
+
+
+def test_what_leaves_the_average_alone_passes() -> None:
+    """Keywords that are None are those of a caller who passes everything on."""
+    check({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "mean"}, {"mpu": None, "mesh_param": None})
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    """It has ranks of its own, which nobody has compared."""
+    with pytest.raises(NotImplementedError, match=r"tensor_parallel.autotp_size must be 0 or 1, got 2"):
+        check({"tensor_parallel": {"autotp_size": 2}}, {})
+
+
+def test_a_missing_file_is_named() -> None:
+    """The path is in the message."""
+    with pytest.raises(ValueError, match="config must be readable, got .*nowhere.json"):
+        initialize(model=object(), config="nowhere.json")  # type: ignore[arg-type]
+
+
+def test_clipping_has_one_place_with_lightning() -> None:
+    """Lightning would otherwise leave the trainer's value unused."""
+    with pytest.raises(ValueError, match="gradient_clipping must not be in the config, got 1.0; set Trainer"):
+        DeepSpeedContextParallelStrategy(config={"gradient_clipping": 1.0})
+
+
+def test_strategy_leaves_the_callers_config_alone() -> None:
+    """Lightning adds its keys to the dictionary it is given."""
+    config = {"zero_optimization": {"stage": 1}}
+    assert DeepSpeedContextParallelStrategy(config=config).config is not config
+
+
+def test_another_device_than_deepspeeds_is_refused() -> None:
+    """The remedy is a variable."""
+    with pytest.raises(ValueError, match="must be the trainer's .tpu., got .*; set DS_ACCELERATOR=tpu before"):
+        _check_device("tpu")
+
+
+def test_mesh_before_the_processes_have_joined_is_refused() -> None:
+    """The message says when to read it."""
+    with pytest.raises(RuntimeError, match="device_mesh must be read after the processes have joined"):
+        _ = DeepSpeedContextParallelStrategy(stage=1).device_mesh
