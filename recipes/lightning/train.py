@@ -57,9 +57,7 @@ def main(args: list[str] | None = None) -> None:
     # Lightning 2.6 asks newer torch about a tree in the old way, once in every process.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
     # DeepSpeed 0.19 calls collectives by names that newer torch deprecates, on every step.
-    warnings.filterwarnings(
-        "ignore", message=r".*distributed\.\w+_tensor. is deprecated", category=FutureWarning
-    )
+    warnings.filterwarnings("ignore", message=r".*distributed\.\w+_tensor. is deprecated", category=FutureWarning)
     defaults = {**launched_ranks(), "callbacks": [StopOnSignal()]}
     RecipeCLI(CausalLM, TextData, args=args, trainer_defaults=defaults, seed_everything_default=0)
 
