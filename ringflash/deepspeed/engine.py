@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash.agreement import agree
+from ringflash.agreement import MESSAGE_BYTES, agree
 from ringflash.deepspeed.refusals import check
 from ringflash.mesh import Size, data_context_mesh, mesh_sizes
 
@@ -59,12 +60,13 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
         engine, optimizer, dataloader, lr_scheduler: as `deepspeed.initialize`.
     Raises:
         ValueError: what would make gradients other than the average over all ranks, or ranks that disagree;
-            on every rank, before the engine is made. NotImplementedError: tensor parallelism.
+            before the engine is made, on every rank (of those that have joined, as by `context_mesh`).
+            NotImplementedError: tensor parallelism.
         RuntimeError: an engine that averages over other ranks all the same.
     """
     content, error = _read_and_check(config, keywords)
     if dist.is_initialized():
-        agree(dist.group.WORLD, {"config": json.dumps(content, sort_keys=True, default=str)}, error)
+        agree(dist.group.WORLD, _signature(content), error)
     elif error is not None:
         raise error
     skip_shared_memory_op()
@@ -82,6 +84,14 @@ def _read_and_check(config: Config, keywords: dict[str, Any]) -> tuple[dict[str,
     except (ValueError, NotImplementedError, OSError) as error:
         return content, ValueError(f"config must be readable, got {error}.") if isinstance(error, OSError) else error
     return content, None
+
+
+def _signature(config: dict[str, Any]) -> dict[str, object]:
+    """What ranks compare: the keys and what they hold, or a checksum where that is long."""
+    text = json.dumps({"keys": sorted(config), **config}, sort_keys=True, default=str)
+    if len(text) > MESSAGE_BYTES // 2:
+        return {"config": f"{len(text)} characters, checksum {zlib.crc32(text.encode())}"}
+    return json.loads(text)
 
 
 def _check_engine(engine: Any) -> None:

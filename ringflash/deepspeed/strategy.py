@@ -9,10 +9,17 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+try:
+    from lightning.pytorch.accelerators import CUDAAccelerator
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        f"lightning must be installed for ringflash.deepspeed.strategy, got {missing}; "
+        "pip install 'ringflash[deepspeed,lightning]'."
+    ) from missing
 
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check
@@ -117,6 +124,15 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
         if norm is not None:
             self.lightning_module.log("grad_norm", torch.as_tensor(norm, dtype=torch.float32))
         return output
+
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        """The engine, around a model that is whole: optimizers tell matrices from vectors by their dimensions."""
+        if any(hasattr(p, "ds_id") for p in model.parameters()):
+            raise ValueError(
+                "model must be whole before stage 3 trains it, got one that an earlier validate() or fit() has "
+                "sharded; call fit() first, or give it a new module."
+            )
+        super()._initialize_deepspeed_train(model)
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
         """The engine and its optimizer, past the checks of `initialize`."""

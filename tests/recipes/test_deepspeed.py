@@ -86,7 +86,7 @@ def test_lightning_equals_plain_deepspeed(ranks: list[Found], name: str) -> None
         ("mesh_param", "mesh_param must be None, got tuple"),
         ("sequence_parallel_size", "sequence_parallel_size must not be in the config, got 2"),
         ("train_batch_size", "train_batch_size must not be in the config, got 8"),
-        ("ranks_differ", "all ranks of the group must make the same call, got config"),
+        ("ranks_differ", "all ranks of the group must make the same call, got steps_per_print 1 (rank 0)"),
         ("one_rank", "mpu must be None, got object"),
     ],
 )

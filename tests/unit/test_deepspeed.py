@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("lightning")
 
 from ringflash.deepspeed import check, initialize
+from ringflash.deepspeed.engine import _signature
 from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy, _check_device
 
 
@@ -47,6 +49,14 @@ def test_a_missing_file_is_named() -> None:
         initialize(model=object(), config="nowhere.json")  # type: ignore[arg-type]
 
 
+def test_long_configs_are_compared_by_checksum() -> None:
+    """The message between ranks has a fixed size; a difference at the end of a long config shows all the same."""
+    config = {f"key_{i}": i for i in range(1000)}
+    assert "checksum" in str(_signature(config)["config"])
+    assert _signature(config) != _signature({**config, "key_999": 0})
+    assert _signature({"key_2": 2}) == {"keys": ["key_2"], "key_2": 2}
+
+
 def test_clipping_has_one_place_with_lightning() -> None:
     """Lightning would otherwise leave the trainer's value unused."""
     with pytest.raises(ValueError, match="gradient_clipping must not be in the config, got 1.0; set Trainer"):
@@ -69,3 +79,11 @@ def test_mesh_before_the_processes_have_joined_is_refused() -> None:
     """The message says when to read it."""
     with pytest.raises(RuntimeError, match="device_mesh must be read after the processes have joined"):
         _ = DeepSpeedContextParallelStrategy(stage=1).device_mesh
+
+
+def test_a_model_that_is_sharded_already_is_refused() -> None:
+    """All its parameters look like vectors, and decay would pass them by."""
+    model = torch.nn.Linear(2, 2)
+    model.weight.ds_id = 0  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"model must be whole before stage 3 trains it.*call fit\(\) first"):
+        DeepSpeedContextParallelStrategy(stage=3)._initialize_deepspeed_train(model)
