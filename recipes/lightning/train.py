@@ -67,6 +67,8 @@ def main(args: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
     # On SLURM it asks for srun, which has started torchrun.
     warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")
+    # DeepSpeed 0.19 calls collectives by names that newer torch deprecates, on every step.
+    warnings.filterwarnings("ignore", message=r".*distributed\.\w+_tensor. is deprecated", category=FutureWarning)
     defaults = {**launched_ranks(), "callbacks": [StopOnSignal()]}
     RecipeCLI(CausalLM, TextData, args=args, trainer_defaults=defaults, seed_everything_default=0)
 

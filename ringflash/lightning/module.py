@@ -94,8 +94,14 @@ class CausalLM(lightning.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Log the norm of the whole model's gradient, and clip by it; by value as Lightning does."""
-        norm = strategy_of(self.trainer).gradient_norm(self.parameters())
+        """Log the norm of the whole model's gradient, and clip by it; by value as Lightning does.
+
+        A strategy whose optimizer clips in its own step, as DeepSpeed's, logs the norm there.
+        """
+        strategy = strategy_of(self.trainer)
+        if strategy.handles_gradient_clipping:
+            return
+        norm = strategy.gradient_norm(self.parameters())
         self.log("grad_norm", norm)
         if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
             nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)

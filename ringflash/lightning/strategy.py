@@ -1,60 +1,24 @@
-"""The ranks as a mesh of data x context: sequences are spread over one axis, parameters over both.
-
-Six ranks, context_parallel_size 2; a row shares one sequence, all six share the parameters:
-
-                        context_parallel
-    data_parallel  0       r0  r1
-                   1       r2  r3
-                   2       r4  r5
-"""
+"""The ranks as a mesh of data x context: sequences are spread over one axis, parameters (FSDP2) over both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-DATA_AXIS, CONTEXT_AXIS = "data_parallel", "context_parallel"
-
-Size = int | Literal["auto"]
+from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 
 
-def mesh_sizes(data_parallel_size: Size, context_parallel_size: Size, world_size: int) -> tuple[int, int]:
-    """Both sizes as numbers.
-
-    Args:
-        data_parallel_size, context_parallel_size: "auto" is what the other leaves; both "auto" is one sequence
-            over all ranks.
-    Raises:
-        ValueError: sizes whose product is not the world size.
-    """
-    dp, cp = data_parallel_size, context_parallel_size
-    for name, size in (("data_parallel_size", dp), ("context_parallel_size", cp)):
-        if size != "auto" and (not isinstance(size, int) or size < 1):
-            raise ValueError(f"{name} must be 'auto' or a positive integer, got {size!r}; 'auto' takes what is left.")
-    if dp == "auto":
-        dp = 1 if cp == "auto" else world_size // cp
-    if cp == "auto":
-        cp = world_size // dp
-    if dp * cp != world_size:
-        raise ValueError(
-            f"data_parallel_size * context_parallel_size must be the number of ranks ({world_size}), "
-            f"got {data_parallel_size} * {context_parallel_size}; start {max(dp, 1) * max(cp, 1)} ranks, "
-            "or set one of the sizes to 'auto'."
-        )
-    return dp, cp
-
-
-class ContextParallelStrategy(ModelParallelStrategy):
+class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
     """FSDP2 over all ranks, and each sequence cut over `context_parallel_size` of them.
 
     Lightning's sampler splits the data over the data axis only, so that the ranks of one ring draw the same
@@ -71,6 +35,8 @@ class ContextParallelStrategy(ModelParallelStrategy):
     Raises:
         ValueError: sizes that do not multiply to the number of ranks; before any communication.
     """
+
+    handles_gradient_clipping = False
 
     def __init__(
         self,
@@ -96,7 +62,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, world_size)
         self._setup_distributed()
         if self._shard_mesh is None:  # validate() and fit() of one trainer share the mesh, and the model on it
-            mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=(DATA_AXIS, CONTEXT_AXIS))
+            mesh = data_context_mesh(self.root_device.type, *sizes)
             self._device_mesh, self._shard_mesh = mesh, mesh._flatten("data_context")
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
@@ -110,31 +76,6 @@ class ContextParallelStrategy(ModelParallelStrategy):
                 "read it in configure_model or later."
             )
         return self._shard_mesh
-
-    @property
-    def cp_mesh(self) -> DeviceMesh:
-        """The ranks that share this rank's sequence."""
-        return self.device_mesh[CONTEXT_AXIS]
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup:
-        """The process group of `cp_mesh`."""
-        return self.cp_mesh.get_group()
-
-    @property
-    def cp_size(self) -> int:
-        """Ranks that share one sequence."""
-        return self.cp_mesh.size()
-
-    @property
-    def dp_size(self) -> int:
-        """Sequences in work at a time."""
-        return self.device_mesh[DATA_AXIS].size()
-
-    @property
-    def dp_rank(self) -> int:
-        """Which of these sequences is this rank's."""
-        return self.device_mesh[DATA_AXIS].get_local_rank()
 
     def shard_parameters(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Shard `layers`, each as a unit that is gathered at once, then what remains of `module`, in place.
@@ -172,13 +113,13 @@ def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy()
 
 
-def strategy_of(trainer: Any) -> ContextParallelStrategy:
-    """The trainer's strategy, once it is known to be ours.
+def strategy_of(trainer: Any) -> Any:
+    """The trainer's strategy, once it is known to have a context axis.
 
     Raises:
-        ValueError: a strategy without a context axis.
+        ValueError: a strategy without one.
     """
-    if not isinstance(trainer.strategy, ContextParallelStrategy):
+    if not isinstance(trainer.strategy, DataContextRanks):
         raise ValueError(
             f"strategy must be a ContextParallelStrategy, got {type(trainer.strategy).__name__}; "
             "pass Trainer(strategy=ContextParallelStrategy(context_parallel_size=...))."

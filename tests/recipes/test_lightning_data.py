@@ -9,8 +9,8 @@ import torch
 
 from ringflash.lightning import TextData
 from ringflash.lightning.data import SampleOrder
-from ringflash.lightning.strategy import mesh_sizes
 from ringflash.lightning.text import SEPARATOR, PackedText, is_held_out, text_files
+from ringflash.mesh import mesh_sizes
 from tests.recipes.launching import write_text
 
 DOCUMENTS = [b"a", b"bb" * 20, b"ccc", bytes(range(256)), b"d" * 5]

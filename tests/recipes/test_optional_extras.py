@@ -19,6 +19,15 @@ def test_lightning_adapter_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
         import ringflash.lightning  # noqa: F401
 
 
+def test_deepspeed_adapter_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing it without deepspeed says which extra to install."""
+    for name in [name for name in sys.modules if name.startswith("ringflash.deepspeed")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ImportError, match=r"deepspeed must be installed .* pip install 'ringflash\[deepspeed\]'"):
+        import ringflash.deepspeed  # noqa: F401
+
+
 WITHOUT_EXTRAS = """
 import sys
 sys.modules.update(lightning=None, transformers=None, deepspeed=None)

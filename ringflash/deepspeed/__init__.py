@@ -1,0 +1,20 @@
+"""Training through the ring with DeepSpeed's ZeRO, stages 0 to 3.
+
+    mesh = context_mesh(context_parallel_size=4)
+    engine, *_ = initialize(model=model, config="zero3.json", optimizer=optimizer)
+
+ZeRO sees one flat group of all ranks and averages gradients over it; the loss has the scale of `ringflash.loss`,
+which makes that average right at every stage. `ringflash.deepspeed.strategy` is the same for Lightning.
+"""
+
+try:
+    import deepspeed as _  # noqa: F401
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        f"deepspeed must be installed for ringflash.deepspeed, got {missing}; pip install 'ringflash[deepspeed]'."
+    ) from missing
+
+from ringflash.deepspeed.engine import context_mesh, initialize
+from ringflash.deepspeed.refusals import check
+
+__all__ = ["check", "context_mesh", "initialize"]

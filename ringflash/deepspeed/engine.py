@@ -1,0 +1,105 @@
+"""A DeepSpeed engine that averages gradients over all ranks of a data x context mesh."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringflash.agreement import MESSAGE_BYTES, agree
+from ringflash.deepspeed.refusals import check
+from ringflash.mesh import Size, data_context_mesh, mesh_sizes
+
+Config = dict[str, Any] | str | Path
+
+
+def context_mesh(context_parallel_size: Size = "auto", data_parallel_size: Size = "auto") -> DeviceMesh:
+    """The ranks as axes "data_parallel" and "context_parallel", on the device that DeepSpeed chose.
+
+    Joins the process group where the caller has not: NCCL on GPUs, gloo on CPUs.
+
+    Args:
+        context_parallel_size: ranks that share one sequence; "auto" is all that data_parallel_size leaves.
+        data_parallel_size: groups of ranks with sequences of their own; "auto" is all that is left.
+    Raises:
+        ValueError: sizes that do not multiply to the number of ranks.
+    """
+    skip_shared_memory_op()
+    device_type = get_accelerator().device_name()
+    if not dist.is_initialized():
+        deepspeed.init_distributed("gloo" if device_type == "cpu" else get_accelerator().communication_backend_name())
+    sizes = mesh_sizes(data_parallel_size, context_parallel_size, dist.get_world_size())
+    return data_context_mesh(device_type, *sizes)
+
+
+def skip_shared_memory_op() -> None:
+    """Keep DeepSpeed from compiling its all-reduce between CPU processes; on GPUs it does not.
+
+    Only inference calls it. Joining the process group would compile it, for a minute the first time, and fail
+    where there is no C++ compiler.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize`, for a loss that `ringflash.loss` has scaled; all ranks call it together.
+
+    Args:
+        model: its forward computes the loss: stage 3 gathers parameters there.
+        config: DeepSpeed's, a dictionary or the path of a JSON file, equal on all ranks. Without gradient_clipping
+            in it nothing is clipped (DeepSpeed itself clips at 1.0 then).
+        keywords: further ones of `deepspeed.initialize`: optimizer, model_parameters, lr_scheduler, ...
+    Returns:
+        engine, optimizer, dataloader, lr_scheduler: as `deepspeed.initialize`.
+    Raises:
+        ValueError: what would make gradients other than the average over all ranks, or ranks that disagree;
+            before the engine is made, on every rank (of those that have joined, as by `context_mesh`).
+            NotImplementedError: tensor parallelism.
+        RuntimeError: an engine that averages over other ranks all the same.
+    """
+    content, error = _read_and_check(config, keywords)
+    if dist.is_initialized():
+        agree(dist.group.WORLD, _signature(content), error)
+    elif error is not None:
+        raise error
+    skip_shared_memory_op()
+    made = deepspeed.initialize(model=model, config={"gradient_clipping": 0.0, **content}, **keywords)
+    _check_engine(made[0])
+    return made
+
+
+def _read_and_check(config: Config, keywords: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
+    """The config as a dictionary, and what is wrong with it."""
+    content: dict[str, Any] = {}
+    try:
+        content = dict(config) if isinstance(config, dict) else json.loads(Path(config).read_text())
+        check(content, keywords)
+    except (ValueError, NotImplementedError, OSError) as error:
+        return content, ValueError(f"config must be readable, got {error}.") if isinstance(error, OSError) else error
+    return content, None
+
+
+def _signature(config: dict[str, Any]) -> dict[str, object]:
+    """What ranks compare: the keys and what they hold, or a checksum where that is long."""
+    text = json.dumps({"keys": sorted(config), **config}, sort_keys=True, default=str)
+    if len(text) > MESSAGE_BYTES // 2:
+        return {"config": f"{len(text)} characters, checksum {zlib.crc32(text.encode())}"}
+    return json.loads(text)
+
+
+def _check_engine(engine: Any) -> None:
+    """DeepSpeed keeps groups of an earlier engine in the process for the next one."""
+    averaged, world_size = engine.seq_dp_world_size, dist.get_world_size()
+    if averaged != world_size or engine.sequence_parallel_size != 1:
+        raise RuntimeError(
+            f"the engine must average gradients over all {world_size} ranks, got {averaged} with "
+            f"sequence_parallel_size {engine.sequence_parallel_size}; use a process in which no engine was given "
+            "an mpu or a mesh."
+        )

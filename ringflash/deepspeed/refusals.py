@@ -1,0 +1,61 @@
+"""What makes ZeRO average over something else than all ranks, refused before DeepSpeed sees it.
+
+With the loss of `ringflash.loss` (its scale holds cp_size) an average over all ranks is the true gradient. What
+deepspeed 0.19.8 does instead when it is told of the rings, on data x context ranks, against a dense reference:
+
+    told by                                     stages 0, 1, 2              stage 3
+    mpu                                         sums over a ring            averages over it, or ranks diverge
+    mesh_param                                  ranks diverge               averages over it
+    sequence_parallel_size in the config        ranks diverge               averages over it
+    nothing                                     averages over all ranks     averages over all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_LEAVE_OUT = "leave it out: the loss is scaled by cp_size, and ZeRO averages over all ranks"
+
+_KEYWORDS = {
+    "mpu": "its groups are summed over at some stages and averaged over at others",
+    "mesh_param": "gradients are then reduced over its data axis alone",
+}
+_KEYS = {
+    "sequence_parallel_size": "gradients are then reduced over the data axis alone",
+    "data_parallel_size": "with sequence_parallel_size it makes a mesh of DeepSpeed's own",
+}
+
+
+def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
+    """Return if gradients will be averaged over all ranks.
+
+    Args:
+        config: DeepSpeed's, as a dictionary.
+        keywords: further ones of `deepspeed.initialize`.
+    Raises:
+        ValueError: a key or keyword that changes what gradients are averaged over, or what a batch counts.
+        NotImplementedError: parallelism over something else than data and context.
+    """
+    for name, reason in _KEYWORDS.items():
+        if keywords.get(name) is not None:
+            raise ValueError(f"{name} must be None, got {type(keywords[name]).__name__} ({reason}); {_LEAVE_OUT}.")
+    for name, reason in _KEYS.items():
+        if name in config:
+            raise ValueError(f"{name} must not be in the config, got {config[name]} ({reason}); {_LEAVE_OUT}.")
+    if str(config.get("gradient_allreduce_op", "mean")).lower() != "mean":
+        raise ValueError(
+            f"gradient_allreduce_op must be 'mean', got {config['gradient_allreduce_op']!r}; "
+            "leave it out: the loss is scaled for an average over all ranks."
+        )
+    if "train_batch_size" in config:
+        raise ValueError(
+            f"train_batch_size must not be in the config, got {config['train_batch_size']}; DeepSpeed counts every "
+            "rank of a ring as a sample of its own: give train_micro_batch_size_per_gpu and "
+            "gradient_accumulation_steps."
+        )
+    tensor_parallel = config.get("tensor_parallel", {}).get("autotp_size", 0)
+    if tensor_parallel > 1:
+        raise NotImplementedError(
+            f"tensor_parallel.autotp_size must be 0 or 1, got {tensor_parallel}; shard with ZeRO over all ranks."
+        )

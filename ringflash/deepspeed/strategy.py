@@ -1,0 +1,171 @@
+"""Lightning's DeepSpeed strategy over a data x context mesh, on CUDA and on CPUs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+try:
+    from lightning.pytorch.accelerators import CUDAAccelerator
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        f"lightning must be installed for ringflash.deepspeed.strategy, got {missing}; "
+        "pip install 'ringflash[deepspeed,lightning]'."
+    ) from missing
+
+from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
+from ringflash.deepspeed.refusals import check
+from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
+
+
+class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
+    """ZeRO over all ranks, and each sequence cut over `context_parallel_size` of them.
+
+    As `ringflash.lightning.ContextParallelStrategy` towards a module: the sampler splits the data over the data
+    axis only, and gradients are averaged over all ranks, so that the loss needs the scale of `ringflash.loss`.
+    DeepSpeed clips gradients in its step, by the trainer's gradient_clip_val; their norm is logged as grad_norm.
+
+    Every rank builds the whole model before stage 3 takes its part of it: `deepspeed.zero.Init` would leave a
+    Hugging Face model without its first values, and no matrix to tell from a vector by its dimensions.
+
+    Args:
+        context_parallel_size: ranks that share one sequence; "auto" is all that data_parallel_size leaves.
+        data_parallel_size: groups of ranks with sequences of their own; "auto" is all that is left.
+        config: DeepSpeed's, a dictionary or the path of a JSON file; without it the options make one.
+        options: further ones of DeepSpeedStrategy, such as stage.
+    Raises:
+        ValueError: a config that `check` refuses, or with gradient_clipping; sizes that do not multiply to the number
+            of ranks. Before any communication.
+    """
+
+    handles_gradient_clipping = True
+
+    def __init__(
+        self,
+        context_parallel_size: Size = "auto",
+        data_parallel_size: Size = "auto",
+        config: str | dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(config=dict(config) if isinstance(config, dict) else config, **options)
+        _check_config(self.config)
+        self._context_parallel_size, self._data_parallel_size = context_parallel_size, data_parallel_size
+        self._device_mesh: DeviceMesh | None = None
+        self._local_norm: torch.Tensor | None = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh:  # type: ignore[override]
+        """All ranks, as data x context."""
+        if self._device_mesh is None:
+            raise RuntimeError(
+                "device_mesh must be read after the processes have joined, got a strategy without a mesh; "
+                "read it in configure_model or later."
+            )
+        return self._device_mesh
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device, with an index on the CPU too, where DeepSpeed asks for one."""
+        device = super().root_device
+        return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """The data axis: ranks of one ring draw the same sequences."""
+        return {"num_replicas": self.dp_size, "rank": self.dp_rank}
+
+    def setup_environment(self) -> None:
+        """Check sizes and device, join the process group, and lay out the mesh."""
+        sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, self.num_nodes * self.num_processes)
+        _check_device(self.root_device.type)
+        if isinstance(self.accelerator, CUDAAccelerator):
+            super().setup_environment()
+        else:  # past DeepSpeedStrategy's refusal of CPUs
+            super(DeepSpeedStrategy, self).setup_environment()
+        if self._device_mesh is None:
+            self._device_mesh = data_context_mesh(self.root_device.type, *sizes)
+
+    def setup_distributed(self) -> None:
+        """Join the process group."""
+        skip_shared_memory_op()
+        if isinstance(self.accelerator, CUDAAccelerator):
+            super().setup_distributed()
+        else:
+            self.set_world_ranks()
+            self._init_deepspeed_distributed()
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Parameters are whole until DeepSpeed takes them over."""
+        self._init_config_if_needed()
+        yield
+
+    def shard_parameters(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
+        """Nothing yet: DeepSpeed shards the whole LightningModule once its optimizer is known."""
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **keywords: Any) -> Any:
+        """DeepSpeed's step; logs the norm of the whole gradient before clipping as grad_norm."""
+
+        def measured() -> Any:
+            result = closure()
+            self._local_norm = _replicated_norm(self.deepspeed_engine)
+            return result
+
+        output = super().optimizer_step(optimizer, measured, model, **keywords)
+        norm = self.deepspeed_engine.get_global_grad_norm() if self._local_norm is None else self._local_norm
+        if norm is not None:
+            self.lightning_module.log("grad_norm", torch.as_tensor(norm, dtype=torch.float32))
+        return output
+
+    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
+        """The engine, around a model that is whole: optimizers tell matrices from vectors by their dimensions."""
+        if any(hasattr(p, "ds_id") for p in model.parameters()):
+            raise ValueError(
+                "model must be whole before stage 3 trains it, got one that an earlier validate() or fit() has "
+                "sharded; call fit() first, or give it a new module."
+            )
+        super()._initialize_deepspeed_train(model)
+
+    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
+        """The engine and its optimizer, past the checks of `initialize`."""
+        engine, wrapped, _, _ = initialize(
+            model=model, config=self.config, optimizer=optimizer, lr_scheduler=lr_scheduler,
+            args=argparse.Namespace(device_rank=self.root_device.index), dist_init_required=False,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+        )  # fmt: skip
+        return engine, wrapped
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Before Lightning adds its own keys to it."""
+    check(config, {})
+    if "gradient_clipping" in config:
+        raise ValueError(
+            f"gradient_clipping must not be in the config, got {config['gradient_clipping']}; "
+            "set Trainer(gradient_clip_val=...), which DeepSpeed then clips by."
+        )
+
+
+def _check_device(device_type: str) -> None:
+    chosen = get_accelerator().device_name()
+    if chosen.split(":")[0] != device_type:
+        raise ValueError(
+            f"DeepSpeed's device must be the trainer's ({device_type}), got {chosen}; "
+            f"set DS_ACCELERATOR={device_type} before anything imports deepspeed."
+        )
+
+
+def _replicated_norm(engine: Any) -> torch.Tensor | None:
+    """2-norm of gradients that every rank holds whole (stage 0 without a wrapped optimizer); else None."""
+    gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    if engine.zero_optimization() or hasattr(engine.optimizer, "_global_grad_norm") or not gradients:
+        return None
+    return torch.nn.utils.get_total_norm(gradients)

@@ -1,0 +1,82 @@
+"""The ranks as a mesh of data x context.
+
+Six ranks, context_parallel_size 2; a row shares one sequence:
+
+                        context_parallel
+    data_parallel  0       r0  r1
+                   1       r2  r3
+                   2       r4  r5
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+DATA_AXIS, CONTEXT_AXIS = "data_parallel", "context_parallel"
+
+Size = int | Literal["auto"]
+
+
+def mesh_sizes(data_parallel_size: Size, context_parallel_size: Size, world_size: int) -> tuple[int, int]:
+    """Both sizes as numbers.
+
+    Args:
+        data_parallel_size, context_parallel_size: "auto" is what the other leaves; both "auto" is one sequence
+            over all ranks.
+    Raises:
+        ValueError: sizes whose product is not the world size.
+    """
+    dp, cp = data_parallel_size, context_parallel_size
+    for name, size in (("data_parallel_size", dp), ("context_parallel_size", cp)):
+        if size != "auto" and (not isinstance(size, int) or size < 1):
+            raise ValueError(f"{name} must be 'auto' or a positive integer, got {size!r}; 'auto' takes what is left.")
+    if dp == "auto":
+        dp = 1 if cp == "auto" else world_size // cp
+    if cp == "auto":
+        cp = world_size // dp
+    if dp * cp != world_size:
+        raise ValueError(
+            f"data_parallel_size * context_parallel_size must be the number of ranks ({world_size}), "
+            f"got {data_parallel_size} * {context_parallel_size}; start {max(dp, 1) * max(cp, 1)} ranks, "
+            "or set one of the sizes to 'auto'."
+        )
+    return dp, cp
+
+
+def data_context_mesh(device_type: str, dp_size: int, cp_size: int) -> DeviceMesh:
+    """All ranks in the two axes; the process group exists already."""
+    return init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=(DATA_AXIS, CONTEXT_AXIS))
+
+
+class DataContextRanks:
+    """Where a rank stands, for what has such a mesh as `device_mesh`."""
+
+    device_mesh: DeviceMesh
+
+    @property
+    def cp_mesh(self) -> DeviceMesh:
+        """The ranks that share this rank's sequence."""
+        return self.device_mesh[CONTEXT_AXIS]
+
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        """The process group of `cp_mesh`."""
+        return self.cp_mesh.get_group()
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that share one sequence."""
+        return self.cp_mesh.size()
+
+    @property
+    def dp_size(self) -> int:
+        """Sequences in work at a time."""
+        return self.device_mesh[DATA_AXIS].size()
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of these sequences is this rank's."""
+        return self.device_mesh[DATA_AXIS].get_local_rank()

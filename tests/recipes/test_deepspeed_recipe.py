@@ -1,0 +1,78 @@
+"""The DeepSpeed quickstart, scaled down by flags, as launch/local.sh starts it: two gloo processes on the CPU, fp32.
+
+It trains four steps; continued from its checkpoint after two, it has the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.lightning.compare import newest_curve, read_losses
+from tests.recipes.launching import ROOT, run, write_text
+from tests.recipes.test_lightning_recipes import SCALED_DOWN
+
+pytest.importorskip("deepspeed")
+
+RECIPES = ["recipes/lightning/quickstart.yaml", "--config", "recipes/deepspeed/quickstart.yaml"]
+STEPS = 4
+
+
+def train(folder: Path, name: str, **flags: object) -> tuple[str, dict[int, float]]:
+    """What the run prints, and its losses."""
+    here = {"output_dir": folder / name, "data.folder": write_text(folder / "text"), "trainer.plugins": "null"}
+    arguments = [f"--{key}={value}" for key, value in {**SCALED_DOWN, **here, **flags}.items()]
+    output = run(["launch/local.sh", *RECIPES, *arguments], NPROC="2", DS_ACCELERATOR="cpu")
+    return output, read_losses(newest_curve(folder / name))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this module's runs lie."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def quickstart(folder: Path) -> tuple[str, dict[int, float]]:
+    """The uninterrupted run."""
+    return train(folder, "quickstart")
+
+
+def test_quickstart_trains(quickstart: tuple[str, dict[int, float]]) -> None:
+    """A loss and a line for every step, with the norm that DeepSpeed found; losses over fixed sequences."""
+    output, losses = quickstart
+    assert sorted(losses) == list(range(STEPS)) and losses[STEPS - 1] < losses[0]
+    for step in range(1, STEPS + 1):
+        assert f"step {step:>6}  loss  {losses[step - 1]:.4f}  grad_norm" in output
+    assert f"step {STEPS:>6}  loss over fixed sequences: train" in output
+
+
+def test_quickstart_prints_nothing_else_on_every_step(quickstart: tuple[str, dict[int, float]]) -> None:
+    """Neither of torch's opinions on DeepSpeed's calls."""
+    assert "deprecated" not in quickstart[0]
+
+
+def test_resume_continues_exactly(folder: Path, quickstart: tuple[str, dict[int, float]]) -> None:
+    """The same bits as without the interruption."""
+    (checkpoint,) = folder.glob("quickstart/version_0/checkpoints/*step=2.ckpt")
+    _, losses = train(folder, "resumed", ckpt_path=checkpoint)
+    assert losses == {step: quickstart[1][step] for step in (2, 3)}
+
+
+def test_every_config_is_commented() -> None:
+    """README.md beside them has a row for each key."""
+    configs = sorted((ROOT / "recipes" / "deepspeed").glob("*.json"))
+    readme = (ROOT / "recipes" / "deepspeed" / "README.md").read_text()
+    assert len(configs) == 5
+    for path in configs:
+        assert f"`{path.name}`" in readme
+        for key in keys(json.loads(path.read_text())):
+            assert f"| `{key}` |" in readme, (path.name, key)
+
+
+def keys(content: dict[str, object]) -> set[str]:
+    """All of them, of inner dictionaries too."""
+    inner = [keys(value) for value in content.values() if isinstance(value, dict)]
+    return set(content).union(*inner)

@@ -1,0 +1,89 @@
+"""What DeepSpeed's helper and strategy refuse before any process joins. CPU, one process; needs the extras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("lightning")
+
+from ringflash.deepspeed import check, initialize
+from ringflash.deepspeed.engine import _signature
+from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy, _check_device
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"sequence_parallel_size": 1}, "sequence_parallel_size must not be in the config, got 1"),
+        ({"data_parallel_size": 2}, "data_parallel_size must not be in the config, got 2"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op must be 'mean', got 'sum'"),
+        ({"train_batch_size": 8}, "train_batch_size must not be in the config, got 8; DeepSpeed counts every rank"),
+    ],
+)
+def test_keys_that_change_the_average_are_refused(config: dict[str, Any], message: str) -> None:
+    """By the check, and by a strategy as soon as it is made."""
+    with pytest.raises(ValueError, match=message):
+        check(config, {})
+    with pytest.raises(ValueError, match=message):
+        DeepSpeedContextParallelStrategy(config=config)
+
+
+def test_what_leaves_the_average_alone_passes() -> None:
+    """Keywords that are None are those of a caller who passes everything on."""
+    check({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "mean"}, {"mpu": None, "mesh_param": None})
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    """It has ranks of its own, which nobody has compared."""
+    with pytest.raises(NotImplementedError, match=r"tensor_parallel.autotp_size must be 0 or 1, got 2"):
+        check({"tensor_parallel": {"autotp_size": 2}}, {})
+
+
+def test_a_missing_file_is_named() -> None:
+    """The path is in the message."""
+    with pytest.raises(ValueError, match="config must be readable, got .*nowhere.json"):
+        initialize(model=object(), config="nowhere.json")  # type: ignore[arg-type]
+
+
+def test_long_configs_are_compared_by_checksum() -> None:
+    """The message between ranks has a fixed size; a difference at the end of a long config shows all the same."""
+    config = {f"key_{i}": i for i in range(1000)}
+    assert "checksum" in str(_signature(config)["config"])
+    assert _signature(config) != _signature({**config, "key_999": 0})
+    assert _signature({"key_2": 2}) == {"keys": ["key_2"], "key_2": 2}
+
+
+def test_clipping_has_one_place_with_lightning() -> None:
+    """Lightning would otherwise leave the trainer's value unused."""
+    with pytest.raises(ValueError, match="gradient_clipping must not be in the config, got 1.0; set Trainer"):
+        DeepSpeedContextParallelStrategy(config={"gradient_clipping": 1.0})
+
+
+def test_strategy_leaves_the_callers_config_alone() -> None:
+    """Lightning adds its keys to the dictionary it is given."""
+    config = {"zero_optimization": {"stage": 1}}
+    assert DeepSpeedContextParallelStrategy(config=config).config is not config
+
+
+def test_another_device_than_deepspeeds_is_refused() -> None:
+    """The remedy is a variable."""
+    with pytest.raises(ValueError, match="must be the trainer's .tpu., got .*; set DS_ACCELERATOR=tpu before"):
+        _check_device("tpu")
+
+
+def test_mesh_before_the_processes_have_joined_is_refused() -> None:
+    """The message says when to read it."""
+    with pytest.raises(RuntimeError, match="device_mesh must be read after the processes have joined"):
+        _ = DeepSpeedContextParallelStrategy(stage=1).device_mesh
+
+
+def test_a_model_that_is_sharded_already_is_refused() -> None:
+    """All its parameters look like vectors, and decay would pass them by."""
+    model = torch.nn.Linear(2, 2)
+    model.weight.ds_id = 0  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"model must be whole before stage 3 trains it.*call fit\(\) first"):
+        DeepSpeedContextParallelStrategy(stage=3)._initialize_deepspeed_train(model)
