@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ringflash.data.order import SampleOrder
 from ringflash.lightning import TextData
-from ringflash.lightning.data import SampleOrder
 from ringflash.lightning.strategy import mesh_sizes
 from ringflash.lightning.text import SEPARATOR, PackedText, is_held_out, text_files
 from tests.recipes.launching import write_text
