@@ -174,7 +174,7 @@ def read_shard_entry(path: Path) -> Shard:
     return entry
 
 
-_TYPES = {"int": int, "str": str, "tuple[Shard, ...]": tuple}
+_TYPES = {"int": (int, "an int"), "str": (str, "a string"), "tuple[Shard, ...]": (tuple, "a list")}
 
 
 def _build(kind: type, content: Any, path: Path) -> Any:
@@ -183,10 +183,9 @@ def _build(kind: type, content: Any, path: Path) -> Any:
     if not isinstance(content, dict) or content.keys() != rules.keys():
         got = sorted(content) if isinstance(content, dict) else content
         raise TokenFileError(f"{path} must have the keys {sorted(rules)}, got {got}; prepare the files again.")
-    for name, rule in rules.items():
+    for name, (rule, words) in rules.items():
         if type(content[name]) is not rule or (rule is int and content[name] < 0):
             raise TokenFileError(
-                f"{name} in {path} must be a {rule.__name__}, not negative, got {content[name]!r}; "
-                "prepare the files again."
+                f"{name} in {path} must be {words}, not negative, got {content[name]!r}; prepare the files again."
             )
     return kind(**content)

@@ -237,7 +237,7 @@ def _check_positive(**values: int) -> None:
 def _remove(out: Path, *patterns: str) -> None:
     for pattern in patterns:
         for path in out.glob(pattern):
-            path.unlink()
+            path.unlink(missing_ok=True)  # a process of a killed run may still take its own away
 
 
 @contextmanager

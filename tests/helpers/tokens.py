@@ -22,7 +22,8 @@ def write_tokens(folder: Path, documents: Sequence[list[int]], per_shard: int, v
     """Token files of these documents, so many in each shard."""
     folder.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(documents), per_shard)
-    shards = [write_shard(folder / f"{i:05}.bin", documents[i : i + per_shard], vocab_size) for i in starts]
+    parts = [documents[i : i + per_shard] for i in starts]
+    shards = [write_shard(folder / f"{i:05}.bin", part, vocab_size) for i, part in enumerate(parts)]
     dtype = "uint16" if vocab_size <= 65536 else "uint32"
     write_json(folder / HEADER, Header(dtype, vocab_size, "tokenizer", "plan", tuple(shards)))
     return TokenFiles(folder)

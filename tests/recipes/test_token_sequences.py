@@ -35,7 +35,9 @@ def token_files(documents: list[list[int]], per_shard: int = 3) -> Iterator[Toke
         yield write_tokens(Path(folder), documents, per_shard)
 
 
-def rank_sequences(files: TokenFiles, order: torch.Tensor, unit: int, cp_size: int, layout: str) -> list[TokenSequences]:
+def rank_sequences(
+    files: TokenFiles, order: torch.Tensor, unit: int, cp_size: int, layout: str
+) -> list[TokenSequences]:
     """What each rank of a ring holds."""
     seqlen = 2 * cp_size * unit
     return [TokenSequences(files, order, seqlen, cp_size=cp_size, cp_rank=r, layout=layout) for r in range(cp_size)]
