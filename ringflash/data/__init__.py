@@ -7,6 +7,13 @@ in the `order` that training sees. `ringflash.lightning.TokenData` trains on the
 ringflash[data].
 """
 
+try:
+    import numpy as _  # noqa: F401
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        f"numpy must be installed for ringflash.data, got {missing}; pip install 'ringflash[data]'."
+    ) from missing
+
 from ringflash.data.files import TokenFiles
 from ringflash.data.format import TokenFileError
 from ringflash.data.order import SampleOrder

@@ -11,8 +11,13 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+try:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        f"rich must be installed for this command, got {missing}; pip install 'ringflash[data]'."
+    ) from missing
 
 from ringflash.data.files import TokenFiles
 from ringflash.data.prepare import prepare

@@ -26,6 +26,8 @@ HEADER = "header.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 BOUND = np.dtype("<i8")
 
+Tokens = list[int] | np.ndarray
+
 
 class TokenFileError(ValueError):
     """A token file that is missing, truncated, corrupt, or of another version or dtype."""
@@ -94,7 +96,7 @@ def write_json(path: Path, content: Any) -> None:
         file.write((json.dumps(asdict(content), indent=1) + "\n").encode())
 
 
-def write_shard(path: Path, documents: Iterable[list[int]], vocab_size: int) -> Shard:
+def write_shard(path: Path, documents: Iterable[Tokens], vocab_size: int) -> Shard:
     """Write one file of documents, none of them empty.
 
     Raises:
@@ -116,8 +118,8 @@ def write_shard(path: Path, documents: Iterable[list[int]], vocab_size: int) -> 
     return Shard(path.name, num_tokens, len(ends), digest.hexdigest())
 
 
-def _checked(document: list[int], vocab_size: int) -> np.ndarray:
-    tokens = np.array(document, dtype=np.int64)
+def _checked(document: Tokens, vocab_size: int) -> np.ndarray:
+    tokens = np.asarray(document)
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(
             f"tokens must lie in the vocabulary of {vocab_size}, got {tokens.min()} to {tokens.max()}; "

@@ -32,6 +32,7 @@ from ringflash.data.format import (
     VERSION,
     Header,
     Shard,
+    TokenFileError,
     dtype_for,
     read_header,
     read_json,
@@ -134,10 +135,11 @@ def _write_missing(jobs: list[Job], num_processes: int, on_shard: OnShard) -> li
 
 def _finished(job: Job) -> Shard | None:
     """The entry of a shard that an earlier run wrote whole and that is still as it was written."""
-    if not job.entry_path.is_file() or not job.path.is_file():
+    try:
+        entry = read_shard_entry(job.entry_path)
+        return entry if checksum(job.path) == entry.sha256 else None
+    except (FileNotFoundError, TokenFileError):
         return None
-    entry = read_shard_entry(job.entry_path)
-    return entry if checksum(job.path) == entry.sha256 else None
 
 
 def _write(jobs: list[Job], num_processes: int) -> Iterator[tuple[Job, Shard]]:

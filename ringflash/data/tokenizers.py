@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
+from ringflash.data.format import Tokens
 from ringflash.data.sources import Document
 
 SEPARATOR = 256  # the token after the 256 bytes; first of each document
@@ -23,7 +26,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     checksum: str
 
-    def encode(self, documents: Sequence[Document]) -> list[list[int]]:
+    def encode(self, documents: Sequence[Document]) -> Sequence[Tokens]:
         """Tokens of each document, none empty, with what marks its start or its end."""
         ...
 
@@ -34,9 +37,9 @@ class Bytes:
     vocab_size = BYTE_VOCAB_SIZE
     checksum = hashlib.sha256(b"bytes behind 256").hexdigest()
 
-    def encode(self, documents: Sequence[Document]) -> list[list[int]]:
+    def encode(self, documents: Sequence[Document]) -> Sequence[Tokens]:
         """The separator and the bytes of each."""
-        return [[SEPARATOR, *document.text] for document in documents]
+        return [np.insert(np.frombuffer(x.text, np.uint8).astype(np.uint16), 0, SEPARATOR) for x in documents]
 
 
 class HuggingFace:
@@ -66,7 +69,7 @@ class HuggingFace:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         self.checksum = hashlib.sha256(json.dumps([content, bos, eos]).encode()).hexdigest()
 
-    def encode(self, documents: Sequence[Document]) -> list[list[int]]:
+    def encode(self, documents: Sequence[Document]) -> Sequence[Tokens]:
         """The tokens of each between its marks.
 
         Raises:

@@ -148,7 +148,12 @@ def drop_entry(path: Path) -> None:
     path.with_suffix(".done.json").unlink()
 
 
-@pytest.mark.parametrize("harm", [truncate, drop_entry, Path.unlink])
+def cut_entry(path: Path) -> None:
+    """As a disk may leave it when the power fails."""
+    path.with_suffix(".done.json").write_text("{")
+
+
+@pytest.mark.parametrize("harm", [truncate, drop_entry, cut_entry, Path.unlink])
 def test_what_an_interruption_may_leave_is_made_again(
     tmp_path: Path, harm: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
