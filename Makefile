@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST = $(VENV)/bin/python -m pytest
-EXTRAS = huggingface,lightning,deepspeed,dev
+EXTRAS = huggingface,data,parquet,lightning,deepspeed,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-cpu test-gpu test-multi-gpu lint format clean

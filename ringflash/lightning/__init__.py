@@ -1,7 +1,7 @@
 """Training through the ring with Lightning: a strategy, a language model, data that resumes, and a progress line.
 
     trainer = Trainer(strategy=ContextParallelStrategy(context_parallel_size=4), ...)
-    trainer.fit(CausalLM(...), datamodule=TextData(...))
+    trainer.fit(CausalLM(...), datamodule=TokenData(...))
 
 recipes/lightning holds trainings that use them, as forms to fill in.
 """
@@ -18,5 +18,6 @@ from ringflash.lightning.module import CausalLM
 from ringflash.lightning.progress import Progress
 from ringflash.lightning.stop import StopOnSignal
 from ringflash.lightning.strategy import ContextParallelStrategy
+from ringflash.lightning.tokens import TokenData
 
-__all__ = ["CausalLM", "ContextParallelStrategy", "Progress", "StopOnSignal", "TextData"]
+__all__ = ["CausalLM", "ContextParallelStrategy", "Progress", "StopOnSignal", "TextData", "TokenData"]

@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash import deepspeed, huggingface
+from ringflash.data.order import SampleOrder
 from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy
 from ringflash.lightning import CausalLM, TextData
-from ringflash.lightning.data import SampleOrder
 from ringflash.lightning.module import build_model
 from ringflash.lightning.text import PackedSequence, PackedText, is_held_out, text_files
 from ringflash.mesh import CONTEXT_AXIS, DATA_AXIS

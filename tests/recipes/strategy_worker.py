@@ -21,8 +21,8 @@ from lightning.pytorch.plugins import DoublePrecision
 from torch import nn
 
 from ringflash import huggingface
+from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
-from ringflash.lightning.data import SampleOrder
 from ringflash.lightning.module import build_model
 
 CONFIG = {

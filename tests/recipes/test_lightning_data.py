@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ringflash.data.order import SampleOrder
 from ringflash.lightning import TextData
-from ringflash.lightning.data import SampleOrder
 from ringflash.lightning.text import SEPARATOR, PackedText, is_held_out, text_files
 from ringflash.mesh import mesh_sizes
 from tests.recipes.launching import write_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import SimpleNamespace
 
@@ -26,6 +27,17 @@ def test_deepspeed_adapter_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ImportError, match=r"deepspeed must be installed .* pip install 'ringflash\[deepspeed\]'"):
         import ringflash.deepspeed  # noqa: F401
+
+
+@pytest.mark.parametrize(("package", "module"), [("numpy", "ringflash.data"), ("rich", "ringflash.data.__main__")])
+def test_token_files_name_their_extra(monkeypatch: pytest.MonkeyPatch, package: str, module: str) -> None:
+    """Importing them, or their command, without a package says which extra to install."""
+    for name in [name for name in sys.modules if name.split(".")[0] == package or "ringflash.data" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in (package, *(["rich.console", "rich.progress"] if package == "rich" else [])):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"{package} must be installed .* pip install 'ringflash\[data\]'"):
+        importlib.import_module(module)
 
 
 WITHOUT_EXTRAS = """

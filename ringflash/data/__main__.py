@@ -1,0 +1,85 @@
+"""Token files from the command line:
+
+python -m ringflash.data prepare books/ --tokenizer checkpoints/llama --out tokens/books
+python -m ringflash.data check tokens/books
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+try:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+except ModuleNotFoundError as missing:
+    raise ImportError(
+        f"rich must be installed for this command, got {missing}; pip install 'ringflash[data]'."
+    ) from missing
+
+from ringflash.data.files import TokenFiles
+from ringflash.data.prepare import prepare
+from ringflash.data.sources import SUFFIXES
+
+_STDERR = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run a subcommand; the exit status.
+
+    Args:
+        args: default those of the command line.
+    """
+    options = _parser().parse_args(args)
+    try:
+        options.run(options)
+    except (ValueError, RuntimeError, ImportError) as error:
+        _STDERR.print(f"error: {error}", markup=False)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m ringflash.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    making = commands.add_parser("prepare", help="write token files; again, to go on after an interruption")
+    making.set_defaults(run=_prepare)
+    making.add_argument("inputs", nargs="+", type=Path, help="text, .jsonl or .parquet files, or folders of them")
+    making.add_argument("--out", required=True, type=Path, help="folder of the token files")
+    making.add_argument("--tokenizer", default="bytes", help="'bytes', or the folder of a Hugging Face tokenizer")
+    making.add_argument("--text-field", default="text", help="field of JSONL and column of parquet (%(default)s)")
+    making.add_argument("--suffix", action="append", help=f"of files in folders; repeatable ({' '.join(SUFFIXES)})")
+    making.add_argument("--shard-mib", type=float, default=64, help="MiB of input for each file (%(default)s)")
+    making.add_argument("--processes", type=int, default=os.cpu_count(), help="default one for each core (%(default)s)")
+    checking = commands.add_parser("check", help="read token files whole and compare their checksums")
+    checking.set_defaults(run=_check)
+    checking.add_argument("folder", type=Path)
+    return parser
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=_STDERR) as progress:
+        task = progress.add_task("tokens", total=None)
+        header = prepare(
+            options.inputs, options.out, tokenizer=options.tokenizer, text_field=options.text_field,
+            suffixes=options.suffix or SUFFIXES, shard_bytes=int(options.shard_mib * (1 << 20)),
+            num_processes=options.processes,
+            on_shard=lambda done, total: progress.update(task, completed=done, total=total),
+        )  # fmt: skip
+    num_tokens, num_documents = (sum(getattr(x, n) for x in header.shards) for n in ("num_tokens", "num_documents"))
+    print(f"{options.out}: {num_tokens:,} tokens of {header.dtype} in {num_documents:,} documents")
+
+
+def _check(options: argparse.Namespace) -> None:
+    files = TokenFiles(options.folder)
+    files.check()
+    print(f"{options.folder}: {files.lengths.sum():,} tokens in {len(files):,} documents are as they were written")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

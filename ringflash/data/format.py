@@ -1,0 +1,193 @@
+"""Token files: what lies in a folder of them, each written whole or not at all.
+
+    header.json    version, dtype, vocabulary, tokenizer, and for each shard its counts and its checksum
+    00000.bin      tokens of its documents, one after another | zeros up to 8 bytes | end of each document, int64
+    00001.bin      ...
+
+Numbers are little-endian. A folder without header.json is one that `prepare` has not finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+VERSION = 1
+HEADER = "header.json"
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+BOUND = np.dtype("<i8")
+
+Tokens = list[int] | np.ndarray
+
+
+class TokenFileError(ValueError):
+    """A token file that is missing, truncated, corrupt, or of another version or dtype."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of tokens."""
+
+    name: str
+    num_tokens: int
+    num_documents: int
+    sha256: str
+
+    def bounds_at(self, dtype: str) -> int:
+        """Where the ends of the documents start in the file, bytes."""
+        return -(-self.num_tokens * DTYPES[dtype].itemsize // BOUND.itemsize) * BOUND.itemsize
+
+    def num_bytes(self, dtype: str) -> int:
+        """Length of the file."""
+        return self.bounds_at(dtype) + self.num_documents * BOUND.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """What header.json says.
+
+    Args:
+        dtype: a key of DTYPES; what the vocabulary needs.
+        tokenizer: checksum of the tokenizer. plan: checksum of the inputs and the options.
+    """
+
+    dtype: str
+    vocab_size: int
+    tokenizer: str
+    plan: str
+    shards: tuple[Shard, ...]
+    version: int = VERSION
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the tokens and their order: equal for equal files, whatever `prepare` made them of."""
+        content = [self.dtype, *((shard.num_tokens, shard.sha256) for shard in self.shards)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def dtype_for(vocab_size: int) -> str:
+    """The smallest dtype that holds every token of the vocabulary."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write under a temporary name; it gets its own once all of it is on the disk."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a dataclass as JSON, whole or not at all."""
+    with written_whole(path) as file:
+        file.write((json.dumps(asdict(content), indent=1) + "\n").encode())
+
+
+def write_shard(path: Path, documents: Iterable[Tokens], vocab_size: int) -> Shard:
+    """Write one file of documents, none of them empty.
+
+    Raises:
+        ValueError: a token outside the vocabulary.
+    """
+    dtype, digest, ends, num_tokens = dtype_for(vocab_size), hashlib.sha256(), array("q"), 0
+    with written_whole(path) as file:
+
+        def write(data: bytes) -> None:
+            digest.update(data)
+            file.write(data)
+
+        for document in documents:
+            write(_checked(document, vocab_size).astype(DTYPES[dtype]).tobytes())
+            num_tokens += len(document)
+            ends.append(num_tokens)
+        write(bytes(-file.tell() % BOUND.itemsize))
+        write(np.array(ends, dtype=BOUND).tobytes())
+    return Shard(path.name, num_tokens, len(ends), digest.hexdigest())
+
+
+def _checked(document: Tokens, vocab_size: int) -> np.ndarray:
+    tokens = np.asarray(document)
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise ValueError(
+            f"tokens must lie in the vocabulary of {vocab_size}, got {tokens.min()} to {tokens.max()}; "
+            "give the tokenizer its added tokens in tokenizer.json."
+        )
+    return tokens
+
+
+def read_header(folder: Path) -> Header:
+    """The header, once all it says has the right form.
+
+    Raises:
+        TokenFileError: no header, or one that this version cannot read.
+    """
+    path = folder / HEADER
+    if not path.is_file():
+        raise TokenFileError(
+            f"folder must hold {HEADER}, got none in {folder}; run the same prepare command to its end."
+        )
+    content = read_json(path)
+    if content.get("version") != VERSION:
+        raise TokenFileError(
+            f"{path} must be of version {VERSION}, got {content.get('version')}; prepare the files again."
+        )
+    shards = content.get("shards")
+    entries = tuple(_build(Shard, entry, path) for entry in shards) if isinstance(shards, list) else shards
+    header: Header = _build(Header, {**content, "shards": entries}, path)
+    if header.dtype != dtype_for(header.vocab_size):
+        raise TokenFileError(
+            f"{path} must have dtype {dtype_for(header.vocab_size)} for a vocabulary of {header.vocab_size}, "
+            f"got {header.dtype}; prepare the files again."
+        )
+    return header
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object out of a JSON file.
+
+    Raises:
+        TokenFileError: something else.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:  # of JSON and of UTF-8
+        raise TokenFileError(f"{path} must be JSON, got {error}; prepare the files again.") from error
+    if not isinstance(content, dict):
+        raise TokenFileError(f"{path} must be an object, got {type(content).__name__}; prepare the files again.")
+    return content
+
+
+def read_shard_entry(path: Path) -> Shard:
+    """One shard's entry by itself, as `write_json` wrote it."""
+    entry: Shard = _build(Shard, read_json(path), path)
+    return entry
+
+
+_TYPES = {"int": (int, "an int"), "str": (str, "a string"), "tuple[Shard, ...]": (tuple, "a list")}
+
+
+def _build(kind: type, content: Any, path: Path) -> Any:
+    """A dataclass from JSON, of exactly its fields, each of its type."""
+    rules = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
+    if not isinstance(content, dict) or content.keys() != rules.keys():
+        got = sorted(content) if isinstance(content, dict) else content
+        raise TokenFileError(f"{path} must have the keys {sorted(rules)}, got {got}; prepare the files again.")
+    for name, (rule, words) in rules.items():
+        if type(content[name]) is not rule or (rule is int and content[name] < 0):
+            raise TokenFileError(
+                f"{name} in {path} must be {words}, not negative, got {content[name]!r}; prepare the files again."
+            )
+    return kind(**content)

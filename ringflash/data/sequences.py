@@ -1,0 +1,111 @@
+"""Documents packed into sequences, of which a rank reads its own chunks and nothing else.
+
+    documents  |aaaa|bbbbbbbbb|ccc|        one after another, in the order given
+    sequences  |aaaabbbb|bbbbbccc|         cu_seqlens (0, 4, 8)   (0, 5, 8)
+    rank 0      aa    bb                   with 2 ranks and zigzag; labels  aa    b.
+    rank 1        aabb                                                        a.bb
+
+A document that is cut goes on in the next sequence as a document of its own. What the last sequence lacks is padding,
+a document without labels. The label of a chunk's last token is the first of the next chunk, which is read with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from ringflash.data.files import TokenFiles
+from ringflash.data.order import shuffled
+from ringflash.layout import check_seqlen, chunks, local_positions
+from ringflash.padding import IGNORE_INDEX
+
+Batch = dict[str, Any]
+
+
+class TokenSequences(Dataset[Batch]):
+    """One rank's part of each sequence, as `ringflash.huggingface.prepare_batch` would cut it from the whole.
+
+    Args:
+        documents: (num_documents,), their numbers in the order in which they are packed.
+        seqlen: tokens of a whole sequence, over the cp_size ranks that share it.
+    Raises:
+        ValueError: no documents; a length the layout cannot cut.
+    """
+
+    def __init__(
+        self,
+        files: TokenFiles,
+        documents: torch.Tensor,
+        seqlen: int,
+        *,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        layout: str = "zigzag",
+    ) -> None:
+        check_seqlen(seqlen, cp_size, layout)
+        if not len(documents):
+            raise ValueError("documents must name one at least, got none; prepare more text.")
+        self.files, self.documents, self.seqlen = files, documents.numpy(), seqlen
+        self.chunks = chunks(seqlen, cp_size, cp_rank, layout)
+        self.positions = local_positions(seqlen, cp_size, cp_rank, layout)
+        self.ends = np.cumsum(files.lengths[self.documents])  # of each document, in all that is packed
+
+    def __len__(self) -> int:
+        return -(-int(self.ends[-1]) // self.seqlen)
+
+    def __getitem__(self, index: int) -> Batch:
+        bounds, num_tokens = self.bounds(index)
+        parts = [self._chunk(index * self.seqlen, c.start, c.stop, bounds, num_tokens) for c in self.chunks]
+        tokens, labels = (torch.cat(x) for x in zip(*parts, strict=True))
+        num_documents = len(bounds) - 1 - (num_tokens < self.seqlen)
+        return {
+            "input_ids": tokens[None],
+            "position_ids": self.positions[None],
+            "shift_labels": labels[None],
+            "num_items_in_batch": torch.tensor(max(1, num_tokens - num_documents)),
+            "cu_seqlens": torch.from_numpy(bounds),
+            "use_cache": False,
+        }
+
+    def bounds(self, index: int) -> tuple[np.ndarray, int]:
+        """Bounds of the documents in a sequence, int32, padding among them, and how many tokens are not padding."""
+        first = index * self.seqlen
+        num_tokens = min(self.seqlen, int(self.ends[-1]) - first)
+        inside = slice(*np.searchsorted(self.ends, (first, first + num_tokens), side="right"))
+        bounds = np.concatenate([[0], self.ends[inside] - first, [num_tokens, self.seqlen]])
+        return np.unique(bounds).astype(np.int32), num_tokens
+
+    def _chunk(
+        self, first: int, start: int, stop: int, bounds: np.ndarray, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [start, stop) of the sequence and their labels, int64; one token more is read."""
+        read = self._read(first + min(start, num_tokens), first + min(stop + 1, num_tokens))
+        whole = torch.zeros(stop + 1 - start, dtype=torch.int64)
+        whole[: len(read)] = torch.from_numpy(read)
+        labels = whole[1:].clone()
+        labels[max(0, num_tokens - start) :] = IGNORE_INDEX
+        last = bounds[1:] - 1 - start
+        labels[torch.from_numpy(last[(last >= 0) & (last < stop - start)]).long()] = IGNORE_INDEX
+        return whole[:-1], labels
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of all that is packed, int64."""
+        parts = [np.zeros(0, dtype=np.int64)]
+        at, document = start, int(np.searchsorted(self.ends, start, side="right"))
+        while at < stop:
+            number, end = int(self.documents[document]), int(self.ends[document])
+            begin = end - int(self.files.lengths[number])
+            parts.append(self.files.read(number, at - begin, min(stop, end) - begin).astype(np.int64))
+            at, document = end, document + 1
+        return np.concatenate(parts)
+
+
+def split(num_documents: int, held_out_percent: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the documents to train on, shuffled by the seed, and of those held out, the same for every seed."""
+    order = shuffled(num_documents, "held out")
+    count = int(-(-num_documents * held_out_percent // 100))
+    held_out, trained = order[:count], order[count:].sort().values
+    return trained[shuffled(len(trained), f"{seed}/documents")], held_out

@@ -1,0 +1,149 @@
+"""Documents out of text, JSONL and parquet files, and how the files are cut into shards of work.
+
+A text file is a document; a line of a .jsonl file and a row of a .parquet file each hold one in their text field.
+Shards follow from the files and the options alone: as many processes as there may be write the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SUFFIXES = (".txt", ".jsonl", ".parquet")
+
+
+class Document(NamedTuple):
+    """The text, in UTF-8 unless its file is not, and where it was found."""
+
+    place: str
+    text: bytes
+
+
+class Piece(NamedTuple):
+    """What one shard takes of a file: bytes [start, stop); of parquet, row groups."""
+
+    path: Path
+    start: int
+    stop: int
+    num_bytes: int
+
+
+def find_files(inputs: Iterable[str | Path], suffixes: Iterable[str] = SUFFIXES) -> list[Path]:
+    """The files that are named, and those in named folders and below that end in one of the suffixes, sorted.
+
+    Raises:
+        ValueError: an input that is not there, or nothing to read.
+    """
+    found: set[Path] = set()
+    for path in map(Path, inputs):
+        if not path.exists():
+            raise ValueError(f"inputs must be files or folders, got {path}; correct the path.")
+        below = path.rglob("*") if path.is_dir() else [path]
+        found |= {p.resolve() for p in below if p.is_file() and (p.suffix in suffixes or p == path)}
+    found = {path for path in found if path.stat().st_size}
+    if not found:
+        raise ValueError(f"inputs must hold files that end in {' or '.join(suffixes)}, got none; name others.")
+    return sorted(found)
+
+
+def cut_into_shards(files: Iterable[Path], shard_bytes: int) -> list[list[Piece]]:
+    """The pieces of each shard, about `shard_bytes` of input in all.
+
+    Text files stay whole, JSONL is cut anywhere (the line that lies across belongs to the first), parquet between
+    row groups.
+    """
+    shards: list[list[Piece]] = []
+    room = 0
+    for piece in (piece for path in files for piece in _pieces(path, shard_bytes)):
+        if room <= 0:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(piece)
+        room -= piece.num_bytes
+    return shards
+
+
+def _pieces(path: Path, shard_bytes: int) -> Iterator[Piece]:
+    size = path.stat().st_size
+    if path.suffix == ".jsonl":
+        for start in range(0, size, shard_bytes):
+            stop = min(start + shard_bytes, size)
+            yield Piece(path, start, stop, stop - start)
+    elif path.suffix == ".parquet":
+        metadata = _parquet(path).metadata
+        for group in range(metadata.num_row_groups):
+            yield Piece(path, group, group + 1, metadata.row_group(group).total_byte_size)
+    else:
+        yield Piece(path, 0, size, size)
+
+
+def documents(pieces: Iterable[Piece], text_field: str) -> Iterator[Document]:
+    """The documents of a shard; empty ones are left out.
+
+    Raises:
+        ValueError: a line or a row without a text; with its place.
+    """
+    for piece in pieces:
+        if piece.path.suffix == ".jsonl":
+            found = _jsonl(piece, text_field)
+        elif piece.path.suffix == ".parquet":
+            found = _rows(piece, text_field)
+        else:
+            found = iter([Document(str(piece.path), piece.path.read_bytes())])
+        yield from (document for document in found if document.text)
+
+
+def _jsonl(piece: Piece, field: str) -> Iterator[Document]:
+    """Of the lines that start in the piece."""
+    with piece.path.open("rb") as file:
+        if piece.start:
+            file.seek(piece.start - 1)
+            file.readline()
+        while (at := file.tell()) < piece.stop:
+            place, line = f"{piece.path} at byte {at}", file.readline()
+            if line.strip():
+                yield _document(place, field, _parsed(place, line))
+
+
+def _parsed(place: str, line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:  # of JSON and of UTF-8
+        raise ValueError(f"line must be JSON in UTF-8, got {error} in {place}; correct the file.") from error
+
+
+def _rows(piece: Piece, field: str) -> Iterator[Document]:
+    file = _parquet(piece.path)
+    if field not in file.schema_arrow.names:
+        raise ValueError(f"parquet must have a column {field!r}, got {file.schema_arrow.names} in {piece.path}; "
+                         "name one with --text-field.")  # fmt: skip
+    row = 0
+    for batch in file.iter_batches(batch_size=256, row_groups=[piece.start], columns=[field]):
+        for text in batch.column(0).to_pylist():
+            yield _document(f"{piece.path}, row {row} of row group {piece.start}", field, {field: text})
+            row += 1
+
+
+def _parquet(path: Path) -> Any:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError as missing:
+        raise ImportError(
+            f"pyarrow must be installed to read parquet, got {missing}; pip install 'ringflash[parquet]'."
+        ) from missing
+    return parquet.ParquetFile(path)
+
+
+def _document(place: str, field: str, row: Any) -> Document:
+    text = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(
+            f"every document must have a string in {field!r}, got {text!r} in {place}; "
+            "name the field with --text-field, or correct the file."
+        )
+    try:
+        return Document(place, text.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text must be Unicode, got {error} in {place}; correct the file.") from error

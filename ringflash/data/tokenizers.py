@@ -1,0 +1,106 @@
+"""From text to tokens: the bytes themselves, or a tokenizer of Hugging Face's from a local folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ringflash.data.format import Tokens
+from ringflash.data.sources import Document
+
+SEPARATOR = 256  # the token after the 256 bytes; first of each document
+BYTE_VOCAB_SIZE = 257
+
+
+class Tokenizer(Protocol):
+    """What `prepare` needs of a tokenizer.
+
+    vocab_size: above every token.  checksum: of all that decides on the tokens.
+    """
+
+    vocab_size: int
+    checksum: str
+
+    def encode(self, documents: Sequence[Document]) -> Sequence[Tokens]:
+        """Tokens of each document, none empty, with what marks its start or its end."""
+        ...
+
+
+class Bytes:
+    """Bytes as they are, behind SEPARATOR: the vocabulary of `ringflash.lightning.TextData`."""
+
+    vocab_size = BYTE_VOCAB_SIZE
+    checksum = hashlib.sha256(b"bytes behind 256").hexdigest()
+
+    def encode(self, documents: Sequence[Document]) -> Sequence[Tokens]:
+        """The separator and the bytes of each."""
+        return [np.insert(np.frombuffer(x.text, np.uint8).astype(np.uint16), 0, SEPARATOR) for x in documents]
+
+
+class HuggingFace:
+    """tokenizer.json of a folder. Documents start with its bos and end with its eos, as far as it has them.
+
+    Special tokens that the text itself spells out are read as text.
+
+    Args:
+        folder: tokenizer.json and tokenizer_config.json; nothing is looked up elsewhere, no code of it is run.
+    Raises:
+        ValueError: no tokenizer there, or one with neither bos nor eos.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"tokenizer must be 'bytes' or a folder with tokenizer.json, got {folder}; save it there.")
+        self._tokenizer = _load(Path(folder))
+        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        if bos is None and eos is None:
+            raise ValueError(
+                f"tokenizer must have a bos or an eos token, got neither in {folder}; "
+                "name one in tokenizer_config.json."
+            )
+        self._first, self._last = ([] if x is None else [x] for x in (bos, eos))
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.checksum = hashlib.sha256(json.dumps([content, bos, eos]).encode()).hexdigest()
+
+    def encode(self, documents: Sequence[Document]) -> Sequence[Tokens]:
+        """The tokens of each between its marks.
+
+        Raises:
+            ValueError: text that is not UTF-8; with its place.
+        """
+        found = self._tokenizer(
+            [_text(document) for document in documents], add_special_tokens=False, split_special_tokens=True,
+            return_attention_mask=False, verbose=False,
+        )["input_ids"]  # fmt: skip
+        return [[*self._first, *tokens, *self._last] for tokens in found]
+
+
+def load(tokenizer: str) -> Tokenizer:
+    """The tokenizer of a name: "bytes" or a folder."""
+    return Bytes() if tokenizer == "bytes" else HuggingFace(tokenizer)
+
+
+def _load(folder: Path):  # type: ignore[no-untyped-def]
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as missing:
+        raise ImportError(
+            f"transformers must be installed to read {folder}, got {missing}; pip install 'ringflash[huggingface]'."
+        ) from missing
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _text(document: Document) -> str:
+    try:
+        return document.text.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"text must be UTF-8 for a tokenizer, got {error} in {document.place}; convert the file."
+        ) from error

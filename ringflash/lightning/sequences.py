@@ -1,0 +1,124 @@
+"""What all data modules share: sequences for the ranks of a data x context mesh, and a place that a checkpoint keeps.
+
+`ringflash.data.order` says how samples are numbered through all epochs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import lightning
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ringflash.data.order import SampleOrder
+from ringflash.lightning.strategy import strategy_of
+
+Loader = DataLoader[Any]
+Batch = dict[str, Any]  # what ringflash.huggingface.prepare_batch returns
+
+
+class Sequences(Protocol):
+    """A dataset whose sequences are numbered."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class SequenceData(lightning.LightningDataModule):
+    """Sequences to train on, and some trained and some held-out ones to judge by; a subclass reads them.
+
+    A step's batch is one sequence for each data rank. A run resumes exactly, in the middle of an epoch and on
+    another number of ranks.
+
+    Args:
+        seqlen: tokens of a whole sequence, over all ranks that share it.
+        num_eval_sequences: sequences to judge by, of each kind; divisible by the data-parallel size.
+        seed: names the order of the sequences.
+    """
+
+    def __init__(self, seqlen: int, num_eval_sequences: int, seed: int) -> None:
+        super().__init__()
+        self.seqlen, self.num_eval_sequences, self.seed = seqlen, num_eval_sequences, seed
+        self.num_consumed = 0
+
+    def read(self) -> tuple[Sequences, Sequences]:
+        """The sequences to train on and those held out."""
+        raise NotImplementedError(f"read must be overridden, got none in {type(self).__name__}; return two datasets.")
+
+    def setup(self, stage: str) -> None:
+        """Read the sequences; have the trainer count what it consumes."""
+        if not any(isinstance(callback, CountConsumed) for callback in self.trainer.callbacks):
+            self.trainer.callbacks.insert(0, CountConsumed())
+        self.train, self.held_out = self.read()
+        self._check_eval_sequences()
+
+    def train_dataloader(self) -> Loader:
+        """Sequences without end, from the first one not consumed yet."""
+        strategy = strategy_of(self.trainer)
+        order = SampleOrder(
+            len(self.train), seed=self.seed, dp_rank=strategy.dp_rank, dp_size=strategy.dp_size, first=self.num_consumed
+        )
+        return _loader(self.train, order)
+
+    def val_dataloader(self) -> dict[str, Loader]:
+        """This data rank's share of the sequences to judge by, evenly spaced over the text."""
+        strategy = strategy_of(self.trainer)
+        loaders = {}
+        for name, text in (("train", self.train), ("held_out", self.held_out)):
+            chosen = [i * len(text) // self.num_eval_sequences for i in range(self.num_eval_sequences)]
+            loaders[name] = _loader(text, chosen[strategy.dp_rank :: strategy.dp_size])
+        return loaders
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """All but cu_seqlens, which only the host reads."""
+        tensors = {name: value for name, value in batch.items() if name != "cu_seqlens"}
+        moved = super().transfer_batch_to_device(tensors, device, dataloader_idx)
+        return {**moved, "cu_seqlens": batch["cu_seqlens"]}
+
+    def identity(self) -> dict[str, Any]:
+        """What gives a place in the data its meaning: equal where a checkpoint can be continued."""
+        return {"num_sequences": len(self.train), "seqlen": self.seqlen, "seed": self.seed}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data, and what gives it its meaning."""
+        return {"num_consumed": self.num_consumed, **self.identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the place of a checkpoint.
+
+        Raises:
+            ValueError: other text, length or order than the checkpoint was made with.
+        """
+        for name, value in self.identity().items():
+            if state_dict[name] != value:
+                raise ValueError(
+                    f"{name} must be that of the checkpoint ({state_dict[name]}), got {value}; "
+                    "resume with the same text, seqlen and seed."
+                )
+        self.num_consumed = state_dict["num_consumed"]
+
+    def _check_eval_sequences(self) -> None:
+        dp_size, available = strategy_of(self.trainer).dp_size, min(len(self.train), len(self.held_out))
+        count = self.num_eval_sequences
+        if count < 1 or count % dp_size or count > available:
+            raise ValueError(
+                f"num_eval_sequences must be a multiple of the data-parallel size ({dp_size}) from 1 to the number of "
+                f"held-out sequences ({available}), got {count}; change it, or give more text."
+            )
+
+
+def _loader(sequences: Sequences, chosen: Sampler[int] | list[int]) -> Loader:
+    return DataLoader(cast(Dataset[Any], sequences), batch_size=None, sampler=chosen)
+
+
+class CountConsumed(lightning.Callback):
+    """Counts samples at the end of each batch.
+
+    A callback, because those of checkpoints run after all others, but before the module's own hook: a count
+    kept by the module is one batch behind in the checkpoint.
+    """
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        """Every data rank has consumed one sample."""
+        trainer.datamodule.num_consumed += strategy_of(trainer).dp_size

@@ -1,0 +1,103 @@
+"""Token files as batches, each rank reading its own chunks of a sequence and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringflash.data.files import TokenFiles, raise_for
+from ringflash.data.format import TokenFileError
+from ringflash.data.sequences import TokenSequences, split
+from ringflash.lightning.module import CausalLM
+from ringflash.lightning.sequences import SequenceData
+from ringflash.lightning.strategy import ContextParallelStrategy, strategy_of
+
+
+class TokenData(SequenceData):
+    """Documents of token files, shuffled and packed; a part of them held out.
+
+    Args:
+        folder: what `python -m ringflash.data prepare` wrote; the same files on every host.
+        seqlen: tokens of a whole sequence, over all ranks that share it.
+        held_out_percent: documents kept from training; the same ones for every seed.
+        num_eval_sequences: sequences to judge by, of each kind; divisible by the data-parallel size.
+        seed: names the order of the documents in the sequences, and that of the sequences.
+        verify: compare all checksums first: the ranks of a host read the files once between them.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        seqlen: int,
+        held_out_percent: float = 5.0,
+        num_eval_sequences: int = 8,
+        seed: int = 0,
+        verify: bool = True,
+    ) -> None:
+        if not 0 < held_out_percent < 100:
+            raise ValueError(f"held_out_percent must be between 0 and 100, got {held_out_percent}; 5 is the default.")
+        super().__init__(seqlen, num_eval_sequences, seed)
+        self.folder, self.held_out_percent, self.verify = folder, held_out_percent, verify
+
+    def read(self) -> tuple[TokenSequences, TokenSequences]:
+        """Open the files, on all ranks or none.
+
+        Raises:
+            TokenFileError: files that are not as they were written.
+            ValueError: a model with a smaller vocabulary.
+        """
+        strategy = strategy_of(self.trainer)
+        self.files = open_together(Path(self.folder), strategy, self.verify)
+        self._check_vocabulary(self.files.header.vocab_size)
+        parts = split(len(self.files), self.held_out_percent, self.seed)
+        train, held_out = (self._sequences(documents, strategy) for documents in parts)
+        return train, held_out
+
+    def identity(self) -> dict[str, Any]:
+        """Also the files, and which of their documents are held out."""
+        tokens = self.files.header.fingerprint
+        return {**super().identity(), "tokens": tokens, "held_out_percent": self.held_out_percent}
+
+    def _sequences(self, documents: torch.Tensor, strategy: ContextParallelStrategy) -> TokenSequences:
+        cp_rank = strategy.cp_mesh.get_local_rank()
+        return TokenSequences(self.files, documents, self.seqlen, cp_size=strategy.cp_size, cp_rank=cp_rank)
+
+    def _check_vocabulary(self, vocab_size: int) -> None:
+        module = self.trainer.lightning_module
+        got = module.config.get("vocab_size") if isinstance(module, CausalLM) else None
+        if got is not None and got < vocab_size:
+            raise ValueError(
+                f"vocab_size of the model must be {vocab_size} or more for {self.folder}, got {got}; "
+                "give the model that of the tokenizer."
+            )
+
+
+def open_together(folder: Path, strategy: ContextParallelStrategy, verify: bool) -> TokenFiles:
+    """The files of a folder, once every rank has opened the same ones: one that raises alone hangs the others.
+
+    Raises:
+        TokenFileError: what is wrong with this rank's files.
+        RuntimeError: another rank has an error. ValueError: another rank has other files.
+    """
+    files, error = None, None
+    try:
+        files = TokenFiles(folder)
+        if verify:
+            raise_for(folder, files.corrupt_shards(strategy.local_rank, strategy.num_processes))
+    except (TokenFileError, OSError) as raised:
+        error = raised
+    name = -1 if error or files is None else int(files.header.fingerprint[:15], 16)
+    extremes = torch.tensor([name, -name], device=strategy.root_device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    highest, lowest = extremes[0].item(), -extremes[1].item()
+    if error is not None:
+        raise error
+    if lowest == -1:
+        raise RuntimeError(f"{folder} must be readable on every rank, got an error on another; see its message.")
+    if highest != lowest:
+        raise ValueError(f"{folder} must hold the same token files on every rank, got others; copy them again.")
+    assert files is not None
+    return files

@@ -1,0 +1,284 @@
+"""`python -m ringflash.data`: text, JSONL and parquet to token files, killed and continued, and its refusals. CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ringflash.data import prepare
+from ringflash.data.__main__ import main
+from ringflash.data.prepare import _locked
+from ringflash.data.tokenizers import SEPARATOR
+from tests.helpers.tokens import content, read_all, write_jsonl, write_tokens
+from tests.recipes.launching import ROOT
+
+TEXTS = [f"Text {i}: " + "größer als nichts. " * (i % 9) for i in range(60)]
+
+
+def as_bytes(texts: list[str]) -> list[list[int]]:
+    """The documents that the byte tokenizer makes."""
+    return [[SEPARATOR, *text.encode()] for text in texts]
+
+
+def write_inputs(folder: Path) -> Path:
+    """JSONL of all texts, and text files of the first three."""
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", TEXTS)
+    for i in range(3):
+        (folder / f"{i}.txt").write_text(TEXTS[i])
+    (folder / "other.md").write_text("not asked for")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as save_pretrained writes it: a few words, <s> and </s>, which are tokens of their own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "Text": 3, "nichts": 4, ".": 5, "<": 6, "s": 7, ">": 8}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Punctuation()])
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    fast.save_pretrained(folder)
+    return folder
+
+
+def test_text_and_jsonl_become_bytes_behind_a_separator(tmp_path: Path) -> None:
+    """In the order of the files' names; other files of the folder are left out; nothing else is left behind."""
+    header = prepare([write_inputs(tmp_path / "in")], tmp_path / "out")
+    assert read_all(tmp_path / "out") == as_bytes([*TEXTS[:3], *TEXTS])
+    assert (header.dtype, header.vocab_size, header.version) == ("uint16", 257, 1)
+    assert sorted(content(tmp_path / "out")) == ["00000.bin", "header.json"]
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 7, 100, 1000, 10**6])
+def test_jsonl_is_cut_anywhere_and_keeps_every_line(tmp_path: Path, shard_bytes: int) -> None:
+    """Also within a line, and within a character of several bytes; a last line may lack its end."""
+    path = write_jsonl(tmp_path / "a.jsonl", [text[:20] for text in TEXTS[:12]])
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    prepare([path], tmp_path / "out", shard_bytes=shard_bytes)
+    assert read_all(tmp_path / "out") == as_bytes([text[:20] for text in TEXTS[:12]])
+
+
+def test_processes_write_the_files_of_one(tmp_path: Path) -> None:
+    """Byte by byte."""
+    inputs = write_inputs(tmp_path / "in")
+    for num_processes in (1, 2):
+        prepare([inputs], tmp_path / f"{num_processes}", shard_bytes=300, num_processes=num_processes)
+    assert content(tmp_path / "1") == content(tmp_path / "2") and len(content(tmp_path / "1")) > 10
+
+
+def test_hugging_face_tokenizer_marks_documents(tmp_path: Path, tokenizer: Path) -> None:
+    """Behind its bos and before its eos; a special token that the text spells out is text."""
+    path = write_jsonl(tmp_path / "a.jsonl", ["Text nichts.", "", "Text <s> nichts", "else"])
+    header = prepare([path], tmp_path / "out", tokenizer=str(tokenizer))
+    assert read_all(tmp_path / "out") == [[1, 3, 4, 5, 2], [1, 3, 6, 7, 8, 4, 2], [1, 0, 2]]
+    assert (header.dtype, header.vocab_size) == ("uint16", 9)
+
+
+def test_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
+    """The last token of a vocabulary of 2 ** 16 + 1 fits, and that of 2 ** 16 takes two bytes."""
+    for vocab_size, dtype in ((65536, "uint16"), (65537, "uint32")):
+        files = write_tokens(tmp_path / dtype, [[0, vocab_size - 1]], 1, vocab_size)
+        assert files.read(0, 0, 2).tolist() == [0, vocab_size - 1] and files.read(0, 0, 2).dtype == dtype
+    with pytest.raises(ValueError, match="tokens must lie in the vocabulary of 9, got 3 to 9"):
+        write_tokens(tmp_path / "small", [[3, 9]], 1, 9)
+
+
+def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+    """Of the text column, over several row groups; empty ones are left out."""
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra ringflash[parquet] is not installed")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"id": list(range(len(TEXTS) + 1)), "body": [*TEXTS, ""]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    prepare([tmp_path], tmp_path / "out", text_field="body", shard_bytes=500)
+    assert read_all(tmp_path / "out") == as_bytes(TEXTS) and len(content(tmp_path / "out")) > 2
+    with pytest.raises(ValueError, match=r"parquet must have a column 'text', got \['id', 'body'\] in .*a.parquet"):
+        prepare([tmp_path / "a.parquet"], tmp_path / "other")
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is written."""
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"pyarrow must be installed .* pip install 'ringflash\[parquet\]'"):
+        prepare([tmp_path], tmp_path / "out")
+
+
+def test_killed_and_run_again_gives_the_same_files(tmp_path: Path) -> None:
+    """A real kill of the whole program among 500 shards: what was whole is kept, and the result is the same."""
+    inputs = write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "x" * 500 for i in range(500)])
+    command = [sys.executable, "-m", "ringflash.data", "prepare", str(inputs), "--shard-mib", "0.0005"]
+    environment = {**os.environ, "PYTHONPATH": ".:kernels", "OMP_NUM_THREADS": "1"}
+    out = tmp_path / "killed"
+    process = subprocess.Popen(
+        [*command, "--processes", "2", "--out", str(out)], cwd=ROOT, env=environment, stderr=subprocess.DEVNULL
+    )
+    while process.poll() is None and len(list(out.glob("*.done.json"))) < 5:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (out / "header.json").exists(), "prepare ended before it could be killed; give it more shards"
+    kept = {path.stem: path.stat().st_ino for path in out.glob("*.bin") if path.with_suffix(".done.json").exists()}
+    assert len(kept) >= 5
+    assert main([*command[3:], "--processes", "1", "--out", str(out)]) == 0
+    assert main([*command[3:], "--processes", "1", "--out", str(tmp_path / "whole")]) == 0
+    assert content(out) == content(tmp_path / "whole")
+    assert {stem: (out / f"{stem}.bin").stat().st_ino for stem in kept} == kept
+
+
+def truncate(path: Path) -> None:
+    """Cut a file short."""
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def drop_entry(path: Path) -> None:
+    """As if killed between a shard and its entry."""
+    path.with_suffix(".done.json").unlink()
+
+
+def cut_entry(path: Path) -> None:
+    """As a disk may leave it when the power fails."""
+    path.with_suffix(".done.json").write_text("{")
+
+
+@pytest.mark.parametrize("harm", [truncate, drop_entry, cut_entry, Path.unlink])
+def test_what_an_interruption_may_leave_is_made_again(
+    tmp_path: Path, harm: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after all shards, before the header: a shard cut short, without entry or missing, and a temporary."""
+    inputs, done = write_inputs(tmp_path / "in"), []
+    prepare([inputs], tmp_path / "whole", shard_bytes=300)
+
+    def stop_at_the_end(now: int, total: int) -> None:
+        done.append(now)
+        if now == total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([inputs], tmp_path / "out", shard_bytes=300, on_shard=stop_at_the_end)
+    assert done == sorted(done) and not (tmp_path / "out" / "header.json").exists()
+    harm(tmp_path / "out" / "00001.bin")
+    (tmp_path / "out" / "00002.bin.1.tmp").write_bytes(b"half")
+    seen: list[int] = []
+    prepare([inputs], tmp_path / "out", shard_bytes=300, on_shard=lambda now, total: seen.append(now))
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert len(seen) == 2  # what was done, and the one shard made again
+
+
+def test_finished_folder_is_left_as_it_is(tmp_path: Path) -> None:
+    """Run again, nothing is written."""
+    inputs = write_inputs(tmp_path / "in")
+    prepare([inputs], tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    prepare([inputs], tmp_path / "out")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_folder_of_other_inputs_is_refused(tmp_path: Path) -> None:
+    """Finished, interrupted, or of somebody else."""
+    inputs = write_inputs(tmp_path / "in")
+    prepare([inputs], tmp_path / "out")
+    with pytest.raises(ValueError, match="out must be of the same inputs, tokenizer and options"):
+        prepare([inputs], tmp_path / "out", shard_bytes=300)
+    (tmp_path / "out" / "header.json").unlink()
+    with pytest.raises(ValueError, match="out must be an empty folder or that of an interrupted run"):
+        prepare([inputs], tmp_path / "out")
+    (tmp_path / "out" / "plan.json").write_text(json.dumps({"plan": "another"}))
+    with pytest.raises(ValueError, match="out must be of the same inputs, tokenizer and options"):
+        prepare([inputs], tmp_path / "out")
+
+
+def test_two_runs_at_a_time_are_refused(tmp_path: Path) -> None:
+    """The second one ends, and the first is not disturbed."""
+    inputs = write_inputs(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    with _locked(tmp_path / "out"), pytest.raises(RuntimeError, match="out must be written by one run at a time"):
+        prepare([inputs], tmp_path / "out")
+    prepare([inputs], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', "line must be JSON in UTF-8, got .* in .*a.jsonl at byte 14; correct the file"),
+        (b'{"text": "\xff"}', "line must be JSON in UTF-8, got .* at byte 14"),
+        (b'{"body": "a"}', "every document must have a string in 'text', got None in .* at byte 14; name the field"),
+        (b'{"text": 1}', "every document must have a string in 'text', got 1 in"),
+        (b'["text"]', "every document must have a string in 'text', got None in"),
+        (b'{"text": "\\ud800"}', "text must be Unicode, got .* at byte 14; correct the file"),
+    ],
+)
+def test_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    """With its file and place, and no header is written."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "b"}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=message):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+    assert not (tmp_path / "out" / "header.json").exists()
+
+
+def test_bad_line_is_named_from_another_process(tmp_path: Path) -> None:
+    """The error crosses over with its message."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "b"}\n{"text": 1}\n')
+    with pytest.raises(ValueError, match="every document must have a string in 'text', got 1 in .* at byte 14"):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out", num_processes=2)
+
+
+def test_inputs_without_documents_are_refused(tmp_path: Path) -> None:
+    """Missing, of another suffix, or empty."""
+    (tmp_path / "a.md").write_text("x")
+    write_jsonl(tmp_path / "a.json", ["", ""]).rename(tmp_path / "empty")
+    with pytest.raises(ValueError, match="inputs must be files or folders, got .*nowhere; correct the path"):
+        prepare([tmp_path / "nowhere"], tmp_path / "out")
+    with pytest.raises(ValueError, match="inputs must hold files that end in .txt or .jsonl or .parquet, got none"):
+        prepare([tmp_path], tmp_path / "out")
+    write_jsonl(tmp_path / "a.jsonl", ["", ""])
+    with pytest.raises(ValueError, match="inputs must hold a document that is not empty, got none"):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+
+
+def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path, tokenizer: Path) -> None:
+    """No folder, no marks, or text that is not UTF-8, which the byte tokenizer takes."""
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="tokenizer must be 'bytes' or a folder with tokenizer.json, got nowhere"):
+        prepare([tmp_path], tmp_path / "out", tokenizer="nowhere")
+    with pytest.raises(ValueError, match="text must be UTF-8 for a tokenizer, got .* in .*a.txt; convert the file"):
+        prepare([tmp_path], tmp_path / "out", tokenizer=str(tokenizer))
+    prepare([tmp_path], tmp_path / "bytes")
+    assert read_all(tmp_path / "bytes") == [[SEPARATOR, 255]]
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    config = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    (tmp_path / "bare" / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ValueError, match="tokenizer must have a bos or an eos token, got neither in"):
+        prepare([tmp_path], tmp_path / "out", tokenizer=str(tmp_path / "bare"))
+
+
+@pytest.mark.parametrize("option", ["shard_bytes", "num_processes"])
+def test_counts_that_are_none_are_refused(tmp_path: Path, option: str) -> None:
+    """With the name of the option."""
+    with pytest.raises(ValueError, match=f"{option} must be 1 or more, got 0"):
+        prepare([write_inputs(tmp_path / "in")], tmp_path / "out", **{option: 0})  # type: ignore[arg-type]
+
+
+def test_command_says_what_it_wrote_and_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Counts on stdout, errors in one line on stderr with exit status 1."""
+    inputs, out = write_jsonl(tmp_path / "a.jsonl", ["ab", "c"]), tmp_path / "out"
+    assert main(["prepare", str(inputs), "--out", str(out), "--processes", "1"]) == 0
+    assert f"{out}: 5 tokens of uint16 in 2 documents" in capsys.readouterr().out
+    assert main(["check", str(out)]) == 0
+    assert "5 tokens in 2 documents are as they were written" in capsys.readouterr().out
+    (out / "00000.bin").write_bytes(bytes((out / "00000.bin").stat().st_size))
+    assert main(["check", str(out)]) == 1
+    assert "error: " in capsys.readouterr().err

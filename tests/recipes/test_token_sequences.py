@@ -1,0 +1,182 @@
+"""Documents packed into sequences and read in chunks, against plain lists and `prepare_batch`. One process, CPU."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringflash import loss
+from ringflash.data import SampleOrder, TokenFiles, TokenSequences
+from ringflash.data.sequences import split
+from ringflash.huggingface import prepare_batch
+from ringflash.layout import local_positions
+from ringflash.padding import IGNORE_INDEX
+from tests.helpers.tokens import whole_sequence, write_tokens
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 256), min_size=1, max_size=40), min_size=1, max_size=12)
+CP_SIZES = st.sampled_from([1, 2, 3, 4])
+LAYOUTS = st.sampled_from(["zigzag", "contiguous"])
+UNITS = st.integers(1, 6)  # of tokens in a chunk
+SHARED = settings(max_examples=60, deadline=None)
+
+
+@contextmanager
+def token_files(documents: list[list[int]], per_shard: int = 3) -> Iterator[TokenFiles]:
+    """Token files for as long as the block runs: hypothesis calls a test many times with one tmp_path."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield write_tokens(Path(folder), documents, per_shard)
+
+
+def rank_sequences(
+    files: TokenFiles, order: torch.Tensor, unit: int, cp_size: int, layout: str
+) -> list[TokenSequences]:
+    """What each rank of a ring holds."""
+    seqlen = 2 * cp_size * unit
+    return [TokenSequences(files, order, seqlen, cp_size=cp_size, cp_rank=r, layout=layout) for r in range(cp_size)]
+
+
+def put_together(parts: list[dict[str, Any]], name: str, layout: str) -> torch.Tensor:
+    """The whole sequence out of the shards of all ranks."""
+    shards = [part[name] for part in parts]
+    whole = torch.zeros(1, sum(x.shape[1] for x in shards), dtype=torch.int64)
+    for rank, x in enumerate(shards):
+        whole[:, local_positions(whole.shape[1], len(shards), rank, layout)] = x
+    return whole
+
+
+@SHARED
+@given(DOCUMENTS, st.integers(1, 5), UNITS, CP_SIZES, LAYOUTS, st.integers(0, 99))
+def test_shards_of_all_ranks_are_the_whole_sequence(
+    documents: list[list[int]], per_shard: int, unit: int, cp_size: int, layout: str, seed: int
+) -> None:
+    """Tokens, labels, positions, bounds and count, with any order of the documents and any cut into files."""
+    order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed))
+    with token_files(documents, per_shard) as files:
+        ranks = rank_sequences(files, order, unit, cp_size, layout)
+        for index in range(len(ranks[0])):
+            parts = [sequences[index] for sequences in ranks]
+            whole, bounds, num_tokens = whole_sequence([documents[i] for i in order], ranks[0].seqlen, index)
+            labels = loss.shift_labels(whole, bounds)
+            labels[:, num_tokens:] = IGNORE_INDEX
+            assert torch.equal(put_together(parts, "input_ids", layout), whole)
+            assert torch.equal(put_together(parts, "shift_labels", layout), labels)
+            assert torch.equal(put_together(parts, "position_ids", layout)[0], torch.arange(whole.shape[1]))
+            for part in parts:
+                assert torch.equal(part["cu_seqlens"], bounds) and part["cu_seqlens"].dtype == torch.int32
+                assert part["num_items_in_batch"] == max(1, int((labels != IGNORE_INDEX).sum()))
+
+
+@SHARED
+@given(DOCUMENTS, UNITS, LAYOUTS)
+def test_batch_is_that_of_the_whole_sequence(documents: list[list[int]], unit: int, layout: str) -> None:
+    """One process: all that `prepare_batch` returns for the tokens, bounds and labels, and of the same dtypes."""
+    with token_files(documents) as files:
+        sequences = TokenSequences(files, torch.arange(len(documents)), 2 * unit, layout=layout)
+        for index in range(len(sequences)):
+            whole, bounds, num_tokens = whole_sequence(documents, 2 * unit, index)
+            labels = loss.shift_labels(whole, bounds)
+            labels[:, num_tokens:] = IGNORE_INDEX
+            want = prepare_batch(whole, group=None, cu_seqlens=bounds, labels=labels, layout=layout)
+            got = sequences[index]
+            assert got.keys() == want.keys()
+            for name in want:
+                same = got[name] is want[name] if name == "use_cache" else torch.equal(got[name], want[name])
+                assert same and (name == "use_cache" or got[name].dtype == want[name].dtype), name
+
+
+@SHARED
+@given(DOCUMENTS, UNITS, CP_SIZES, LAYOUTS, st.integers(1, 3), st.integers(0, 99))
+def test_every_token_is_seen_once_in_an_epoch(
+    documents: list[list[int]], unit: int, cp_size: int, layout: str, dp_size: int, seed: int
+) -> None:
+    """Over all data ranks and the ranks of their rings; tokens name their document and their place in it."""
+    documents = [[100 * i + j for j in range(len(document))] for i, document in enumerate(documents)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = write_tokens(Path(folder), documents, 3, vocab_size=100 * len(documents))
+        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed))
+        rings = rank_sequences(files, order, unit, cp_size, layout)
+        seen = []
+        for sample in range(len(rings[0])):
+            chosen = SampleOrder(
+                len(rings[0]), seed=seed, dp_rank=sample % dp_size, dp_size=dp_size, first=sample // dp_size * dp_size
+            )
+            index = next(iter(chosen))
+            _, num_tokens = rings[0].bounds(index)
+            for ring in rings:
+                real = ring.positions < num_tokens
+                seen += ring[index]["input_ids"][0, real].tolist()
+        assert sorted(seen) == [token for document in documents for token in document]
+
+
+@SHARED
+@given(DOCUMENTS, UNITS, st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.integers(0, 99))
+def test_another_world_size_continues_the_same_order(
+    documents: list[list[int]], unit: int, before: int, after: int, steps: int, seed: int
+) -> None:
+    """So many steps on `before` data ranks, then `after` of them: the sequences that one rank would draw."""
+    with token_files(documents) as files:
+        sequences = TokenSequences(files, torch.arange(len(documents)), 2 * unit)
+
+    def drawn(dp_size: int, first: int, count: int) -> list[int]:
+        ranks = [
+            iter(SampleOrder(len(sequences), seed=seed, dp_rank=r, dp_size=dp_size, first=first))
+            for r in range(dp_size)
+        ]
+        return [next(rank) for _ in range(count) for rank in ranks]
+
+    consumed = before * steps
+    assert drawn(before, 0, steps) + drawn(after, consumed, 3) == drawn(1, 0, consumed + 3 * after)
+
+
+@SHARED
+@given(DOCUMENTS, UNITS, st.sampled_from([2, 3, 4]), LAYOUTS)
+def test_rank_reads_its_chunks_and_one_token_more(
+    documents: list[list[int]], unit: int, cp_size: int, layout: str
+) -> None:
+    """What is asked of the files: no rank reads the whole sequence."""
+    with token_files(documents) as files:
+        read, counted = files.read, []
+
+        def count(document: int, start: int, stop: int) -> Any:
+            counted.append(stop - start)
+            return read(document, start, stop)
+
+        files.read = count  # type: ignore[method-assign]
+        for ring in rank_sequences(files, torch.arange(len(documents)), unit, cp_size, layout):
+            for index in range(len(ring)):
+                counted.clear()
+                ring[index]
+                assert sum(counted) <= len(ring.positions) + len(ring.chunks)
+
+
+@SHARED
+@given(st.integers(2, 300), st.sampled_from([0.5, 5.0, 50.0]), st.integers(0, 99))
+def test_split_holds_out_the_same_documents_for_every_seed(count: int, percent: float, seed: int) -> None:
+    """Each document in one of the parts; the seed only changes the order of training."""
+    trained, held_out = split(count, percent, seed)
+    assert sorted([*trained.tolist(), *held_out.tolist()]) == list(range(count))
+    assert len(held_out) == -(-count * percent // 100)
+    assert torch.equal(held_out, split(count, percent, seed + 1)[1])
+    assert torch.equal(trained, split(count, percent, seed)[0])
+
+
+def test_split_follows_the_seed() -> None:
+    """Another order for another seed."""
+    assert not torch.equal(split(300, 5.0, 0)[0], split(300, 5.0, 1)[0])
+
+
+def test_length_that_cannot_be_cut_and_no_documents_are_refused(tmp_path: Path) -> None:
+    """With what must hold."""
+    files = write_tokens(tmp_path, [[1, 2, 3]], 1)
+    with pytest.raises(ValueError, match=r"seqlen must be divisible by 2 \* cp_size \(4\), got 6; pad to 8"):
+        TokenSequences(files, torch.arange(1), 6, cp_size=2)
+    with pytest.raises(ValueError, match="documents must name one at least, got none; prepare more text"):
+        TokenSequences(files, torch.arange(0), 4)
