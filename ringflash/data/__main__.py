@@ -11,13 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-try:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-except ModuleNotFoundError as missing:
-    raise ImportError(
-        f"rich must be installed for this command, got {missing}; pip install 'ringflash[data]'."
-    ) from missing
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ringflash.data.files import TokenFiles
 from ringflash.data.prepare import prepare

@@ -1,0 +1,8 @@
+"""python -m ringflash: the command line."""
+
+import sys
+
+from ringflash.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

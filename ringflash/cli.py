@@ -1,0 +1,44 @@
+"""The command `ringflash`; each subcommand is a module with `add_arguments(parser)` and `run(options)`.
+
+A subcommand is imported when it is asked for, so that one does not need what another does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from jsonargparse import ArgumentParser
+
+COMMANDS: dict[str, tuple[str, str]] = {}  # name: module, help
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        args: default those of the command line.
+    Returns:
+        status: 0 all is right; 1 the command found something wrong; 2 it could not be run as asked.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    options = _parser(wanted=args[0] if args else "").parse_args(args)
+    module = import_module(COMMANDS[options.subcommand][0])
+    try:
+        return module.run(options[options.subcommand])
+    except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
+        print(f"ringflash {options.subcommand}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser(wanted: str) -> ArgumentParser:
+    """All subcommands by name and help, and the arguments of the one that is wanted."""
+    parser = ArgumentParser(prog="ringflash", description="Exact ring attention: look before the long run.")
+    commands = parser.add_subcommands()
+    for name, (module, help_line) in COMMANDS.items():
+        command = ArgumentParser(description=help_line)
+        if name == wanted:
+            import_module(module).add_arguments(command)
+        commands.add_subcommand(name, command, help=help_line)
+    return parser
