@@ -46,7 +46,8 @@ show() {
 }
 
 # Runs a command and returns its status. On SIGTERM or SIGUSR1 it calls `ask` with the command's process every
-# second until that ends: processes that are still starting hear it later. `received` is the last such signal.
+# second until that ends: processes that are still starting hear it later. `received` is the last such signal;
+# those that come after the end do nothing, for they must not turn a run that has saved into a failure.
 supervise() {
   local ask=$1 pid status=0
   shift
@@ -64,7 +65,8 @@ supervise() {
     wait "$!" || true
   done
   wait "$pid" || status=$?
-  trap - TERM USR1 INT
+  trap : TERM USR1  # neither '' nor -: with one of them pending, bash 5.2 would end the shell by it
+  trap - INT
   return "$status"
 }
 
@@ -76,8 +78,13 @@ deaf() {
 }
 
 # Sends SIGTERM to the processes of a torchrun, which save together and exit 0; torchrun then exits 0 too.
+# No $(...) or <(...) here: bash 5.2 parses it again each time, and a signal whose trap runs meanwhile breaks that
+# ("trap: unexpected EOF while looking for matching `)'").
 ask_workers() {
-  local workers
-  read -rd '' -a workers < <(cat /proc/"$1"/task/*/children 2>/dev/null) || true
+  local file children workers=()
+  for file in /proc/"$1"/task/*/children; do
+    read -ra children 2>/dev/null <"$file" || true
+    workers+=("${children[@]}")
+  done
   kill -TERM "${workers[@]}" 2>/dev/null || true
 }

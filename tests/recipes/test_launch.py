@@ -149,6 +149,20 @@ def test_launcher_returns_the_status_of_the_command() -> None:
         run(["bash", "-c", SUPERVISE, "-", "bash", "-c", "exit 7"], timeout_s=30.0)
 
 
+FLOOD = """
+set -euo pipefail
+source launch/common.sh
+trap 'received=USR1' USR1
+(while kill -USR1 $$; do :; done) >/dev/null 2>&1 &
+for _ in {1..300}; do ask_workers 999999999; done
+"""
+
+
+def test_a_signal_while_the_workers_are_asked_breaks_nothing() -> None:
+    """Signals without a pause; the trap of one runs at every place of the loop (bash 5.2 failed in `<(...)`)."""
+    assert "unexpected EOF" not in run(["bash", "-c", FLOOD])
+
+
 SRUN = """#!/usr/bin/env bash
 trap 'exit "$STATUS"' USR1
 kill -"$SIGNAL" "$LAUNCHER"
