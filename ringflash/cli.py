@@ -11,7 +11,9 @@ from importlib import import_module
 
 from jsonargparse import ArgumentParser
 
-COMMANDS: dict[str, tuple[str, str]] = {}  # name: module, help
+COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
+    "plan": ("ringflash.plan", "Will it fit, how long is a step, and what to change"),
+}
 
 
 def main(args: Sequence[str] | None = None) -> int:

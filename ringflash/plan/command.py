@@ -1,0 +1,203 @@
+"""ringflash plan: will it fit, how long is a step, and what to change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.table import Table
+
+from ringflash.plan.job import Job
+from ringflash.plan.machine import GIB, GPUS, Machine, Rates
+from ringflash.plan.memory import memory_bytes
+from ringflash.plan.search import cheapest_change, fewest_gpus, fits, longest_sequence
+from ringflash.plan.shape import read_config, shape_of
+from ringflash.plan.timing import step_time
+
+_UNITS = {"k": 1 << 10, "m": 1 << 20}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The model, the sequence, the machine, and the options of the recipe."""
+    parser.add_argument(
+        "model", type=Path, help="checkpoint directory, config.json, or a recipe (.yaml), which also gives the length"
+    )
+    parser.add_argument("--seqlen", type=str, help="tokens of a sequence: 1048576, 1024k or 1m")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs in all (%(default)s)")
+    parser.add_argument("--gpus_per_host", type=int, default=8, help="GPUs of a host (%(default)s)")
+    parser.add_argument("--gpu", choices=list(GPUS), default="H200", help="(%(default)s)")
+    parser.add_argument("--cp", type=int, help="GPUs that share a sequence; default all")
+    parser.add_argument("--window", type=int, help="keys to the left that a query sees; default all")
+    parser.add_argument("--visible", type=float, default=1.0, help="part of these that documents leave (%(default)s)")
+    parser.add_argument("--network_gbytes", type=float, default=50.0, help="GB/s of a GPU's NIC (%(default)s)")
+    parser.add_argument("--host_gbytes", type=float, default=50.0, help="GB/s between GPU and host (%(default)s)")
+    parser.add_argument("--precision", choices=["bf16-mixed", "bf16-true"], default="bf16-mixed")
+    parser.add_argument("--checkpointing", choices=["none", "attention_kept", "full"], default="attention_kept")
+    parser.add_argument("--mlp_tile_tokens", type=int, default=0, help="tokens of a tile; 0 is no tiling")
+    parser.add_argument("--offload_checkpoints", action="store_true", help="keep checkpoints in the host's memory")
+    parser.add_argument("--offload_optimizer", action="store_true", help="keep and step the optimizer on the host")
+    parser.add_argument("--ring", choices=["flat", "double"], default="flat", help="between hosts (%(default)s)")
+    parser.add_argument("--rates", type=dict[str, float], default={}, help='other assumptions: {"linear": 0.6}')
+    parser.add_argument("--json", action="store_true", help="print for machines")
+
+
+def run(options: Namespace) -> int:
+    """Print the plan; 0 where the job fits, 1 where it does not."""
+    job, machine = _job(options), _machine(options)
+    if job.world_size != machine.num_gpus:
+        raise ValueError(f"--cp must divide --gpus ({machine.num_gpus}), got {job.cp_size}; change one of them.")
+    plan = make_plan(job, machine)
+    if options.json:
+        print(json.dumps(plan, indent=2))
+    else:
+        _print(plan)
+    return 0 if plan["fits"] else 1
+
+
+def make_plan(job: Job, machine: Machine) -> dict[str, Any]:
+    """Everything the command says, in bytes, seconds and tokens."""
+    time, local = step_time(job, machine), job.seqlen * job.dp_size
+    plan: dict[str, Any] = {
+        "job": asdict(job),
+        "machine": asdict(machine),
+        "parameters": job.model.parameters,
+        "memory_bytes": memory_bytes(job, machine),
+        "fits": fits(job, machine),
+        "longest_sequence": longest_sequence(job, machine),
+        "step_seconds": time.parts,
+        "mfu": time.mfu,
+        "model_tflops_per_gpu": time.model_tflops,
+        "tokens_per_second": local / time.step,
+    }
+    if not plan["fits"]:
+        plan["remedy"] = _remedy(job, machine)
+    return plan
+
+
+def _remedy(job: Job, machine: Machine) -> dict[str, Any]:
+    remedy: dict[str, Any] = {"gpus": fewest_gpus(job, machine)}
+    cheapest = cheapest_change(job, machine)
+    if cheapest is not None:
+        names, changed = cheapest
+        remedy |= {"changes": list(names), "seconds": step_time(changed, machine).step}
+    return remedy
+
+
+def _job(options: Namespace) -> Job:
+    config, seqlen = _model(options.model)
+    asked = _tokens(options.seqlen) if options.seqlen else seqlen
+    if asked is None:
+        raise ValueError("--seqlen must be given with a configuration, got none; a recipe has its own.")
+    cp_size = options.cp or options.gpus
+    return Job(
+        shape_of(config),
+        asked,
+        cp_size,
+        max(1, options.gpus // cp_size),
+        visible_fraction=options.visible * _in_window(asked, options.window),
+        precision=options.precision,
+        checkpointing=options.checkpointing,
+        mlp_tile_tokens=options.mlp_tile_tokens,
+        offload_checkpoints=options.offload_checkpoints,
+        offload_optimizer=options.offload_optimizer,
+        ring=options.ring,
+    )
+
+
+def _model(path: Path) -> tuple[dict[str, Any], int | None]:
+    """A configuration, and the length where a recipe names one."""
+    if path.suffix not in (".yaml", ".yml"):
+        return read_config(path), None
+    try:
+        recipe = yaml.safe_load(path.read_text())
+        data = recipe["data"]
+        return recipe["model"]["model"], data.get("init_args", data).get("seqlen")
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} must be a recipe with model.model and data, got {error!r}; see recipes/lightning."
+        ) from error
+
+
+def _in_window(seqlen: int, window: int | None) -> float:
+    """Part of a sequence's causal pairs that lie in a window of so many keys to the left."""
+    if window is None or window >= seqlen - 1:
+        return 1.0
+    if window < 0:
+        raise ValueError(f"--window must be 0 or more, got {window}; leave it out for none.")
+    outside = (seqlen - window) * (seqlen - window - 1)
+    return 1 - outside / (seqlen * (seqlen + 1))
+
+
+def _tokens(text: str) -> int:
+    unit = _UNITS.get(text[-1:].lower(), 1)
+    number = text[:-1] if unit > 1 else text
+    if not number.isdigit():
+        raise ValueError(f"--seqlen must be a number of tokens, got {text!r}; write 1048576, 1024k or 1m.")
+    return int(number) * unit
+
+
+def _machine(options: Namespace) -> Machine:
+    known = {field.name for field in fields(Rates)}
+    unknown = sorted(set(options.rates) - known)
+    if unknown:
+        raise ValueError(f"--rates must name {', '.join(sorted(known))}, got {', '.join(unknown)}; remove it.")
+    return Machine(
+        GPUS[options.gpu], options.gpus, options.gpus_per_host, options.network_gbytes, options.host_gbytes,
+        replace(Rates(), **options.rates),
+    )  # fmt: skip
+
+
+def _print(plan: dict[str, Any]) -> None:
+    console, job, machine = Console(highlight=False, soft_wrap=True), plan["job"], plan["machine"]
+    gpu = machine["gpu"]
+    console.print(
+        f"{plan['parameters'] / 1e9:.2f} B parameters, {job['seqlen']:,} tokens over {job['cp_size']} of "
+        f"{machine['num_gpus']} {gpu['name']}, {job['precision']}, checkpointing {job['checkpointing']}"
+    )
+    console.print(_memory_table(plan), _time_table(plan))
+    console.print(
+        f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['model_tflops_per_gpu']:.0f} model TFLOP/s a GPU, "
+        f"MFU {100 * plan['mfu']:.0f}% (backward attention counted as twice the forward, nothing computed again)"
+    )
+    console.print(f"longest sequence that fits: {plan['longest_sequence']:,} tokens")
+    for line in _verdict(plan):
+        console.print(line)
+    console.print("assumed: " + ", ".join(f"{name} {value:g}" for name, value in machine["rates"].items()))
+
+
+def _memory_table(plan: dict[str, Any]) -> Table:
+    table = Table("memory of a GPU", "GiB")
+    for name, value in plan["memory_bytes"].items():
+        table.add_row(name, f"{value / GIB:.1f}")
+    table.add_section()
+    limit = plan["machine"]["gpu"]["memory_bytes"]
+    table.add_row(f"in all, of {limit / GIB:.1f}", f"{sum(plan['memory_bytes'].values()) / GIB:.1f}")
+    return table
+
+
+def _time_table(plan: dict[str, Any]) -> Table:
+    table = Table("time of a step", "s")
+    for name, value in plan["step_seconds"].items():
+        table.add_row(name, f"{value:.2f}")
+    table.add_section()
+    table.add_row("step", f"{sum(plan['step_seconds'].values()):.2f}")
+    return table
+
+
+def _verdict(plan: dict[str, Any]) -> list[str]:
+    if plan["fits"]:
+        return ["[green]It fits.[/]"]
+    remedy, lines = plan["remedy"], ["[red]It does not fit.[/]"]
+    if "changes" in remedy:
+        changes = ", and ".join(remedy["changes"])
+        lines.append(f"cheapest change: {changes}; a step then takes {remedy['seconds']:.1f} s")
+    if remedy["gpus"]:
+        lines.append(f"unchanged it fits over {remedy['gpus']} GPUs")
+    if len(lines) == 1:
+        lines.append("no change known here makes it fit; shorten the sequence")
+    return lines

@@ -1,0 +1,82 @@
+"""What a GPU and its links can do, and what of it is reached: the assumptions of a plan, all in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Figures of a data sheet.
+
+    Args:
+        memory_bytes: what a process can allocate, as the driver reports it.
+        peak_tflops: dense bf16, without sparsity.
+        memory_gbytes: GB/s of its memory.
+        nvlink_gbytes: GB/s between two GPUs of a host, in one direction.
+    """
+
+    name: str
+    memory_bytes: int
+    peak_tflops: float
+    memory_gbytes: float
+    nvlink_gbytes: float
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("H200", int(139.8 * GIB), 989, 4800, 450),
+        Gpu("H100", int(79.1 * GIB), 989, 3350, 450),
+        Gpu("A100-80GB", int(79.1 * GIB), 312, 2039, 300),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Parts of the peaks that are reached. Every one is printed with a plan, and can be set.
+
+    Args:
+        linear: of the peak FLOP/s, matrix products of the layers.
+        attention_forward, attention_backward: of the peak FLOP/s, the attention kernels on visible work.
+        nvlink: of the links' GB/s, messages inside a host.
+        memory: of the memory's GB/s, the optimizer.
+        reserved_bytes: CUDA context, NCCL, libraries' workspaces.
+        fragmentation: of what is allocated, lost between blocks (with expandable segments).
+    Source: attention, benchmarks/results/kernels_forward_h200.json and docs/performance.md (head_dim 128, 8k to 128k
+        tokens); nvlink, copies between two H200s (366 of 450 GB/s), NCCL reaches less; the others are not measured
+        yet.
+    """
+
+    linear: float = 0.70
+    attention_forward: float = 0.64
+    attention_backward: float = 0.59
+    nvlink: float = 0.6
+    memory: float = 0.8
+    reserved_bytes: int = int(3.0 * GIB)
+    fragmentation: float = 0.03
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs, and how they are joined.
+
+    Args:
+        network_gbytes: GB/s from a GPU to another host, in one direction: its own NIC's.
+        host_gbytes: GB/s between a GPU and its host's memory, in one direction.
+    """
+
+    gpu: Gpu
+    num_gpus: int
+    gpus_per_host: int = 8
+    network_gbytes: float = 50.0
+    host_gbytes: float = 50.0
+    rates: Rates = Rates()
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts, all full but perhaps one."""
+        return -(-self.num_gpus // self.gpus_per_host)

@@ -1,0 +1,102 @@
+"""Bytes of one GPU at the worst moment of a step, by part.
+
+That moment is the backward of the last layer: all checkpoints still exist, and beside them one layer's activations,
+gradients and transients, and what the loss left.
+"""
+
+from __future__ import annotations
+
+from ringflash.plan.job import Job
+from ringflash.plan.machine import Machine
+
+BF16, FP32 = 2, 4
+_LOGITS = 1 << 26  # alive at a time in ringflash.loss
+
+
+def memory_bytes(job: Job, machine: Machine) -> dict[str, int]:
+    """Bytes by part, what is lost to fragmentation included; their sum is to be at most the GPU's."""
+    parts = {
+        "weights": job.model.parameters * _weight_bytes(job) // job.world_size,
+        "gradients": job.model.parameters * _weight_bytes(job) // job.world_size,
+        "optimizer": job.model.parameters * 2 * _weight_bytes(job) // job.world_size,
+        "gathered parameters": _gathered(job),
+        "checkpoints": 0 if job.offload_checkpoints else job.model.num_layers * checkpoint_bytes(job),
+        "one layer at work": layer_bytes(job),
+        "loss": _loss(job),
+        "transport buffers": transport_bytes(job),
+    }
+    if job.offload_optimizer:
+        parts["optimizer"] = 0
+    if job.offload_checkpoints:
+        parts["checkpoints"] = 2 * checkpoint_bytes(job)  # one arrives while one is in use
+    parts["fragmentation"] = int(sum(parts.values()) * machine.rates.fragmentation)
+    parts["CUDA and libraries"] = machine.rates.reserved_bytes
+    return parts
+
+
+def checkpoint_bytes(job: Job) -> int:
+    """What the backward of one layer needs of its forward."""
+    model, tokens = job.model, job.local_tokens
+    layer_input = tokens * model.hidden_size * BF16
+    attention = tokens * (model.q_size * BF16 + model.num_heads * FP32)
+    if job.checkpointing == "full":
+        return layer_input
+    if job.checkpointing == "attention_kept":
+        return layer_input + attention
+    return activation_bytes(job)
+
+
+def activation_bytes(job: Job) -> int:
+    """What autograd keeps of one layer of a transformers model without checkpointing.
+
+    Each norm its input in fp32 and its result twice (before and after the weight), those of q and k once, attention
+    q, k, v, out and lse, the MLP four tensors of its width; a tile's MLP is computed again and keeps its input alone.
+    Not counted: the rotary angles, which all layers share, and one number for each norm and token.
+    """
+    model, tokens = job.model, job.local_tokens
+    norms = 2 * tokens * model.hidden_size * (FP32 + 2 * BF16)
+    if model.qk_norm:
+        norms += tokens * (model.q_size + model.kv_size) * (FP32 + BF16)
+    attention = tokens * ((2 * model.q_size + 2 * model.kv_size) * BF16 + model.num_heads * FP32)
+    mlp = 0 if job.mlp_tile_tokens else 4 * tokens * model.intermediate_size * BF16
+    return norms + attention + mlp
+
+
+def layer_bytes(job: Job) -> int:
+    """One layer's activations made again, and what its backward holds beside them: attention's or the MLP's."""
+    model, tokens = job.model, job.local_tokens
+    kept = 0 if job.checkpointing == "none" else activation_bytes(job)
+    attention = tokens * (model.q_size * (FP32 + 2 * BF16) + 2 * model.kv_size * BF16)  # dq twice, dout, dk, dv
+    tile = min(job.mlp_tile_tokens or tokens, tokens)
+    mlp = tile * model.intermediate_size * BF16 * (3 + (4 if job.mlp_tile_tokens else 0))
+    return kept + max(attention, mlp) + 2 * tokens * model.hidden_size * BF16
+
+
+def transport_bytes(job: Job) -> int:
+    """The buffers that all layers share: own K/V and two that arrive; own, two leaving and one arriving gradient; the
+    state that a rank's hops hand on. Nothing on one rank."""
+    if job.cp_size == 1:
+        return 0
+    shard = 2 * job.local_tokens * job.model.kv_size
+    return shard * (3 * BF16 + 4 * FP32) + job.local_tokens * job.model.q_size * FP32
+
+
+def _weight_bytes(job: Job) -> int:
+    return FP32 if job.precision == "bf16-mixed" else BF16
+
+
+def _gathered(job: Job) -> int:
+    """In bf16 two layers (one ahead), what is in no layer, and the gradients of one of either, reduced in fp32."""
+    model = job.model
+    if job.world_size == 1:
+        return 0
+    weights = (2 * model.layer_parameters + model.root_parameters) * BF16
+    gradients = max(model.layer_parameters, model.root_parameters) * (BF16 + FP32)
+    return weights + gradients
+
+
+def _loss(job: Job) -> int:
+    """Logits of a chunk in bf16 and fp32 with the gradient in bf16, and the gradients of hidden states and weight."""
+    model, tokens = job.model, job.local_tokens
+    chunk = min(tokens * model.vocab_size, _LOGITS) * (2 * BF16 + FP32)
+    return chunk + tokens * model.hidden_size * BF16 + model.embedding_parameters * FP32

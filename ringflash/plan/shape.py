@@ -1,0 +1,124 @@
+"""The numbers of a model that decide memory and time, from a transformers configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FAMILIES = ("llama", "qwen3", "mistral", "qwen2")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder: attention with grouped heads and a gated MLP in every layer.
+
+    Args:
+        tied: input and output embedding are one matrix.
+        qk_norm: an RMSNorm on every head's q and k.
+        qkv_bias: biases on the projections to q, k and v.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+
+    @property
+    def q_size(self) -> int:
+        """Features of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Features of all key heads; as many of the values."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_matrix_parameters(self) -> int:
+        """Of the matrices of one layer, each of which multiplies every token."""
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer, vectors included."""
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        biases = self.q_size + 2 * self.kv_size if self.qkv_bias else 0
+        return self.layer_matrix_parameters + norms + biases
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of one embedding: a row for every token of the vocabulary."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def root_parameters(self) -> int:
+        """Of what is in no layer: embeddings and the last norm."""
+        return self.embedding_parameters * (1 if self.tied else 2) + self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return self.num_layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters that multiply every token: all matrices but the input embedding, which is looked up."""
+        return self.num_layers * self.layer_matrix_parameters + self.embedding_parameters
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that the keywords of a transformers configuration describe.
+
+    Raises:
+        NotImplementedError: a family whose layers are not counted here.
+        ValueError: a size that is missing.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise NotImplementedError(
+            f"model_type must be one of {', '.join(FAMILIES)}, got {family!r}; give the sizes of a dense model like it."
+        )
+    sizes = {name: _size(config, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")}
+    heads = sizes["num_attention_heads"]
+    return ModelShape(
+        num_layers=sizes["num_hidden_layers"],
+        hidden_size=sizes["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or (128 if family == "qwen3" else sizes["hidden_size"] // heads),
+        intermediate_size=_size(config, "intermediate_size"),
+        vocab_size=_size(config, "vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2",
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A configuration from a checkpoint directory or its config.json.
+
+    Raises:
+        ValueError: no such file, or one that is not JSON.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} must be a transformers configuration, got {error}; name its directory.") from error
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}; complete the configuration.")
+    return value

@@ -1,0 +1,122 @@
+"""Seconds of a training step, by part.
+
+Work and messages that run side by side count as the longer of the two; what a message takes beyond the work it runs
+beside is exposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ringflash.plan.job import Job
+from ringflash.plan.machine import Machine
+from ringflash.plan.memory import BF16, FP32, checkpoint_bytes
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of each part; the step is their sum.
+
+    Args:
+        mfu: model FLOP/s over the peak; what is computed again does not count.
+        model_tflops: per GPU and second.
+    """
+
+    parts: dict[str, float]
+    model_tflops: float
+    mfu: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.parts.values())
+
+
+def step_time(job: Job, machine: Machine) -> StepTime:
+    """Time of a step by the machine's rates."""
+    peak, rates = machine.gpu.peak_tflops * 1e12, machine.rates
+    forward = attention_flops(job) / (peak * rates.attention_forward)
+    backward = 2.5 * attention_flops(job) / (peak * rates.attention_backward)
+    linear = linear_flops(job) / (peak * rates.linear)
+    parts = {
+        "attention forward": forward,
+        "attention backward": backward,
+        "attention again": forward if job.checkpointing == "full" else 0.0,
+        "linear": linear,
+        "linear again": 0.0 if job.checkpointing == "none" else _layer_share(job) * linear / 3,
+        "ring exposed": _ring_exposed(job, machine, forward, backward),
+        "parameters exposed": _parameters_exposed(job, machine, forward + backward + linear),
+        "checkpoints exposed": _checkpoints_exposed(job, machine, forward + linear / 3),
+        "optimizer": _optimizer(job, machine),
+    }
+    # 2.5 times the forward are computed backward, but the model's own products are twice the forward's.
+    useful = (linear_flops(job) + 3 * attention_flops(job)) / sum(parts.values())
+    return StepTime(parts, useful / 1e12, useful / peak)
+
+
+def linear_flops(job: Job) -> float:
+    """Of one GPU's matrix products, forward and backward: 6 for each parameter and token."""
+    return 6.0 * job.model.matmul_parameters * job.local_tokens
+
+
+def attention_flops(job: Job) -> float:
+    """Of one GPU's attention, forward: 4 for each visible pair and feature of a head."""
+    return 4.0 * job.model.q_size * job.visible_pairs / job.cp_size * job.model.num_layers
+
+
+def _layer_share(job: Job) -> float:
+    """Part of the matrix products that lies in layers, and is computed again."""
+    return job.model.num_layers * job.model.layer_matrix_parameters / job.model.matmul_parameters
+
+
+def _ring_exposed(job: Job, machine: Machine, forward: float, backward: float) -> float:
+    """What a hop's messages take beyond the hop's kernel, over all hops of all layers."""
+    hops = job.cp_size - 1
+    if hops == 0:
+        return 0.0
+    shard = 2 * job.local_tokens * job.model.kv_size
+    far = _far_hops(job, machine)
+    exposed = 0.0
+    for kernel, num_bytes in ((forward, shard * BF16), (backward, shard * (BF16 + FP32))):
+        kernel /= job.model.num_layers * job.cp_size
+        near = num_bytes / (machine.gpu.nvlink_gbytes * machine.rates.nvlink * 1e9)
+        away = num_bytes / (machine.network_gbytes * machine.rates.nvlink * 1e9)
+        if job.ring == "double":  # a host's hops hide one message from the next host
+            inside = min(job.cp_size, machine.gpus_per_host)
+            exposed += hops * max(0.0, near - kernel) + far / inside * max(0.0, away - inside * kernel)
+        else:
+            exposed += (hops - far) * max(0.0, near - kernel) + far * max(0.0, away - kernel)
+    return exposed * job.model.num_layers
+
+
+def _far_hops(job: Job, machine: Machine) -> int:
+    """Hops on which some rank reads from another host, whom the others wait for."""
+    return job.cp_size - 1 if job.cp_size > machine.gpus_per_host else 0
+
+
+def _parameters_exposed(job: Job, machine: Machine, work: float) -> float:
+    """Layers gathered twice in bf16 and their gradients scattered in fp32, beside the layers' work."""
+    if job.world_size == 1:
+        return 0.0
+    bandwidth = machine.gpu.nvlink_gbytes if machine.num_hosts == 1 else machine.network_gbytes
+    num_bytes = job.model.parameters * (2 * BF16 + FP32) * (job.world_size - 1) / job.world_size
+    seconds = num_bytes / (bandwidth * machine.rates.nvlink * 1e9)
+    first_and_last = seconds / job.model.num_layers  # nothing runs beside the first gather and the last scatter
+    return first_and_last + max(0.0, seconds - work)
+
+
+def _checkpoints_exposed(job: Job, machine: Machine, forward: float) -> float:
+    """Copies to the host beside the forward, and back beside the longer backward."""
+    if not job.offload_checkpoints:
+        return 0.0
+    seconds = job.model.num_layers * checkpoint_bytes(job) / (machine.host_gbytes * 1e9)
+    return max(0.0, seconds - forward)
+
+
+def _optimizer(job: Job, machine: Machine) -> float:
+    """AdamW reads weights, gradients and moments and writes all but the gradients; on the host, over its link."""
+    width = FP32 if job.precision == "bf16-mixed" else BF16
+    shard = job.model.parameters / job.world_size
+    if job.offload_optimizer:
+        return shard * 2 * width / (machine.host_gbytes * 1e9)
+    return shard * 7 * width / (machine.gpu.memory_gbytes * machine.rates.memory * 1e9)

@@ -1,0 +1,237 @@
+"""ringflash plan: its counts against real models, its search against itself, its command. One process, no GPU.
+
+Nothing here compares a plan with a measured run; docs/plan.md says what has been.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringflash import huggingface
+from ringflash.cli import main
+from ringflash.lightning.module import build_model
+from ringflash.mask import SequenceMask
+from ringflash.plan.command import _in_window
+from ringflash.plan.job import Job
+from ringflash.plan.machine import GIB, GPUS, Machine
+from ringflash.plan.memory import activation_bytes, checkpoint_bytes, memory_bytes, transport_bytes
+from ringflash.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
+from ringflash.plan.shape import FAMILIES, shape_of
+from ringflash.plan.timing import attention_flops, linear_flops, step_time
+from ringflash.schedule import build
+from tests.recipes.launching import ROOT
+
+SMALL = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
+QWEN3_8B = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+JOB = Job(shape_of(QWEN3_8B), 1 << 20, cp_size=8, mlp_tile_tokens=8192)
+HOST = Machine(GPUS["H200"], 8)
+
+
+def small(family: str, **options: Any) -> dict[str, Any]:
+    """Keywords of a small model."""
+    return {"model_type": family, **SMALL, **options}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_of_the_model(family: str, tied: bool) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**small(family, tie_word_embeddings=tied))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = shape_of(config.to_dict())
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    matrices = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert shape.matmul_parameters == sum(matrices)
+
+
+def saved_bytes(config: dict[str, Any], seqlen: int) -> int:
+    """What autograd keeps of one bf16 layer's forward on one process, parameters not counted."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = build_model({**config, "num_hidden_layers": 1}, None, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (layer,) = model.get_submodule("model.model.layers").children()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage())
+        return x
+
+    unhooked = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            return unhooked(*args, **kwargs)
+
+    layer.forward = forward  # type: ignore[method-assign]
+    model(**huggingface.prepare_batch(torch.randint(0, 100, (1, seqlen)), group=None))
+    return sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in parameters)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_activations_are_those_autograd_keeps(family: str) -> None:
+    """To the byte, but for the rotary angles (two of head_dim) and one fp32 number for each norm of a token."""
+    config, seqlen = small(family), 96
+    shape = shape_of(config)
+    norms = 2 + (shape.num_heads + shape.num_kv_heads if shape.qk_norm else 0)
+    uncounted = seqlen * (2 * shape.head_dim * 2 + norms * 4)
+    assert saved_bytes(config, seqlen) - uncounted == activation_bytes(Job(shape, seqlen, 1))
+
+
+def test_transport_buffers_are_those_the_ring_allocates() -> None:
+    """The sizes of ringflash.exchange's buffers and of the carried state, in bf16."""
+    tokens, shape = JOB.local_tokens, JOB.model
+    kv = 2 * tokens * shape.num_kv_heads * shape.head_dim
+    assert transport_bytes(JOB) == 3 * kv * 2 + 4 * kv * 4 + tokens * shape.num_heads * shape.head_dim * 4
+    assert transport_bytes(replace(JOB, cp_size=1)) == 0
+
+
+def test_flops_are_counted_by_hand() -> None:
+    """Of one GPU: 6 for each parameter that multiplies a token; 4 * head_dim for each pair a head sees."""
+    job = Job(shape_of(small("llama")), 256, cp_size=2)
+    matrices = 2 * (64 * 128 * 2 + 64 * 32 * 2 + 3 * 64 * 160) + 100 * 64
+    assert linear_flops(job) == 6 * matrices * 128
+    assert attention_flops(job) == 4 * 8 * 16 * (256 * 257 / 2) / 2 * 2
+
+
+@pytest.mark.parametrize("window", [None, 0, 1, 17, 62, 63, 100])
+def test_visible_pairs_are_those_of_the_schedule(window: int | None) -> None:
+    seqlen = 64
+    mask = SequenceMask(seqlen, window_size=(-1 if window is None else window, -1))
+    pairs = sum(build(mask, 4, rank, "zigzag").num_visible for rank in range(4))
+    job = Job(JOB.model, seqlen, cp_size=4, visible_fraction=_in_window(seqlen, window))
+    assert job.visible_pairs == pytest.approx(pairs, rel=1e-12)
+
+
+def test_the_parts_of_a_step_add_up_and_none_is_negative() -> None:
+    for job in (JOB, replace(JOB, checkpointing="full", offload_checkpoints=True, offload_optimizer=True)):
+        time = step_time(job, HOST)
+        assert min(time.parts.values()) >= 0 and time.step == sum(time.parts.values())
+        assert 0 < time.mfu < HOST.rates.attention_forward
+        assert min(memory_bytes(job, HOST).values()) >= 0
+
+
+def test_recomputing_attention_costs_its_forward() -> None:
+    kept, recomputed = (step_time(replace(JOB, checkpointing=x), HOST) for x in ("attention_kept", "full"))
+    assert recomputed.step - kept.step == pytest.approx(kept.parts["attention forward"])
+    model, tokens = JOB.model, JOB.local_tokens
+    saved = checkpoint_bytes(JOB) - checkpoint_bytes(replace(JOB, checkpointing="full"))
+    assert saved == tokens * (model.num_heads * model.head_dim * 2 + model.num_heads * 4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    cp_size=st.sampled_from([1, 2, 8, 64]),
+    checkpointing=st.sampled_from(["none", "attention_kept", "full"]),
+    offload=st.booleans(),
+)
+def test_the_longest_sequence_fits_and_the_next_does_not(cp_size: int, checkpointing: Any, offload: bool) -> None:
+    machine = replace(HOST, num_gpus=cp_size)
+    job = replace(JOB, cp_size=cp_size, checkpointing=checkpointing, offload_optimizer=offload)
+    longest, unit = longest_sequence(job, machine), 2 * cp_size * 128
+    assert longest % unit == 0
+    assert longest == 0 or fits(replace(job, seqlen=longest), machine)
+    assert not fits(replace(job, seqlen=longest + unit), machine)
+
+
+def test_the_cheapest_change_fits_and_no_cheaper_one_does() -> None:
+    job = replace(JOB, mlp_tile_tokens=0)
+    assert not fits(job, HOST)
+    cheapest = cheapest_change(job, HOST)
+    assert cheapest is not None
+    names, changed = cheapest
+    assert fits(changed, HOST) and changed.precision == job.precision and set(names) <= set(CHANGES)
+    for change in CHANGES.values():
+        other = replace(job, **change)  # type: ignore[arg-type]
+        if fits(other, HOST) and other.precision == job.precision:
+            assert step_time(changed, HOST).step <= step_time(other, HOST).step
+
+
+def test_more_gpus_are_named_only_where_they_suffice() -> None:
+    job = replace(JOB, seqlen=1 << 22)
+    gpus = fewest_gpus(job, HOST)
+    assert gpus is not None and gpus > 8
+    assert fits(replace(job, cp_size=gpus), replace(HOST, num_gpus=gpus))
+    assert not fits(replace(job, cp_size=gpus // 2), replace(HOST, num_gpus=gpus // 2))
+    assert fewest_gpus(replace(job, seqlen=1 << 40), HOST) is None
+
+
+def test_a_slow_network_is_exposed_and_a_double_ring_hides_it() -> None:
+    """Two hosts at 1 GB/s for each GPU: every hop of the flat ring crosses, one in eight of the double one."""
+    machine = replace(HOST, num_gpus=16, network_gbytes=1.0)
+    flat = replace(JOB, seqlen=1 << 17, cp_size=16)
+    exposed = [step_time(replace(flat, ring=ring), machine).parts["ring exposed"] for ring in ("flat", "double")]
+    assert exposed[0] > exposed[1]
+    assert step_time(JOB, HOST).parts["ring exposed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(["--seqlen", "128k"], 0), (["--seqlen", "16m"], 1)], ids=["fits", "does-not-fit"]
+)
+def test_command_says_whether_it_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], status: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    assert main(["plan", str(tmp_path), *arguments, "--json"]) == status
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] is (status == 0)
+    needed = sum(plan["memory_bytes"].values())
+    assert (needed <= plan["machine"]["gpu"]["memory_bytes"]) is plan["fits"]
+    assert main(["plan", str(tmp_path), *arguments]) == status
+    printed = capsys.readouterr().out
+    assert f"{needed / GIB:.1f}" in printed and ("It fits." in printed) is (status == 0)
+
+
+def test_command_reads_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ROOT / "recipes" / "lightning" / "quickstart.yaml"
+    assert main(["plan", str(recipe), "--gpus", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["seqlen"] == 1536
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--seqlen must be given with a configuration, got none"),
+        (["--seqlen", "many"], "--seqlen must be a number of tokens, got 'many'"),
+        (["--seqlen", "1001"], "seqlen must be divisible by 2 * cp_size (16), got 1001; pad to 1008."),
+        (["--seqlen", "1k", "--window", "-2"], "--window must be 0 or more, got -2"),
+        (["--seqlen", "1200", "--cp", "3"], "--cp must divide --gpus (8), got 3"),
+        (["--seqlen", "1k", "--rates", '{"warp": 9}'], "--rates must name"),
+    ],
+)
+def test_command_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    assert main(["plan", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_other_families_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="model_type must be one of llama, .* got 'mixtral'"):
+        shape_of({"model_type": "mixtral"})
+    with pytest.raises(ValueError, match="hidden_size must be a positive integer, got None"):
+        shape_of({"model_type": "llama", "num_hidden_layers": 2})
+
+
+def test_a_host_more_needs_less_memory_each() -> None:
+    sizes = [total_bytes(replace(JOB, cp_size=n), replace(HOST, num_gpus=n)) for n in (8, 16, 64, 512)]
+    assert sizes == sorted(sizes, reverse=True)
