@@ -2,10 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST = $(VENV)/bin/python -m pytest
-EXTRAS = huggingface,data,parquet,lightning,deepspeed,dev
+EXTRAS = huggingface,data,parquet,lightning,deepspeed,docs,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cpu test-gpu test-multi-gpu lint format clean
+.PHONY: help train test test-cpu test-gpu test-multi-gpu lint docs figures format clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,13 @@ lint: $(VENV)/.ready  ## Check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/.ready  ## Build the site into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.:kernels $(VENV)/bin/mkdocs build -q
+
+figures: $(VENV)/.ready  ## Draw the figures and write the tables of docs/ from the code and the committed results
+	PYTHONPATH=.:kernels $(VENV)/bin/python -m benchmarks.draw_figures
+	PYTHONPATH=.:kernels $(VENV)/bin/python -m benchmarks.write_tables
 
 format: $(VENV)/.ready  ## Rewrite the sources in the house's format
 	$(VENV)/bin/ruff check --fix .

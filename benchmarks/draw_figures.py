@@ -1,0 +1,163 @@
+"""Draw the figures of docs/ as SVG, from the schedule itself and from the committed results.
+
+python -m benchmarks.draw_figures
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from xml.sax.saxutils import escape
+
+from benchmarks.environment import ROOT
+from benchmarks.write_tables import RESULTS
+from ringflash.layout import chunks
+from ringflash.mask import SequenceMask
+from ringflash.schedule import Schedule, build
+
+FIGURES = ROOT / "docs" / "figures"
+STEP_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
+MESSAGE, GRADIENT, INK, PAPER = "#9ecae9", "#ffbf79", "#222222", "#ffffff"
+CP_SIZE, SEQLEN = 4, 64
+
+
+def main() -> None:
+    """Write every figure."""
+    FIGURES.mkdir(exist_ok=True)
+    for name, svg in figures().items():
+        (FIGURES / name).write_text(svg)
+
+
+def figures() -> dict[str, str]:
+    """The text of every figure, by file name."""
+    drawn = {"zigzag.svg": zigzag(), "forward.svg": timeline(backward=False), "backward.svg": timeline(backward=True)}
+    for path in sorted(RESULTS.glob("kernels_*.json")):
+        drawn[f"{path.stem}.svg"] = by_length(json.loads(path.read_text())["results"], path.stem)
+    return drawn
+
+
+def zigzag() -> str:
+    """Who computes which pair of chunks, and on which step: 4 ranks, causal."""
+    cell, left, top = 44, 120, 60
+    parts = [text(left + 4 * cell, 20, f"keys, in {2 * CP_SIZE} chunks of the whole sequence", anchor="middle")]
+    for i in range(2 * CP_SIZE):
+        owner = min(i, 2 * CP_SIZE - 1 - i)
+        parts.append(text(left + (i + 0.5) * cell, 46, f"k{i}  r{owner}", size=12, anchor="middle"))
+        parts.append(text(left - 10, top + (i + 0.6) * cell, f"q{i}  rank {owner}", size=12, anchor="end"))
+    for rank in range(CP_SIZE):
+        for step, q, k, half in _pairs(rank):
+            x, y = left + k * cell, top + q * cell
+            corners = [(x, y), (x + cell, y + cell), (x, y + cell)]
+            shape = polygon(corners, STEP_COLORS[step]) if half else rect(x, y, cell, cell, STEP_COLORS[step])
+            parts += [shape, text(x + cell * (0.3 if half else 0.5), y + cell * 0.68, f"r{rank}", PAPER, 12, "middle")]
+    right = left + 2 * CP_SIZE * cell + 24
+    for step, color in enumerate(STEP_COLORS):
+        parts.append(rect(right, top + 30 * step, 18, 18, color))
+        parts.append(text(right + 26, top + 30 * step + 14, f"step {step}"))
+    return document(right + 110, top + 2 * CP_SIZE * cell + 16, parts)
+
+
+def _pairs(rank: int) -> Iterable[tuple[int, int, int, bool]]:
+    """(step, query chunk, key chunk, whether on the diagonal) of all that a rank computes."""
+    schedule, size = _schedule(rank), SEQLEN // (2 * CP_SIZE)
+    own = chunks(SEQLEN, CP_SIZE, rank, "zigzag")
+    for hop in schedule.hops:
+        assert hop.source is not None
+        for q in own:
+            for k in chunks(SEQLEN, CP_SIZE, hop.source, "zigzag"):
+                if q.start >= k.start:
+                    yield hop.step, q.start // size, k.start // size, q.start == k.start
+
+
+def _schedule(rank: int) -> Schedule:
+    return build(SequenceMask(SEQLEN), CP_SIZE, rank, "zigzag")
+
+
+def timeline(*, backward: bool) -> str:
+    """One rank's kernels, as wide as their work, and the messages beside them."""
+    left, width, row = 130, 560, 40
+    schedule = _schedule(1)
+    lanes = ["kernel", "K/V from", *(["dK/dV to"] if backward else [])]
+    parts = [text(left - 12, 50 + row * i, lane, anchor="end") for i, lane in enumerate(lanes)]
+    x, ends = float(left), []
+    for hop in schedule.hops:
+        span = width * hop.mask.num_visible / schedule.num_visible
+        parts += box(x, 30, span, STEP_COLORS[hop.step], f"step {hop.step}", PAPER)
+        ends.append((x, span))
+        x += span
+    for hop, (start, span) in zip(schedule.hops[1:], ends, strict=False):
+        parts += box(start + 2, 30 + row, 0.5 * span, MESSAGE, f"r{hop.source}", INK)
+    if backward:
+        for hop, (start, span) in zip(schedule.hops[1:], [*ends[2:], (x, 0.8 * ends[-1][1])], strict=True):
+            parts += box(start + 2, 30 + 2 * row, 0.8 * span, GRADIENT, f"r{hop.source}", INK)
+    carried = "dQ stays in one fp32 buffer" if backward else "(out, lse) is carried in fp32 from step to step"
+    parts.append(text(left, 58 + row * len(lanes), f"{carried}; rank 1 of {CP_SIZE}, causal, zigzag", size=12))
+    return document(left + width + (130 if backward else 30), 74 + row * len(lanes), parts)
+
+
+def by_length(results: Sequence[dict], name: str) -> str:
+    """Kernel speed by length for head_dim 128: ours and the peers', causal, one point for each row."""
+    rows = [row for row in results if row["row"].startswith("hd128") and row["row"].endswith("causal")]
+    rows.sort(key=lambda row: int(row["row"].split()[1].rstrip("k")))
+    labels = [row["row"].removeprefix("hd128 ").removesuffix(", causal") for row in rows]
+    contenders = list(dict.fromkeys(who for row in rows for who in row["tflops"]))
+    left, top, width, height = 70, 30, 620, 260
+    highest = 100 * (1 + int(max(x for row in rows for x in row["tflops"].values()) // 100))
+    parts = [text(left, 18, f"TFLOP/s, {name.split('_')[1]}, head_dim 128, causal")]
+    for level in range(0, highest + 1, 100):
+        y = top + height * (1 - level / highest)
+        parts += [line(left, y, left + width, y, "#dddddd"), text(left - 8, y + 4, str(level), size=12, anchor="end")]
+    places = [left + width * (i + 0.5) / len(rows) for i in range(len(rows))]
+    for x, label in zip(places, labels, strict=True):
+        parts.append(text(x, top + height + 18, label, size=11, anchor="middle"))
+    for color, who in zip(STEP_COLORS, contenders, strict=False):
+        points = [(x, row["tflops"][who]) for x, row in zip(places, rows, strict=True) if who in row["tflops"]]
+        scaled = [(x, top + height * (1 - value / highest)) for x, value in points]
+        parts += [polyline(scaled, color), *(circle(x, y, color) for x, y in scaled)]
+    for i, (color, who) in enumerate(zip(STEP_COLORS, contenders, strict=False)):
+        parts += [circle(left + 150 * i, top + height + 42, color), text(left + 10 + 150 * i, top + height + 46, who)]
+    return document(left + width + 20, top + height + 60, parts)
+
+
+def document(width: float, height: float, parts: Iterable[str]) -> str:
+    """A whole SVG on white paper."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif">'
+    return "\n".join([head, rect(0, 0, width, height, PAPER), *parts, "</svg>", ""])
+
+
+def box(x: float, y: float, width: float, color: str, label: str, ink: str) -> list[str]:
+    """A bar with its name."""
+    return [rect(x, y, max(width - 3, 1), 28, color), text(x + width / 2, y + 19, label, ink, 12, "middle")]
+
+
+def rect(x: float, y: float, width: float, height: float, color: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}" stroke="{PAPER}"/>'
+
+
+def polygon(points: Iterable[tuple[float, float]], color: str) -> str:
+    return f'<polygon points="{_joined(points)}" fill="{color}" stroke="{PAPER}"/>'
+
+
+def polyline(points: Iterable[tuple[float, float]], color: str) -> str:
+    return f'<polyline points="{_joined(points)}" fill="none" stroke="{color}" stroke-width="2"/>'
+
+
+def circle(x: float, y: float, color: str) -> str:
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>'
+
+
+def line(x: float, y: float, x2: float, y2: float, color: str) -> str:
+    return f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}"/>'
+
+
+def text(x: float, y: float, what: str, color: str = INK, size: int = 14, anchor: str = "start") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+    return f'<text {place} fill="{color}" xml:space="preserve">{escape(what)}</text>'
+
+
+def _joined(points: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+if __name__ == "__main__":
+    main()
