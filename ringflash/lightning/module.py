@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
 from ringflash.lightning.strategy import strategy_of
+from ringflash.memory import Memory, save_memory
 
 Batch = dict[str, Any]
 
@@ -31,6 +32,7 @@ class CausalLM(lightning.LightningModule):
         weight_decay: of matrices; vectors (norms) have none.
         betas: of AdamW.
         seed: names the parameters' first values.
+        memory: what is kept of the activations; default all.
     """
 
     def __init__(
@@ -43,12 +45,13 @@ class CausalLM(lightning.LightningModule):
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
         seed: int = 0,
+        memory: Memory = Memory(),  # noqa: B008, it cannot change
     ) -> None:
         super().__init__()
         self.config = dict(model)
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.final_rate = warmup_steps, decay_steps, final_rate
-        self.seed = seed
+        self.seed, self.memory = seed, memory
         self.model: nn.Module | None = None
         self.eval_losses: dict[str, float] = {}  # of the last evaluation, by the name of its loader
 
@@ -57,7 +60,7 @@ class CausalLM(lightning.LightningModule):
         if self.model is not None:
             return
         strategy = strategy_of(self.trainer)
-        self.model = build_model(self.config, strategy.cp_group, self.seed)
+        self.model = build_model(self.config, strategy.cp_group, self.seed, self.memory)
         strategy.shard_parameters(self.model, _layers(self.model))
 
     def forward(self, **batch: Any) -> torch.Tensor:
@@ -136,12 +139,18 @@ class CausalLM(lightning.LightningModule):
         return list(loaders)
 
 
-def build_model(config: dict[str, Any], group: dist.ProcessGroup | None, seed: int) -> nn.Module:
+def build_model(
+    config: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    seed: int,
+    memory: Memory = Memory(),  # noqa: B008, it cannot change
+) -> nn.Module:
     """A transformers model whose attention rings over `group`, wrapped so that its forward returns the loss.
 
     Args:
         config: as `CausalLM`.
         seed: of the parameters; the caller's generators are left as they were.
+        memory: as `CausalLM`.
     """
     huggingface.register()  # refuses where transformers is missing
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -152,6 +161,7 @@ def build_model(config: dict[str, Any], group: dist.ProcessGroup | None, seed: i
             AutoConfig.for_model(**config), attn_implementation="ringflash", dtype=torch.get_default_dtype()
         )
     huggingface.set_group(model, group)
+    save_memory(model, memory)
     return huggingface.CausalLMWithLoss(model, group)
 
 

@@ -37,8 +37,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--network_gbytes", type=float, default=50.0, help="GB/s of a GPU's NIC (%(default)s)")
     parser.add_argument("--host_gbytes", type=float, default=50.0, help="GB/s between GPU and host (%(default)s)")
     parser.add_argument("--precision", choices=["bf16-mixed", "bf16-true"], default="bf16-mixed")
-    parser.add_argument("--checkpointing", choices=["none", "attention_kept", "full"], default="attention_kept")
-    parser.add_argument("--mlp_tile_tokens", type=int, default=0, help="tokens of a tile; 0 is no tiling")
+    parser.add_argument(
+        "--checkpointing", choices=["none", "attention_kept", "full"], help="default the recipe's, else attention_kept"
+    )
+    parser.add_argument("--mlp_tile_tokens", type=int, help="tokens of a tile; 0 is all; default the recipe's, else 0")
     parser.add_argument("--offload_checkpoints", action="store_true", help="keep checkpoints in the host's memory")
     parser.add_argument("--offload_optimizer", action="store_true", help="keep and step the optimizer on the host")
     parser.add_argument("--ring", choices=["flat", "double"], default="flat", help="between hosts (%(default)s)")
@@ -89,7 +91,9 @@ def _remedy(job: Job, machine: Machine) -> dict[str, Any]:
 
 
 def _job(options: Namespace) -> Job:
-    config, seqlen = _model(options.model)
+    config, seqlen, memory = _model(options.model)
+    given = {name: options[name] for name in ("checkpointing", "mlp_tile_tokens") if options[name] is not None}
+    memory |= given | ({"offload_checkpoints": True} if options.offload_checkpoints else {})
     asked = _tokens(options.seqlen) if options.seqlen else seqlen
     if asked is None:
         raise ValueError("--seqlen must be given with a configuration, got none; a recipe has its own.")
@@ -101,22 +105,22 @@ def _job(options: Namespace) -> Job:
         max(1, options.gpus // cp_size),
         visible_fraction=options.visible * _in_window(asked, options.window),
         precision=options.precision,
-        checkpointing=options.checkpointing,
-        mlp_tile_tokens=options.mlp_tile_tokens,
-        offload_checkpoints=options.offload_checkpoints,
         offload_optimizer=options.offload_optimizer,
         ring=options.ring,
+        **memory,
     )
 
 
-def _model(path: Path) -> tuple[dict[str, Any], int | None]:
-    """A configuration, and the length where a recipe names one."""
+def _model(path: Path) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
+    """A configuration; where a recipe names them, the length and what is kept of the activations."""
     if path.suffix not in (".yaml", ".yml"):
-        return read_config(path), None
+        return read_config(path), None, {}
     try:
         recipe = yaml.safe_load(path.read_text())
-        data = recipe["data"]
-        return recipe["model"]["model"], data.get("init_args", data).get("seqlen")
+        model, data = recipe["model"], recipe["data"]
+        memory = {"checkpointing": "none", **model.get("memory", {})}
+        memory.pop("liger", None)  # does not change what is kept
+        return model["model"], data.get("init_args", data).get("seqlen"), memory
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} must be a recipe with model.model and data, got {error!r}; see recipes/lightning."

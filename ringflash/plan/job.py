@@ -23,7 +23,7 @@ class Job:
         precision: bf16-mixed keeps weights, gradients and AdamW's two moments in fp32; bf16-true in bf16.
         checkpointing: what of a layer is kept for the backward: all, its input and attention's (out, lse), or its
             input alone.
-        offload_checkpoints: they lie in the host's memory between forward and backward.
+        offload_checkpoints: the layers' inputs lie in the host's memory between forward and backward.
         offload_optimizer: AdamW's moments and the fp32 weights too, and the host steps.
         mlp_tile_tokens: tokens whose MLP is computed at a time; 0 is all.
         ring: between hosts: "flat" reads every K/V from its owner over the reader's own NIC; "double" brings each
@@ -43,6 +43,11 @@ class Job:
     ring: Ring = "flat"
 
     def __post_init__(self) -> None:
+        if self.offload_checkpoints and self.checkpointing == "none":
+            raise ValueError(
+                "checkpointing must be 'attention_kept' or 'full' with offload_checkpoints, got 'none'; there are no "
+                "checkpoints to offload."
+            )
         if self.cp_size < 1 or self.dp_size < 1:
             raise ValueError(f"cp_size and dp_size must be positive, got {self.cp_size} and {self.dp_size}; give both.")
         if self.seqlen < 1 or self.seqlen % (2 * self.cp_size):

@@ -20,15 +20,13 @@ def memory_bytes(job: Job, machine: Machine) -> dict[str, int]:
         "gradients": job.model.parameters * _weight_bytes(job) // job.world_size,
         "optimizer": job.model.parameters * 2 * _weight_bytes(job) // job.world_size,
         "gathered parameters": _gathered(job),
-        "checkpoints": 0 if job.offload_checkpoints else job.model.num_layers * checkpoint_bytes(job),
+        "checkpoints": _checkpoints(job),
         "one layer at work": layer_bytes(job),
         "loss": _loss(job),
         "transport buffers": transport_bytes(job),
     }
     if job.offload_optimizer:
         parts["optimizer"] = 0
-    if job.offload_checkpoints:
-        parts["checkpoints"] = 2 * checkpoint_bytes(job)  # one arrives while one is in use
     parts["fragmentation"] = int(sum(parts.values()) * machine.rates.fragmentation)
     parts["CUDA and libraries"] = machine.rates.reserved_bytes
     return parts
@@ -36,14 +34,16 @@ def memory_bytes(job: Job, machine: Machine) -> dict[str, int]:
 
 def checkpoint_bytes(job: Job) -> int:
     """What the backward of one layer needs of its forward."""
-    model, tokens = job.model, job.local_tokens
-    layer_input = tokens * model.hidden_size * BF16
-    attention = tokens * (model.q_size * BF16 + model.num_heads * FP32)
-    if job.checkpointing == "full":
-        return layer_input
-    if job.checkpointing == "attention_kept":
-        return layer_input + attention
-    return activation_bytes(job)
+    if job.checkpointing == "none":
+        return activation_bytes(job)
+    model = job.model
+    attention = job.local_tokens * (model.q_size * BF16 + model.num_heads * FP32)
+    return layer_input_bytes(job) + (attention if job.checkpointing == "attention_kept" else 0)
+
+
+def layer_input_bytes(job: Job) -> int:
+    """The hidden states of one rank's tokens: what offloading moves to the host."""
+    return job.local_tokens * job.model.hidden_size * BF16
 
 
 def activation_bytes(job: Job) -> int:
@@ -69,7 +69,7 @@ def layer_bytes(job: Job) -> int:
     attention = tokens * (model.q_size * (FP32 + 2 * BF16) + 2 * model.kv_size * BF16)  # dq twice, dout, dk, dv
     tile = min(job.mlp_tile_tokens or tokens, tokens)
     mlp = tile * model.intermediate_size * BF16 * (3 + (4 if job.mlp_tile_tokens else 0))
-    return kept + max(attention, mlp) + 2 * tokens * model.hidden_size * BF16
+    return kept + max(attention, mlp) + 2 * layer_input_bytes(job)
 
 
 def transport_bytes(job: Job) -> int:
@@ -79,6 +79,13 @@ def transport_bytes(job: Job) -> int:
         return 0
     shard = 2 * job.local_tokens * job.model.kv_size
     return shard * (3 * BF16 + 4 * FP32) + job.local_tokens * job.model.q_size * FP32
+
+
+def _checkpoints(job: Job) -> int:
+    kept = checkpoint_bytes(job)
+    if not job.offload_checkpoints:
+        return job.model.num_layers * kept
+    return job.model.num_layers * (kept - layer_input_bytes(job)) + layer_input_bytes(job)
 
 
 def _weight_bytes(job: Job) -> int:

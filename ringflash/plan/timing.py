@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
-from ringflash.plan.memory import BF16, FP32, checkpoint_bytes
+from ringflash.plan.memory import BF16, FP32, layer_input_bytes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def step_time(job: Job, machine: Machine) -> StepTime:
         "linear again": 0.0 if job.checkpointing == "none" else _layer_share(job) * linear / 3,
         "ring exposed": _ring_exposed(job, machine, forward, backward),
         "parameters exposed": _parameters_exposed(job, machine, forward + backward + linear),
-        "checkpoints exposed": _checkpoints_exposed(job, machine, forward + linear / 3),
+        "checkpoints copied": _checkpoints_copied(job, machine),
         "optimizer": _optimizer(job, machine),
     }
     # 2.5 times the forward are computed backward, but the model's own products are twice the forward's.
@@ -105,12 +105,11 @@ def _parameters_exposed(job: Job, machine: Machine, work: float) -> float:
     return first_and_last + max(0.0, seconds - work)
 
 
-def _checkpoints_exposed(job: Job, machine: Machine, forward: float) -> float:
-    """Copies to the host beside the forward, and back beside the longer backward."""
+def _checkpoints_copied(job: Job, machine: Machine) -> float:
+    """To the host and back; nothing runs beside these copies."""
     if not job.offload_checkpoints:
         return 0.0
-    seconds = job.model.num_layers * checkpoint_bytes(job) / (machine.host_gbytes * 1e9)
-    return max(0.0, seconds - forward)
+    return 2 * job.model.num_layers * layer_input_bytes(job) / (machine.host_gbytes * 1e9)
 
 
 def _optimizer(job: Job, machine: Machine) -> float:

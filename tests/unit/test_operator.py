@@ -7,10 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ringflash
 from ringflash import ops
+from ringflash.memory.layers import keep_attention
 from ringflash_kernels import reference
 from tests.helpers import dense
 from tests.helpers.tolerance import assert_close
@@ -85,12 +86,6 @@ def forward_calls(policy: Any) -> tuple[int, dict[str, torch.Tensor]]:
     with mock.patch.object(reference, "forward", wraps=reference.forward) as kernel:
         got = results(layer, call, x)
     return kernel.call_count, got
-
-
-def keep_attention(context: object, operator: object, *args: object, **options: object) -> CheckpointPolicy:
-    """Save what attention returns, (out, lse); recompute everything else."""
-    keep = operator == torch.ops.ringflash.ring_attention.default
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_checkpointing_that_keeps_attention_runs_it_once() -> None:

@@ -203,7 +203,11 @@ def test_command_says_whether_it_fits(
 def test_command_reads_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ROOT / "recipes" / "lightning" / "quickstart.yaml"
     assert main(["plan", str(recipe), "--gpus", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["job"]["seqlen"] == 1536
+    job = json.loads(capsys.readouterr().out)["job"]
+    assert (job["seqlen"], job["checkpointing"]) == (1536, "none")
+    assert main(["plan", str(recipe), "--gpus", "2", "--json", "--checkpointing", "full", "--offload_checkpoints"]) == 0
+    job = json.loads(capsys.readouterr().out)["job"]
+    assert (job["checkpointing"], job["offload_checkpoints"]) == ("full", True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,14 @@
+"""Less memory for the activations of a transformers model: layers computed again, kept on the host, or tiled.
+
+    save_memory(model, Memory(checkpointing="attention_kept", mlp_tile_tokens=8192))
+
+Attention is never computed again unless asked: its results (out, lse) are small, and at a million tokens it is nearly
+all of the work. docs/memory.md has the bytes.
+"""
+
+from ringflash.memory.layers import checkpoint_layers
+from ringflash.memory.liger import use_liger
+from ringflash.memory.options import Memory, save_memory
+from ringflash.memory.tiles import tile_mlps
+
+__all__ = ["Memory", "checkpoint_layers", "save_memory", "tile_mlps", "use_liger"]

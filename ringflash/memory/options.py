@@ -1,0 +1,52 @@
+"""What of a model's activations is kept, as one choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from ringflash.memory.layers import checkpoint_layers
+from ringflash.memory.liger import use_liger
+from ringflash.memory.tiles import tile_mlps
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What of a model's activations is kept between forward and backward.
+
+    Args:
+        checkpointing: "none" keeps all; "attention_kept" the input of each layer and attention's (out, lse), and
+            computes the rest again; "full" the input alone, and computes attention again too.
+        offload_checkpoints: the inputs of the layers wait in the host's memory.
+        mlp_tile_tokens: tokens whose MLP is computed at a time, forward and backward; 0 is all at once.
+        liger: Liger's fused norms, rotary embedding and SwiGLU; on GPUs.
+    """
+
+    checkpointing: Literal["none", "attention_kept", "full"] = "none"
+    offload_checkpoints: bool = False
+    mlp_tile_tokens: int = 0
+    liger: bool = False
+
+
+def save_memory(model: nn.Module, memory: Memory) -> None:
+    """Change a transformers model in place; before it is sharded.
+
+    Raises:
+        ValueError: options that do not fit one another.
+        NotImplementedError: a model whose layers or MLPs are not of the usual kind.
+        RuntimeError: Liger is asked for and missing.
+    """
+    if memory.liger:
+        use_liger(model)
+    if memory.mlp_tile_tokens:
+        tile_mlps(model, memory.mlp_tile_tokens)
+    if memory.checkpointing != "none":
+        keep = memory.checkpointing == "attention_kept"
+        checkpoint_layers(model, keep_attention=keep, offload=memory.offload_checkpoints)
+    elif memory.offload_checkpoints:
+        raise ValueError(
+            "checkpointing must be 'attention_kept' or 'full' with offload_checkpoints, got 'none'; there are no "
+            "checkpoints to offload."
+        )

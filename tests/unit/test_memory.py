@@ -1,0 +1,247 @@
+"""Layers computed again, kept on the host or tiled: the same gradients, less kept. One process, no GPU.
+
+With FSDP2 on four ranks they run in tests/recipes/test_strategy.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import types
+import weakref
+from copy import deepcopy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from ringflash import huggingface
+from ringflash.lightning.module import build_model
+from ringflash.memory import Memory, layers, save_memory, tile_mlps, use_liger
+from ringflash_kernels import reference
+
+SEQLEN, LAYERS = 48, 3
+CHECKPOINTING = ("none", "attention_kept", "full")
+
+
+def config(family: str) -> dict[str, Any]:
+    """Keywords of a small model."""
+    return {
+        "model_type": family, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    }  # fmt: skip
+
+
+def model_with(memory: Memory, family: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The same parameters every time."""
+    torch.set_default_dtype(dtype)
+    try:
+        return build_model(config(family), None, 0, memory)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def batch() -> dict[str, Any]:
+    """Three packed documents."""
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 1, 20, SEQLEN], dtype=torch.int32)
+    return huggingface.prepare_batch(torch.randint(0, 64, (1, SEQLEN)), group=None, cu_seqlens=bounds)
+
+
+def step(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Loss and every gradient."""
+    loss = model(**batch())
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """Every value to 1e-12 of the largest."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert (got[name] - value).abs().max() <= 1e-12 * value.abs().max(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_gradients_are_those_without(family: str) -> None:
+    """Each choice alone and all together; 7 divides no length, 1000 is more than there are."""
+    want = step(model_with(Memory(), family))
+    for checkpointing, offload, tile in itertools.product(CHECKPOINTING, (False, True), (0, 7, 1000)):
+        if checkpointing == "none" and offload:
+            continue
+        assert_same(step(model_with(Memory(checkpointing, offload, tile), family)), want)
+
+
+@pytest.mark.parametrize(("checkpointing", "times"), [("none", 1), ("attention_kept", 1), ("full", 2)])
+def test_attention_is_computed_again_only_when_asked(checkpointing: Any, times: int) -> None:
+    model = model_with(Memory(checkpointing))
+    with mock.patch.object(reference, "forward", wraps=reference.forward) as kernel:
+        step(model)
+    assert kernel.call_count == times * LAYERS
+
+
+def test_evaluation_is_not_checkpointed() -> None:
+    model = model_with(Memory("full")).eval()
+    with mock.patch.object(reference, "forward", wraps=reference.forward) as kernel:
+        step(model)
+    assert kernel.call_count == LAYERS
+
+
+def kept_bytes(memory: Memory) -> int:
+    """Bytes that live between forward and backward, parameters not counted."""
+    model = model_with(memory)
+    inputs = batch()
+    storages: dict[int, int] = {}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        loss = model(**inputs)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    assert loss.requires_grad
+    return sum(size for pointer, size in storages.items() if pointer not in own)
+
+
+def test_checkpointing_and_tiles_keep_less() -> None:
+    """What the outer hooks see: with checkpointing the layers' inputs, with tiles no tensor of the MLP's width."""
+    everything, tiled, inputs = (kept_bytes(m) for m in (Memory(), Memory(mlp_tile_tokens=8), Memory("full")))
+    mlp = LAYERS * SEQLEN * 80 * 8  # one tensor of the MLP's width in each layer
+    assert everything - tiled == 4 * mlp
+    assert inputs < everything - 4 * mlp
+
+
+@pytest.mark.parametrize("checkpointing", ["attention_kept", "full"])
+def test_offloaded_inputs_leave_the_device(checkpointing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With copies standing in for the host's memory: the layers' inputs are copied, nothing else, and not kept."""
+    copied: list[tuple[int, ...]] = []
+    got: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        copied.append(tuple(x.shape))
+        got.append(weakref.ref(x.untyped_storage()))
+        return x.clone()
+
+    def on_host(*, pin_memory: bool) -> Any:
+        assert not pin_memory  # they come from the CPU
+        return torch.autograd.graph.saved_tensors_hooks(copy, lambda x: x)
+
+    monkeypatch.setattr(layers, "save_on_cpu", on_host)
+    loss = model_with(Memory(checkpointing, offload_checkpoints=True))(**batch())
+    gc.collect()
+    assert copied == [(1, SEQLEN, 32)] * LAYERS
+    assert [storage() for storage in got] == [None] * LAYERS
+    loss.backward()
+
+
+def test_tiles_sum_gradients_in_fp32() -> None:
+    """bf16, a tile for each token: the sum is that of the tiles' gradients in fp32, rounded once."""
+    torch.manual_seed(0)
+    model = model_with(Memory(mlp_tile_tokens=1), dtype=torch.bfloat16)
+    mlp = model.get_submodule("model.model.layers.0.mlp")
+    x, grad = torch.randn(2, 1, 40, 32, dtype=torch.bfloat16)
+    mlp(x.requires_grad_()).backward(grad)
+    total = torch.zeros_like(mlp.down_proj.weight, dtype=torch.float32)
+    for i in range(40):
+        (part,) = torch.autograd.grad(mlp.whole(x[:, i : i + 1]), mlp.down_proj.weight, grad[:, i : i + 1])
+        total += part
+    assert torch.equal(mlp.down_proj.weight.grad, total.bfloat16())
+
+
+def test_tiles_run_backward_under_the_forwards_autocast() -> None:
+    model = model_with(Memory(mlp_tile_tokens=5), dtype=torch.float32)
+    plain = model_with(Memory(), dtype=torch.float32)
+    x, grad = torch.randn(2, 1, 20, 32)
+    results = []
+    for mlp in (m.get_submodule("model.model.layers.0.mlp") for m in (model, plain)):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = mlp(x)
+        out.backward(grad.to(out.dtype))
+        results.append((out, mlp.gate_proj.weight.grad))
+    (out, tiled), (want, whole) = results
+    assert out.dtype == torch.bfloat16 and torch.equal(out, want)
+    assert (tiled - whole).norm() <= 2**-7 * whole.norm()  # bf16 products, summed over tiles in fp32
+
+
+def test_a_frozen_projection_gets_no_gradient() -> None:
+    model, plain = model_with(Memory("attention_kept", mlp_tile_tokens=7)), model_with(Memory())
+    for m in (model, plain):
+        m.get_submodule("model.model.layers.1.mlp").up_proj.weight.requires_grad_(False)
+        m(**batch()).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == (name == "model.model.layers.1.mlp.up_proj.weight")
+        assert p.grad is None or (p.grad - q.grad).abs().max() <= 1e-12 * q.grad.abs().max()
+
+
+def test_copies_and_names_stay_whole() -> None:
+    model, plain = model_with(Memory("full", mlp_tile_tokens=7)), model_with(Memory())
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert_same(step(deepcopy(model)), step(plain))
+
+
+def test_options_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="checkpointing must be 'attention_kept' or 'full' with offload_checkpoints"):
+        model_with(Memory(offload_checkpoints=True))
+    with pytest.raises(ValueError, match="mlp_tile_tokens must be positive, got -1"):
+        model_with(Memory(mlp_tile_tokens=-1))
+    with pytest.raises(NotImplementedError, match="model must have MLPs with gate_proj"):
+        tile_mlps(nn.Linear(2, 2), 8)
+    with pytest.raises(NotImplementedError, match="GradientCheckpointingLayer, got none in Linear"):
+        save_memory(nn.Linear(2, 2), Memory("full"))
+
+
+def test_tiles_are_refused_under_zero3() -> None:
+    model = model_with(Memory(mlp_tile_tokens=8))
+    next(model.get_submodule("model.model.layers.0.mlp").parameters()).ds_id = 0
+    with pytest.raises(NotImplementedError, match="mlp_tile_tokens must be 0 under DeepSpeed's ZeRO-3"):
+        model(**batch())
+
+
+def test_liger_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", None)
+    with pytest.raises(RuntimeError, match="liger-kernel must be installed for liger=True"):
+        model_with(Memory(liger=True))
+    pretend_liger(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="liger must be False without a GPU"):
+        model_with(Memory(liger=True))
+
+
+def test_liger_replaces_layers_and_not_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the package; its kernels do not run here."""
+    calls = pretend_liger(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = nn.Module()
+    model.config = types.SimpleNamespace(model_type="llama")
+    use_liger(model)
+    assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
+    model.config.model_type = "unheard-of"
+    with pytest.raises(NotImplementedError, match="model_type must be one that Liger knows, got 'unheard-of'"):
+        use_liger(model)
+
+
+def pretend_liger(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, dict[str, bool]]]:
+    """A package that only notes what it is asked to replace."""
+    calls: list[tuple[nn.Module, dict[str, bool]]] = []
+
+    def apply(
+        rms_norm: bool = True,
+        cross_entropy: bool = False,
+        fused_linear_cross_entropy: bool = True,
+        model: nn.Module | None = None,
+    ) -> None:
+        assert rms_norm and model is not None
+        calls.append(
+            (model, {"cross_entropy": cross_entropy, "fused_linear_cross_entropy": fused_linear_cross_entropy})
+        )
+
+    fake = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    fake.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}  # type: ignore[attr-defined]
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    return calls
