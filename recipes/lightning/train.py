@@ -19,8 +19,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from ringflash.lightning import CausalLM, Progress, StopOnSignal, TextData
+from ringflash.lightning import CausalLM, Progress, StopOnSignal
 from ringflash.lightning.checkpoints import SameCheckpoint, newest_checkpoint
+from ringflash.lightning.sequences import SequenceData
 
 
 class RecipeCLI(LightningCLI):
@@ -70,7 +71,9 @@ def main(args: list[str] | None = None) -> None:
     # DeepSpeed 0.19 calls collectives by names that newer torch deprecates, on every step.
     warnings.filterwarnings("ignore", message=r".*distributed\.\w+_tensor. is deprecated", category=FutureWarning)
     defaults = {**launched_ranks(), "callbacks": [StopOnSignal()]}
-    RecipeCLI(CausalLM, TextData, args=args, trainer_defaults=defaults, seed_everything_default=0)
+    RecipeCLI(
+        CausalLM, SequenceData, subclass_mode_data=True, args=args, trainer_defaults=defaults, seed_everything_default=0
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from ringflash.api import ring_attention
 from ringflash.group import Group, resolve
 from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.options import NAME, Options, check_lone_process
-from ringflash.huggingface.refusals import check_layer_type, find_static_error
+from ringflash.huggingface.refusals import check_layer_type, check_rope, find_static_error
 from ringflash.huggingface.together import check_together
 from ringflash.layout import granularity
 
@@ -71,6 +71,7 @@ def set_group(
     modules = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
     if not modules:
         raise ValueError(f"model must have attention layers, got none in {type(model).__name__}; pass the whole model.")
+    check_rope(config)
     for module in modules:
         check_layer_type(module)
     for module in modules:

@@ -33,6 +33,7 @@ def find_static_error(
     try:
         _check_kwargs(kwargs)
         check_layer_type(module)
+        check_rope(getattr(module, "config", None))
         _check_dropout(dropout)
         _check_length(query, key)
         _check_window(getattr(module, "layer_type", None), window, causal)
@@ -58,6 +59,21 @@ def check_layer_type(module: nn.Module) -> None:
         raise NotImplementedError(
             f"layer_types must be full_attention or sliding_attention, got {kind!r}; use another attn_implementation."
         )
+
+
+def check_rope(config: Any) -> None:
+    """Raise NotImplementedError for rotary angles that depend on how long the sequence in work is.
+
+    transformers takes the largest position it is given for that length, which differs from rank to rank.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(x for x in parameters.values() if isinstance(x, dict))]  # some models have one for each kind
+    for kind in (x.get("rope_type") for x in kinds):
+        if kind in ("dynamic", "longrope"):
+            raise NotImplementedError(
+                f"rope_type must be one whose angles do not depend on the length in work, got {kind!r}; use yarn, "
+                "llama3 or linear."
+            )
 
 
 def _check_dropout(dropout: float) -> None:

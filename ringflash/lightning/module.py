@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
+from ringflash.huggingface.weights import draw_weights, load_weights, read_config
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
 
@@ -22,10 +25,13 @@ Batch = dict[str, Any]
 class CausalLM(lightning.LightningModule):
     """A transformers model with ring attention, AdamW, and a cosine schedule with warm-up.
 
-    The parameters are drawn from `seed` alone: equal for every number of ranks.
+    Parameters are read from a checkpoint directory, or drawn from `seed` and their names alone: equal for every number
+    of ranks. With FSDP2 no rank ever holds all of them.
 
     Args:
-        model: keywords of `transformers.AutoConfig.for_model`: model_type, hidden_size, ...
+        model: keywords of `transformers.AutoConfig.for_model`: model_type, hidden_size, ...; with `pretrained` those
+            that differ from the checkpoint's, such as rope_parameters to extend its context.
+        pretrained: Hugging Face checkpoint directory (config.json, *.safetensors) to start from.
         learning_rate: the schedule's highest.
         warmup_steps: steps over which the rate rises from 0.
         decay_steps: steps until the rate has fallen to `final_rate` of the highest, warm-up included; stays there.
@@ -37,7 +43,7 @@ class CausalLM(lightning.LightningModule):
 
     def __init__(
         self,
-        model: dict[str, Any],
+        model: dict[str, Any] | None = None,
         learning_rate: float = 1e-3,
         warmup_steps: int = 10,
         decay_steps: int = 1000,
@@ -46,13 +52,15 @@ class CausalLM(lightning.LightningModule):
         betas: tuple[float, float] = (0.9, 0.95),
         seed: int = 0,
         memory: Memory = Memory(),  # noqa: B008, it cannot change
+        pretrained: str | None = None,
     ) -> None:
         super().__init__()
-        self.config = dict(model)
+        self.pretrained = None if pretrained is None else Path(pretrained)
+        self.config = {**(read_config(self.pretrained) if self.pretrained else {}), **(model or {})}
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.final_rate = warmup_steps, decay_steps, final_rate
         self.seed, self.memory = seed, memory
-        self.model: nn.Module | None = None
+        self.model: huggingface.CausalLMWithLoss | None = None
         self.eval_losses: dict[str, float] = {}  # of the last evaluation, by the name of its loader
 
     def configure_model(self) -> None:
@@ -60,8 +68,14 @@ class CausalLM(lightning.LightningModule):
         if self.model is not None:
             return
         strategy = strategy_of(self.trainer)
-        self.model = build_model(self.config, strategy.cp_group, self.seed, self.memory)
+        self.model = empty_model(self.config, strategy.cp_group, self.memory)
         strategy.shard_parameters(self.model, _layers(self.model))
+        sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        device = strategy.root_device if sharded else torch.device("cpu")
+        if self.pretrained is None:
+            draw_weights(self.model.model, device, self.seed)
+        else:
+            load_weights(self.model.model, device, self.pretrained)
 
     def forward(self, **batch: Any) -> torch.Tensor:
         """The loss of this rank, scaled as `ringflash.loss` says."""
@@ -111,6 +125,10 @@ class CausalLM(lightning.LightningModule):
         else:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the configuration beside the parameters, for `python -m ringflash.huggingface`."""
+        checkpoint["model_config"] = self.config
+
     def on_validation_epoch_start(self) -> None:
         """Nothing judged yet: for each loader, sums of the losses and of the tokens."""
         self._totals = torch.zeros(len(self._eval_names()), 2, dtype=torch.float64, device=self.device)
@@ -144,19 +162,27 @@ def build_model(
     group: dist.ProcessGroup | None,
     seed: int,
     memory: Memory = Memory(),  # noqa: B008, it cannot change
-) -> nn.Module:
+) -> huggingface.CausalLMWithLoss:
     """A transformers model whose attention rings over `group`, wrapped so that its forward returns the loss.
 
     Args:
-        config: as `CausalLM`.
-        seed: of the parameters; the caller's generators are left as they were.
+        config: as `CausalLM`'s model.
+        seed: of the parameters, on the CPU; the caller's generators are left as they were.
         memory: as `CausalLM`.
     """
+    model = empty_model(config, group, memory)
+    draw_weights(model.model, torch.device("cpu"), seed)
+    return model
+
+
+def empty_model(
+    config: dict[str, Any], group: dist.ProcessGroup | None, memory: Memory
+) -> huggingface.CausalLMWithLoss:
+    """What `build_model` returns, on the meta device: `draw_weights` or `load_weights` gives it values."""
     huggingface.register()  # refuses where transformers is missing
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**config), attn_implementation="ringflash", dtype=torch.get_default_dtype()
         )

@@ -12,11 +12,12 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table
 
+from ringflash.huggingface.weights import read_config
 from ringflash.plan.job import Job
 from ringflash.plan.machine import GIB, GPUS, Machine, Rates
 from ringflash.plan.memory import memory_bytes
 from ringflash.plan.search import cheapest_change, fewest_gpus, fits, longest_sequence
-from ringflash.plan.shape import read_config, shape_of
+from ringflash.plan.shape import shape_of
 from ringflash.plan.timing import step_time
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -25,7 +26,10 @@ _UNITS = {"k": 1 << 10, "m": 1 << 20}
 def add_arguments(parser: ArgumentParser) -> None:
     """The model, the sequence, the machine, and the options of the recipe."""
     parser.add_argument(
-        "model", type=Path, help="checkpoint directory, config.json, or a recipe (.yaml), which also gives the length"
+        "model",
+        type=Path,
+        nargs="+",
+        help="checkpoint directory or config.json; or a recipe (.yaml) and those laid over it, with a length",
     )
     parser.add_argument("--seqlen", type=str, help="tokens of a sequence: 1048576, 1024k or 1m")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs in all (%(default)s)")
@@ -111,20 +115,33 @@ def _job(options: Namespace) -> Job:
     )
 
 
-def _model(path: Path) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
-    """A configuration; where a recipe names them, the length and what is kept of the activations."""
-    if path.suffix not in (".yaml", ".yml"):
-        return read_config(path), None, {}
+def _model(paths: list[Path]) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
+    """A configuration; where recipes name them, the length and what is kept of the activations."""
+    if paths[0].suffix not in (".yaml", ".yml"):
+        return read_config(paths[0]), None, {}
     try:
-        recipe = yaml.safe_load(path.read_text())
+        recipe: dict[str, Any] = {}
+        for path in paths:
+            recipe = _laid_over(recipe, yaml.safe_load(path.read_text()))
         model, data = recipe["model"], recipe["data"]
         memory = {"checkpointing": "none", **model.get("memory", {})}
         memory.pop("liger", None)  # does not change what is kept
-        return model["model"], data.get("init_args", data).get("seqlen"), memory
+        pretrained = model.get("pretrained")
+        config = {**(read_config(Path(pretrained)) if pretrained else {}), **(model.get("model") or {})}
+        return config, data.get("init_args", data).get("seqlen"), memory
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} must be a recipe with model.model and data, got {error!r}; see recipes/lightning."
+            f"{paths[0]} must be a recipe with model.model and data, got {error!r}; see recipes/lightning."
         ) from error
+
+
+def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Keys of both; where both have one, that above, mappings key by key."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _laid_over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _in_window(seqlen: int, window: int | None) -> float:

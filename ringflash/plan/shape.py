@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 FAMILIES = ("llama", "qwen3", "mistral", "qwen2")
@@ -102,19 +100,6 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         qk_norm=family == "qwen3",
         qkv_bias=family == "qwen2",
     )
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """A configuration from a checkpoint directory or its config.json.
-
-    Raises:
-        ValueError: no such file, or one that is not JSON.
-    """
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} must be a transformers configuration, got {error}; name its directory.") from error
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ringflash import huggingface
-from ringflash.huggingface.refusals import find_shape_error, find_static_error
+from ringflash.huggingface.refusals import check_rope, find_shape_error, find_static_error
 from tests.helpers.examples import ROOT
 from tests.helpers.models import LENGTH, build, documents, tokens
 
@@ -172,3 +173,17 @@ def test_package_needs_transformers_only_to_register() -> None:
     assert result.returncode == 0, result.stderr
     assert "transformers must be version 5.17 or later" in result.stdout
     assert "pip install ringflash[huggingface]" in result.stdout
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_angles_that_depend_on_the_length_in_work_are_refused(rope_type: str, nested: bool) -> None:
+    parameters: dict = {"rope_type": rope_type, "rope_theta": 1e4}
+    config = SimpleNamespace(rope_parameters={"full_attention": parameters} if nested else parameters)
+    with pytest.raises(NotImplementedError, match=f"rope_type must be one .* got '{rope_type}'; use yarn"):
+        check_rope(config)
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "default"}])
+def test_other_angles_are_not(parameters: dict | None) -> None:
+    check_rope(SimpleNamespace(rope_parameters=parameters))

@@ -1,0 +1,62 @@
+"""A training checkpoint as a directory that `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from ringflash.huggingface.weights import materialize, tied_names
+
+_PREFIX = "state_dict.model.model."  # of Lightning, CausalLM and CausalLMWithLoss
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
+
+
+def export(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, tokenizer: Path | None = None) -> None:
+    """Write config.json and safetensors files of at most 5 GB for a distributed checkpoint of `CausalLM`.
+
+    In one process, on the CPU, with the whole model in its memory. The directory appears when it is complete.
+
+    Args:
+        checkpoint: directory that a run under `ContextParallelStrategy` wrote.
+        out: directory to write; must not be there yet.
+        dtype: of the parameters.
+        tokenizer: directory whose tokenizer files are copied along.
+    Raises:
+        ValueError: no such checkpoint, or something at `out`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if out.exists():
+        raise ValueError(f"{out} must not exist yet, got a directory or file; name another, or remove it.")
+    config = _config_of(checkpoint)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    materialize(model, torch.device("cpu"))
+    tied = tied_names(model)
+    state = {_PREFIX + name: p.detach() for name, p in model.named_parameters() if name not in tied}
+    dcp.load(state, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.save_pretrained(unfinished, max_shard_size="5GB")
+    for pattern in _TOKENIZER_FILES if tokenizer is not None else ():
+        for file in sorted(Path(str(tokenizer)).glob(pattern)):
+            shutil.copy2(file, unfinished)
+    unfinished.rename(out)
+
+
+def _config_of(checkpoint: Path) -> dict:
+    """The configuration that the run kept beside the parameters."""
+    meta = checkpoint / "meta.pt"
+    if not (checkpoint / ".metadata").is_file() or not meta.is_file():
+        raise ValueError(
+            f"{checkpoint} must be a complete distributed checkpoint, got no .metadata or meta.pt; name the directory "
+            "that a run wrote, such as runs/quickstart/version_0/checkpoints/epoch=0-step=200.ckpt."
+        )
+    config = torch.load(meta, map_location="cpu", weights_only=True).get("model_config")
+    if config is None:
+        raise ValueError(f"{checkpoint} must hold model_config, got none; it was not written by CausalLM.")
+    return config

@@ -1,0 +1,126 @@
+"""The recipes of 8B models: each trains two steps scaled down by flags, every combination parses and is planned.
+
+Two gloo processes on the CPU. That they fit an H200 is what `ringflash plan` says, not a measurement.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from recipes.lightning.compare import newest_curve, read_losses
+from ringflash.cli import main as ringflash
+from ringflash.plan.command import _laid_over
+from ringflash.plan.shape import shape_of
+from tests.helpers.tokens import write_tokens
+from tests.recipes.launching import ROOT, run
+
+FOLDER = ROOT / "recipes" / "lightning"
+MODELS = ("llama3_8b", "qwen3_8b")
+LENGTHS = {"128k_cp8_8gpus": 8, "512k_cp8_8gpus": 8, "1m_cp8_8gpus": 8, "1m_cp64_8hosts": 64}  # GPUs
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 257,
+}  # fmt: skip
+SCALED_DOWN = {
+    "trainer.max_steps": 2, "trainer.val_check_interval": 2, "trainer.accumulate_grad_batches": 1,
+    "trainer.strategy.init_args.context_parallel_size": 2, "model.memory.mlp_tile_tokens": 40, "data.seqlen": 96,
+    "data.num_eval_sequences": 2, "data.held_out_percent": 30, "checkpoint.every_n_train_steps": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token files, and a small checkpoint of each family."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("runs")
+    write_tokens(folder / "tokens", [[(7 * i + j) % 256 for j in range(20 + i)] for i in range(60)], 20)
+    for name in MODELS:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(name.partition("3")[0].replace("qwen", "qwen3"), **SMALL)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "pretrained"),
+    [
+        ("llama3_8b", "128k_cp8_8gpus", False),
+        ("llama3_8b", "1m_cp8_8gpus", True),
+        ("qwen3_8b", "512k_cp8_8gpus", True),
+        ("qwen3_8b", "1m_cp64_8hosts", False),
+    ],
+)
+def test_recipe_trains(folder: Path, model: str, length: str, pretrained: bool) -> None:
+    """Two steps in bf16-mixed; losses are those of a model that knows nothing, and the checkpoint is there."""
+    out = folder / f"{model}-{length}"
+    flags: dict[str, Any] = {**SCALED_DOWN, "output_dir": out, "data.folder": folder / "tokens"}
+    overlays = [f"--config={FOLDER / length}.yaml"]
+    if pretrained:
+        overlays.insert(0, f"--config={FOLDER / model}_continue.yaml")
+        flags["model.pretrained"] = folder / model
+    else:
+        flags |= {f"model.model.{name}": value for name, value in SMALL.items()}
+    recipe = FOLDER / f"{model}_pretrain.yaml"
+    run(["launch/local.sh", recipe, *overlays, *(f"--{k}={v}" for k, v in flags.items())], NPROC="2")
+    losses = read_losses(newest_curve(out))
+    assert sorted(losses) == [0, 1] and all(5.0 < loss < 6.0 for loss in losses.values())  # log(257) is 5.55
+    (checkpoint,) = out.glob("version_0/checkpoints/*step=2.ckpt")
+    config = torch.load(checkpoint / "meta.pt", weights_only=True)["model_config"]
+    assert config["rope_parameters"]["rope_type"] == ("yarn" if pretrained else "default")
+    assert config["max_position_embeddings"] == 1 << 20 and config["hidden_size"] == 32
+
+
+@pytest.mark.parametrize(("model", "length"), list(product(MODELS, LENGTHS)))
+def test_recipe_is_planned_to_fit_an_h200(model: str, length: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gpus = LENGTHS[length]
+    recipes = [str(FOLDER / f"{name}.yaml") for name in (f"{model}_pretrain", length)]
+    assert ringflash(["plan", *recipes, "--gpus", str(gpus), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    words = {"128k": 1 << 17, "512k": 1 << 19, "1m": 1 << 20}
+    assert plan["job"]["seqlen"] == words[length.partition("_")[0]] and plan["job"]["cp_size"] == gpus
+    laid = read(f"{model}_pretrain", length)
+    assert laid["trainer"]["strategy"]["init_args"]["context_parallel_size"] == gpus
+    assert round(plan["parameters"] / 1e9) == 8
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_continuing_changes_the_context_and_no_size(model: str) -> None:
+    start, on = read(f"{model}_pretrain"), read(f"{model}_pretrain", f"{model}_continue")
+    assert shape_of(start["model"]["model"]) == shape_of(on["model"]["model"])
+    rope = on["model"]["model"]["rope_parameters"]
+    assert rope["factor"] * rope["original_max_position_embeddings"] == 1 << 20
+    assert rope["rope_theta"] == start["model"]["model"]["rope_parameters"]["rope_theta"]
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_key_is_explained(path: Path) -> None:
+    """A key with a value, or above such keys that are not, has a comment."""
+    bare = [line for line in path.read_text().splitlines() if ":" in line and "#" not in line]
+    allowed = {
+        "trainer:",
+        "strategy:",
+        "init_args:",
+        "progress:",
+        "model:",
+        "data:",
+        "memory:",
+        "class_path:",
+        "output_dir:",
+    }
+    assert [line for line in bare if line.split()[0] not in allowed] == []
+
+
+def read(*names: str) -> dict[str, Any]:
+    """A recipe and what is laid over it."""
+    recipe: dict[str, Any] = {}
+    for name in names:
+        recipe = _laid_over(recipe, yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
+    return recipe
