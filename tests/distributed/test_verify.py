@@ -1,0 +1,108 @@
+"""`ringflash verify`: right trainings pass; each planted mistake fails, and the report names it. gloo, 2 and 4 CPU
+processes, fp32; needs the huggingface extra."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.pool import Context, Pool
+
+pytest.importorskip("transformers")
+
+SEQLEN = 48
+BOUNDS = [0, 19, 29, 48]
+
+
+def report_of(
+    ctx: Context, plant: str, kind: str | None = None, bounds: list[int] | None = None, patch: str | None = None
+) -> tuple[bool, dict[str, list[str]], str, str]:
+    """(passed, what failed by check, first difference, likely cause)."""
+    from ringflash.verify.session import Session, Settings
+    from tests.helpers import plants
+
+    build: Any = getattr(plants, plant)
+    settings = Settings(SEQLEN, torch.float32, ctx.device, bounds)
+    with plants.PATCHES[patch]() if patch else nullcontext():
+        report = Session(lambda group: build(group, kind) if kind else build(group), ctx.group, settings).run()
+    return report.passed, {c.name: c.failed for c in report.checks if c.failed}, report.first, report.hint
+
+
+def same_on_all_ranks(results: list[Any]) -> Any:
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["whole", "documents"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_window", "mistral_window"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_right_training_passes(pool: Pool, size: int, kind: str, bounds: list[int] | None) -> None:
+    if size == 4:
+        bounds = bounds and [0, 17, 18, 48]
+    passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, "right", kind, bounds, size=size))
+    assert passed, failed
+
+
+# plant: (first difference, likely cause), both as parts of what is printed; 12 tokens a chunk on 2 ranks
+MISTAKES: dict[str, tuple[str, str]] = {
+    "hidden_local_positions": ("layers.0.self_attn at position 12 (chunk 1, held by rank 1)", "positions (RoPE)"),
+    "local_positions_in_batch": ("cp=2 does not run: ValueError: position_ids must be", ""),
+    "labels_shifted_in_batch": ("batch: shift_labels at position 11 (chunk 0", "labels are shifted after sharding"),
+    "labels_shifted_in_module": ("loss: loss", "labels are shifted after sharding"),
+    "mean_of_own_tokens": ("loss: loss", "each averages over its own tokens"),
+    "without_cp_size": ("loss: loss", "the loss is 1/2 of the truth"),
+    "gradients_not_averaged": ("gradients: ", "averaged over the wrong ranks"),
+    "missed_layer": ("layers.1.self_attn at position 12 (chunk 1, held by rank 1)", "this layer was missed"),
+    "eval_loss_summed": ("evaluation loss: eval loss", "eval loss is 2x"),
+    "other_weights": ("weights before: model.lm_head.weight", "the models differ before the first step"),
+}
+
+
+@pytest.mark.parametrize("plant", MISTAKES)
+def test_a_mistake_is_named(pool: Pool, plant: str) -> None:
+    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, plant, size=2))
+    assert not passed
+    assert MISTAKES[plant][0] in first and MISTAKES[plant][1] in hint, (failed, first, hint)
+
+
+PATCHED: dict[str, tuple[str, str, str]] = {
+    "local_shard_only": ("llama", "layers.0.self_attn at position 12 (chunk 1", "the rank's own shard only"),
+    "window_dropped": ("mistral_window", "layers.0.self_attn at position 5 (chunk 0", "a mask is dropped at cp=N"),
+    "rounded_gradients": ("llama", "gradients: model.model.layers.1.self_attn.", "sum them in fp32"),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHED)
+def test_a_mistake_in_the_attention_is_named(pool: Pool, patch: str) -> None:
+    kind, where, why = PATCHED[patch]
+    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, "right", kind, None, patch, size=2))
+    assert not passed
+    assert where in first and why in hint, (failed, first, hint)
+
+
+@pytest.mark.parametrize(
+    ("plant", "where", "why"),
+    [
+        ("documents_dropped_in_ring", "layers.0.self_attn at position 19 (chunk 1", "a mask is dropped at cp=N"),
+        ("documents_dropped_everywhere", "mask: cp=1", "position 9 reaches position 19"),
+    ],
+)
+def test_dropped_documents_are_named(pool: Pool, plant: str, where: str, why: str) -> None:
+    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, plant, None, BOUNDS, size=2))
+    assert not passed
+    assert where in first and why in hint, (failed, first, hint)
+
+
+def test_only_the_evaluation_fails_where_only_it_is_wrong(pool: Pool) -> None:
+    _, failed, _, _ = pool.run(report_of, "eval_loss_summed", size=2)[0]
+    assert list(failed) == ["evaluation loss"]
+
+
+@pytest.mark.parametrize("plant", ["right_with_ddp", "right_with_fsdp"])
+def test_a_wrapped_model_passes(pool: Pool, plant: str) -> None:
+    """The wrapper averages the gradients; names are those of the model."""
+    passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, plant, size=2))
+    assert passed, failed
