@@ -15,8 +15,10 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ringflash.layout import check_seqlen
+from ringflash.mask import check_cu_seqlens
 from ringflash.verify.report import print_report, to_json
-from ringflash.verify.session import Report, Session, Settings
+from ringflash.verify.session import Report, Settings, session_for
 from ringflash.verify.subject import load
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,7 +84,8 @@ def _run_rank(options: Any) -> int:
         group = dist.group.WORLD
         if group is None or group.size() < 2:
             raise ValueError("verify must run on two ranks or more, got 1; pass --nproc_per_node 2 to torchrun.")
-        report = Session(factory, group, settings).run()
+        check_seqlen(settings.seqlen, group.size(), "zigzag")
+        report = session_for(factory, group, settings).run()
         _show(report, options.json)
         return 0 if report.passed else 1
     finally:
@@ -105,6 +108,10 @@ def _settings(options: Any) -> Settings:
     name = options.dtype or ("bfloat16" if kind == "cuda" else "float32")
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {name!r}; leave it out for the device's own.")
+    if options.window is not None and options.window < 1:
+        raise ValueError(f"window must be 1 or more, got {options.window}; 1 is the query's own key alone.")
+    if options.cu_seqlens is not None:
+        check_cu_seqlens(tuple(options.cu_seqlens), options.seqlen)
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -129,9 +129,9 @@ def _whole(name: str, runs: Runs, read: Callable[[Observation], Tensors]) -> Che
 def _scalars(name: str, runs: Runs, read: Callable[[Observation], dict[str, float]]) -> Check:
     """Judged with the relative error usual for what they are computed from."""
     got, want, baseline = read(runs.got), read(runs.want), read(runs.baseline)
-    check, last = Check(name), list(runs.want.layers)[-1:]
+    check, last = Check(name, failed=[key for key in want if key not in got]), list(runs.want.layers)[-1:]
     usual = _usual((runs.baseline.layers[key], runs.want.layers[key]) for key in last)
-    for key, value in got.items():
+    for key, value in ((key, got[key]) for key in want if key in got):
         x, base, reference = (torch.tensor(v, dtype=torch.float64) for v in (value, baseline[key], want[key]))
         ratio = _spent(x, base, reference, usual, runs.eps).ratio
         check.ratio = max(check.ratio or 0.0, ratio)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, plain_name, whole
 from ringflash.verify.subject import Batch, Data, Factory, Training
@@ -55,24 +55,30 @@ def build(
     if wrapped:
         raise ValueError(f"module must not be wrapped yet, got {wrapped[0]} in it; do that in Training's wrap.")
     for name, parameter in training.module.named_parameters():
-        value = parameter.data if weights is None else weights[plain_name(name)].to(device)
-        parameter.data = value.to(dtype)
+        parameter.data = parameter.data.to(dtype)
+        if weights is not None:
+            assign(parameter, weights[plain_name(name)])
     if training.wrap is not None and group is not None:
         training.module = training.wrap(training.module, group)
     return training
 
 
+@torch.no_grad()
+def assign(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter, sharded or not, the values of a whole tensor."""
+    value = value.to(parameter.device, parameter.dtype)
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    parameter.copy_(value)
+
+
 def observe(training: Training, group: dist.ProcessGroup | None, data: Data) -> Observation:
     """Run the step; every rank of the group calls it together. `training` is used up."""
     module, size = training.module, 1 if group is None else group.size()
-    seen, order = Observation(weights=parameters_of(module)), _gradient_order(module)
+    seen, order = Observation(weights=parameters_of(module)), gradient_order(module)
     batch = prepared(training, group, data)
     length = data.seqlen // size
-    seen.inputs = {
-        name: whole(x, group, training.layout)
-        for name, x in batch.items()
-        if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == length and not x.is_floating_point()
-    }
+    seen.inputs = whole_inputs(batch, group, data.seqlen, training.layout)
     seen.eval_losses = {"eval loss": evaluate(training, group, batch)}
     module.train()  # after the evaluation: FSDP2 leaves the parameters of a root whole until a backward
     with Capture(module, length, keep_gradient=True) as capture:
@@ -83,7 +89,7 @@ def observe(training: Training, group: dist.ProcessGroup | None, data: Data) -> 
     gradient = capture.gradient()
     if gradient is not None:
         seen.loss_gradient = {"d loss / d hidden": whole(gradient, group, training.layout) / size}
-    seen.logits = _logits(module, seen.layers)
+    seen.logits = logits_of(module, seen.layers)
     if training.wrap is None:
         _reduce(module, group)
     gradients = gradients_of(module)
@@ -97,6 +103,16 @@ def observe(training: Training, group: dist.ProcessGroup | None, data: Data) -> 
 def prepared(training: Training, group: dist.ProcessGroup | None, data: Data) -> Batch:
     """This rank's batch."""
     return training.prepare(data.input_ids, group=group, cu_seqlens=data.cu_seqlens, labels=data.labels)
+
+
+def whole_inputs(batch: Batch, group: dist.ProcessGroup | None, seqlen: int, layout: str) -> Tensors:
+    """The integer tensors of a batch that run along the sequence."""
+    length = seqlen // (1 if group is None else group.size())
+    return {
+        name: whole(x, group, layout)
+        for name, x in batch.items()
+        if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == length and not x.is_floating_point()
+    }
 
 
 def average(loss: Tensor, group: dist.ProcessGroup | None) -> float:
@@ -127,7 +143,7 @@ def gradients_of(module: nn.Module) -> Tensors:
     return {plain_name(name): _full(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
-def _gradient_order(module: nn.Module) -> list[str]:
+def gradient_order(module: nn.Module) -> list[str]:
     """Fills, in the backward to come, with the names of the parameters in the order of their gradients."""
     order: list[str] = []
     for name, parameter in module.named_parameters():
@@ -162,7 +178,7 @@ def _disagreement(gradients: Tensors, group: dist.ProcessGroup | None) -> list[s
 
 
 @torch.no_grad()
-def _logits(module: nn.Module, layers: Tensors) -> Tensors:
+def logits_of(module: nn.Module, layers: Tensors) -> Tensors:
     """From the last hidden states, for models whose loss never makes them; empty where the head is not known."""
     found = embedding_head(module)
     if found is None or HIDDEN not in layers:

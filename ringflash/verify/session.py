@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +15,7 @@ from ringflash.verify import diagnosis
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.compare import Check, Runs, compare
 from ringflash.verify.diagnosis import Place, Reach
-from ringflash.verify.observe import Observation, build, observe
+from ringflash.verify.observe import Observation, Tensors, build, observe
 from ringflash.verify.probe import reached_by_token, reached_through
 from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
 
@@ -58,58 +61,82 @@ class Session:
     def __init__(self, factory: Factory, group: dist.ProcessGroup, settings: Settings) -> None:
         self.factory, self.group, self.settings = factory, group, settings
         self.is_first = group.rank() == 0
+        self.data: Data
+        self.layout: str
+        self.windows: list[int | None]
 
     def run(self) -> Report:
         """The verdict.
 
         Raises:
-            RuntimeError: the model does not run at cp=1 either.
+            RuntimeError: the model does not run at cp=1.
         """
         s = self.settings
         described = f"{s.seqlen} tokens, {len(s.bounds or [0, 0]) - 1} document(s), {s.dtype}, {s.device.type}"
         report = Report(self.group.size(), described.replace("torch.", ""))
-        training = self._build(ring=True)
-        data = draw_data(vocab_size_of(training.module), s.seqlen, s.bounds, s.seed, s.device)
-        windows = windows_of(training.module)
-        if s.window is not None:
-            windows = [s.window] * max(1, len(windows))
-        got, error = self._try(training, data)
-        if error:
-            report.checks = [Check("cp=N run", 2.0, [error])]
-            report.first, report.hint = f"cp={report.cp_size} does not run: {error}", "cp=1 was not tried."
+        got, error = self._try_ring()
+        if got is None or error:
+            self._runs(Observation())  # raises where cp=1 fails as well
+            report.checks = [Check("cp=N run", None, [error])]
+            report.first = f"cp={report.cp_size} does not run: {error}"
+            report.hint = "cp=1 runs; the message says what a ring needs."
             return report
-        assert got is not None
-        runs = self._on_first(lambda: self._runs(got, data))
+        runs = self._runs(got)
         report.checks = self._shared(lambda: compare(runs))
-        report.checks.append(self._mask_check(data, windows))
-        report.checks += attention_checks(self.group, data, set(windows) or {None}, s.dtype)
-        self._explain(report, runs, data)
+        report.checks.append(self._mask_check())
+        report.checks += attention_checks(self.group, self.data, set(self.windows) or {None}, s.dtype)
+        self._explain(report, runs)
         return report
 
-    def _build(self, *, ring: bool, wide: bool = False, weights: Any = None) -> Training:
+    def observe(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Observation:
+        """One run; at cp=1 rank 0 alone calls it.
+
+        Args:
+            wide: in fp64 instead of the dtype under test.  weights: the parameters' values.
+        """
+        training = self._build(ring=ring, wide=wide, weights=weights)
+        if ring:
+            self._see(training)
+        return observe(training, self.group if ring else None, self.data)
+
+    def _see(self, training: Training) -> None:
+        """Take from the model what the rest depends on."""
+        s, module = self.settings, training.module
+        self.layout = training.layout
+        self.data = draw_data(vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device)
+        self.windows = windows_of(module)
+        if s.window is not None:
+            self.windows = [s.window] * max(1, len(self.windows))
+
+    def _build(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Training:
         group = self.group if ring else None
         return build(self.factory, group, torch.float64 if wide else self.settings.dtype, self.settings.device, weights)
 
-    def _try(self, training: Training, data: Data) -> tuple[Observation | None, str]:
+    def _try_ring(self) -> tuple[Observation | None, str]:
         """The run over the ring, or the first rank's error."""
         seen, error = None, ""
         try:
-            seen = observe(training, self.group, data)
+            seen = self.observe(ring=True)
         except (ValueError, RuntimeError, NotImplementedError, TypeError) as problem:
             error = f"{type(problem).__name__}: {problem}"
         errors: list[str] = [""] * self.group.size()
         dist.all_gather_object(errors, error, group=self.group)
-        return seen, next((e for e in errors if e), "")
+        error = next((e for e in errors if e), "")
+        if error and not hasattr(self, "data"):
+            raise RuntimeError(f"the model must be built on every rank, got {error}; call the factory by itself.")
+        return seen, error
 
-    def _runs(self, got: Observation, data: Data) -> Runs:
-        training = self._build(ring=False)
-        layout = training.layout
-        baseline = observe(training, None, data)
-        want = observe(self._build(ring=False, wide=True, weights=baseline.weights), None, data)
-        num_chunks = self.group.size() * (2 if layout == "zigzag" else 1)
+    def _runs(self, got: Observation) -> Any:
+        """All runs together, on rank 0; None elsewhere."""
+        return self._on_first(lambda: self._with_cp1(got))
+
+    def _with_cp1(self, got: Observation) -> Runs:
+        baseline = self.observe(ring=False)
+        want = self.observe(ring=False, wide=True, weights=baseline.weights)
+        num_chunks = self.group.size() * (2 if self.layout == "zigzag" else 1)
         return Runs(got, want, baseline, num_chunks, torch.finfo(self.settings.dtype).eps)
 
-    def _on_first(self, make: Any) -> Any:
+    def _on_first(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on rank 0 and None elsewhere; an error of its reaches all ranks."""
         made, error = None, ""
         if self.is_first:
@@ -119,12 +146,10 @@ class Session:
                 error = f"{type(problem).__name__}: {problem}"
         error = self._broadcast(error)
         if error:
-            raise RuntimeError(
-                f"the model must run at cp=1, got {error}; see the factory's protocol in docs/verify.md."
-            )
+            raise RuntimeError(f"the model must run at cp=1, got {error}; docs/verify.md says what is called.")
         return made
 
-    def _shared(self, make: Any) -> Any:
+    def _shared(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on rank 0, on all ranks."""
         return self._broadcast(self._on_first(make))
 
@@ -133,11 +158,11 @@ class Session:
         dist.broadcast_object_list(box, dist.get_global_rank(self.group, 0), group=self.group)
         return box[0]
 
-    def _mask_check(self, data: Data, windows: list[int | None]) -> Check:
+    def _mask_check(self) -> Check:
         """One token reaches no position that the declared mask hides, at cp=N and at cp=1."""
+        data, windows = self.data, self.windows
         document = data.seqlen if data.cu_seqlens is None else int(data.cu_seqlens[1])
-        position = document // 2
-        stop = document
+        position, stop = document // 2, document
         if windows and None not in windows:
             stop = min(stop, position + 1 + sum(w - 1 for w in windows if w is not None))
         got = reached_by_token(self._build(ring=True), self.group, data, position)
@@ -151,26 +176,28 @@ class Session:
                 check.note = f"position {position} reaches position {beyond[0]} ({run}), outside [{position}, {stop})"
         return check
 
-    def _explain(self, report: Report, runs: Runs, data: Data) -> None:
+    def _explain(self, report: Report, runs: Any) -> None:
         """Name the first failure in the order of the data, and its likely cause."""
         check = next((check for check in report.checks if check.failed), None)
         if check is None:
             return
-        probes = self._probe(check, data) if check.name == "layer outputs" else []
-        report.first, report.hint = self._shared(lambda: _explanation(check, runs, probes, self._place(data)))
+        probes = self._probe(check) if check.name == "layer outputs" else []
+        place = Place(self.settings.seqlen, self.group.size(), self.layout)
+        report.first, report.hint = self._shared(lambda: _explanation(check, runs, probes, place))
 
-    def _place(self, data: Data) -> Place:
-        return Place(data.seqlen, self.group.size(), self._build(ring=False).layout)
-
-    def _probe(self, check: Check, data: Data) -> list[Reach]:
-        """The first layer that differs, perturbed at the first position and just before where it differs."""
+    def _probe(self, check: Check) -> list[Reach]:
+        """The first layer that differs, perturbed just before where it differs and at the first position."""
         name, found = check.failed[0], []
         assert check.position is not None
         for position in sorted({0, max(0, check.position - 1)}, reverse=True):
-            got = reached_through(self._build(ring=True), self.group, data, name, position)
-            want = self._shared(lambda p=position: reached_through(self._build(ring=False), None, data, name, p))
+            got = self._reached_through(name, position, ring=True)
+            want = self._shared(partial(self._reached_through, name, position, ring=False))
             found.append(Reach(position, got, want))
         return found
+
+    def _reached_through(self, name: str, position: int, *, ring: bool) -> list[int]:
+        group = self.group if ring else None
+        return reached_through(self._build(ring=ring), group, self.data, name, position)
 
 
 def _explanation(check: Check, runs: Runs, probes: list[Reach], place: Place) -> tuple[str, str]:
@@ -191,3 +218,15 @@ def _explanation(check: Check, runs: Runs, probes: list[Reach], place: Place) ->
         "mask": lambda: diagnosis.mask_hint(check),
     }
     return first, hints.get(check.name, lambda: "")()
+
+
+def session_for(factory: Factory, group: dist.ProcessGroup, settings: Settings) -> Session:
+    """A session for what the factory builds: Lightning's Trainer runs its modules."""
+    if "lightning" in sys.modules:
+        from lightning import LightningModule
+
+        from ringflash.verify.lightning import LightningSession
+
+        if isinstance(factory(group).module, LightningModule):
+            return LightningSession(factory, group, settings)
+    return Session(factory, group, settings)
