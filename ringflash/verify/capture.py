@@ -21,7 +21,7 @@ def plain_name(name: str) -> str:
 
 
 def watched(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers and their direct children, by name: the items of every outermost ModuleList."""
+    """The layers and their direct children, by name: the items of every outermost ModuleList, else every module."""
     found: dict[str, nn.Module] = {}
     lists: list[str] = []
     for name, child in module.named_modules():
@@ -31,6 +31,7 @@ def watched(module: nn.Module) -> dict[str, nn.Module]:
         for index, layer in enumerate(child):
             found |= {f"{name}.{index}.{part}": m for part, m in layer.named_children()}
             found[f"{name}.{index}"] = layer
+    found = found or {name: child for name, child in module.named_modules() if name}
     return {plain_name(name): m for name, m in found.items()}
 
 

@@ -6,6 +6,7 @@ cp=1 is the same number of ranks with a sequence each, and all of them the same 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import lightning
@@ -16,8 +17,6 @@ from torch.utils.data import DataLoader
 
 from ringflash.lightning.strategy import ContextParallelStrategy
 from ringflash.verify.capture import Capture, plain_name, whole
-from ringflash.verify.compare import Check
-from ringflash.verify.diagnosis import Reach
 from ringflash.verify.observe import (
     Observation,
     Tensors,
@@ -29,8 +28,9 @@ from ringflash.verify.observe import (
     parameters_of,
     whole_inputs,
 )
+from ringflash.verify.probe import Touch, Watch
 from ringflash.verify.session import Session
-from ringflash.verify.subject import Training
+from ringflash.verify.subject import Data, Training
 
 _PRECISION: dict[torch.dtype, Any] = {torch.float32: "32-true", torch.bfloat16: "bf16-true"}
 
@@ -40,60 +40,112 @@ class LightningSession(Session):
 
     def observe(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Observation:
         """Evaluate, and take one training step."""
-        training = self.factory(self.group if ring else None)
-        module = training.module
-        module.configure_optimizers = lambda: training.optimizer(module.parameters())  # type: ignore[assignment]
+        observer = _Observer(self, weights)
+        trainer = self._trainer(observer, ring=ring, wide=wide)
+        trainer.validate(observer.module, _Sequence(observer), verbose=False)
+        observer.seen.eval_losses = {n: x.item() for n, x in trainer.callback_metrics.items() if "loss" in n}
+        trainer.fit(observer.module, datamodule=_Sequence(observer))
+        return observer.seen
+
+    def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool) -> Tensors:
+        """What the layers put out in an evaluation."""
+        reader = _Reader(self, data, touch)
+        self._trainer(reader, ring=ring).validate(reader.module, _Sequence(reader), verbose=False)
+        return reader.outputs
+
+    def _trainer(self, reader: _Reads, *, ring: bool, wide: bool = False) -> lightning.Trainer:
+        """A trainer that writes and prints nothing, for a module that it gives to `reader`."""
         size = self.group.size()
+        training = self.factory(self.group if ring else None)
         strategy = ContextParallelStrategy(*((size, 1) if ring else (1, size)))
-        observer = _Observer(self, training, strategy, weights)
+        reader.start(training, strategy)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         precision = {"plugins": [DoublePrecision()]} if wide else {"precision": _PRECISION[self.settings.dtype]}
-        trainer = lightning.Trainer(
+        return lightning.Trainer(
             strategy=strategy, accelerator=self.settings.device.type, devices=local_size, num_nodes=size // local_size,
             max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=[observer],
+            enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=[reader],
             **precision,
         )  # fmt: skip
-        trainer.validate(module, _Sequence(observer), verbose=False)
-        metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if "loss" in name}
-        trainer.fit(module, datamodule=_Sequence(observer))
-        observer.seen.eval_losses = metrics
-        return observer.seen
 
     def _runs(self, got: Observation) -> Any:
         return self._with_cp1(got)
 
-    def _mask_check(self) -> Check:
-        """Not made: outside its Trainer the module is not called."""
-        return Check("mask", note="not for a LightningModule")
-
-    def _probe(self, check: Check) -> list[Reach]:
-        return []
+    def _at_cp1(self, make: Callable[[], Any]) -> Any:
+        return make()
 
 
-class _Observer(lightning.Callback):
-    """Reads one evaluation and one step."""
+class _Reads(lightning.Callback):
+    """Reads something off one training; gives it the sequence."""
 
-    def __init__(
-        self, session: Session, training: Training, strategy: ContextParallelStrategy, weights: Tensors | None
-    ) -> None:
-        self.session, self.training, self.strategy, self.weights = session, training, strategy, weights
-        self.seen = Observation()
-        self.capture: Capture | None = None
-        self.order: list[str] = []
+    session: Session
+    training: Training
+    strategy: ContextParallelStrategy
+
+    def start(self, training: Training, strategy: ContextParallelStrategy) -> None:
+        """Take the training to be read, with the optimizer that verify steps."""
+        self.training, self.strategy = training, strategy
+        module = training.module
+        module.configure_optimizers = lambda: training.optimizer(module.parameters())  # type: ignore[assignment]
+
+    @property
+    def module(self) -> Any:
+        """The LightningModule."""
+        return self.training.module
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that share the sequence; None where each has it whole."""
         return self.strategy.cp_group if self.strategy.cp_size > 1 else None
 
+    def data(self) -> Data:
+        """The whole sequence."""
+        return self.session.data
+
     def batch(self) -> dict[str, Any]:
-        """This rank's part of the sequence, drawn once the model is there."""
+        """This rank's part of it."""
+        data = self.data()
+        return self.training.prepare(data.input_ids, group=self.group, cu_seqlens=data.cu_seqlens, labels=data.labels)
+
+
+class _Reader(_Reads):
+    """Reads the layers' outputs in one evaluation."""
+
+    def __init__(self, session: Session, data: Data, touch: Touch | None) -> None:
+        self.session, self._data, self.touch = session, data, touch
+        self.outputs: Tensors = {}
+
+    def data(self) -> Data:
+        """The sequence that was asked for."""
+        return self._data
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        """Watch the layers."""
+        self._watch = Watch(module, self.group, self._data, self.training.layout, self.touch)
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        """Read them."""
+        self.outputs = self._watch.close()
+
+
+class _Observer(_Reads):
+    """Reads one evaluation and one step."""
+
+    def __init__(self, session: Session, weights: Tensors | None) -> None:
+        self.session, self.weights = session, weights
+        self.seen = Observation()
+        self.order: list[str] = []
+
+    def data(self) -> Data:
+        """The sequence, drawn once the model over the ring is there."""
         if self.group is not None:
             self.session._see(self.training)
-        data = self.session.data
-        batch = self.training.prepare(data.input_ids, group=self.group, cu_seqlens=data.cu_seqlens, labels=data.labels)
-        self.seen.inputs = whole_inputs(batch, self.group, data.seqlen, self.training.layout)
+        return super().data()
+
+    def batch(self) -> dict[str, Any]:
+        """This rank's part of it, kept whole as well."""
+        batch = super().batch()
+        self.seen.inputs = whole_inputs(batch, self.group, self.session.data.seqlen, self.training.layout)
         return batch
 
     def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
@@ -113,7 +165,6 @@ class _Observer(lightning.Callback):
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Gradients, before they are clipped."""
-        assert self.capture is not None
         self.capture.__exit__(None, None, None)
         layout = self.training.layout
         self.seen.layers = {n: whole(x, self.group, layout) for n, x in self.capture.outputs.items()}
@@ -134,13 +185,13 @@ class _Observer(lightning.Callback):
 class _Sequence(lightning.LightningDataModule):
     """One batch to train on and to judge by."""
 
-    def __init__(self, observer: _Observer) -> None:
+    def __init__(self, reader: _Reads) -> None:
         super().__init__()
-        self.observer = observer
+        self.reader = reader
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Asked for after the model was built."""
-        return DataLoader([self.observer.batch()], batch_size=None)  # type: ignore[arg-type]
+        return DataLoader([self.reader.batch()], batch_size=None)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> dict[str, DataLoader[Any]]:
         """By name, as `CausalLM` wants it."""

@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringflash.layout import shard_sequence
-from ringflash.verify.capture import Capture, tensor_of, watched
-from ringflash.verify.observe import prepared, whole
+from ringflash.verify.capture import Capture, tensor_of, watched, whole
+from ringflash.verify.observe import Tensors, prepared
 from ringflash.verify.subject import Data, Training
 
 
-@torch.no_grad()
-def reached_through(
-    training: Training, group: dist.ProcessGroup | None, data: Data, name: str, position: int
-) -> list[int]:
-    """Positions at which the output of one module changes when its input changes at `position` alone."""
-    module = watched(training.module)[name]
-    mine = torch.arange(data.seqlen)[None] == position
-    row = shard_sequence(mine, group, 1, training.layout)[..., None].to(data.input_ids.device)
-    before = _outputs(training, group, data, name)
-    handle = module.register_forward_pre_hook(_perturb(row), with_kwargs=True)
-    try:
-        after = _outputs(training, group, data, name)
-    finally:
-        handle.remove()
-    return changed(before, after)
+class Touch(NamedTuple):
+    """The input of one watched module, at one position of the whole sequence."""
+
+    name: str
+    position: int
+
+
+class Watch:
+    """Reads what the layers put out in one forward, with or without a perturbation, joined over the ranks."""
+
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup | None, data: Data, layout: str, touch: Touch | None
+    ) -> None:
+        self.group, self.layout = group, layout
+        self._stack = ExitStack()
+        self._capture = Capture(module, data.seqlen // (1 if group is None else group.size()))
+        self._stack.enter_context(self._capture)
+        if touch is not None:
+            mine = torch.arange(data.seqlen)[None] == touch.position
+            row = shard_sequence(mine, group, 1, layout)[..., None].to(data.input_ids.device)
+            hook = watched(module)[touch.name].register_forward_pre_hook(_perturb(row), with_kwargs=True)
+            self._stack.callback(hook.remove)
+
+    def close(self) -> Tensors:
+        """The outputs by name; nothing is watched any more."""
+        self._stack.close()
+        return {name: whole(x, self.group, self.layout) for name, x in self._capture.outputs.items()}
 
 
 @torch.no_grad()
-def reached_by_token(training: Training, group: dist.ProcessGroup | None, data: Data, position: int) -> list[int]:
-    """Positions at which the last layer's output changes when one token does."""
+def layer_outputs(training: Training, group: dist.ProcessGroup | None, data: Data, touch: Touch | None) -> Tensors:
+    """Outputs of the layers by name; every rank of the group calls it together."""
+    batch = prepared(training, group, data)
+    watch = Watch(training.module, group, data, training.layout, touch)
+    training.module(**batch)
+    return watch.close()
+
+
+def with_other_token(data: Data, position: int) -> Data:
+    """The sequence with another token at one position, and the labels it had."""
     tokens = data.input_ids.clone()
     tokens[:, position] = (tokens[:, position] + 1) % (int(tokens.max()) + 1)
-    name = list(watched(training.module))[-1]
-    return changed(*(_outputs(training, group, x, name) for x in (data, replace(data, input_ids=tokens))))
-
-
-def _outputs(training: Training, group: dist.ProcessGroup | None, data: Data, name: str) -> Tensor:
-    batch = prepared(training, group, data)
-    length = data.seqlen // (1 if group is None else group.size())
-    with Capture(training.module, length) as capture:
-        training.module(**batch)
-    return whole(capture.outputs[name], group, training.layout)
+    return replace(data, input_ids=tokens)
 
 
 def changed(before: Tensor, after: Tensor) -> list[int]:
@@ -57,11 +69,12 @@ def changed(before: Tensor, after: Tensor) -> list[int]:
 def _perturb(row: Tensor) -> Any:
     """A hook that moves the features of the marked row round by one place."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        def moved(x: Any) -> Any:
-            hidden = tensor_of(x, row.shape[1])
-            return x if hidden is None else torch.where(row, hidden.roll(1, -1), hidden)
+    def moved(x: Any) -> Any:
+        hidden = tensor_of(x, row.shape[1])
+        return x if hidden is None else torch.where(row, hidden.roll(1, -1), hidden)
 
-        return tuple(moved(x) for x in args), kwargs | {k: moved(v) for k, v in kwargs.items() if k == "hidden_states"}
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        named = {key: moved(x) for key, x in kwargs.items() if key == "hidden_states"}
+        return tuple(moved(x) for x in args), kwargs | named
 
     return hook

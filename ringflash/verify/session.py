@@ -16,7 +16,7 @@ from ringflash.verify.attention import attention_checks
 from ringflash.verify.compare import Check, Runs, compare
 from ringflash.verify.diagnosis import Place, Reach
 from ringflash.verify.observe import Observation, Tensors, build, observe
-from ringflash.verify.probe import reached_by_token, reached_through
+from ringflash.verify.probe import Touch, changed, layer_outputs, with_other_token
 from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
 
 T = TypeVar("T")
@@ -119,6 +119,7 @@ class Session:
             seen = self.observe(ring=True)
         except Exception as problem:  # the model is the user's code
             error = f"{type(problem).__name__}: {problem}"
+            print(f"rank {self.group.rank()}: {error}", file=sys.stderr)  # the other ranks may wait for this one
         errors: list[str] = [""] * self.group.size()
         dist.all_gather_object(errors, error, group=self.group)
         error = next((e for e in errors if e), "")
@@ -149,6 +150,10 @@ class Session:
             raise RuntimeError(f"the model must run at cp=1, got {error}; docs/verify.md says what is called.")
         return made
 
+    def _at_cp1(self, make: Callable[[], Any]) -> Any:
+        """What `make` finds at cp=1, on all ranks."""
+        return self._shared(make)
+
     def _shared(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on rank 0, on all ranks."""
         return self._broadcast(self._on_first(make))
@@ -165,8 +170,9 @@ class Session:
         position, stop = document // 2, document
         if windows and None not in windows:
             stop = min(stop, position + 1 + sum(w - 1 for w in windows if w is not None))
-        got = reached_by_token(self._build(ring=True), self.group, data, position)
-        want = self._shared(lambda: reached_by_token(self._build(ring=False), None, data, position))
+        other = with_other_token(data, position)
+        got = self._reached(lambda x: self.layer_outputs(x, ring=True), (data, other))
+        want = self._at_cp1(lambda: self._reached(lambda x: self.layer_outputs(x, ring=False), (data, other)))
         check = Check("mask", 0.0)
         for run, reached in (("cp=1", want), ("cp=N", got)):
             beyond = [p for p in reached if not position <= p < stop]
@@ -190,14 +196,26 @@ class Session:
         name, found = check.failed[0], []
         assert check.position is not None
         for position in sorted({0, max(0, check.position - 1)}, reverse=True):
-            got = self._reached_through(name, position, ring=True)
-            want = self._shared(partial(self._reached_through, name, position, ring=False))
+            touches = (None, Touch(name, position))
+            got = self._reached(lambda t: self.layer_outputs(self.data, t, ring=True), touches, name)
+            want = self._at_cp1(
+                partial(self._reached, lambda t: self.layer_outputs(self.data, t, ring=False), touches, name)
+            )
             found.append(Reach(position, got, want))
         return found
 
-    def _reached_through(self, name: str, position: int, *, ring: bool) -> list[int]:
-        group = self.group if ring else None
-        return reached_through(self._build(ring=ring), group, self.data, name, position)
+    def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool) -> Tensors:
+        """What the layers put out; at cp=1 rank 0 alone calls it."""
+        return layer_outputs(self._build(ring=ring), self.group if ring else None, data, touch)
+
+    @staticmethod
+    def _reached(outputs: Callable[[Any], Tensors], pair: tuple[Any, Any], name: str | None = None) -> list[int]:
+        """Positions at which a module's output (default the last one's) differs between two forwards."""
+        before, after = (outputs(x) for x in pair)
+        if not before:
+            raise RuntimeError("a layer must put out (1, seqlen, ...), got none; see Limits in docs/verify.md.")
+        name = name or list(before)[-1]
+        return changed(before[name], after[name])
 
 
 def _explanation(check: Check, runs: Runs, probes: list[Reach], place: Place) -> tuple[str, str]:

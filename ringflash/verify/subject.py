@@ -127,11 +127,15 @@ def _from_folder(path: Path, num_layers: int | None, seed: int) -> Factory:
     huggingface.register()
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    has_weights = path.is_dir() and any(path.glob("*.safetensors"))
+    if path.is_dir() and not has_weights and any(path.glob("*.bin")):
+        raise ValueError(f"weights must be safetensors, got .bin files in {path}; save_pretrained writes safetensors.")
+
     def build(group: dist.ProcessGroup | None) -> Training:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         _cut_layers(config, num_layers)
         options = {"attn_implementation": "ringflash", "dtype": torch.float32}
-        if path.is_dir() and any(path.glob("*.safetensors")):
+        if has_weights:
             model = AutoModelForCausalLM.from_pretrained(
                 path, config=config, use_safetensors=True, local_files_only=True, **options
             )
