@@ -19,7 +19,7 @@ from ringflash.layout import check_seqlen
 from ringflash.mask import check_cu_seqlens
 from ringflash.verify.report import print_report, to_json
 from ringflash.verify.session import Report, Settings, session_for
-from ringflash.verify.subject import load
+from ringflash.verify.subject import Factory, load
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WAIT = timedelta(minutes=30)  # the other ranks wait while rank 0 computes the whole sequence
@@ -79,17 +79,23 @@ def _answer(options: Any) -> int:
 def _run_rank(options: Any) -> int:
     settings = _settings(options)
     factory = load(options.target, options.layers, options.seed)
+    if dist.is_initialized():  # a process that has joined already stays so
+        return _verdict(factory, settings, options.json)
     dist.init_process_group("gloo" if settings.device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=_WAIT)
     try:
-        group = dist.group.WORLD
-        if group is None or group.size() < 2:
-            raise ValueError("verify must run on two ranks or more, got 1; pass --nproc_per_node 2 to torchrun.")
-        check_seqlen(settings.seqlen, group.size(), "zigzag")
-        report = session_for(factory, group, settings).run()
-        _show(report, options.json)
-        return 0 if report.passed else 1
+        return _verdict(factory, settings, options.json)
     finally:
         dist.destroy_process_group()
+
+
+def _verdict(factory: Factory, settings: Settings, as_json: bool) -> int:
+    group = dist.group.WORLD
+    if group is None or group.size() < 2:
+        raise ValueError("verify must run on two ranks or more, got 1; pass --nproc_per_node 2 to torchrun.")
+    check_seqlen(settings.seqlen, group.size(), "zigzag")
+    report = session_for(factory, group, settings).run()
+    _show(report, as_json)
+    return 0 if report.passed else 1
 
 
 def _show(report: Report, as_json: bool) -> None:

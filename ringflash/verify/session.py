@@ -179,7 +179,9 @@ class Session:
             if beyond:
                 check.failed.append(run)
                 check.ratio, check.position = float("inf"), beyond[0]
-                check.note = f"position {position} reaches position {beyond[0]} ({run}), outside [{position}, {stop})"
+        if check.failed:
+            runs = " and ".join(check.failed)
+            check.note = f"position {position} reaches {check.position} at {runs}, outside [{position}, {stop})"
         return check
 
     def _explain(self, report: Report, runs: Any) -> None:

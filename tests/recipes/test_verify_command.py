@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,6 @@ from tests.recipes.launching import run
 
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
-
-STATUS = "import sys; from ringflash.cli import main; print('exit status', main(sys.argv[1:]))"
 
 
 def test_the_documents_example_passes(tmp_path: Path) -> None:
@@ -29,23 +28,43 @@ def test_the_documents_example_passes(tmp_path: Path) -> None:
     assert "passed: cp=N trains what cp=1 trains" in printed
 
 
-def test_a_wrong_lightning_module_fails() -> None:
-    """Status 1, and JSON that says why."""
-    arguments = [
-        "verify",
-        "tests.recipes.verify_trainings:summed_evaluation",
-        "--nproc",
-        "2",
-        "--seqlen",
-        "48",
-        "--json",
-    ]
-    printed = run([sys.executable, "-c", STATUS, *arguments])
-    assert "exit status 1" in printed
-    report, _ = json.JSONDecoder().raw_decode(printed[printed.index('{\n  "passed"') :])
-    assert [c["name"] for c in report["checks"] if c["verdict"] == "FAILED"] == ["evaluation loss"]
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of all LightningModules, by one launch of torchrun."""
+    out = tmp_path_factory.mktemp("verify") / "reports.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run([*launcher, "-m", "tests.recipes.verify_worker", out], timeout_s=90)
+    return json.loads(out.read_text())
+
+
+def failed(report: dict[str, Any]) -> list[str]:
+    return [check["name"] for check in report["checks"] if check["verdict"] == "FAILED"]
+
+
+def test_a_right_lightning_module_passes(reports: dict[str, Any]) -> None:
+    report = reports["right"]
+    assert (report["status"], report["passed"], failed(report)) == (0, True, [])
+    assert all(check["verdict"] == "ok" for check in report["checks"])
+
+
+def test_a_lightning_evaluation_times_cp_is_named(reports: dict[str, Any]) -> None:
+    report = reports["summed_evaluation"]
+    assert (report["status"], failed(report)) == (1, ["evaluation loss"])
     assert report["first_difference"] == "evaluation loss: eval_loss/verify"
     assert report["likely_cause"].startswith("eval_loss/verify is 2x")
+
+
+def test_a_missed_layer_of_a_lightning_module_is_named(reports: dict[str, Any]) -> None:
+    report = reports["missed_layer"]
+    assert report["status"] == 1
+    assert "layers.1.self_attn at position 12 (chunk 1, held by rank 1)" in report["first_difference"]
+    assert "this layer was missed" in report["likely_cause"]
+
+
+def test_documents_that_no_run_sees_are_named(reports: dict[str, Any]) -> None:
+    report = reports["without_documents"]
+    assert (report["status"], failed(report)) == (1, ["mask"])
+    assert "position 9 reaches 19 at cp=1 and cp=N" in report["likely_cause"]
 
 
 @pytest.mark.parametrize(
