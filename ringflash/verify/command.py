@@ -55,7 +55,6 @@ def run(options: Any) -> int:
             f"verify must run on two ranks or more, got {options.nproc or 1}; add --nproc 2, or start it by "
             "torchrun --nproc_per_node 2 -m ringflash verify ..."
         )
-    sys.path[:0] = [""] if "" not in sys.path else []
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=options.nproc, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
         run_id=uuid4().hex, max_restarts=0,

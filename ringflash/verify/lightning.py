@@ -22,6 +22,7 @@ from ringflash.verify.observe import (
     Tensors,
     assign,
     average,
+    disagreement_of,
     gradient_order,
     gradients_of,
     logits_of,
@@ -175,6 +176,7 @@ class _Observer(_Reads):
         self.seen.logits = logits_of(module, self.seen.layers)
         gradients = gradients_of(module)
         self.seen.gradients = {name: gradients[name] for name in dict.fromkeys([*self.order, *gradients])}
+        self.seen.disagreement = disagreement_of(gradients, self.group)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """The loss, and what the step made of the parameters."""

@@ -94,7 +94,7 @@ def observe(training: Training, group: dist.ProcessGroup | None, data: Data) -> 
         _reduce(module, group)
     gradients = gradients_of(module)
     seen.gradients = {name: gradients[name] for name in dict.fromkeys([*order, *gradients])}
-    seen.disagreement = _disagreement(seen.gradients, group)
+    seen.disagreement = disagreement_of(seen.gradients, group)
     training.optimizer([p for p in module.parameters() if p.requires_grad]).step()
     seen.stepped = parameters_of(module)
     return seen
@@ -169,7 +169,8 @@ def _reduce(module: nn.Module, group: dist.ProcessGroup | None) -> None:
             parameter.grad /= group.size()
 
 
-def _disagreement(gradients: Tensors, group: dist.ProcessGroup | None) -> list[str]:
+def disagreement_of(gradients: Tensors, group: dist.ProcessGroup | None) -> list[str]:
+    """Gradients that differ between the ranks of the group."""
     if group is None:
         return []
     norms: list[object] = [None] * group.size()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -101,6 +103,8 @@ def load(target: str, num_layers: int | None, seed: int) -> Factory:
     if num_layers is not None:
         raise ValueError(f"layers must be left out for a factory, got {num_layers}; let the factory build fewer.")
     module_name, name = target.split(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where the user's modules are, whichever way the command was started
     function = getattr(import_module(module_name), name, None)
     if function is None:
         raise ValueError(f"target must name a function of {module_name}, got {name!r}; check its spelling.")
