@@ -35,7 +35,7 @@ class Watch:
         self._stack.enter_context(self._capture)
         if touch is not None:
             mine = torch.arange(data.seqlen)[None] == touch.position
-            row = shard_sequence(mine, group, 1, layout)[..., None].to(data.input_ids.device)
+            row = shard_sequence(mine, group, 1, layout).to(data.input_ids.device)
             hook = watched(module)[touch.name].register_forward_pre_hook(_perturb(row), with_kwargs=True)
             self._stack.callback(hook.remove)
 
@@ -71,7 +71,9 @@ def _perturb(row: Tensor) -> Any:
 
     def moved(x: Any) -> Any:
         hidden = tensor_of(x, row.shape[1])
-        return x if hidden is None else torch.where(row, hidden.roll(1, -1), hidden)
+        if hidden is None:
+            return x
+        return torch.where(row.reshape(1, -1, *[1] * (hidden.dim() - 2)), hidden.roll(1, -1), hidden)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         named = {key: moved(x) for key, x in kwargs.items() if key == "hidden_states"}

@@ -67,6 +67,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "without_cp_size": ("loss: loss", "the loss is 1/{size} of the truth"),
     "gradients_not_averaged": ("gradients: ", "averaged over the wrong ranks"),
     "missed_layer": ("layers.1.self_attn at position {chunk} (chunk 1, held by rank 1)", "this layer was missed"),
+    "bare_on_own_shard": ("layer outputs: attention at position {chunk} (chunk 1", "the rank's own shard only"),
     "eval_loss_summed": ("evaluation loss: eval loss", "eval loss is {size}x"),
     "other_weights": ("weights before: model.lm_head.weight", "the models differ before the first step"),
 }
@@ -115,9 +116,9 @@ def test_only_the_evaluation_fails_where_only_it_is_wrong(pool: Pool) -> None:
     assert list(failed) == ["evaluation loss"]
 
 
-@pytest.mark.parametrize("plant", ["right_with_ddp", "right_with_fsdp"])
-def test_a_wrapped_model_passes(pool: Pool, plant: str) -> None:
-    """The wrapper averages the gradients; names are those of the model."""
+@pytest.mark.parametrize("plant", ["right_with_ddp", "right_with_fsdp", "bare"])
+def test_a_wrapped_or_bare_model_passes(pool: Pool, plant: str) -> None:
+    """The wrapper averages the gradients; names are those of the model. Without a list of layers all modules count."""
     passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, plant, size=2))
     assert passed, failed
 

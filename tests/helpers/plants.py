@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from ringflash import huggingface, layout
+from ringflash import RingAttention, huggingface, layout
+from ringflash import loss as token_loss
 from ringflash.exchange import GradientExchange
 from ringflash.huggingface import plug
 from ringflash.huggingface.options import Options
@@ -210,6 +211,37 @@ def other_weights(group: Group) -> Training:
     training = right(group)
     if group is not None:
         nn.init.ones_(training.module.get_submodule("model.lm_head").weight)
+    return training
+
+
+class Bare(nn.Module):
+    """One attention without a list of layers, transformers or a known head."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.embedding = nn.Embedding(61, 32)
+        self.qkv = nn.Linear(32, 96)
+        self.attention = RingAttention(group)
+        self.head = nn.Linear(32, 61, bias=False)
+
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, **rest: Any) -> Tensor:
+        q, k, v = self.qkv(self.embedding(input_ids)).unflatten(-1, (6, 16)).split(2, 2)
+        out = self.attention(q, k, v, rest["cu_seqlens"]).flatten(2)
+        return token_loss.cross_entropy(out, self.head.weight, shift_labels, group=self.group)
+
+
+def bare(group: Group) -> Training:
+    """A model of plain torch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Training(Bare(group))
+
+
+def bare_on_own_shard(group: Group) -> Training:
+    """Its attention was built without the group."""
+    training = bare(group)
+    training.module.attention = RingAttention(None)
     return training
 
 
