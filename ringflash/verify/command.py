@@ -1,0 +1,124 @@
+"""`ringflash verify`: does this model train over the ring as it does on one device?"""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from jsonargparse import ArgumentParser
+from rich.console import Console
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ringflash.layout import check_seqlen
+from ringflash.mask import check_cu_seqlens
+from ringflash.verify.report import print_report, to_json
+from ringflash.verify.session import Report, Settings, session_for
+from ringflash.verify.subject import Factory, load
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_WAIT = timedelta(minutes=30)  # the other ranks wait while rank 0 computes the whole sequence
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The arguments of the command."""
+    add = parser.add_argument
+    add("target", type=str, help="folder with config.json, or package.module:factory (docs/verify.md)")
+    add("--nproc", type=int | None, default=None, help="start this many local ranks; null where torchrun did")
+    add("--seqlen", type=int, default=256, help="tokens of the whole sequence")
+    add("--layers", type=int | None, default=None, help="decoder layers of a configuration's model; null is all")
+    add("--cu_seqlens", type=list[int] | None, default=None, help="bounds of packed documents, as [0,100,256]")
+    add("--window", type=int | None, default=None, help="keys a query sees, its own included; null asks the model")
+    add("--dtype", type=str | None, default=None, help="float32 or bfloat16; null is float32 on CPUs, else bfloat16")
+    add("--device", type=str | None, default=None, help="cpu or cuda; null is cuda where there is one")
+    add("--seed", type=int, default=0, help="of the tokens, and of parameters without a checkpoint")
+    add("--json", action="store_true", help="print JSON instead of the table")
+
+
+def run(options: Any) -> int:
+    """Verify.
+
+    Returns:
+        status: 0 cp=N trains as cp=1; 1 it does not.
+    Raises:
+        ValueError, RuntimeError: it could not be run as asked.
+    """
+    if "RANK" in os.environ and options.nproc is None:
+        return _run_rank(options)
+    if options.nproc is None or options.nproc < 2:
+        raise ValueError(
+            f"verify must run on two ranks or more, got {options.nproc or 1}; add --nproc 2, or start it by "
+            "torchrun --nproc_per_node 2 -m ringflash verify ..."
+        )
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=options.nproc, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+        run_id=uuid4().hex, max_restarts=0,
+    )  # fmt: skip
+    try:
+        return elastic_launch(config, _answer)(options)[0]
+    except ChildFailedError as error:
+        raise RuntimeError(f"every rank must answer, got {error}; see its output above.") from error
+
+
+def _answer(options: Any) -> int:
+    """The status of a rank that `run` started; errors are printed by rank 0 and are status 2."""
+    try:
+        return _run_rank(options)
+    except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
+        if os.environ["RANK"] == "0":
+            print(f"ringflash verify: {error}", file=sys.stderr)
+        return 2
+
+
+def _run_rank(options: Any) -> int:
+    settings = _settings(options)
+    factory = load(options.target, options.layers, options.seed)
+    if dist.is_initialized():  # a process that has joined already stays so
+        return _verdict(factory, settings, options.json)
+    dist.init_process_group("gloo" if settings.device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=_WAIT)
+    try:
+        return _verdict(factory, settings, options.json)
+    finally:
+        dist.destroy_process_group()
+
+
+def _verdict(factory: Factory, settings: Settings, as_json: bool) -> int:
+    group = dist.group.WORLD
+    if group is None or group.size() < 2:
+        raise ValueError("verify must run on two ranks or more, got 1; pass --nproc_per_node 2 to torchrun.")
+    check_seqlen(settings.seqlen, group.size(), "zigzag")
+    report = session_for(factory, group, settings).run()
+    _show(report, as_json)
+    return 0 if report.passed else 1
+
+
+def _show(report: Report, as_json: bool) -> None:
+    if dist.get_rank() > 0:
+        return
+    if as_json:
+        print(to_json(report), flush=True)
+    else:
+        print_report(report, Console(highlight=False, soft_wrap=not sys.stdout.isatty()))
+
+
+def _settings(options: Any) -> Settings:
+    kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {kind!r}; leave it out for the machine's own.")
+    name = options.dtype or ("bfloat16" if kind == "cuda" else "float32")
+    if name not in DTYPES:
+        raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {name!r}; leave it out for the device's own.")
+    if options.window is not None and options.window < 1:
+        raise ValueError(f"window must be 1 or more, got {options.window}; 1 is the query's own key alone.")
+    if options.cu_seqlens is not None:
+        check_cu_seqlens(tuple(options.cu_seqlens), options.seqlen)
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    return Settings(options.seqlen, DTYPES[name], device, options.cu_seqlens, options.window, options.seed)

@@ -1,0 +1,187 @@
+"""cp=N against cp=1, check by check in the order of the data path; each has the budget that rounding alone explains.
+
+    max|got - want| <= 2 max|baseline - want| + eps max|want|          (and the same with means)
+
+`want` is cp=1 in fp64, `baseline` cp=1 in the dtype under test, `got` cp=N in that dtype; positions are judged chunk
+by chunk. It is the tests' rule (`tolerance`), with one addition: where the baseline of a chunk or parameter happens to
+be closer than is usual for its kind, the usual relative error (the upper quartile) takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.verify.observe import Observation, Tensors
+
+
+@dataclass
+class Check:
+    """What was compared, and the worst of it.
+
+    Args:
+        name: of the check.
+        ratio: the largest error over its budget; at most 1 is right. None where nothing could be compared.
+        failed: names beyond their budget, in the order of computation (gradients: of the backward).
+        position: the first position of the first of them that is beyond, where it has positions.
+        note: what a reader should see beside the verdict.
+    """
+
+    name: str
+    ratio: float | None = None
+    failed: list[str] = field(default_factory=list)
+    position: int | None = None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """ok, FAILED or not compared."""
+        if self.failed:
+            return "FAILED"
+        return "not compared" if self.ratio is None else "ok"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"verdict": self.verdict, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The three runs, and how many chunks the layout made of the sequence."""
+
+    got: Observation
+    want: Observation
+    baseline: Observation
+    num_chunks: int
+    eps: float
+
+
+def compare(runs: Runs) -> list[Check]:
+    """All checks, in the order in which a mistake would travel."""
+    return [
+        _weights(runs),
+        _inputs(runs),
+        _by_position("layer outputs", runs, lambda seen: seen.layers),
+        _by_position("logits", runs, lambda seen: seen.logits),
+        _scalars("loss", runs, lambda seen: {"loss": seen.loss}),
+        _by_position("loss gradient by position", runs, lambda seen: seen.loss_gradient),
+        _scalars("evaluation loss", runs, lambda seen: seen.eval_losses),
+        _whole("gradients", runs, lambda seen: seen.gradients),
+        _agreement(runs),
+        _whole("optimizer step", runs, lambda seen: seen.stepped),
+    ]
+
+
+def _weights(runs: Runs) -> Check:
+    got, want = runs.got.weights, runs.baseline.weights
+    wrong = [name for name in want if name not in got or not torch.equal(got[name], want[name])]
+    return Check("weights before", float(bool(wrong)) * 2, wrong)
+
+
+def _inputs(runs: Runs) -> Check:
+    """The batch's whole tensors are equal to the bit."""
+    names = [name for name in runs.want.inputs if name in runs.got.inputs]
+    check = Check("batch", 0.0 if names else None)
+    for name in names:
+        wrong = (runs.got.inputs[name] != runs.want.inputs[name]).movedim(1, 0).flatten(1).any(1)
+        if wrong.any():
+            if check.position is None:
+                check.ratio, check.position = float("inf"), int(wrong.nonzero()[0])
+            check.failed.append(name)
+    return check
+
+
+def _by_position(name: str, runs: Runs, read: Callable[[Observation], Tensors]) -> Check:
+    got, want, baseline = read(runs.got), read(runs.want), read(runs.baseline)
+    names = [key for key in got if key in want and got[key].shape == want[key].shape]
+    check = Check(name)
+    usual = _usual(pair for key in names for pair in _chunks(runs, baseline[key], want[key]))
+    for key in names:
+        size = want[key].shape[1] // runs.num_chunks
+        for index, (x, base, reference) in enumerate(_chunks(runs, got[key], baseline[key], want[key])):
+            spent = _spent(x, base, reference, usual, runs.eps)
+            check.ratio = max(check.ratio or 0.0, spent.ratio)
+            if spent.ratio > 1 and key not in check.failed:
+                check.failed.append(key)
+                if check.position is None:
+                    check.position = index * size + spent.first_row
+    return check
+
+
+def _chunks(runs: Runs, *tensors: Tensor) -> Iterator[Any]:
+    return zip(*(x.chunk(runs.num_chunks, 1) for x in tensors), strict=True)
+
+
+def _whole(name: str, runs: Runs, read: Callable[[Observation], Tensors]) -> Check:
+    got, want, baseline = read(runs.got), read(runs.want), read(runs.baseline)
+    check = Check(name, failed=[key for key in want if key not in got])
+    usual = _usual((baseline[key], want[key]) for key in want)
+    for key in (key for key in want if key in got):
+        ratio = _spent(got[key], baseline[key], want[key], usual, runs.eps).ratio
+        check.ratio = max(check.ratio or 0.0, ratio)
+        if ratio > 1:
+            check.failed.append(key)
+    return check
+
+
+def _scalars(name: str, runs: Runs, read: Callable[[Observation], dict[str, float]]) -> Check:
+    """Judged with the relative error usual for what they are computed from."""
+    got, want, baseline = read(runs.got), read(runs.want), read(runs.baseline)
+    check, last = Check(name, failed=[key for key in want if key not in got]), list(runs.want.layers)[-1:]
+    usual = _usual((runs.baseline.layers[key], runs.want.layers[key]) for key in last)
+    for key, value in ((key, got[key]) for key in want if key in got):
+        x, base, reference = (torch.tensor(v, dtype=torch.float64) for v in (value, baseline[key], want[key]))
+        ratio = _spent(x, base, reference, usual, runs.eps).ratio
+        check.ratio = max(check.ratio or 0.0, ratio)
+        if ratio > 1:
+            check.failed.append(key)
+            check.note = f"{value:.6g} at cp=N, {want[key]:.6g} at cp=1"
+    return check
+
+
+def _agreement(runs: Runs) -> Check:
+    wrong = runs.got.disagreement
+    return Check("gradients equal on all ranks", 2.0 if wrong else 0.0, wrong)
+
+
+@dataclass(frozen=True)
+class _Spent:
+    ratio: float
+    first_row: int
+
+
+def _usual(pairs: Any) -> float:
+    """The upper quartile of the baseline's relative errors."""
+    errors = [_relative(base, want) for base, want in pairs]
+    return float(torch.tensor(errors).quantile(0.75)) if errors else 0.0
+
+
+def _relative(base: Tensor, want: Tensor) -> float:
+    size = want.double().abs().max().item()
+    return (base.double() - want.double()).abs().max().item() / size if size > 0 else 0.0
+
+
+def _spent(got: Tensor, base: Tensor, want: Tensor, usual: float, eps: float) -> _Spent:
+    """Error over budget, by maximum and by mean; and the first row (dim 1) beyond it."""
+    want = want.double()
+    error, allowed = (got.double() - want).abs(), (base.double() - want).abs()
+    if not torch.isfinite(error).all():
+        error = error.nan_to_num(float("inf"), float("inf"))
+    size = want.abs()
+    limits = [2 * max(a, usual * b) + eps * b for a, b in zip(_extent(allowed), _extent(size), strict=True)]
+    ratios = [_over(e, limit) for e, limit in zip(_extent(error), limits, strict=True)]
+    rows = error.movedim(1, 0).flatten(1).amax(1) > limits[0] if error.dim() > 1 else torch.zeros(1, dtype=torch.bool)
+    return _Spent(max(ratios), int(rows.nonzero()[0]) if rows.any() else 0)
+
+
+def _extent(x: Tensor) -> tuple[float, float]:
+    """(maximum, mean)."""
+    return x.max().item(), x.mean().item()
+
+
+def _over(error: float, limit: float) -> float:
+    return 0.0 if error == 0 else error / limit if limit > 0 else float("inf")

@@ -1,0 +1,92 @@
+"""Attention of a whole sequence on one device, written out plainly: the oracle in fp64, the baseline in a low dtype.
+
+Independent of the package: visibility is decided pair by pair from global positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_ROWS = 1024  # query rows at a time, so that an oracle of 32k tokens fits into memory
+
+
+def visible(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Which keys each query sees, from their global positions: (queries, keys), bool."""
+    distance = key[None, :] - query[:, None]
+    left, right = window_size
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if causal:
+        seen &= distance <= 0
+    if left >= 0:
+        seen &= distance >= -left
+    if right >= 0:
+        seen &= distance <= right
+    if cu_seqlens is not None:
+        starts = torch.tensor(cu_seqlens[1:], device=query.device)
+        seen &= torch.bucketize(query, starts, right=True)[:, None] == torch.bucketize(key, starts, right=True)[None]
+    return seen
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+    *,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens: Sequence[int] | None = None,
+    softmax_scale: float | None = None,
+) -> dict[str, torch.Tensor]:
+    """out, lse, dq, dk and dv in the dtype of q (lse: fp32 at least), by eager torch and autograd.
+
+    Args:
+        q, dout: (batch, seqlen, num_heads, head_dim).  k, v: (batch, seqlen, num_kv_heads, head_dim).
+        dlse: (batch, num_heads, seqlen), or None for a loss that does not see lse.
+    Numerics: eager in the dtype of q; dk and dv of the row blocks are summed in fp32 at least, as one matmul does.
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    state = torch.promote_types(q.dtype, torch.float32)
+    position = torch.arange(q.shape[1], device=q.device)
+    k, v = (x.detach().requires_grad_() for x in (k, v))
+    dk, dv = (torch.zeros_like(x, dtype=state) for x in (k, v))
+    blocks: list[tuple[torch.Tensor, ...]] = []
+    for start in range(0, q.shape[1], _ROWS):
+        rows = slice(start, start + _ROWS)
+        part = q[:, rows].detach().requires_grad_()
+        seen = visible(position[rows], position, causal=causal, window_size=window_size, cu_seqlens=cu_seqlens)
+        out, lse = _forward(part, k, v, seen, scale)
+        objective = (out * dout[:, rows]).sum()
+        if dlse is not None:
+            objective = objective + (lse * dlse[..., rows]).sum()
+        dq, part_k, part_v = torch.autograd.grad(objective, (part, k, v))
+        dk += part_k
+        dv += part_v
+        blocks.append((out.detach(), lse.detach(), dq))
+    outs, lses, dqs = zip(*blocks, strict=True)
+    return {
+        "out": torch.cat(outs, 1), "lse": torch.cat(lses, 2), "dq": torch.cat(dqs, 1),
+        "dk": dk.to(k.dtype), "dv": dv.to(v.dtype),
+    }  # fmt: skip
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+    scores = (q.transpose(1, 2) @ k.transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))
+    state = torch.promote_types(q.dtype, torch.float32)
+    exact = scores if state == q.dtype else (q.to(state).transpose(1, 2) @ k.to(state).transpose(2, 3) * scale)
+    lse = exact.masked_fill(~seen, float("-inf")).logsumexp(-1)
+    return (scores.softmax(-1) @ v).transpose(1, 2), lse

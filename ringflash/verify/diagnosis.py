@@ -1,0 +1,159 @@
+"""From what differs to the mistake that makes such differences, where the pattern is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from torch import Tensor
+
+from ringflash.layout import chunks, local_positions
+from ringflash.verify.compare import Check, Runs
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks hold what."""
+
+    seqlen: int
+    cp_size: int
+    layout: str
+
+    def describe(self, position: int) -> str:
+        """A position with its chunk and rank."""
+        for rank in range(self.cp_size):
+            for chunk in chunks(self.seqlen, self.cp_size, rank, self.layout):
+                if chunk.start <= position < chunk.stop:
+                    number = position // (chunk.stop - chunk.start)
+                    return f"position {position} (chunk {number}, held by rank {rank})"
+        raise AssertionError(position)
+
+    def positions(self, rank: int) -> list[int]:
+        """What a rank holds."""
+        return local_positions(self.seqlen, self.cp_size, rank, self.layout).tolist()
+
+    @property
+    def chunk_ends(self) -> set[int]:
+        """The last position of every chunk."""
+        return {c.stop - 1 for r in range(self.cp_size) for c in chunks(self.seqlen, self.cp_size, r, self.layout)}
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a perturbed position reaches through one layer, at cp=N and at cp=1."""
+
+    position: int
+    got: list[int]
+    want: list[int]
+
+
+def batch_hint(name: str, runs: Runs, place: Place) -> str:
+    """Why a tensor of the batch is not the whole one cut."""
+    wrong = (runs.got.inputs[name] != runs.want.inputs[name]).any(0).nonzero().flatten().tolist()
+    if set(wrong) <= place.chunk_ends:
+        return "only last tokens of chunks differ: labels are shifted after sharding; shift the whole sequence first."
+    if "position" in name:
+        return "positions are counted from the shard's start; pass ringflash.local_positions."
+    return "the batch is not cut as its layout says; use ringflash.shard_sequence on every tensor of it."
+
+
+def layer_hint(name: str, probes: list[Reach], place: Place, earlier_agree: bool) -> str:
+    """What an attention layer does wrong, from what reaches what through it."""
+    for probe in probes:
+        own = next(set(p) for p in map(place.positions, range(place.cp_size)) if probe.position in p)
+        got, want = set(probe.got), set(probe.want)
+        if want - own and got & want <= own and got <= own:
+            text = "attention sees the rank's own shard only"
+            if earlier_agree:
+                return f"{text}, and the layers before agree: this layer was missed when the attention was replaced."
+            return f"{text}: the attention does not go round the ring."
+        if got - want:
+            seen = place.describe(min(got - want))
+            return f"a mask is dropped at cp=N: position {probe.position} is seen from {seen}, as it is not at cp=1."
+    if probes and all(set(p.got) == set(p.want) for p in probes):
+        return "every position sees what it should, with other numbers: look for positions (RoPE) of the shard's own."
+    return ""
+
+
+def loss_hint(runs: Runs, place: Place) -> str:
+    """What is wrong with a loss whose logits are right."""
+    if not runs.got.loss_gradient:
+        return _scale_hint("the loss", runs.got.loss / runs.want.loss, place.cp_size)
+    (got,), (want,) = (x.loss_gradient.values() for x in (runs.got, runs.want))
+    scales = [_scale(got, want, place.positions(rank)) for rank in range(place.cp_size)]
+    tolerance = runs.eps**0.5
+    wrong = {
+        p
+        for rank, scale in enumerate(scales)
+        for p in place.positions(rank)
+        if _norm(got[:, p] - scale * want[:, p]) > tolerance * max(_norm(got[:, p]), _norm(want[:, p]))
+    }
+    if wrong and wrong <= place.chunk_ends:
+        shown = ", ".join(map(str, sorted(wrong)[:4]))
+        return f"only last tokens of chunks differ (positions {shown}): labels are shifted after sharding."
+    if not wrong and any(abs(a - b) > tolerance * abs(a) for a, b in pairwise(scales)):
+        shown = ", ".join(f"{s:.4g}" for s in scales)
+        return (
+            f"the ranks scale their tokens by {shown} of what is right: each averages over its own tokens; "
+            "divide by the labelled tokens of the whole sequence, times cp_size."
+        )
+    return _scale_hint("the loss", scales[0], place.cp_size)
+
+
+def _scale(got: Tensor, want: Tensor, positions: list[int]) -> float:
+    """The usual factor between two gradients at a rank's positions."""
+    pairs = ((got[:, p].double(), want[:, p].double()) for p in positions)
+    factors = [(g * w).sum().item() / w.square().sum().item() for g, w in pairs if w.any()]
+    return median(factors) if factors else 1.0
+
+
+def _norm(x: Tensor) -> float:
+    return x.double().norm().item()
+
+
+def _scale_hint(what: str, scale: float, cp_size: int) -> str:
+    if abs(scale - cp_size) < 0.01 * cp_size:
+        return f"{what} is {cp_size}x: cp_size times the truth, as where ranks are summed instead of averaged."
+    if abs(scale * cp_size - 1) < 0.01:
+        return f"{what} is 1/{cp_size} of the truth: the factor cp_size is missing, or it is averaged twice."
+    return f"{what} is {scale:.4g} times the truth: look at what it is divided by."
+
+
+def eval_hint(name: str, runs: Runs, place: Place) -> str:
+    """What is wrong with an evaluation loss whose training loss is right."""
+    return _scale_hint(name, runs.got.eval_losses[name] / runs.want.eval_losses[name], place.cp_size)
+
+
+def gradient_hint(failed: list[str], runs: Runs, place: Place) -> str:
+    """What is wrong with gradients of a loss that is right."""
+    if runs.got.disagreement:
+        return "the ranks have different gradients: they are averaged over the wrong ranks; reduce over all of them."
+    missing = [name for name in failed if name not in runs.got.gradients]
+    if missing:
+        return f"{missing[0]} has no gradient at cp=N."
+    got, want = runs.got.gradients, runs.want.gradients
+    dots = [((got[n].double() * want[n].double()).sum(), want[n].double().square().sum()) for n in want]
+    scale = float(sum(a for a, _ in dots) / sum(b for _, b in dots))
+    rest = max(_norm(got[n] - scale * want[n]) / max(_norm(got[n]), 1e-300) for n in want)
+    if rest < runs.eps**0.5 and abs(scale - 1) > runs.eps**0.5:
+        return _scale_hint("every gradient", scale, place.cp_size)
+    layer = failed[0].rsplit(".", 2)[0]
+    same = [name for name in failed if name.startswith(f"{layer}.")]
+    if all(any(part in name for part in ("k_proj", "v_proj", "k_norm")) for name in same):
+        error = _norm(got[failed[0]] - want[failed[0]]) / _norm(want[failed[0]])
+        return (
+            f"in {layer} the gradients of keys and values differ (by {error:.1e}) and those of queries agree: "
+            "dK/dV are lost or rounded on their way round the ring; sum them in fp32."
+        )
+    return ""
+
+
+def weights_hint() -> str:
+    """Why nothing else can agree."""
+    return "the models differ before the first step: build them from one seed or one checkpoint on every rank."
+
+
+def mask_hint(check: Check) -> str:
+    """Where a mask is not applied at all, cp=1 included."""
+    return f"{check.note}; does the batch carry cu_seqlens, and does the layer use its window?"

@@ -1,0 +1,252 @@
+"""The three runs, the checks, and the search for the first thing that differs; all ranks walk it together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ringflash.verify import diagnosis
+from ringflash.verify.attention import attention_checks
+from ringflash.verify.compare import Check, Runs, compare
+from ringflash.verify.diagnosis import Place, Reach
+from ringflash.verify.observe import Observation, Tensors, build, observe
+from ringflash.verify.probe import Touch, changed, layer_outputs, with_other_token
+from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to look.
+
+    Args:
+        bounds: cu_seqlens of packed documents; None is one document.
+        window: of every layer, itself included; None asks the model's configuration.
+    """
+
+    seqlen: int
+    dtype: torch.dtype
+    device: torch.device
+    bounds: list[int] | None = None
+    window: int | None = None
+    seed: int = 0
+
+
+@dataclass
+class Report:
+    """The verdict, equal on all ranks."""
+
+    cp_size: int
+    settings: str
+    checks: list[Check] = field(default_factory=list)
+    first: str = ""
+    hint: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed."""
+        return not any(check.failed for check in self.checks)
+
+
+class Session:
+    """One verification of one factory over one group."""
+
+    def __init__(self, factory: Factory, group: dist.ProcessGroup, settings: Settings) -> None:
+        self.factory, self.group, self.settings = factory, group, settings
+        self.is_first = group.rank() == 0
+        self.data: Data
+        self.layout: str
+        self.windows: list[int | None]
+
+    def run(self) -> Report:
+        """The verdict.
+
+        Raises:
+            RuntimeError: the model does not run at cp=1.
+        """
+        s = self.settings
+        described = f"{s.seqlen} tokens, {len(s.bounds or [0, 0]) - 1} document(s), {s.dtype}, {s.device.type}"
+        report = Report(self.group.size(), described.replace("torch.", ""))
+        got, error = self._try_ring()
+        if got is None or error:
+            self._runs(Observation())  # raises where cp=1 fails as well
+            report.checks = [Check("cp=N run", None, [error])]
+            report.first = f"cp={report.cp_size} does not run: {error}"
+            report.hint = "cp=1 runs; the message says what a ring needs."
+            return report
+        runs = self._runs(got)
+        report.checks = self._shared(lambda: compare(runs))
+        report.checks.append(self._mask_check())
+        report.checks += attention_checks(self.group, self.data, set(self.windows) or {None}, s.dtype)
+        self._explain(report, runs)
+        return report
+
+    def observe(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Observation:
+        """One run; at cp=1 rank 0 alone calls it.
+
+        Args:
+            wide: in fp64 instead of the dtype under test.  weights: the parameters' values.
+        """
+        training = self._build(ring=ring, wide=wide, weights=weights)
+        if ring:
+            self._see(training)
+        return observe(training, self.group if ring else None, self.data)
+
+    def _see(self, training: Training) -> None:
+        """Take from the model what the rest depends on."""
+        s, module = self.settings, training.module
+        self.layout = training.layout
+        self.data = draw_data(vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device)
+        self.windows = windows_of(module)
+        if s.window is not None:
+            self.windows = [s.window] * max(1, len(self.windows))
+
+    def _build(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Training:
+        group = self.group if ring else None
+        return build(self.factory, group, torch.float64 if wide else self.settings.dtype, self.settings.device, weights)
+
+    def _try_ring(self) -> tuple[Observation | None, str]:
+        """The run over the ring, or the first rank's error."""
+        seen, error = None, ""
+        try:
+            seen = self.observe(ring=True)
+        except Exception as problem:  # the model is the user's code
+            error = f"{type(problem).__name__}: {problem}"
+            print(f"rank {self.group.rank()}: {error}", file=sys.stderr)  # the other ranks may wait for this one
+        errors: list[str] = [""] * self.group.size()
+        dist.all_gather_object(errors, error, group=self.group)
+        error = next((e for e in errors if e), "")
+        if error and not hasattr(self, "data"):
+            raise RuntimeError(f"the model must be built on every rank, got {error}; call the factory by itself.")
+        return seen, error
+
+    def _runs(self, got: Observation) -> Any:
+        """All runs together, on rank 0; None elsewhere."""
+        return self._on_first(lambda: self._with_cp1(got))
+
+    def _with_cp1(self, got: Observation) -> Runs:
+        baseline = self.observe(ring=False)
+        want = self.observe(ring=False, wide=True, weights=baseline.weights)
+        num_chunks = self.group.size() * (2 if self.layout == "zigzag" else 1)
+        return Runs(got, want, baseline, num_chunks, torch.finfo(self.settings.dtype).eps)
+
+    def _on_first(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on rank 0 and None elsewhere; an error of its reaches all ranks."""
+        made, error = None, ""
+        if self.is_first:
+            try:
+                made = make()
+            except Exception as problem:
+                error = f"{type(problem).__name__}: {problem}"
+        error = self._broadcast(error)
+        if error:
+            raise RuntimeError(f"the model must run at cp=1, got {error}; docs/verify.md says what is called.")
+        return made
+
+    def _at_cp1(self, make: Callable[[], Any]) -> Any:
+        """What `make` finds at cp=1, on all ranks."""
+        return self._shared(make)
+
+    def _shared(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on rank 0, on all ranks."""
+        return self._broadcast(self._on_first(make))
+
+    def _broadcast(self, value: T) -> T:
+        box = [value]
+        dist.broadcast_object_list(box, dist.get_global_rank(self.group, 0), group=self.group)
+        return box[0]
+
+    def _mask_check(self) -> Check:
+        """One token reaches no position that the declared mask hides, at cp=N and at cp=1."""
+        data, windows = self.data, self.windows
+        document = data.seqlen if data.cu_seqlens is None else int(data.cu_seqlens[1])
+        position, stop = document // 2, document
+        if windows and None not in windows:
+            stop = min(stop, position + 1 + sum(w - 1 for w in windows if w is not None))
+        other = with_other_token(data, position)
+        got = self._reached(lambda x: self.layer_outputs(x, ring=True), (data, other))
+        want = self._at_cp1(lambda: self._reached(lambda x: self.layer_outputs(x, ring=False), (data, other)))
+        check = Check("mask", 0.0)
+        for run, reached in (("cp=1", want), ("cp=N", got)):
+            beyond = [p for p in reached if not position <= p < stop]
+            if beyond:
+                check.failed.append(run)
+                check.ratio, check.position = float("inf"), beyond[0]
+        if check.failed:
+            runs = " and ".join(check.failed)
+            check.note = f"position {position} reaches {check.position} at {runs}, outside [{position}, {stop})"
+        return check
+
+    def _explain(self, report: Report, runs: Any) -> None:
+        """Name the first failure in the order of the data, and its likely cause."""
+        check = next((check for check in report.checks if check.failed), None)
+        if check is None:
+            return
+        probes = self._probe(check) if check.name == "layer outputs" else []
+        place = Place(self.settings.seqlen, self.group.size(), self.layout)
+        report.first, report.hint = self._shared(lambda: _explanation(check, runs, probes, place))
+
+    def _probe(self, check: Check) -> list[Reach]:
+        """The first layer that differs, perturbed just before where it differs and at the first position."""
+        name, found = check.failed[0], []
+        assert check.position is not None
+        for position in sorted({0, max(0, check.position - 1)}, reverse=True):
+            touches = (None, Touch(name, position))
+            got = self._reached(lambda t: self.layer_outputs(self.data, t, ring=True), touches, name)
+            want = self._at_cp1(
+                partial(self._reached, lambda t: self.layer_outputs(self.data, t, ring=False), touches, name)
+            )
+            found.append(Reach(position, got, want))
+        return found
+
+    def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool) -> Tensors:
+        """What the layers put out; at cp=1 rank 0 alone calls it."""
+        return layer_outputs(self._build(ring=ring), self.group if ring else None, data, touch)
+
+    @staticmethod
+    def _reached(outputs: Callable[[Any], Tensors], pair: tuple[Any, Any], name: str | None = None) -> list[int]:
+        """Positions at which a module's output (default the last one's) differs between two forwards."""
+        before, after = (outputs(x) for x in pair)
+        if not before:
+            raise RuntimeError("a layer must put out (1, seqlen, ...), got none; see Limits in docs/verify.md.")
+        name = name or list(before)[-1]
+        return changed(before[name], after[name])
+
+
+def _explanation(check: Check, runs: Runs, probes: list[Reach], place: Place) -> tuple[str, str]:
+    """(what differs first and where, likely cause)."""
+    where = "" if check.position is None else f" at {place.describe(check.position)}"
+    first = f"{check.name}: {check.failed[0]}{where}"
+    if check.name == "layer outputs":
+        index = next((part for part in check.failed[0].split(".") if part.isdigit()), "0")
+        return first, diagnosis.layer_hint(check.failed[0], probes, place, int(index) > 0)
+    hints = {
+        "weights before": diagnosis.weights_hint,
+        "batch": lambda: diagnosis.batch_hint(check.failed[0], runs, place),
+        "loss": lambda: diagnosis.loss_hint(runs, place),
+        "loss gradient by position": lambda: diagnosis.loss_hint(runs, place),
+        "evaluation loss": lambda: diagnosis.eval_hint(check.failed[0], runs, place),
+        "gradients": lambda: diagnosis.gradient_hint(check.failed, runs, place),
+        "gradients equal on all ranks": lambda: diagnosis.gradient_hint(check.failed, runs, place),
+        "mask": lambda: diagnosis.mask_hint(check),
+    }
+    return first, hints.get(check.name, lambda: "")()
+
+
+def session_for(factory: Factory, group: dist.ProcessGroup, settings: Settings) -> Session:
+    """A session for what the factory builds: Lightning's Trainer runs its modules."""
+    if "lightning" in sys.modules:
+        from lightning import LightningModule
+
+        from ringflash.verify.lightning import LightningSession
+
+        if isinstance(factory(group).module, LightningModule):
+            return LightningSession(factory, group, settings)
+    return Session(factory, group, settings)

@@ -1,0 +1,144 @@
+"""`ringflash verify`: right trainings pass; each planted mistake fails, and the report names it. gloo, 2 and 4 CPU
+processes, fp32; needs the huggingface extra."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.pool import Context, Pool
+
+pytest.importorskip("transformers")
+
+SEQLEN = 48
+BOUNDS = [0, 19, 29, 48]
+
+
+def report_of(
+    ctx: Context, plant: str, kind: str | None = None, bounds: list[int] | None = None, patch: str | None = None
+) -> tuple[bool, dict[str, list[str]], str, str]:
+    """(passed, what failed by check, first difference, likely cause)."""
+    from ringflash.verify.session import Session, Settings
+    from tests.helpers import plants
+
+    build: Any = getattr(plants, plant)
+    settings = Settings(SEQLEN, torch.float32, ctx.device, bounds)
+    with plants.PATCHES[patch]() if patch else nullcontext():
+        report = Session(lambda group: build(group, kind) if kind else build(group), ctx.group, settings).run()
+    return report.passed, {c.name: c.failed for c in report.checks if c.failed}, report.first, report.hint
+
+
+def report_of_folder(ctx: Context, folder: str, layers: int | None) -> tuple[bool, list[str], int]:
+    """(passed, what failed, layers that were compared) of a folder as the command takes it."""
+    from ringflash.verify.session import Session, Settings
+    from ringflash.verify.subject import load
+
+    session = Session(load(folder, layers, 0), ctx.group, Settings(SEQLEN, torch.float32, ctx.device))
+    report = session.run()
+    return report.passed, [c.name for c in report.checks if c.failed], len(session.windows)
+
+
+def same_on_all_ranks(results: list[Any]) -> Any:
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["whole", "documents"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_window", "mistral_window"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_right_training_passes(pool: Pool, size: int, kind: str, bounds: list[int] | None) -> None:
+    if size == 4:
+        bounds = bounds and [0, 17, 18, 48]
+    passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, "right", kind, bounds, size=size))
+    assert passed, failed
+
+
+# plant: (first difference, likely cause), parts of what is printed; a chunk is 12 tokens on 2 ranks, 6 on 4
+MISTAKES: dict[str, tuple[str, str]] = {
+    "hidden_local_positions": ("layers.0.self_attn at position {chunk} (chunk 1, held by rank 1)", "positions (RoPE)"),
+    "local_positions_in_batch": ("cp={size} does not run: ValueError: position_ids must be", ""),
+    "labels_shifted_in_batch": ("batch: shift_labels at position {last} (chunk ", "labels are shifted after sharding"),
+    "labels_shifted_in_module": ("loss: loss", "labels are shifted after sharding"),
+    "mean_of_own_tokens": ("loss: loss", "each averages over its own tokens"),
+    "without_cp_size": ("loss: loss", "the loss is 1/{size} of the truth"),
+    "gradients_not_averaged": ("gradients: ", "averaged over the wrong ranks"),
+    "missed_layer": ("layers.1.self_attn at position {chunk} (chunk 1, held by rank 1)", "this layer was missed"),
+    "bare_on_own_shard": ("layer outputs: attention at position {chunk} (chunk 1", "the rank's own shard only"),
+    "eval_loss_summed": ("evaluation loss: eval loss", "eval loss is {size}x"),
+    "other_weights": ("weights before: model.lm_head.weight", "the models differ before the first step"),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("plant", MISTAKES)
+def test_a_mistake_is_named(pool: Pool, plant: str, size: int) -> None:
+    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, plant, size=size))
+    assert not passed
+    where, why = (text.format(size=size, chunk=24 // size, last=24 // size - 1) for text in MISTAKES[plant])
+    assert where in first and why in hint, (failed, first, hint)
+
+
+PATCHED: dict[str, tuple[str, str, str]] = {
+    "local_shard_only": ("llama", "layers.0.self_attn at position {chunk} (chunk 1", "the rank's own shard only"),
+    "window_dropped": ("mistral_window", "layers.0.self_attn at position 5 (chunk 0", "a mask is dropped at cp=N"),
+    "rounded_gradients": ("llama", "gradients: model.model.layers.1.self_attn.", "sum them in fp32"),
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("patch", PATCHED)
+def test_a_mistake_in_the_attention_is_named(pool: Pool, patch: str, size: int) -> None:
+    kind, where, why = PATCHED[patch]
+    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, "right", kind, None, patch, size=size))
+    assert not passed
+    assert where.format(chunk=24 // size) in first and why in hint, (failed, first, hint)
+
+
+@pytest.mark.parametrize(
+    ("plant", "where", "why"),
+    [
+        ("documents_dropped_in_ring", "layers.0.self_attn at position 19 (chunk 1", "a mask is dropped at cp=N"),
+        ("documents_dropped_everywhere", "mask: cp=1", "position 9 reaches 19 at cp=1 and cp=N"),
+    ],
+)
+def test_dropped_documents_are_named(pool: Pool, plant: str, where: str, why: str) -> None:
+    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, plant, None, BOUNDS, size=2))
+    assert not passed
+    assert where in first and why in hint, (failed, first, hint)
+
+
+def test_only_the_evaluation_fails_where_only_it_is_wrong(pool: Pool) -> None:
+    _, failed, _, _ = pool.run(report_of, "eval_loss_summed", size=2)[0]
+    assert list(failed) == ["evaluation loss"]
+
+
+@pytest.mark.parametrize("plant", ["right_with_ddp", "right_with_fsdp", "bare"])
+def test_a_wrapped_or_bare_model_passes(pool: Pool, plant: str) -> None:
+    """The wrapper averages the gradients; names are those of the model. Without a list of layers all modules count."""
+    passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, plant, size=2))
+    assert passed, failed
+
+
+def test_a_folder_with_weights_or_without_passes(pool: Pool, tmp_path: Path) -> None:
+    """A checkpoint in safetensors; its configuration alone; its first layer alone."""
+    from tests.helpers.models import build
+
+    model = build("qwen3_window").float()
+    model.save_pretrained(tmp_path / "checkpoint")
+    model.config.save_pretrained(tmp_path / "config")
+    for folder, layers in (("checkpoint", None), ("config", None), ("checkpoint", 1)):
+        result = same_on_all_ranks(pool.run(report_of_folder, str(tmp_path / folder), layers, size=2))
+        assert result == (True, [], layers or 2)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    """Rather than drawn anew."""
+    from ringflash.verify.subject import load
+
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match="weights must be safetensors, got .bin files"):
+        load(str(tmp_path), None, 0)

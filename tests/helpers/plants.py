@@ -1,0 +1,276 @@
+"""Trainings of a tiny model, right and with one mistake each, as a user would hand them to `ringflash verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from ringflash import RingAttention, huggingface, layout
+from ringflash import loss as token_loss
+from ringflash.exchange import GradientExchange
+from ringflash.huggingface import plug
+from ringflash.huggingface.options import Options
+from ringflash.padding import IGNORE_INDEX
+from ringflash.verify import Training
+from tests.helpers.models import build
+
+Group = dist.ProcessGroup | None
+
+
+def right(group: Group, kind: str = "llama") -> Training:
+    """Nothing is wrong with it."""
+    model = build(kind)
+    huggingface.set_group(model, group)
+    return Training(huggingface.CausalLMWithLoss(model, group))
+
+
+def hidden_local_positions(group: Group) -> Training:
+    """The model rotates by the row of the shard, whatever the batch says."""
+    training = right(group)
+    training.module.get_submodule("model.model.rotary_emb").register_forward_pre_hook(_count_rows, with_kwargs=True)
+    return training
+
+
+def _count_rows(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+    return args, kwargs | {"position_ids": torch.arange(args[0].shape[1])[None]}
+
+
+def local_positions_in_batch(group: Group) -> Training:
+    """The batch counts positions from the shard's start."""
+    training = right(group)
+
+    def prepare(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        batch = huggingface.prepare_batch(*args, **kwargs)
+        return batch | {"position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+
+    training.prepare = prepare
+    return training
+
+
+def unshifted(labels: Tensor) -> Tensor:
+    """Each token's own label."""
+    return torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, :-1]], 1)
+
+
+def shift(labels: Tensor) -> Tensor:
+    """The next row's label."""
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE_INDEX)], 1)
+
+
+def labels_shifted_in_batch(group: Group) -> Training:
+    """The batch shards the labels and shifts the shard."""
+    training = right(group)
+
+    def prepare(input_ids: Tensor, *, labels: Tensor, **kwargs: Any) -> dict[str, Any]:
+        batch = huggingface.prepare_batch(input_ids, labels=labels, **kwargs)
+        return batch | {"shift_labels": shift(layout.shard_sequence(unshifted(labels), group))}
+
+    training.prepare = prepare
+    return training
+
+
+class ShiftsInside(nn.Module):
+    """Shifts the labels in the forward, where the sequence is already cut."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, labels: Tensor, **batch: Any) -> Tensor:
+        return self.inner(**batch, shift_labels=shift(labels))
+
+
+def labels_shifted_in_module(group: Group) -> Training:
+    """The module shifts the shard's labels."""
+
+    def prepare(input_ids: Tensor, *, labels: Tensor, **kwargs: Any) -> dict[str, Any]:
+        batch = huggingface.prepare_batch(input_ids, labels=labels, **kwargs)
+        del batch["shift_labels"]
+        return batch | {"labels": layout.shard_sequence(unshifted(labels), group)}
+
+    return Training(ShiftsInside(right(group).module), prepare)
+
+
+class OwnMean(nn.Module):
+    """The loss is the mean over the rank's own tokens."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        inner.group = None  # the ring keeps its own
+
+    def forward(self, **batch: Any) -> Tensor:
+        return self.inner(**batch | {"num_items_in_batch": None})
+
+
+def mean_of_own_tokens(group: Group) -> Training:
+    """Each rank divides by the number of its own labels."""
+    return Training(OwnMean(right(group).module))
+
+
+class Scaled(nn.Module):
+    """The loss times a factor."""
+
+    def __init__(self, inner: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, **batch: Any) -> Tensor:
+        return self.inner(**batch) * self.factor
+
+
+def without_cp_size(group: Group) -> Training:
+    """The loss lacks the factor cp_size."""
+    return Training(Scaled(right(group).module, 1 if group is None else 1 / group.size()))
+
+
+def ddp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """The module in DDP."""
+    return nn.parallel.DistributedDataParallel(module, process_group=group)
+
+
+def gradients_not_averaged(group: Group) -> Training:
+    """DDP over a group of this rank alone."""
+    training = right(group)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    training.wrap = lambda module, _: ddp(module, alone)
+    return training
+
+
+def right_with_ddp(group: Group) -> Training:
+    """DDP over the ring, on top of a right model."""
+    training = right(group)
+    training.wrap = ddp
+    return training
+
+
+def right_with_fsdp(group: Group) -> Training:
+    """FSDP2 over the ring, layer by layer."""
+    training = right(group)
+
+    def shard(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in module.get_submodule("model.model.layers").children():
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(module, mesh=mesh)
+
+    training.wrap = shard
+    return training
+
+
+def documents_dropped_in_ring(group: Group) -> Training:
+    """The bounds get lost where the sequence is cut."""
+    training = right(group)
+
+    def prepare(input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
+        batch = huggingface.prepare_batch(input_ids, **kwargs)
+        return batch if group is None else batch | {"cu_seqlens": None}
+
+    training.prepare = prepare
+    return training
+
+
+def documents_dropped_everywhere(group: Group) -> Training:
+    """The bounds never reach the model: cp=1 and cp=N agree on the wrong thing."""
+    training = right(group)
+    training.prepare = lambda input_ids, **kw: huggingface.prepare_batch(input_ids, **kw) | {"cu_seqlens": None}
+    return training
+
+
+def missed_layer(group: Group) -> Training:
+    """Layer 1 was left with attention over the rank's own tokens."""
+    training = right(group)
+    training.module.get_submodule("model.model.layers.1.self_attn")._ringflash = Options(None)
+    return training
+
+
+def eval_loss_summed(group: Group) -> Training:
+    """The evaluation adds the ranks' losses up."""
+    training = right(group)
+
+    def evaluate(module: nn.Module, batch: dict[str, Any]) -> Tensor:
+        loss = module(**batch)
+        if group is not None:
+            dist.all_reduce(loss, group=group)
+        return loss
+
+    training.evaluate = evaluate
+    return training
+
+
+def other_weights(group: Group) -> Training:
+    """The ranks of a ring draw other weights than one device."""
+    training = right(group)
+    if group is not None:
+        nn.init.ones_(training.module.get_submodule("model.lm_head").weight)
+    return training
+
+
+class Bare(nn.Module):
+    """One attention without a list of layers, transformers or a known head."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group = group
+        self.embedding = nn.Embedding(61, 32)
+        self.qkv = nn.Linear(32, 96)
+        self.attention = RingAttention(group)
+        self.head = nn.Linear(32, 61, bias=False)
+
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, **rest: Any) -> Tensor:
+        q, k, v = self.qkv(self.embedding(input_ids)).unflatten(-1, (6, 16)).split(2, 2)
+        out = self.attention(q, k, v, rest["cu_seqlens"]).flatten(2)
+        return token_loss.cross_entropy(out, self.head.weight, shift_labels, group=self.group)
+
+
+def bare(group: Group) -> Training:
+    """A model of plain torch."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Training(Bare(group))
+
+
+def bare_on_own_shard(group: Group) -> Training:
+    """Its attention was built without the group."""
+    training = bare(group)
+    training.module.attention = RingAttention(None)
+    return training
+
+
+@contextmanager
+def patched_attention(**changes: Any) -> Iterator[None]:
+    """Attention over a ring is called with other arguments."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return original(q, k, v, **(options | changes if options["group"] is not None else options))
+
+    original = plug.ring_attention
+    with mock.patch.object(plug, "ring_attention", attend):
+        yield
+
+
+@contextmanager
+def rounded_gradients() -> Iterator[None]:
+    """dK and dV come home in bf16."""
+
+    def finish(self: GradientExchange) -> Any:
+        return tuple(x.bfloat16().to(x.dtype) for x in original(self))
+
+    original = GradientExchange.finish_gradients
+    with mock.patch.object(GradientExchange, "finish_gradients", finish):
+        yield
+
+
+PATCHES: dict[str, Callable[[], Any]] = {
+    "local_shard_only": lambda: patched_attention(group=None),
+    "window_dropped": lambda: patched_attention(window_size=(-1, -1)),
+    "rounded_gradients": rounded_gradients,
+}

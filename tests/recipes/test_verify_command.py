@@ -1,0 +1,100 @@
+"""The command `ringflash verify` as a user starts it: exit status, table and JSON. CPU, 2 processes each; needs the
+huggingface and lightning extras."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringflash.cli import main
+from tests.helpers.examples import example
+from tests.recipes.launching import run
+
+pytest.importorskip("transformers")
+pytest.importorskip("lightning")
+
+
+def test_the_documents_example_passes(tmp_path: Path) -> None:
+    """As docs/verify.md prints it, and with its arguments."""
+    code = example("docs/verify.md", "# my_training.py")
+    (tmp_path / "my_training.py").write_text(code)
+    arguments = code.splitlines()[0].split("ringflash ")[1].split()
+    printed = run([sys.executable, "-m", "ringflash", *arguments], PYTHONPATH=f".:kernels:{tmp_path}")
+    assert "cp=2 against cp=1: 64 tokens, 2 document(s), float32, cpu" in printed
+    assert "passed: cp=N trains what cp=1 trains" in printed
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of all LightningModules, by one launch of torchrun."""
+    out = tmp_path_factory.mktemp("verify") / "reports.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run([*launcher, "-m", "tests.recipes.verify_worker", out], timeout_s=90)
+    return json.loads(out.read_text())
+
+
+def failed(report: dict[str, Any]) -> list[str]:
+    return [check["name"] for check in report["checks"] if check["verdict"] == "FAILED"]
+
+
+def test_a_right_lightning_module_passes(reports: dict[str, Any]) -> None:
+    report = reports["right"]
+    assert (report["status"], report["passed"], failed(report)) == (0, True, [])
+    assert all(check["verdict"] == "ok" for check in report["checks"])
+
+
+def test_a_lightning_evaluation_times_cp_is_named(reports: dict[str, Any]) -> None:
+    report = reports["summed_evaluation"]
+    assert (report["status"], failed(report)) == (1, ["evaluation loss"])
+    assert report["first_difference"] == "evaluation loss: eval_loss/verify"
+    assert report["likely_cause"].startswith("eval_loss/verify is 2x")
+
+
+def test_a_missed_layer_of_a_lightning_module_is_named(reports: dict[str, Any]) -> None:
+    report = reports["missed_layer"]
+    assert report["status"] == 1
+    assert "layers.1.self_attn at position 12 (chunk 1, held by rank 1)" in report["first_difference"]
+    assert "this layer was missed" in report["likely_cause"]
+
+
+def test_documents_that_no_run_sees_are_named(reports: dict[str, Any]) -> None:
+    report = reports["without_documents"]
+    assert (report["status"], failed(report)) == (1, ["mask"])
+    assert "position 9 reaches 19 at cp=1 and cp=N" in report["likely_cause"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "verify must run on two ranks or more, got 1; add --nproc 2"),
+        (["nowhere", "--nproc", "1"], "verify must run on two ranks or more, got 1"),
+    ],
+)
+def test_one_process_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "target must be a folder with config.json or 'package.module:factory', got 'nowhere'"),
+        (["json:nothing"], "target must name a function of json, got 'nothing'"),
+        (["json:loads", "--layers", "2"], "layers must be left out for a factory"),
+        (["json:loads", "--dtype", "int8"], "dtype must be one of"),
+        (["json:loads", "--device", "tpu"], "device must be cpu or cuda"),
+        (["json:loads", "--window", "0"], "window must be 1 or more"),
+        (["json:loads", "--cu_seqlens", "[0,7]"], "cu_seqlens must end at the global sequence length (256), got 7"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the ranks join, on every rank."""
+    monkeypatch.setenv("RANK", "0")
+    assert main(["verify", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,85 @@
+"""The command `ringflash verify` on several LightningModules in one launch; rank 0 writes their reports to <out>.
+
+torchrun --nproc_per_node 2 -m tests.recipes.verify_worker <out>
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ringflash import huggingface
+from ringflash.cli import main
+from ringflash.huggingface.options import Options
+from ringflash.lightning import CausalLM
+from ringflash.lightning.strategy import strategy_of
+from ringflash.verify import Training
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+DOCUMENTS = ["--cu_seqlens", "[0,19,48]"]
+FACTORIES = {"right": DOCUMENTS, "summed_evaluation": DOCUMENTS, "missed_layer": [], "without_documents": DOCUMENTS}
+
+
+class SummedEvaluation(CausalLM):
+    """Reports the sum of the ranks' evaluation losses."""
+
+    def on_validation_epoch_end(self) -> None:
+        self._totals[:, 0] *= strategy_of(self.trainer).cp_size
+        super().on_validation_epoch_end()
+
+
+class MissedLayer(CausalLM):
+    """The attention of layer 1 stays on the shard."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.get_submodule("model.model.model.layers.1.self_attn")._ringflash = Options(None)
+
+
+def right(group: Any) -> CausalLM:
+    """Nothing is wrong with it."""
+    return CausalLM(CONFIG)
+
+
+def summed_evaluation(group: Any) -> CausalLM:
+    """Its evaluation loss is that of cp_size sequences."""
+    return SummedEvaluation(CONFIG)
+
+
+def missed_layer(group: Any) -> CausalLM:
+    """One of its layers was forgotten."""
+    return MissedLayer(CONFIG)
+
+
+def without_documents(group: Any) -> Training:
+    """Its batches never say where documents end, at cp=1 either."""
+    return Training(CausalLM(CONFIG), lambda ids, **kw: huggingface.prepare_batch(ids, **kw) | {"cu_seqlens": None})
+
+
+def verify(factory: str) -> dict[str, Any]:
+    """What the command says, with its exit status."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = main(
+            ["verify", f"tests.recipes.verify_worker:{factory}", "--seqlen", "48", "--json", *FACTORIES[factory]]
+        )
+    text = printed.getvalue()
+    return {"status": status} | (json.loads(text[text.index('{\n  "passed"') :]) if os.environ["RANK"] == "0" else {})
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    found = {factory: verify(factory) for factory in FACTORIES}
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    dist.destroy_process_group()

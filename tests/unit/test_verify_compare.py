@@ -1,0 +1,83 @@
+"""The comparison of `ringflash verify`: what passes, what fails, and where. One process, no model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ringflash.verify.compare import Check, Runs, compare
+from ringflash.verify.diagnosis import Place
+from ringflash.verify.observe import Observation
+
+SEQLEN, NUM_CHUNKS = 32, 4
+
+
+def observation(dtype: torch.dtype = torch.float64) -> Observation:
+    """Rows that shrink along the sequence, as causal attention's do, and three parameters."""
+    generator = torch.Generator().manual_seed(0)
+    draw = torch.randn(4, 1, SEQLEN, 8, generator=generator, dtype=torch.float64) / torch.arange(1, SEQLEN + 1)[:, None]
+    low = draw.to(dtype)
+    weights = {f"w{i}": x[0].clone() for i, x in enumerate(low[:3])}
+    return Observation(
+        weights={name: x.float() for name, x in weights.items()}, inputs={"ids": torch.arange(SEQLEN)[None]},
+        layers={"layers.0": low[0].clone(), "layers.1": low[1].clone()}, logits={"logits": low[2].clone()}, loss=2.0,
+        loss_gradient={"d loss / d hidden": low[3].clone()}, eval_losses={"eval loss": 3.0},
+        gradients=weights, stepped={name: 2 * x for name, x in weights.items()},
+    )  # fmt: skip
+
+
+def failed(got: Observation) -> list[Check]:
+    baseline = observation(torch.bfloat16)
+    runs = Runs(got, observation(), baseline, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps)
+    return [check for check in compare(runs) if check.failed]
+
+
+def test_the_baseline_passes() -> None:
+    assert failed(observation(torch.bfloat16)) == []
+
+
+def test_zeroed_last_rows_fail_where_they_start() -> None:
+    """Small beside the first rows, but judged in a chunk of their own."""
+    got = observation(torch.bfloat16)
+    got.layers["layers.1"][:, -6:] = 0
+    (check,) = failed(got)
+    assert (check.name, check.failed, check.position) == ("layer outputs", ["layers.1"], SEQLEN - 6)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_fails(value: float) -> None:
+    got = observation(torch.bfloat16)
+    got.gradients["w1"][3, 2] = value
+    (check,) = failed(got)
+    assert (check.name, check.failed) == ("gradients", ["w1"])
+
+
+def test_a_missing_gradient_and_a_missing_loss_fail() -> None:
+    got = observation(torch.bfloat16)
+    del got.gradients["w2"]
+    assert [(c.name, c.failed) for c in failed(replace(got, eval_losses={}))] == [
+        ("evaluation loss", ["eval loss"]), ("gradients", ["w2"]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1 + 2e-3, True), (1.1, False)])
+def test_a_loss_may_be_as_wrong_as_rounding_explains(factor: float, passes: bool) -> None:
+    got = replace(observation(torch.bfloat16), loss=2.0 * factor)
+    assert [c.name for c in failed(got)] == ([] if passes else ["loss"])
+
+
+def test_a_parameter_rounded_below_the_others_is_not_held_to_its_luck() -> None:
+    """Its baseline happens to be exact; the usual error of the others is its budget."""
+    baseline, got = observation(torch.bfloat16), observation(torch.bfloat16)
+    baseline.gradients["w0"] = observation().gradients["w0"]
+    runs = Runs(got, observation(), baseline, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps)
+    assert not any(check.failed for check in compare(runs))
+
+
+def test_positions_are_named_with_chunk_and_rank() -> None:
+    place = Place(SEQLEN, 2, "zigzag")
+    assert place.describe(8) == "position 8 (chunk 1, held by rank 1)"
+    assert place.describe(31) == "position 31 (chunk 3, held by rank 0)"
+    assert place.chunk_ends == {7, 15, 23, 31}
