@@ -77,6 +77,33 @@ def cross_entropy(
     return cast(torch.Tensor, loss)
 
 
+@torch.no_grad()
+def score_tokens(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk_tokens: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of every token, and whether its label is the most likely one; without gradients, chunk by chunk.
+
+    Args: as `cross_entropy`.
+    Returns:
+        losses: as labels, fp32 (fp64 for fp64); 0 where there is no label.
+        correct: as labels, bool; False where there is no label.
+    Raises:
+        ValueError: as `cross_entropy`.
+    """
+    _check(hidden, weight, labels)
+    losses = hidden.new_zeros(labels.numel(), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    correct = torch.zeros_like(losses, dtype=torch.bool)
+    tokens, wanted = hidden.flatten(0, -2), labels.flatten()
+    for start in range(0, len(wanted), chunk := chunk_tokens or max(1, _CHUNK_LOGITS // weight.shape[0])):
+        rows = slice(start, start + chunk)
+        logits = (tokens[rows] @ weight.T).to(losses.dtype)
+        labelled, target = wanted[rows] != IGNORE_INDEX, wanted[rows].clamp(min=0)
+        each = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+        losses[rows] = each.masked_fill(~labelled, 0.0)
+        correct[rows] = labelled & (logits.argmax(1) == target)
+    return losses.view_as(labels), correct.view_as(labels)
+
+
 def shift_labels(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
     """Labels of a whole sequence, before sharding: each token's successor, -100 where it has none.
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from ringflash.lightning import CausalLM, Progress, StopOnSignal
 from ringflash.lightning.checkpoints import SameCheckpoint, newest_checkpoint
@@ -25,11 +26,17 @@ from ringflash.lightning.sequences import SequenceData
 
 
 class RecipeCLI(LightningCLI):
-    """Lightning's command line, with the keys `output_dir`, `progress` and `checkpoint` beside its own."""
+    """Lightning's command line, with the keys `output_dir`, `loggers`, `progress` and `checkpoint` beside its own."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the keys."""
         parser.add_argument("--output_dir", type=str, required=True, help="Where version_N of the results goes.")
+        parser.add_argument(
+            "--loggers",
+            type=list[Literal["csv", "tensorboard", "wandb"]],
+            default=["csv", "tensorboard"],
+            help="Where the curves go; trainer.logger takes their place.",
+        )
         parser.add_lightning_class_args(Progress, "progress")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
 
@@ -39,9 +46,7 @@ class RecipeCLI(LightningCLI):
         if asked["precision"] is None and not asked["plugins"] and torch.cuda.is_available():
             kwargs["precision"] = "bf16-mixed"
         if asked["logger"] is None:
-            output_dir = self._get(self.config_init, "output_dir")
-            csv = CSVLogger(output_dir, name=None)
-            kwargs["logger"] = [csv, TensorBoardLogger(output_dir, name=None, version=csv.version)]
+            kwargs["logger"] = _loggers(*(self._get(self.config_init, key) for key in ("loggers", "output_dir")))
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
@@ -50,6 +55,19 @@ class RecipeCLI(LightningCLI):
         if options["ckpt_path"] == "auto":
             options["ckpt_path"] = newest_checkpoint(self._get(self.config_init, "output_dir"))
             self.trainer.callbacks.append(SameCheckpoint(options["ckpt_path"]))
+
+
+def _loggers(names: list[str], output_dir: str) -> list[Logger]:
+    """The loggers of these names, in one version_N of the folder."""
+    csv = CSVLogger(output_dir, name=None)
+    loggers: list[Logger] = [csv] if "csv" in names else []
+    if "tensorboard" in names:
+        loggers.append(TensorBoardLogger(output_dir, name=None, version=csv.version))
+    if "wandb" in names:
+        if find_spec("wandb") is None:
+            raise ValueError(f"wandb must be installed for loggers {names}, got none; pip install wandb, or drop it.")
+        loggers.append(WandbLogger(save_dir=output_dir))
+    return loggers
 
 
 def launched_ranks() -> dict[str, int]:

@@ -42,13 +42,20 @@ class CausalLMWithLoss(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         cu_seqlens: Tensor | None = None,
         use_cache: bool = False,
-    ) -> Tensor:
-        """Scalar loss of this rank; arguments as `prepare_batch` returns them."""
+        per_token: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Scalar loss of this rank; arguments as `prepare_batch` returns them.
+
+        Args:
+            per_token: return what `ringflash.loss.score_tokens` does instead.
+        """
         base: Callable[..., Any] = self.model.model  # type: ignore[assignment]
         hidden = base(
             input_ids=input_ids, position_ids=position_ids, cu_seqlens=cu_seqlens, use_cache=use_cache
         ).last_hidden_state
         weight: Tensor = self.model.lm_head.weight  # type: ignore[union-attr,assignment]
+        if per_token:
+            return token_loss.score_tokens(hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens)
         return token_loss.cross_entropy(
             hidden, weight, shift_labels, group=self.group, num_tokens=num_items_in_batch,
             chunk_tokens=self.chunk_tokens,

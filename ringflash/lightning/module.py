@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
+from ringflash.flops import layer_windows, training_flops
 from ringflash.huggingface.weights import draw_weights, load_weights, read_config
+from ringflash.lightning.buckets import NUM_BUCKETS, position_buckets
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
+from ringflash.padding import IGNORE_INDEX
+from ringflash.plan.shape import shape_of
 
 Batch = dict[str, Any]
 
@@ -61,7 +66,9 @@ class CausalLM(lightning.LightningModule):
         self.warmup_steps, self.decay_steps, self.final_rate = warmup_steps, decay_steps, final_rate
         self.seed, self.memory = seed, memory
         self.model: huggingface.CausalLMWithLoss | None = None
+        self.flops_of: Callable[[Sequence[int]], float] | None = None  # of a sequence, by its documents' bounds
         self.eval_losses: dict[str, float] = {}  # of the last evaluation, by the name of its loader
+        self.eval_losses_by_position: dict[str, dict[int, float]] = {}  # likewise, by `position_buckets`
 
     def configure_model(self) -> None:
         """Build the model and shard it over all ranks, once."""
@@ -71,14 +78,15 @@ class CausalLM(lightning.LightningModule):
         self.model = empty_model(self.config, strategy.cp_group, self.memory)
         strategy.shard_parameters(self.model, _layers(self.model))
         sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        self.flops_of = _flops_of(self.model.model.config)
         device = strategy.root_device if sharded else torch.device("cpu")
         if self.pretrained is None:
             draw_weights(self.model.model, device, self.seed)
         else:
             load_weights(self.model.model, device, self.pretrained)
 
-    def forward(self, **batch: Any) -> torch.Tensor:
-        """The loss of this rank, scaled as `ringflash.loss` says."""
+    def forward(self, **batch: Any) -> Any:
+        """The loss of this rank, scaled as `ringflash.loss` says; with per_token=True that of each token."""
         assert self.model is not None
         return self.model(**batch)
 
@@ -130,22 +138,31 @@ class CausalLM(lightning.LightningModule):
         checkpoint["model_config"] = self.config
 
     def on_validation_epoch_start(self) -> None:
-        """Nothing judged yet: for each loader, sums of the losses and of the tokens."""
-        self._totals = torch.zeros(len(self._eval_names()), 2, dtype=torch.float64, device=self.device)
+        """Nothing judged yet: for each loader and bucket, sums of the losses and of the tokens."""
+        shape = (len(self._eval_names()), NUM_BUCKETS, 2)
+        self._totals = torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add this rank's part of the sequence."""
-        share = batch["num_items_in_batch"] / strategy_of(self.trainer).cp_size
-        self._totals[dataloader_idx, 0] += self(**batch) * share
-        self._totals[dataloader_idx, 1] += share
+        """Add this rank's tokens of the sequence."""
+        losses, _ = self(**batch, per_token=True)
+        labelled = batch["shift_labels"] != IGNORE_INDEX
+        seqlen = batch["shift_labels"].shape[1] * strategy_of(self.trainer).cp_size
+        buckets = position_buckets(batch["position_ids"], batch["cu_seqlens"], seqlen).expand_as(labelled)[labelled]
+        self._totals[dataloader_idx, :, 0].index_add_(0, buckets, losses[labelled].double())
+        self._totals[dataloader_idx, :, 1].index_add_(0, buckets, torch.ones_like(buckets, dtype=torch.float64))
 
     def on_validation_epoch_end(self) -> None:
-        """The mean loss over the tokens of all ranks, for each loader."""
+        """The mean loss over the tokens of all ranks, for each loader, whole and by `position_buckets`."""
         dist.all_reduce(self._totals)
-        losses = self._totals[:, 0] / self._totals[:, 1]
-        self.eval_losses = dict(zip(self._eval_names(), losses.tolist(), strict=True))
-        for name, loss in zip(self._eval_names(), losses, strict=True):
-            self.log(f"eval_loss/{name}", loss, sync_dist=True)
+        self.eval_losses, self.eval_losses_by_position = {}, {}
+        for name, totals in zip(self._eval_names(), self._totals, strict=True):
+            loss, tokens = totals.sum(0)
+            self.eval_losses[name] = (loss / tokens).item()
+            self.log(f"eval_loss/{name}", loss / tokens, sync_dist=True)
+            by_position = {i: (x / n).item() for i, (x, n) in enumerate(totals) if n > 0}
+            self.eval_losses_by_position[name] = by_position
+            for bucket, value in by_position.items():
+                self.log(f"eval_loss_by_position/{name}/{bucket}", value, sync_dist=True)
 
     def _eval_names(self) -> list[str]:
         loaders = self.trainer.val_dataloaders
@@ -189,6 +206,14 @@ def empty_model(
     huggingface.set_group(model, group)
     save_memory(model, memory)
     return huggingface.CausalLMWithLoss(model, group)
+
+
+def _flops_of(config: Any) -> Callable[[Sequence[int]], float] | None:
+    """`training_flops` of a configuration; None for a family whose parameters are not counted."""
+    try:
+        return partial(training_flops, shape_of(config.to_dict()), layer_windows(config))
+    except NotImplementedError:
+        return None
 
 
 def _layers(model: nn.Module) -> Iterable[nn.Module]:

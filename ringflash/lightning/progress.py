@@ -9,9 +9,12 @@ from typing import Any
 
 import lightning
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from ringflash.flops import peak_tflops
+from ringflash.lightning.buckets import bucket_bounds
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.strategy import strategy_of
 
@@ -19,19 +22,25 @@ _GIB = 1 << 30
 
 
 class Progress(lightning.Callback):
-    """Prints loss, norm of the gradient, speed and memory on the first rank, and logs speed and memory.
+    """Prints loss, norm of the gradient, rate, memory, speed and MFU on the first rank, and logs memory and speed.
 
     Tokens are counted once for each sequence. Lightning's ThroughputMonitor multiplies by the number of ranks and
-    would count them once for each rank of a ring.
+    would count them once for each rank of a ring. FLOPs are those of `ringflash.flops`, with each batch's own
+    documents.
 
     Args:
         every_n_steps: steps between two lines.
+        peak_tflops: of a GPU, for MFU; default by its name, from `ringflash.flops.PEAK_TFLOPS`. MFU of a device
+            without one is not printed.
     """
 
-    def __init__(self, every_n_steps: int = 10) -> None:
+    def __init__(self, every_n_steps: int = 10, peak_tflops: float | None = None) -> None:
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}; 1 prints every step.")
-        self.every_n_steps = every_n_steps
+        if peak_tflops is not None and peak_tflops <= 0:
+            raise ValueError(f"peak_tflops must be positive, got {peak_tflops}; leave it out for the table's.")
+        self.every_n_steps, self.peak_tflops = every_n_steps, peak_tflops
+        self.flops = 0.0  # of this data rank's sequences since the last line
         self.console = Console(highlight=False, soft_wrap=True)
         self.evaluations: list[tuple[int, dict[str, float]]] = []
 
@@ -50,18 +59,25 @@ class Progress(lightning.Callback):
         """The clock starts with the first batch."""
         self._restart_clock(trainer)
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: CausalLM, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: CausalLM, outputs: Any, batch: dict[str, Any], batch_idx: int
+    ) -> None:
         """Print and log, every few steps and on the first."""
         step = trainer.global_step
+        if pl_module.flops_of is not None:
+            bounds = batch["cu_seqlens"]
+            self.flops += pl_module.flops_of([0, trainer.datamodule.seqlen] if bounds is None else bounds.tolist())
         if step <= self._clock_step or (step % self.every_n_steps and step > 1):
             return
         loss, norm, rate = (trainer.callback_metrics[x].item() for x in ("loss", "grad_norm", "learning_rate"))
-        speed, memory = self._tokens_per_second(trainer), _peak_memory(strategy_of(trainer).root_device)
-        pl_module.log_dict({"tokens_per_second": speed, "memory_gib": memory})
+        speed = {"memory_gib": _peak_memory(strategy_of(trainer).root_device), **self._speed(trainer)}
+        pl_module.log_dict(speed)
+        flops = f"  {speed['tflops_per_rank']:.3g} TFLOP/s a rank" if "tflops_per_rank" in speed else ""
+        mfu = f"  MFU {100 * speed['mfu']:.1f}%" if "mfu" in speed else ""
         self._print(
             trainer,
             f"step [bold]{step:>6}[/]  loss [bold]{loss:7.4f}[/]  grad_norm {norm:8.4f}  lr {rate:.2e}  "
-            f"{speed:>10,.0f} tokens/s  {memory:6.2f} GiB",
+            f"{speed['memory_gib']:6.2f} GiB  {speed['tokens_per_second']:>10,.0f} tokens/s{flops}{mfu}",
         )
         self._restart_clock(trainer)
 
@@ -83,24 +99,50 @@ class Progress(lightning.Callback):
             for name in after:
                 table.add_row(name, f"{before[name]:.4f}", f"{after[name]:.4f}")
             self._print(trainer, table)
+        if pl_module.eval_losses_by_position:
+            self._print(trainer, _by_position(pl_module, trainer.datamodule.seqlen))
         checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
         self._print(trainer, f"checkpoint  {_shown(checkpoint) if checkpoint else 'none yet'}")
         for logger in trainer.loggers:
             self._print(trainer, f"loss curve  {_shown(logger.log_dir)} ({type(logger).__name__})")
 
-    def _tokens_per_second(self, trainer: lightning.Trainer) -> float:
-        batches = (trainer.global_step - self._clock_step) * trainer.accumulate_grad_batches
-        tokens = batches * strategy_of(trainer).dp_size * trainer.datamodule.seqlen
-        return tokens / (time.perf_counter() - self._clock)
+    def _speed(self, trainer: lightning.Trainer) -> dict[str, float]:
+        """Since the last line; all ranks add up their sequences."""
+        strategy = strategy_of(trainer)
+        seconds, batches = time.perf_counter() - self._clock, trainer.global_step - self._clock_step
+        tokens = batches * trainer.accumulate_grad_batches * strategy.dp_size * trainer.datamodule.seqlen
+        speed = {
+            "tokens_per_second": tokens / seconds,
+            "tokens_per_second_per_rank": tokens / seconds / dist.get_world_size(),
+        }
+        flops = torch.tensor(self.flops / strategy.cp_size, dtype=torch.float64, device=strategy.root_device)
+        dist.all_reduce(flops)
+        if flops.item() > 0:
+            speed["tflops_per_rank"] = flops.item() / dist.get_world_size() / seconds / 1e12
+            peak = self.peak_tflops or peak_tflops(_device_name(strategy.root_device))
+            if peak is not None:
+                speed["mfu"] = speed["tflops_per_rank"] / peak
+        return speed
 
     def _restart_clock(self, trainer: lightning.Trainer) -> None:
-        self._clock, self._clock_step = time.perf_counter(), trainer.global_step
+        self._clock, self._clock_step, self.flops = time.perf_counter(), trainer.global_step, 0.0
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
     def _print(self, trainer: lightning.Trainer, what: str | Table) -> None:
         if trainer.is_global_zero:
             self.console.print(what)
+
+
+def _by_position(module: CausalLM, seqlen: int) -> Table:
+    """Losses of the last evaluation; a model that uses far context has lower ones further down."""
+    losses = module.eval_losses_by_position
+    table = Table("tokens of the document before", *losses)
+    for bucket, bound in enumerate(bucket_bounds(seqlen)):
+        found = [by_position.get(bucket) for by_position in losses.values()]
+        if any(loss is not None for loss in found):
+            table.add_row(f"from {bound:,}", *("" if loss is None else f"{loss:.4f}" for loss in found))
+    return table
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -4,7 +4,3 @@
 
 The assumptions are `machine.Rates`; docs/plan.md says which of them are measured.
 """
-
-from ringflash.plan.command import add_arguments, run
-
-__all__ = ["add_arguments", "run"]

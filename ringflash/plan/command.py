@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.console import Console
 from rich.table import Table
 
+from ringflash.flops import visible_pairs
 from ringflash.huggingface.weights import read_config
 from ringflash.plan.job import Job
 from ringflash.plan.machine import GIB, GPUS, Machine, Rates
@@ -146,12 +147,9 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 def _in_window(seqlen: int, window: int | None) -> float:
     """Part of a sequence's causal pairs that lie in a window of so many keys to the left."""
-    if window is None or window >= seqlen - 1:
-        return 1.0
-    if window < 0:
+    if window is not None and window < 0:
         raise ValueError(f"--window must be 0 or more, got {window}; leave it out for none.")
-    outside = (seqlen - window) * (seqlen - window - 1)
-    return 1 - outside / (seqlen * (seqlen + 1))
+    return visible_pairs(seqlen, window) / visible_pairs(seqlen)
 
 
 def _tokens(text: str) -> int:

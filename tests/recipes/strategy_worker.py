@@ -113,20 +113,35 @@ def reference_model(seed: int) -> nn.Module:
 
 
 def evaluation(folder: str) -> dict[str, Any]:
-    """Error of the losses over fixed sequences, against the mean over all their tokens in one process."""
+    """Largest error of the losses over fixed sequences, whole and by position, against one process's own sums."""
     module = CausalLM(CONFIG)
     trainer = trainer_with(plugins=[DoublePrecision()])
     trainer.validate(module, datamodule=data(folder), verbose=False)
     model, errors = reference_model(module.seed), {}
     for name, text in (("train", trainer.datamodule.train), ("held_out", trainer.datamodule.held_out)):
-        total = tokens = 0.0
+        sums: dict[int, list[float]] = {}
         for i in range(NUM_EVAL):
-            sample = text[i * len(text) // NUM_EVAL]
-            batch = huggingface.prepare_batch(sample["input_ids"], group=None, cu_seqlens=sample["cu_seqlens"])
-            count = batch["num_items_in_batch"].item()
-            total, tokens = total + model(**batch).item() * count, tokens + count
-        errors[name] = abs(module.eval_losses[name] - total / tokens) / (total / tokens)
+            for bucket, loss in token_losses(model, text[i * len(text) // NUM_EVAL]):
+                sums.setdefault(bucket, []).append(loss)
+        want = {bucket: sum(losses) / len(losses) for bucket, losses in sums.items()}
+        got = module.eval_losses_by_position[name]
+        assert got.keys() == want.keys() and len(want) > 2, (got, want)
+        errors[f"{name} by position"] = max(abs(got[bucket] - loss) / loss for bucket, loss in want.items())
+        every = [loss for losses in sums.values() for loss in losses]
+        errors[name] = abs(module.eval_losses[name] - sum(every) / len(every)) / (sum(every) / len(every))
     return errors
+
+
+def token_losses(model: Any, sample: Any) -> Iterator[tuple[int, float]]:
+    """(bucket, loss) of each token with a successor in its document, from whole logits."""
+    ids, bounds = sample["input_ids"], sample["cu_seqlens"]
+    positions = torch.arange(ids.shape[1])[None]
+    hidden = model.model.model(input_ids=ids, position_ids=positions, cu_seqlens=bounds, use_cache=False)
+    logits = model.model.lm_head(hidden.last_hidden_state)[0]
+    for start, stop in zip(bounds.tolist(), bounds[1:].tolist(), strict=False):
+        for i in range(start, stop - 1):
+            bucket = sum((i - start) * 2**power >= SEQLEN for power in range(1, 8))
+            yield bucket, nn.functional.cross_entropy(logits[i], ids[0, i + 1]).item()
 
 
 def compare(module_class: Callable[..., CausalLM], algorithm: str, folder: str) -> dict[str, Any]:

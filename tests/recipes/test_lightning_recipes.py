@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from recipes.lightning.compare import largest_difference, newest_curve, read_losses
+from recipes.lightning.train import _loggers
 from tests.recipes.launching import ROOT, interrupt, run, write_text
 
 RTOL_FP64 = 1e-11
@@ -87,7 +88,9 @@ def test_recipe_prints_its_progress(two_ranks: Run) -> None:
     """A line for each step, the losses before and after, and where the results are."""
     for step in range(1, STEPS + 1):
         assert f"step {step:>6}  loss  {two_ranks.losses[step - 1]:.4f}  grad_norm" in two_ranks.output
-    assert "tokens/s" in two_ranks.output and "GiB" in two_ranks.output
+    assert "tokens/s" in two_ranks.output and "GiB" in two_ranks.output and "TFLOP/s a rank" in two_ranks.output
+    assert "MFU" not in two_ranks.output  # a CPU has no peak in the table
+    assert "tokens of the document before" in two_ranks.output
     assert "step 0" in two_ranks.output and f"step {STEPS}" in two_ranks.output
     assert str(two_ranks.checkpoint(STEPS)) in two_ranks.output and str(two_ranks.results) in two_ranks.output
 
@@ -161,3 +164,15 @@ def test_run_without_a_curve_is_refused(tmp_path: Path) -> None:
     """The message names the folder."""
     with pytest.raises(ValueError, match=f"run must hold version_N/metrics.csv, got none in {tmp_path}"):
         newest_curve(tmp_path)
+
+
+def test_wandb_is_refused_where_it_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.lightning.train.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="wandb must be installed for loggers .*; pip install wandb, or drop it"):
+        _loggers(["csv", "wandb"], str(tmp_path))
+
+
+def test_loggers_share_one_version(tmp_path: Path) -> None:
+    csv_logger, tensorboard = _loggers(["csv", "tensorboard"], str(tmp_path))
+    assert csv_logger.log_dir == tensorboard.log_dir == str(tmp_path / "version_0")
+    assert _loggers([], str(tmp_path)) == []

@@ -48,7 +48,7 @@ def test_gradients_were_large_enough_to_clip(ranks: list[dict[str, Any]]) -> Non
     assert all(rank[clipping]["clipped"] for rank in ranks for clipping in ("norm", "value"))
 
 
-@pytest.mark.parametrize("name", ["train", "held_out"])
+@pytest.mark.parametrize("name", ["train", "held_out", "train by position", "held_out by position"])
 def test_evaluation_is_the_mean_over_tokens_of_all_ranks(ranks: list[dict[str, Any]], name: str) -> None:
     """Sequences with more documents have fewer labels: the mean of the sequences' means is another number."""
     errors = [rank["evaluation"][name] for rank in ranks]

@@ -34,7 +34,7 @@ class SummedEvaluation(CausalLM):
     """Reports the sum of the ranks' evaluation losses."""
 
     def on_validation_epoch_end(self) -> None:
-        self._totals[:, 0] *= strategy_of(self.trainer).cp_size
+        self._totals[..., 0] *= strategy_of(self.trainer).cp_size
         super().on_validation_epoch_end()
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringflash.loss import count_tokens, cross_entropy
+from ringflash.loss import count_tokens, cross_entropy, score_tokens
 from tests.helpers.tolerance import assert_close
 
 VOCAB = 37
@@ -134,3 +134,18 @@ def test_a_sharded_weight_is_refused(mesh: DeviceMesh) -> None:
     sharded = distribute_tensor(weight.detach(), mesh, [Shard(0)])
     with pytest.raises(ValueError, match="weight must be whole, got a sharded DTensor; call"):
         cross_entropy(hidden, sharded, labels, group=None)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, None])
+def test_scores_are_those_of_whole_logits(chunk: int | None) -> None:
+    """Loss of each token, and whether its label is the most likely; nothing where there is no label."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(2, 20, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
+    logits = hidden @ weight.T
+    labels = torch.where(torch.rand(2, 20) < 0.5, logits.argmax(-1), torch.randint(0, 11, (2, 20)))
+    labels[:, ::3] = -100
+    losses, correct = score_tokens(hidden, weight, labels, chunk_tokens=chunk)
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, 20)
+    assert torch.allclose(losses, want, rtol=1e-12, atol=0) and (losses[:, ::3] == 0).all()
+    assert torch.equal(correct, logits.argmax(-1) == labels) and 0 < correct.sum() < correct.numel()
+    assert not losses.requires_grad
