@@ -15,9 +15,10 @@ except ModuleNotFoundError as missing:
 
 from ringflash.lightning.data import TextData
 from ringflash.lightning.module import CausalLM
+from ringflash.lightning.passkey import Passkey
 from ringflash.lightning.progress import Progress
 from ringflash.lightning.stop import StopOnSignal
 from ringflash.lightning.strategy import ContextParallelStrategy
 from ringflash.lightning.tokens import TokenData
 
-__all__ = ["CausalLM", "ContextParallelStrategy", "Progress", "StopOnSignal", "TextData", "TokenData"]
+__all__ = ["CausalLM", "ContextParallelStrategy", "Passkey", "Progress", "StopOnSignal", "TextData", "TokenData"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,6 +26,7 @@ from ringflash import huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
 from ringflash.lightning.module import build_model
+from ringflash.lightning.passkey import Passkey, encoder, passkey_sequence
 from ringflash.memory import Memory
 
 CONFIG = {
@@ -132,6 +134,28 @@ def evaluation(folder: str) -> dict[str, Any]:
     return errors
 
 
+def passkey(folder: str) -> dict[str, Any]:
+    """The keys' losses over the ring, and as one process computes them from whole logits."""
+    seqlen, callback = 192, Passkey(depths=(0.1, 0.9), num_keys=2, num_digits=3, seed=1)
+    module, texts = CausalLM(CONFIG), TextData(seqlen, folder, ".txt", num_eval_sequences=1)
+    trainer = trainer_with(plugins=[DoublePrecision()], callbacks=[callback], strategy=ContextParallelStrategy())
+    trainer.validate(module, datamodule=texts, verbose=False)
+    model, draw, wanted = reference_model(module.seed), random.Random(1), {}
+    for depth in callback.depths:
+        losses = []
+        for _ in range(2):
+            key = "".join(draw.choices("0123456789", k=3))
+            ids, _ = passkey_sequence(key, depth, seqlen, encoder("bytes"))
+            hidden = model.model.model(input_ids=ids, position_ids=torch.arange(seqlen)[None], use_cache=False)
+            logits = model.model.lm_head(hidden.last_hidden_state)[0, -4:-1]
+            losses.append(nn.functional.cross_entropy(logits, ids[0, -3:]).item())
+        wanted[depth] = sum(losses) / len(losses)
+    return {
+        "errors": [abs(callback.found[depth].loss - loss) / loss for depth, loss in wanted.items()],
+        "found": [found.keys for found in callback.found.values()],
+    }
+
+
 def token_losses(model: Any, sample: Any) -> Iterator[tuple[int, float]]:
     """(bucket, loss) of each token with a successor in its document, from whole logits."""
     ids, bounds = sample["input_ids"], sample["cu_seqlens"]
@@ -198,6 +222,7 @@ def main() -> None:
     folder, out = sys.argv[1:]
     found = {"refusal": refusal(folder), "mesh": mesh(folder)}
     found["evaluation"] = evaluation(folder)
+    found["passkey"] = passkey(folder)
     found["norm"] = compare(CausalLM, "norm", folder)
     found["value"] = compare(partial(CausalLM, memory=SAVING), "value", folder)
     found["lightning"] = compare(LightningClipping, "norm", folder)

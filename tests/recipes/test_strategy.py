@@ -55,6 +55,12 @@ def test_evaluation_is_the_mean_over_tokens_of_all_ranks(ranks: list[dict[str, A
     assert max(errors) <= RTOL_FP64, errors
 
 
+def test_passkeys_are_judged_over_four_ranks_as_on_one(ranks: list[dict[str, Any]]) -> None:
+    """A model that knows nothing finds none, and is as surprised by the right digits."""
+    for rank in ranks:
+        assert max(rank["passkey"]["errors"]) <= RTOL_FP64 and rank["passkey"]["found"] == [0.0, 0.0]
+
+
 def test_sizes_are_refused_before_any_rank_joins(ranks: list[dict[str, Any]]) -> None:
     """Three does not divide four: every rank says so, and no process group was made."""
     for rank in ranks:
