@@ -1,0 +1,124 @@
+"""ringflash doctor: is this machine, and every host of the job, fit for a long run?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.table import Table
+
+from ringflash.doctor.facts import collect
+from ringflash.doctor.finding import Finding, fault, ok, warning
+from ringflash.doctor.gather import gather, world
+from ringflash.doctor.judge import Facts, differences, judge
+
+_SLOW_GBYTES = {"nccl": 50.0}  # less than this between GPUs of one host is not NVLink
+_STYLE = {"ok": "green", "warning": "yellow", "fault": "red"}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """How long to wait, what to leave out, how to print."""
+    parser.add_argument("--seconds", type=float, default=120.0, help="limit of each probe, and for a rank to answer")
+    parser.add_argument("--no_probes", action="store_true", help="read, try nothing")
+    parser.add_argument("--json", action="store_true", help="print for machines")
+
+
+def run(options: Namespace) -> int:
+    """Print the findings on the first rank; 1 where one is a fault. Other ranks return 0."""
+    if options.seconds <= 0:
+        raise ValueError(f"--seconds must be positive, got {options.seconds}; 120 is the default.")
+    facts = collect()
+    ranks, missing = gather(facts, options.seconds)
+    if world()[0] != 0:
+        return 0
+    findings = examine(ranks, missing)
+    if not options.no_probes:
+        findings += probes(facts, options.seconds)
+    _print(findings, options.json)
+    return int(any(finding.level == "fault" for finding in findings))
+
+
+def examine(ranks: dict[int, Facts], missing: list[int]) -> list[Finding]:
+    """What the facts of all ranks say; a host's findings once, with its name where there are several hosts."""
+    findings: list[Finding] = []
+    if missing:
+        named = ", ".join(map(str, missing))
+        findings.append(fault("ranks", f"rank {named} did not answer", "see its log; can its host be reached?"))
+    by_host = {facts["host"]: facts for _, facts in sorted(ranks.items(), reverse=True)}
+    for host, facts in sorted(by_host.items()):
+        label = f"{host}: " if len(by_host) > 1 else ""
+        findings += [Finding(x.level, label + x.what, x.found, x.remedy) for x in judge(facts)]
+    return findings + (differences(ranks) if len(ranks) > 1 else [])
+
+
+def probes(facts: Facts, seconds: float) -> list[Finding]:
+    """Kernels on every GPU of this host, or on its CPU, and a ring between two of its ranks."""
+    devices = [f"cuda:{i}" for i in range(len(facts["gpus"]))] or ["cpu"]
+    return [*(_kernel(device, seconds) for device in devices), *_ring(facts, seconds)]
+
+
+def _kernel(device: str, seconds: float) -> Finding:
+    what = f"kernel on {device}"
+    found, error = _probe([sys.executable, "-m", "ringflash.doctor.probe", "kernel", device], seconds)
+    if error:
+        return fault(what, error, "run the probe alone: python -m ringflash.doctor.probe kernel " + device)
+    shown = f"{found['impl']}, error at {found['spent']:.2f} of its budget"
+    if not found["spent"] <= 1:
+        return fault(what, shown, "this device computes wrongly: try another driver or device, and report it")
+    return ok(what, shown)
+
+
+def _ring(facts: Facts, seconds: float) -> Iterator[Finding]:
+    """gloo on CPUs, NCCL on GPUs; nothing on a single GPU."""
+    size = len(facts["gpus"]) or 2
+    if size < 2:
+        return
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
+    found, error = _probe([*launch, "-m", "ringflash.doctor.probe", "ring"], seconds)
+    if error:
+        yield fault(f"ring over {size} ranks", error, "run it alone: torchrun ... -m ringflash.doctor.probe ring")
+        return
+    what, shown = f"ring over {size} ranks, {found['transport']}", f"{found['gbytes_per_second']:.1f} GB/s each way"
+    if found["gbytes_per_second"] < _SLOW_GBYTES.get(found["transport"], 0.0):
+        yield warning(what, shown, "NVLink gives 200 GB/s and more: check nvidia-smi nvlink --status and NCCL_P2P_*")
+    else:
+        yield ok(what, shown)
+
+
+def _probe(command: list[str], seconds: float) -> tuple[dict[str, Any], str]:
+    """What a probe printed last, or what became of it. Its processes are gone afterwards."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    process = subprocess.Popen(
+        command, env=clean, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.communicate()
+        return {}, f"no answer in {seconds:.0f} s"
+    if process.returncode != 0:
+        last = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["nothing"]
+        return {}, f"exit status {process.returncode}: {last[0].strip()[:300]}"
+    return json.loads(output.splitlines()[-1]), ""
+
+
+def _print(findings: list[Finding], as_json: bool) -> None:
+    worst = next((level for level in ("fault", "warning") if any(x.level == level for x in findings)), "ok")
+    if as_json:
+        print(json.dumps({"verdict": worst, "findings": [finding.as_dict() for finding in findings]}, indent=2))
+        return
+    table = Table("", "what", "found", "remedy")
+    for finding in findings:
+        style = _STYLE[finding.level]
+        table.add_row(f"[{style}]{finding.level}[/]", finding.what, finding.found, finding.remedy)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(f"[{_STYLE[worst]}]{worst}[/]")

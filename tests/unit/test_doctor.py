@@ -1,0 +1,196 @@
+"""doctor's judgements on planted facts, its probes, and its command where it must say ok and where not.
+
+One process, and two gloo processes for the ring and for ranks that answer, or do not. No GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ringflash.cli import main
+from ringflash.doctor import command, probe
+from ringflash.doctor.command import _kernel, _probe, examine
+from ringflash.doctor.facts import collect
+from ringflash.doctor.judge import declared_ranges, differences, judge
+from tests.recipes.launching import run
+
+GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}
+HEALTHY: dict[str, Any] = {
+    "host": "a", "python": "3.12.3", "cuda": "13.0", "nccl": "2.28.9", "driver": "580.1", "gpus": [GPU] * 2,
+    "packages": {
+        "torch": "2.11.0", "triton": "3.6.0", "lightning": "2.6.6", "pytorch-lightning": "2.6.6",
+        "deepspeed": "0.19.8", "transformers": "5.17.0",
+    },
+    "peers": [[True, True], [True, True]], "kernel_environment": "", "shared_memory_bytes": 16 << 30,
+    "environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "open_files": 65536,
+    "locked_memory": -1, "cores": 64,
+}  # fmt: skip
+
+
+def said(**changed: Any) -> list[tuple[str, str, str]]:
+    """What is not ok about a healthy machine with these changes."""
+    findings = judge({**HEALTHY, **changed})
+    assert all(bool(x.remedy) == (x.level != "ok") for x in findings)
+    return [(x.level, x.what, x.found) for x in findings if x.level != "ok"]
+
+
+def packages(**versions: str) -> dict[str, str]:
+    return {**HEALTHY["packages"], **{name.replace("_", "-"): version for name, version in versions.items()}}
+
+
+def test_a_healthy_machine_is_ok() -> None:
+    assert said() == []
+    assert {x.what for x in judge(HEALTHY)} >= {"torch", "GPUs", "peer access", "environment", "/dev/shm", "open files"}
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("torch", "2.9.0"), ("triton", "3.5.1"), ("triton", "3.9.0"), ("lightning", "2.6.2"),
+        ("pytorch_lightning", "2.6.3"), ("deepspeed", "0.18.0"), ("transformers", "4.57.0"),
+    ],
+)  # fmt: skip
+def test_a_version_outside_its_range_is_a_fault(name: str, version: str) -> None:
+    ((level, what, found),) = said(packages=packages(**{name: version}))
+    assert (level, what) == ("fault", name.replace("_", "-")) and found.startswith(f"{version}, outside")
+
+
+def test_a_core_package_that_is_missing_is_a_fault_and_others_are_not() -> None:
+    rest = {k: v for k, v in HEALTHY["packages"].items() if k not in ("torch", "deepspeed")}
+    assert said(packages=rest) == [("fault", "torch", "not installed")]
+
+
+def test_local_and_development_versions_count() -> None:
+    assert said(packages=packages(torch="2.13.0+cpu", flash_attn_4="4.0.0b36")) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "what", "found"),
+    [
+        ({"gpus": [], "peers": [], "driver": None, "cuda": None}, "warning", "GPUs", "none"),
+        ({"gpus": [], "peers": [], "cuda": None}, "fault", "GPUs", "torch sees none"),
+        ({"gpus": [GPU, {**GPU, "name": "NVIDIA H100"}]}, "warning", "GPUs", "NVIDIA H100, NVIDIA H200"),
+        ({"gpus": [{**GPU, "capability": [7, 5]}] * 2}, "fault", "GPUs", "capability 7.5"),
+        ({"gpus": [{**GPU, "capability": [8, 0]}] * 2}, "warning", "GPUs", "capability 8.0"),
+        ({"gpus": [{**GPU, "capability": [10, 0]}] * 2}, "warning", "GPUs", "capability 10.0"),
+        ({"kernel_environment": "triton 3.6.0 must find a C compiler"}, "fault", "GPUs", "capability 9.0"),
+        ({"peers": [[True, False], [True, True]]}, "warning", "peer access", "none between GPUs 0-1"),
+        ({"environment": {}}, "warning", "environment", "no expandable segments"),
+        ({"shared_memory_bytes": 64 << 20}, "warning", "/dev/shm", "0.06 GiB"),
+        ({"open_files": 1024}, "warning", "open files", "1024"),
+    ],
+)
+def test_each_fault_is_seen(changed: dict[str, Any], level: str, what: str, found: str) -> None:
+    ((got_level, got_what, got_found),) = said(**changed)
+    assert (got_level, got_what) == (level, what) and found in got_found
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "hurts"),
+    [
+        ("NCCL_P2P_DISABLE", "1", True), ("NCCL_P2P_DISABLE", "0", False), ("NCCL_ALGO", "Ring", True),
+        ("NCCL_DEBUG", "TRACE", True), ("NCCL_DEBUG", "WARN", False), ("CUDA_LAUNCH_BLOCKING", "1", True),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", True), ("NCCL_SOCKET_IFNAME", "eth0", False),
+    ],
+)  # fmt: skip
+def test_variables_that_hurt(name: str, value: str, hurts: bool) -> None:
+    got = said(environment={**HEALTHY["environment"], name: value})
+    assert got == ([("warning", "environment", f"{name}={value}")] if hurts else [])
+
+
+def test_ranges_are_those_of_the_project() -> None:
+    ranges = declared_ranges()
+    assert "2.6.6" in ranges["lightning"] and "2.6.2" not in ranges["lightning"]
+    assert ranges.keys() == {"torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers"}
+
+
+def test_hosts_that_differ_are_named() -> None:
+    other = {**HEALTHY, "host": "b", "packages": packages(torch="2.12.0")}
+    (finding,) = differences({0: HEALTHY, 1: other, 2: other})
+    assert finding.level == "fault" and finding.what == "packages of the ranks"
+    assert "on a (rank 0)" in finding.found and "on b (rank 1, 2)" in finding.found
+    (finding,) = differences({0: HEALTHY, 1: {**HEALTHY, "host": "b"}})
+    assert (finding.level, finding.found) == ("ok", "2, alike")
+
+
+def test_each_host_is_judged_once_and_missing_ranks_are_named() -> None:
+    sick = {**HEALTHY, "host": "b", "open_files": 10}
+    findings = examine({0: HEALTHY, 1: sick, 2: sick}, missing=[3, 5])
+    assert findings[0].level == "fault" and findings[0].found == "rank 3, 5 did not answer"
+    assert [x.what for x in findings if x.level == "warning"] == ["b: open files"]
+
+
+def test_this_machine_has_facts_of_the_same_form() -> None:
+    facts = collect()
+    assert facts.keys() == HEALTHY.keys() and json.loads(json.dumps(facts)) == facts
+    assert facts["packages"]["torch"] == torch.__version__
+
+
+def test_command_exits_0_here_and_1_with_a_fault(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", "--no_probes", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["verdict"] in ("ok", "warning") and all(x["level"] != "fault" for x in said["findings"])
+    monkeypatch.setattr(command, "collect", lambda: {**HEALTHY, "packages": packages(lightning="2.6.2")})
+    assert main(["doctor", "--no_probes"]) == 1
+    assert "2.6.2" in capsys.readouterr().out
+    assert main(["doctor", "--seconds", "0"]) == 2
+    assert "--seconds must be positive, got 0.0" in capsys.readouterr().err
+
+
+def test_probes_try_a_kernel_and_a_ring(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the user runs it, on CPUs: the reference kernel, and two gloo ranks."""
+    assert main(["doctor", "--json"]) == 0
+    said = {x["what"]: x for x in json.loads(capsys.readouterr().out)["findings"]}
+    assert said["kernel on cpu"]["found"].startswith("reference, error at 0.")
+    assert said["ring over 2 ranks, gloo"]["found"].endswith("GB/s each way")
+
+
+def test_a_kernel_that_computes_wrongly_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_probe", lambda *_: ({"impl": "hopper", "spent": 40.0}, ""))
+    assert _kernel("cuda:3", 1.0).level == "fault"
+    monkeypatch.setattr(command, "_probe", lambda *_: ({"impl": "hopper", "spent": float("nan")}, ""))
+    assert _kernel("cuda:3", 1.0).level == "fault"
+
+
+def test_a_probe_measures_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel with a wrong scale spends far more than its budget."""
+    attention = probe.ringflash.ring_attention
+    monkeypatch.setattr(probe.ringflash, "ring_attention", lambda *a, **k: attention(*a, **k, softmax_scale=0.05))
+    assert probe.kernel(torch.device("cpu"))["spent"] > 10
+
+
+def test_a_probe_that_hangs_or_fails_ends_in_time() -> None:
+    start = time.monotonic()
+    assert _probe([sys.executable, "-c", "import time; time.sleep(60)"], 1.0) == ({}, "no answer in 1 s")
+    assert time.monotonic() - start < 30
+    _, error = _probe([sys.executable, "-c", "raise RuntimeError('no device')"], 30.0)
+    assert error == "exit status 1: RuntimeError: no device"
+
+
+SILENT = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    time.sleep(8)
+    sys.exit(0)
+from ringflash.cli import main
+status = main(["doctor", "--no_probes", "--json", "--seconds", "4"])
+print("status", status)
+"""
+
+
+def test_ranks_answer_under_torchrun_or_are_named() -> None:
+    """Two ranks of one host; then one that never answers."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    output = run([*launch, "-m", "ringflash", "doctor", "--no_probes", "--json", "--seconds", "60"])
+    found = {x["what"]: x for x in json.loads(output[output.index("{") : output.rindex("}") + 1])["findings"]}
+    assert found["hosts"]["found"] == "1, alike" and "ranks" not in found
+    output = run([*launch, "--no_python", sys.executable, "-c", SILENT])
+    assert "rank 1 did not answer" in output and "status 1" in output
