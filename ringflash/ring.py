@@ -16,9 +16,12 @@ import torch
 from torch.profiler import record_function
 
 from ringflash.exchange import Exchange, GradientExchange
+from ringflash.peer_exchange import PeerExchange, PushedGradients, StagedGradients
 from ringflash.schedule import Schedule
-from ringflash.transport import PointToPoint, buffer
+from ringflash.transport import PointToPoint, Transport, buffer
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
+
+PUSHING = frozenset({"hopper"})  # add dK and dV by atomic reductions, which may end in a peer's memory
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Ring:
     """
 
     schedule: Schedule
-    transport: PointToPoint | None
+    transport: Transport | None
     impl: str
     softmax_scale: float
     deterministic: bool
@@ -55,7 +58,7 @@ def forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     single = len(computed) == 1 or out.dtype == state
     carried = out if single else buffer("out", tuple(out.shape), state, out.device)
     hops = ring.schedule.hops
-    exchange = Exchange(ring.transport, hops, k, v)
+    exchange = _exchange(ring, k, v)
     for index, hop in enumerate(hops):
         keys, values = exchange.arrive(index)
         if hop.source is None:
@@ -94,7 +97,7 @@ def backward(
         gradients.add(k, v, ring.schedule.hops[0].mask, dk, dv, accumulate=False)
         return gradients.finish(), dk, dv
     hops = ring.schedule.hops
-    exchange = GradientExchange(ring.transport, hops, k, v)
+    exchange = _gradient_exchange(ring, k, v)
     for index, hop in enumerate(hops):
         keys, values = exchange.arrive(index)
         if hop.source is None:
@@ -103,3 +106,19 @@ def backward(
             gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
     dk, dv = exchange.finish_gradients()
     return gradients.finish(), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+
+
+def _exchange(ring: Ring, k: torch.Tensor, v: torch.Tensor) -> Exchange | PeerExchange:
+    if ring.transport is None or isinstance(ring.transport, PointToPoint):
+        return Exchange(ring.transport, ring.schedule.hops, k, v)
+    return PeerExchange(ring.transport, ring.schedule.hops, k, v)
+
+
+def _gradient_exchange(
+    ring: Ring, k: torch.Tensor, v: torch.Tensor
+) -> GradientExchange | PushedGradients | StagedGradients:
+    assert ring.transport is not None
+    if isinstance(ring.transport, PointToPoint):
+        return GradientExchange(ring.transport, ring.schedule.hops, k, v)
+    pushed = ring.impl in PUSHING and not ring.deterministic
+    return (PushedGradients if pushed else StagedGradients)(ring.transport, ring.schedule.hops, k, v)
