@@ -11,6 +11,8 @@ from torch import nn
 from ringflash import ops
 from ringflash.group import Group, resolve
 from ringflash.mask import check_window_size
+from ringflash.transport import buffer_bytes
+from ringflash.transport.sms import comm_sms
 
 
 def ring_attention(
@@ -80,12 +82,15 @@ class Explanation:
     cp_rank: int
     steps: tuple[str, ...]
     num_visible: int
+    comm_sms: int
+    buffer_bytes: int
 
     def __str__(self) -> str:
         lines = [
             f"impl {self.impl} ({self.impl_reason}), transport {self.transport}, rank {self.cp_rank} of {self.cp_size}",
             *self.steps,
             f"{self.num_visible} visible pairs on this rank",
+            f"{self.comm_sms} SMs left to messages, {self.buffer_bytes} bytes of buffers held by now",
         ]
         return "\n".join(lines)
 
@@ -118,8 +123,9 @@ def explain(
         if hop.source is not None
     )
     return Explanation(
-        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, steps, plan.schedule.num_visible
-    )
+        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, steps, plan.schedule.num_visible,
+        comm_sms(plan.impl, plan.transport), buffer_bytes(),
+    )  # fmt: skip
 
 
 def _sides(window_size: Sequence[int]) -> tuple[int, int]:

@@ -18,7 +18,8 @@ from torch.profiler import record_function
 from ringflash.exchange import Exchange, GradientExchange
 from ringflash.peer_exchange import PeerExchange, PushedGradients, StagedGradients
 from ringflash.schedule import Schedule
-from ringflash.transport import PointToPoint, Transport, buffer
+from ringflash.transport import PointToPoint, Transport, buffer, transport_name
+from ringflash.transport.sms import comm_sms
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
 
 PUSHING = frozenset({"hopper"})  # add dK and dV by atomic reductions, which may end in a peer's memory
@@ -58,7 +59,7 @@ def forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     single = len(computed) == 1 or out.dtype == state
     carried = out if single else buffer("out", tuple(out.shape), state, out.device)
     hops = ring.schedule.hops
-    exchange = _exchange(ring, k, v)
+    exchange, options = _exchange(ring, k, v), _kernel_options(ring, q.device)
     for index, hop in enumerate(hops):
         keys, values = exchange.arrive(index)
         if hop.source is None:
@@ -66,7 +67,7 @@ def forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
         target = out if hop.step == computed[-1] else carried
         acc = None if hop.step == computed[0] else carried
         with record_function(f"ringflash::forward_step{hop.step}"):
-            kernel.forward(q, keys, values, hop.mask, ring.softmax_scale, out=target, lse=lse, acc=acc)
+            kernel.forward(q, keys, values, hop.mask, ring.softmax_scale, out=target, lse=lse, acc=acc, **options)
     exchange.finish()
     return out, lse
 
@@ -106,6 +107,12 @@ def backward(
             gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
     dk, dv = exchange.finish_gradients()
     return gradients.finish(), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+
+
+def _kernel_options(ring: Ring, device: torch.device) -> dict[str, int]:
+    """The SMs a forward kernel may use, where it shares them with messages."""
+    left = comm_sms(ring.impl, transport_name(ring.transport))
+    return {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count - left)} if left else {}
 
 
 def _exchange(ring: Ring, k: torch.Tensor, v: torch.Tensor) -> Exchange | PeerExchange:

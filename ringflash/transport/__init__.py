@@ -28,6 +28,7 @@ __all__ = [
     "open_transport",
     "release_buffers",
     "set_timeout",
+    "transport_name",
 ]
 
 _open: dict[tuple[str, str], tuple[dist.ProcessGroup, Transport]] = {}
@@ -78,6 +79,13 @@ def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
 
 def _opened(name: str, group: dist.ProcessGroup) -> Transport:
     return SymmetricMemory(group, timeout_ms()) if name == "copy_engine" else PointToPoint(name, group)
+
+
+def transport_name(transport: Transport | None) -> str | None:
+    """One of TRANSPORTS; None for a single process."""
+    if transport is None:
+        return None
+    return transport.name if isinstance(transport, PointToPoint) else "copy_engine"
 
 
 def buffer_bytes() -> int:
