@@ -61,7 +61,8 @@ def forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     hops = ring.schedule.hops
     exchange, options = _exchange(ring, k, v), _kernel_options(ring, q.device)
     for index, hop in enumerate(hops):
-        keys, values = exchange.arrive(index)
+        with record_function(f"ringflash::arrive_step{hop.step}"):
+            keys, values = exchange.arrive(index)
         if hop.source is None:
             continue
         target = out if hop.step == computed[-1] else carried
@@ -100,7 +101,8 @@ def backward(
     hops = ring.schedule.hops
     exchange = _gradient_exchange(ring, k, v)
     for index, hop in enumerate(hops):
-        keys, values = exchange.arrive(index)
+        with record_function(f"ringflash::arrive_step{hop.step}"):
+            keys, values = exchange.arrive(index)
         if hop.source is None:
             continue
         with record_function(f"ringflash::backward_step{hop.step}"):
