@@ -12,6 +12,7 @@ from ringflash.api import Explanation, RingAttention, explain, ring_attention
 from ringflash.layout import local_positions, shard_sequence, unshard_sequence
 from ringflash.padding import PaddedBatch, pad_sequence
 from ringflash.transport import buffer_bytes, release_buffers, set_timeout
+from ringflash.transport.sms import set_comm_sms
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "release_buffers",
     "ring_attention",
     "set_agreement_check",
+    "set_comm_sms",
     "set_timeout",
     "shard_sequence",
     "unshard_sequence",

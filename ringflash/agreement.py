@@ -65,6 +65,12 @@ def agree(group: Group, signature: dict[str, object], error: Exception | None = 
         _last[group.group_name] = message
 
 
+def gather(group: dist.ProcessGroup, value: object) -> list:
+    """Every rank's JSON value, in rank order; at most MESSAGE_BYTES of text each. All ranks call this together."""
+    message = json.dumps(value).encode().ljust(MESSAGE_BYTES)
+    return [json.loads(answer) for answer in _exchange(group, message)]
+
+
 def _encode(signature: dict[str, object], error: Exception | None) -> bytes:
     content: dict[str, object] = {"call": signature}
     if error is not None:

@@ -11,6 +11,8 @@ from torch import nn
 from ringflash import ops
 from ringflash.group import Group, resolve
 from ringflash.mask import check_window_size
+from ringflash.transport import buffer_bytes
+from ringflash.transport.sms import comm_sms
 
 
 def ring_attention(
@@ -45,7 +47,8 @@ def ring_attention(
             its length, equal on all ranks; batch must then be 1. On the CPU it costs no synchronisation.
         layout: "zigzag" (balanced under a causal mask) or "contiguous".
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses.
-        transport: "auto", "gloo" (CPU tensors) or "nccl".
+        transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host; never run on GPUs yet,
+            and not what "auto" takes).
         deterministic: gradients have equal bits on repeat, at the kernel's cost.
         return_lse: also return the log-sum-exp, differentiable.
     Returns:
@@ -79,12 +82,15 @@ class Explanation:
     cp_rank: int
     steps: tuple[str, ...]
     num_visible: int
+    comm_sms: int
+    buffer_bytes: int
 
     def __str__(self) -> str:
         lines = [
             f"impl {self.impl} ({self.impl_reason}), transport {self.transport}, rank {self.cp_rank} of {self.cp_size}",
             *self.steps,
             f"{self.num_visible} visible pairs on this rank",
+            f"{self.comm_sms} SMs left to messages, {self.buffer_bytes} bytes of buffers held by now",
         ]
         return "\n".join(lines)
 
@@ -117,8 +123,9 @@ def explain(
         if hop.source is not None
     )
     return Explanation(
-        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, steps, plan.schedule.num_visible
-    )
+        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, steps, plan.schedule.num_visible,
+        comm_sms(plan.impl, plan.transport), buffer_bytes(),
+    )  # fmt: skip
 
 
 def _sides(window_size: Sequence[int]) -> tuple[int, int]:

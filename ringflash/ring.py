@@ -16,9 +16,13 @@ import torch
 from torch.profiler import record_function
 
 from ringflash.exchange import Exchange, GradientExchange
+from ringflash.peer_exchange import PeerExchange, PushedGradients, StagedGradients
 from ringflash.schedule import Schedule
-from ringflash.transport import PointToPoint, buffer
+from ringflash.transport import PointToPoint, Transport, buffer, transport_name
+from ringflash.transport.sms import comm_sms
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
+
+PUSHING = frozenset({"hopper"})  # add dK and dV by atomic reductions, which may end in a peer's memory
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Ring:
     """
 
     schedule: Schedule
-    transport: PointToPoint | None
+    transport: Transport | None
     impl: str
     softmax_scale: float
     deterministic: bool
@@ -55,15 +59,16 @@ def forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     single = len(computed) == 1 or out.dtype == state
     carried = out if single else buffer("out", tuple(out.shape), state, out.device)
     hops = ring.schedule.hops
-    exchange = Exchange(ring.transport, hops, k, v)
+    exchange, options = _exchange(ring, k, v), _kernel_options(ring, q.device)
     for index, hop in enumerate(hops):
-        keys, values = exchange.arrive(index)
+        with record_function(f"ringflash::arrive_step{hop.step}"):
+            keys, values = exchange.arrive(index)
         if hop.source is None:
             continue
         target = out if hop.step == computed[-1] else carried
         acc = None if hop.step == computed[0] else carried
         with record_function(f"ringflash::forward_step{hop.step}"):
-            kernel.forward(q, keys, values, hop.mask, ring.softmax_scale, out=target, lse=lse, acc=acc)
+            kernel.forward(q, keys, values, hop.mask, ring.softmax_scale, out=target, lse=lse, acc=acc, **options)
     exchange.finish()
     return out, lse
 
@@ -94,12 +99,35 @@ def backward(
         gradients.add(k, v, ring.schedule.hops[0].mask, dk, dv, accumulate=False)
         return gradients.finish(), dk, dv
     hops = ring.schedule.hops
-    exchange = GradientExchange(ring.transport, hops, k, v)
+    exchange = _gradient_exchange(ring, k, v)
     for index, hop in enumerate(hops):
-        keys, values = exchange.arrive(index)
+        with record_function(f"ringflash::arrive_step{hop.step}"):
+            keys, values = exchange.arrive(index)
         if hop.source is None:
             continue
         with record_function(f"ringflash::backward_step{hop.step}"):
             gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
     dk, dv = exchange.finish_gradients()
     return gradients.finish(), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+
+
+def _kernel_options(ring: Ring, device: torch.device) -> dict[str, int]:
+    """The SMs a forward kernel may use, where it shares them with messages."""
+    left = comm_sms(ring.impl, transport_name(ring.transport))
+    return {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count - left)} if left else {}
+
+
+def _exchange(ring: Ring, k: torch.Tensor, v: torch.Tensor) -> Exchange | PeerExchange:
+    if ring.transport is None or isinstance(ring.transport, PointToPoint):
+        return Exchange(ring.transport, ring.schedule.hops, k, v)
+    return PeerExchange(ring.transport, ring.schedule.hops, k, v)
+
+
+def _gradient_exchange(
+    ring: Ring, k: torch.Tensor, v: torch.Tensor
+) -> GradientExchange | PushedGradients | StagedGradients:
+    assert ring.transport is not None
+    if isinstance(ring.transport, PointToPoint):
+        return GradientExchange(ring.transport, ring.schedule.hops, k, v)
+    pushed = ring.impl in PUSHING and not ring.deterministic
+    return (PushedGradients if pushed else StagedGradients)(ring.transport, ring.schedule.hops, k, v)

@@ -6,25 +6,32 @@ import torch
 import torch.distributed as dist
 
 from ringflash.group import backend_of
-from ringflash.transport.buffers import buffer, buffer_bytes, release_buffers
-from ringflash.transport.point_to_point import Message, Pending, PointToPoint, set_timeout
+from ringflash.transport import buffers
+from ringflash.transport.buffers import buffer
+from ringflash.transport.peer_memory import PeerMemory, SymmetricMemory
+from ringflash.transport.point_to_point import Message, Pending, PointToPoint, set_timeout, timeout_ms
 
-TRANSPORTS = ("gloo", "nccl")
+TRANSPORTS = ("gloo", "nccl", "copy_engine")
+
+Transport = PointToPoint | PeerMemory
 
 __all__ = [
     "TRANSPORTS",
     "Message",
+    "PeerMemory",
     "Pending",
     "PointToPoint",
+    "Transport",
     "buffer",
     "buffer_bytes",
     "choose_transport",
     "open_transport",
     "release_buffers",
     "set_timeout",
+    "transport_name",
 ]
 
-_open: dict[tuple[str, str], tuple[dist.ProcessGroup, PointToPoint]] = {}
+_open: dict[tuple[str, str], tuple[dist.ProcessGroup, Transport]] = {}
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> str:
@@ -39,6 +46,9 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
             f"transport must be 'auto' or one of {TRANSPORTS}, got {name!r}; 'auto' takes the group's backend."
         )
     able = "gloo" if device.type == "cpu" else "nccl"
+    # The one place where auto would take "copy_engine" on one host. It does not yet: that has never run on a GPU.
+    if name == "copy_engine" and device.type == "cuda":
+        return name
     if name not in ("auto", able):
         raise NotImplementedError(
             f"transport must carry tensors on {device.type} ({able!r}), got {name!r}; use 'auto'."
@@ -52,12 +62,46 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
     return able
 
 
-def open_transport(name: str, group: dist.ProcessGroup) -> PointToPoint:
-    """The transport of a group; on NCCL opened on first use by all its ranks together and kept."""
+def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
+    """The transport of a group; but for gloo opened on first use by all its ranks together and kept.
+
+    Raises:
+        RuntimeError: on every rank, where "copy_engine" finds more than one host or GPUs without peer access.
+    """
     if name == "gloo":  # nothing to open; a group kept beyond destroy_process_group keeps gloo's threads running
         return PointToPoint(name, group)
     key = (name, group.group_name)
     known = _open.get(key)
     if known is None or known[0] is not group:
-        known = _open[key] = (group, PointToPoint(name, group))
+        known = _open[key] = (group, _opened(name, group))
     return known[1]
+
+
+def _opened(name: str, group: dist.ProcessGroup) -> Transport:
+    return SymmetricMemory(group, timeout_ms()) if name == "copy_engine" else PointToPoint(name, group)
+
+
+def transport_name(transport: Transport | None) -> str | None:
+    """One of TRANSPORTS; None for a single process."""
+    if transport is None:
+        return None
+    return transport.name if isinstance(transport, PointToPoint) else "copy_engine"
+
+
+def buffer_bytes() -> int:
+    """Bytes held for communication by this process, on all devices, those that peers map too."""
+    return buffers.buffer_bytes() + sum(memory.num_bytes() for memory in _peer_memories())
+
+
+def release_buffers() -> None:
+    """Give the communication buffers back; the next call allocates them anew.
+
+    With the transport "copy_engine" every rank of its groups must call this, between the same two calls.
+    """
+    buffers.release_buffers()
+    for memory in _peer_memories():
+        memory.release()
+
+
+def _peer_memories() -> list[PeerMemory]:
+    return [opened for _, opened in _open.values() if not isinstance(opened, PointToPoint)]

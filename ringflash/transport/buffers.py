@@ -22,10 +22,10 @@ def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.
 
 
 def buffer_bytes() -> int:
-    """Bytes held for communication by this process, on all devices."""
+    """Bytes of the buffers of this process alone, on all devices."""
     return sum(storage.numel() for storage in _storage.values())
 
 
 def release_buffers() -> None:
-    """Give the communication buffers back; the next call allocates them anew."""
+    """Give these buffers back; the next call allocates them anew."""
     _storage.clear()

@@ -19,12 +19,17 @@ _timeout = timedelta(minutes=10)  # torch's default for NCCL
 def set_timeout(seconds: float) -> None:
     """How long a message may take before its rank gives its peer up, default 600 seconds.
 
-    Holds for gloo at once, for NCCL in groups whose first ring comes later.
+    Holds for gloo at once, for NCCL and the copy engine in groups whose first ring comes later.
     """
     global _timeout
     if not seconds > 0:
         raise ValueError(f"seconds must be positive, got {seconds}; the default is 600.")
     _timeout = timedelta(seconds=seconds)
+
+
+def timeout_ms() -> int:
+    """What `set_timeout` set."""
+    return int(_timeout.total_seconds() * 1000)
 
 
 class Message(NamedTuple):

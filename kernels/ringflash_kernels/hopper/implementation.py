@@ -37,11 +37,12 @@ def forward(
     out: torch.Tensor,
     lse: torch.Tensor,
     acc: torch.Tensor | None = None,
+    num_sms: int | None = None,
 ) -> None:
-    """See `api.attention_forward`; arguments are checked there."""
+    """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use, default all."""
     from ringflash_kernels.hopper import forward
 
-    forward.forward(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc)
+    forward.forward(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms)
 
 
 def Backward(*args: Any, **kwargs: Any) -> Any:

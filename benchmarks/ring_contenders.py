@@ -1,0 +1,194 @@
+"""What bench_ring times: ours by transport, its peers where they are installed, and one device for the ideal.
+
+A builder returns a call of (q, k, v) and its inputs, or says in words why it cannot take the row; the reason is one
+that all ranks see alike, since a rank that left out a contender alone would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.nn.functional import all_to_all_single
+
+import ringflash
+from benchmarks.bench_kernels import document_bounds
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. `kind`: causal, full, window or documents (both causal too)."""
+
+    tokens_per_rank: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kind: str
+
+    def __str__(self) -> str:
+        shape = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}"
+        return f"{self.tokens_per_rank} tokens a rank, {shape}, {self.kind}"
+
+
+class Setting(NamedTuple):
+    """A row on this rank."""
+
+    row: Row
+    group: dist.ProcessGroup
+    device: torch.device
+    dtype: torch.dtype
+
+    def inputs(self, *, whole: bool = False, num_kv_heads: int | None = None) -> tuple[torch.Tensor, ...]:
+        """q, k, v of this rank's tokens or of all; random normal."""
+        tokens = self.row.tokens_per_rank * (self.group.size() if whole else 1)
+        keys = num_kv_heads or self.row.num_kv_heads
+        return tuple(
+            torch.randn(
+                1, tokens, heads, self.row.head_dim, device=self.device, dtype=self.dtype, requires_grad=True
+            )
+            for heads in (self.row.num_heads, keys, keys)
+        )  # fmt: skip
+
+    def mask(self) -> dict:
+        """Arguments of ring_attention."""
+        tokens = self.row.tokens_per_rank * self.group.size()
+        if self.row.kind == "documents":
+            return {"cu_seqlens": torch.tensor(document_bounds(tokens), dtype=torch.int32)}
+        window = (min(8192, tokens // 4), 0) if self.row.kind == "window" else (-1, -1)
+        return {"causal": self.row.kind != "full", "window_size": window}
+
+
+class Built(NamedTuple):
+    """A call and what it is called with."""
+
+    call: Attention
+    inputs: tuple[torch.Tensor, ...]
+
+
+def one_device(setting: Setting) -> Built | str:
+    """Our kernel on the whole sequence."""
+    return Built(_ours(setting, None, "auto"), setting.inputs(whole=True))
+
+
+def one_device_flash_attn_4(setting: Setting) -> Built | str:
+    """flash-attn-4 on the whole sequence."""
+    problem = _flash_attn_4_problem(setting)
+    return problem or Built(_flash_attn_4(setting), setting.inputs(whole=True))
+
+
+def ours(transport: str) -> Callable[[Setting], Built | str]:
+    """ring_attention over a transport."""
+
+    def build(setting: Setting) -> Built | str:
+        able = ("gloo",) if setting.device.type == "cpu" else ("nccl", "copy_engine")
+        if transport not in able:
+            return f"does not carry tensors on {setting.device.type}"
+        return Built(_ours(setting, setting.group, transport), setting.inputs())
+
+    return build
+
+
+def ulysses(setting: Setting) -> Built | str:
+    """All-to-all from tokens to heads and back, around flash-attn-4, or our kernel where that cannot be had."""
+    size, row = setting.group.size(), setting.row
+    if row.num_kv_heads % size:
+        return f"{row.num_kv_heads} KV heads over {size} ranks"
+    local = _ours(setting, None, "auto") if _flash_attn_4_problem(setting) else _flash_attn_4(setting)
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _to_tokens(local(*(_to_heads(x, setting.group) for x in (q, k, v))), setting.group)
+
+    return Built(call, setting.inputs())
+
+
+def ring_flash_attention(setting: Setting) -> Built | str:
+    """The zigzag ring of ring-flash-attention."""
+    if find_spec("ring_flash_attn") is None:
+        return "not installed"
+    if setting.row.kind not in ("causal", "full"):
+        return f"not timed for {setting.row.kind}"
+    from ring_flash_attn import ring_flash_attn_func, zigzag_ring_flash_attn_func
+
+    causal = setting.row.kind == "causal"
+    attention = zigzag_ring_flash_attn_func if causal else ring_flash_attn_func
+    return Built(lambda q, k, v: attention(q, k, v, causal=causal, group=setting.group), setting.inputs())
+
+
+def torch_context_parallel(setting: Setting) -> Built | str:
+    """torch's context_parallel around scaled_dot_product_attention; as many KV heads as heads."""
+    if setting.device.type == "cpu":
+        return "has no CPU kernel"
+    if setting.row.kind not in ("causal", "full"):
+        return f"not timed for {setting.row.kind}"
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh, causal = DeviceMesh.from_group(setting.group, "cuda"), setting.row.kind == "causal"
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with context_parallel(mesh):
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal)
+        return out.transpose(1, 2)
+
+    return Built(call, setting.inputs(num_kv_heads=setting.row.num_heads))
+
+
+IDEALS: dict[str, Callable[[Setting], Built | str]] = {
+    "one device, ringflash": one_device,
+    "one device, flash-attn-4": one_device_flash_attn_4,
+}
+CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
+    **{f"ringflash, {transport}": ours(transport) for transport in ringflash.transport.TRANSPORTS},
+    "Ulysses": ulysses,
+    "ring-flash-attention": ring_flash_attention,
+    "torch context_parallel (MHA)": torch_context_parallel,
+}
+
+
+def _ours(setting: Setting, group: dist.ProcessGroup | None, transport: str) -> Attention:
+    mask = setting.mask()
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = ringflash.ring_attention(q, k, v, group=group, transport=transport, **mask)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    return call
+
+
+def _flash_attn_4_problem(setting: Setting) -> str:
+    if setting.device.type == "cpu" or find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
+        return "not installed"
+    return "" if setting.row.kind in ("causal", "full") else f"not timed for {setting.row.kind}"
+
+
+def _flash_attn_4(setting: Setting) -> Attention:
+    from flash_attn.cute import flash_attn_func
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = flash_attn_func(q, k, v, causal=setting.row.kind == "causal")
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+def _to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(1, tokens / size, heads, head_dim) -> (1, tokens, heads / size, head_dim)."""
+    size, (_, rows, heads, dim) = group.size(), x.shape
+    sent = x.view(rows, size, heads // size, dim).transpose(0, 1).contiguous()
+    return all_to_all_single(torch.empty_like(sent), sent, group=group).view(1, size * rows, heads // size, dim)
+
+
+def _to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The way back."""
+    size, (_, tokens, heads, dim) = group.size(), x.shape
+    sent = x.reshape(size, tokens // size, heads, dim).contiguous()
+    came = all_to_all_single(torch.empty_like(sent), sent, group=group)
+    return came.transpose(0, 1).reshape(1, tokens // size, size * heads, dim)

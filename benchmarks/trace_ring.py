@@ -1,0 +1,121 @@
+"""Where a ring's time goes, hop by hop, from a profiler's trace of one forward and backward.
+
+    torchrun --nproc-per-node 8 benchmarks/trace_ring.py --folder traces
+    torchrun --nproc-per-node 2 benchmarks/trace_ring.py --toy --folder traces     (CPU, gloo)
+
+Every rank writes traces/rank<r>.json for chrome://tracing or Perfetto; rank 0 prints its hops. Kernel time is that of
+a hop's range. The gap before it is exposed communication as far as a message, a copy or a wait for one ran in it, and
+idle otherwise. Run on CPUs so far; the ranges and names of a GPU's trace are from the profiler's documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
+
+from benchmarks.bench_ring import ROWS, TOY, join, run  # noqa: E402
+from benchmarks.ring_contenders import Built, Setting, ours  # noqa: E402
+
+_HOP = re.compile(r"ringflash::(forward|backward)_step(\d+)$")
+_COMMUNICATION = re.compile(r"ncclDevKernel|Memcpy PtoP|barrier_kernel|_signal_kernel|ringflash::arrive")
+
+
+class Hop(NamedTuple):
+    """Microseconds of one hop; the gap is the one before its kernel, since the hop before it in the same pass."""
+
+    direction: str
+    step: int
+    kernel_us: float
+    exposed_us: float
+    idle_us: float
+
+
+def main() -> None:
+    """Trace the first row of the benchmark, after a call that allocates."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="for the traces")
+    parser.add_argument("--transport", default="", help="default gloo on CPUs, nccl on GPUs")
+    parser.add_argument("--toy", action="store_true", help="small, on the CPU")
+    options = parser.parse_args()
+    device = join(options.toy)
+    assert dist.group.WORLD is not None
+    dtype = torch.float32 if options.toy else torch.bfloat16
+    setting = Setting((TOY if options.toy else ROWS)[0], dist.group.WORLD, device, dtype)
+    entry = ours(options.transport or ("gloo" if options.toy else "nccl"))(setting)
+    if isinstance(entry, str):
+        raise ValueError(f"transport must carry tensors on {device.type}, got {options.transport!r}; leave it out.")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    path = options.folder / f"rank{dist.get_rank()}.json"
+    trace(entry, path)
+    if dist.get_rank() == 0:
+        print(table(hops(json.loads(path.read_text())["traceEvents"])))
+    dist.destroy_process_group()
+
+
+def trace(entry: Built, path: Path) -> None:
+    """Write a Chrome trace of one forward and backward."""
+    run(entry, True)
+    dist.barrier()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities) as profiler:
+        run(entry, True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+
+
+def hops(events: list[dict]) -> list[Hop]:
+    """The hops of a trace in order of time: of the GPU's ranges where there are any, else of the host's."""
+    timed = [event for event in events if event.get("ph") == "X"]
+    on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in timed)
+    ranges = [event for event in timed if event.get("cat") == ("gpu_user_annotation" if on_gpu else "user_annotation")]
+    others = [event for event in timed if event.get("cat") in ("kernel", "gpu_memcpy")] if on_gpu else ranges
+    busy = _united([_span(event) for event in others if _COMMUNICATION.search(event["name"])])
+    found, last = [], {}
+    for event in sorted(ranges, key=lambda event: event["ts"]):
+        match = _HOP.search(event["name"])
+        if match is None:
+            continue
+        direction, (begin, end) = match[1], _span(event)
+        gap = (last.get(direction, begin), begin)
+        exposed = sum(max(0.0, min(gap[1], stop) - max(gap[0], start)) for start, stop in busy)
+        found.append(Hop(direction, int(match[2]), end - begin, exposed, max(0.0, gap[1] - gap[0]) - exposed))
+        last[direction] = end
+    return found
+
+
+def table(found: list[Hop]) -> str:
+    """A line a hop."""
+    lines = [f"{'hop':>12} {'kernel us':>11} {'exposed us':>11} {'idle us':>11}"]
+    lines += [f"{h.direction:>9} {h.step:>2} {h.kernel_us:11.1f} {h.exposed_us:11.1f} {h.idle_us:11.1f}" for h in found]
+    return "\n".join(lines)
+
+
+def _span(event: dict) -> tuple[float, float]:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def _united(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time without overlaps."""
+    united: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if united and begin <= united[-1][1]:
+            united[-1] = united[-1][0], max(united[-1][1], end)
+        else:
+            united.append((begin, end))
+    return united
+
+
+if __name__ == "__main__":
+    main()

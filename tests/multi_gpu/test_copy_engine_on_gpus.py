@@ -1,0 +1,91 @@
+"""The transport "copy_engine" and CUDA graphs on GPUs of one host. Two GPUs or more; not run on any yet.
+
+The cases are every seventh of the distributed ones, with lengths that change from call to call, beside collectives of
+torch on the same GPUs. A graph of a forward and backward is captured once and replayed on other values.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringflash
+from tests.helpers import ring_check
+from tests.helpers.cases import Case, all_cases
+from tests.helpers.pool import Context, Pool
+from tests.helpers.tolerance import Ratio, assert_within
+from tests.multi_gpu.conftest import Setup
+from tests.multi_gpu.test_ring_on_gpus import suited
+
+pytestmark = pytest.mark.multi_gpu
+
+CHUNKS = (160, 96, 512)  # tokens
+
+
+def over_copy_engine(ctx: Context, cases: list[Case], dtype: str, impl: str) -> list[Ratio]:
+    """What every case spends of its budget."""
+    spent: list[Ratio] = []
+    with mock.patch("ringflash.ops.choose_transport", lambda *_: "copy_engine"):
+        for number, case in enumerate(cases):
+            beside = dist.all_reduce(torch.ones(1 << 20, device=ctx.device), group=ctx.group, async_op=True)
+            spent += ring_check.measure(ctx, case, CHUNKS[number % len(CHUNKS)], dtype, impl)
+            assert beside is not None
+            beside.wait()
+    return spent
+
+
+def repeats(ctx: Context, case: Case, dtype: str, impl: str) -> bool:
+    with mock.patch("ringflash.ops.choose_transport", lambda *_: "copy_engine"):
+        return ring_check.repeats_exactly(ctx, case, CHUNKS[0], dtype, impl)
+
+
+def test_cases(pool: Pool, setup: Setup) -> None:
+    if setup.backend != "nccl":
+        pytest.skip("the copy engine needs GPUs")
+    cases = [suited(case, setup.impl) for case in all_cases()[::7]]
+    for spent in pool.run(over_copy_engine, cases, setup.dtype, setup.impl, timeout_s=300):
+        assert_within(spent)
+
+
+def test_deterministic(pool: Pool, setup: Setup) -> None:
+    if setup.backend != "nccl":
+        pytest.skip("the copy engine needs GPUs")
+    assert all(pool.run(repeats, suited(Case(), setup.impl), setup.dtype, setup.impl))
+
+
+def replay(ctx: Context, transport: str, impl: str) -> list[float]:
+    """Largest difference of (out, dq, dk, dv) between a replay on new values and a call on them."""
+    q, k, v = (torch.zeros(1, 512, n, 128, device=ctx.device, dtype=torch.bfloat16) for n in (4, 2, 2))
+    inputs = tuple(x.requires_grad_() for x in (q, k, v))
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = ringflash.ring_attention(*inputs, group=ctx.group, transport=transport, impl=impl, deterministic=True)
+        assert isinstance(out, torch.Tensor)
+        return out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):  # compiles, allocates and agrees before the capture
+        step()
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        captured = step()
+    with torch.no_grad():
+        for x in inputs:
+            x.normal_()
+    graph.replay()
+    torch.cuda.synchronize()
+    replayed = [x.clone() for x in captured]
+    return [(a.float() - b.float()).abs().max().item() for a, b in zip(replayed, step(), strict=True)]
+
+
+@pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
+def test_graph_replays(pool: Pool, setup: Setup, transport: str) -> None:
+    """Deterministic: a replay has the bits of a call."""
+    if setup.backend != "nccl" or setup.impl != "hopper":
+        pytest.skip("captures impl hopper on GPUs")
+    assert pool.run(replay, transport, setup.impl) == [[0.0] * 4] * setup.ranks

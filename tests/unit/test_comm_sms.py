@@ -1,0 +1,49 @@
+"""SMs left to NCCL: which calls leave any, and that the kernel is told. One process, no GPU: the kernel is a mock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import ringflash
+from ringflash import ring
+from ringflash.mask import SequenceMask
+from ringflash.schedule import build
+from ringflash.transport.sms import comm_sms
+
+
+@pytest.fixture(autouse=True)
+def default() -> Iterator[None]:
+    yield
+    ringflash.set_comm_sms(8)
+
+
+def test_only_our_kernel_over_nccl_leaves_any() -> None:
+    assert comm_sms("hopper", "nccl") == 8
+    for impl, transport in (("hopper", "copy_engine"), ("hopper", None), ("flash2", "nccl"), ("reference", "gloo")):
+        assert comm_sms(impl, transport) == 0
+
+
+def test_negative_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_sms must be 0 or more, got -1"):
+        ringflash.set_comm_sms(-1)
+
+
+@pytest.mark.parametrize("left, told", [(8, {"num_sms": 124}), (500, {"num_sms": 1}), (0, {})])
+def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
+    ringflash.set_comm_sms(left)
+    kernel, q = mock.Mock(), torch.zeros(1, 4, 2, 16)
+    whole = build(SequenceMask(4, True, (-1, -1), None), 1, 0, "zigzag")
+    call = ring.Ring(whole, None, "hopper", 1.0, False)
+    with (
+        mock.patch.object(ring, "implementation", lambda *_: kernel),
+        mock.patch.object(ring, "transport_name", lambda _: "nccl"),
+        mock.patch("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
+    ):
+        ring.forward(call, q, q, q)
+    options = kernel.forward.call_args.kwargs
+    assert {name: value for name, value in options.items() if name == "num_sms"} == told

@@ -1,0 +1,48 @@
+"""benchmarks/trace_ring.py: hops of a made-up trace of a GPU, and of a real one of two CPU processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.trace_ring import Hop, hops
+from tests.recipes import launching
+
+
+def event(category: str, name: str, begin: float, end: float) -> dict:
+    return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": end - begin}
+
+
+def test_made_up_trace() -> None:
+    """Copies overlap each other and a kernel; of the gap from 10 to 20 they cover 12 to 18."""
+    range_, host, copy = "gpu_user_annotation", "user_annotation", "gpu_memcpy"
+    trace = [
+        {"ph": "M", "name": "process_name"},
+        event(host, "ringflash::forward_step0", 0, 1),
+        event(range_, "ringflash::forward_step1", 20, 50),
+        event(range_, "ringflash::forward_step0", 0, 10),
+        event(copy, "Memcpy PtoP (Device -> Device)", 12, 17),
+        event("kernel", "ncclDevKernel_SendRecv", 15, 18),
+        event(copy, "Memcpy DtoD (Device -> Device)", 10, 20),
+        event(copy, "Memcpy PtoP (Device -> Device)", 30, 40),
+        event(range_, "ringflash::backward_step0", 60, 90),
+    ]
+    assert hops(trace) == [
+        Hop("forward", 0, 10, 0, 0),
+        Hop("forward", 1, 30, 6, 4),
+        Hop("backward", 0, 30, 0, 0),
+    ]
+
+
+def test_real_trace(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    output = launching.run([*command, "benchmarks/trace_ring.py", "--toy", "--folder", tmp_path], timeout_s=100)
+    assert "exposed us" in output
+    for rank in range(2):
+        found = hops(json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"])
+        assert [(hop.direction, hop.step) for hop in found] == [
+            ("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)
+        ]  # fmt: skip
+        assert all(hop.kernel_us > 0 and hop.exposed_us >= 0 and hop.idle_us >= 0 for hop in found)
+        assert found[1].exposed_us > 0  # the wait for step 1's K/V has a range of its own
