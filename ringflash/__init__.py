@@ -12,6 +12,8 @@ from ringflash.api import Explanation, RingAttention, explain, ring_attention
 from ringflash.layout import local_positions, shard_sequence, unshard_sequence
 from ringflash.padding import PaddedBatch, pad_sequence
 from ringflash.transport import buffer_bytes, release_buffers, set_timeout
+from ringflash.wrap import wrap_attention
+from ringflash.wrap_check import check_wrapped
 
 __version__ = "0.1.0"
 
@@ -20,6 +22,7 @@ __all__ = [
     "PaddedBatch",
     "RingAttention",
     "buffer_bytes",
+    "check_wrapped",
     "explain",
     "local_positions",
     "loss",
@@ -30,4 +33,5 @@ __all__ = [
     "set_timeout",
     "shard_sequence",
     "unshard_sequence",
+    "wrap_attention",
 ]
