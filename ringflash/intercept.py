@@ -8,8 +8,10 @@ backward and outside of the model's forward, is intercepted as in the first run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -47,6 +49,13 @@ class Calls:
     called: bool = False
     whole: bool = False
     trace: list[Call] | None = None
+    key: int = field(default_factory=count().__next__, init=False)
+
+    def __post_init__(self) -> None:
+        _known[self.key] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
+        return Calls(self.options, self.root)
 
     def check_called(self) -> None:
         """Raise RuntimeError at the end of the first forward if nothing was intercepted in it."""
@@ -58,9 +67,18 @@ class Calls:
 
     def note(self, layer: str, *tensors: Tensor) -> None:
         """A layer attends."""
-        self.called = True
+        _mark_called(self.key)
         if self.trace is not None:
             self.trace.append(Call(layer, tuple(x.detach() for x in tensors)))
+
+
+_known: WeakValueDictionary[int, Calls] = WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result
+def _mark_called(key: int) -> None:
+    """Note that a module attends; while compiling at once, since a compiled checkpoint may not change an object."""
+    _known[key].called = True
 
 
 class Interception(TorchFunctionMode):
@@ -140,12 +158,18 @@ class Interception(TorchFunctionMode):
                 "alone; checkpoint the module, not a function in it"
             )
 
-    def _refuse(self, rest: str) -> NoReturn:
-        """Raise on this rank, and on those that go on to the ring without an error."""
-        error = NotImplementedError(f"{self.layer} must {rest}.")
+    def _refuse(self, rest: str) -> None:
+        """Raise, naming the layer."""
         with torch._C.DisableTorchFunction():
-            agree(self.calls.options.group, {}, error)
-        raise error
+            _raise_together(self.calls.key, f"{self.layer} must {rest}.")
+
+
+@torch.compiler.assume_constant_result
+def _raise_together(key: int, text: str) -> NoReturn:
+    """Raise on this rank, and on those that go on to the ring without an error; while compiling at once."""
+    error = NotImplementedError(text)
+    agree(_known[key].options.group, {}, error)
+    raise error
 
 
 @torch.compiler.assume_constant_result

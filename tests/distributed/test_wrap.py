@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "rotary": {"is_causal": True, "rotary": True, "scale": 0.3},
     "gqa": {"is_causal": True, "kv_heads": 2, "enable_gqa": True},
     "bidirectional": {},
+    "broken": {"is_causal": True, "broken": True},
     "bound": {"make": own.Bound},
     "reentrant": {"is_causal": True, "reentrant": True},
     "non_reentrant": {"is_causal": True, "reentrant": False, "rotary": True},
@@ -44,7 +45,7 @@ def equals_unwrapped(ctx: Context, name: str, compiled: bool) -> None:
     tokens, labels = own.tokens(), ringflash.loss.shift_labels(own.tokens())
     shard = ringflash.shard_sequence(tokens, ctx.group)
     positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
-    run = torch.compile(ring, backend="aot_eager", fullgraph=True) if compiled else ring
+    run = torch.compile(ring, backend="aot_eager", fullgraph=name != "broken") if compiled else ring
     logits, want = run(shard, positions), whole(tokens, torch.arange(own.LENGTH))
     loss = loss_of(logits, ringflash.shard_sequence(labels, ctx.group), ctx.size)
     expected = loss_of(want, labels, 1)
@@ -63,15 +64,15 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert (got - want).abs().max() <= RTOL * want.abs().max()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "broken"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_wrapped_equals_unwrapped(pool: Pool, size: int, name: str) -> None:
     pool.run(equals_unwrapped, name, False, size=size)
 
 
-@pytest.mark.parametrize("name", ["rotary", "gqa", "non_reentrant"])
+@pytest.mark.parametrize("name", ["rotary", "gqa", "non_reentrant", "broken"])
 def test_compiled_equals_unwrapped(pool: Pool, name: str) -> None:
-    """One graph: nothing breaks it, checkpointed or not."""
+    """One graph: wrapping does not break it, checkpointed or not; where the layer itself does, nothing is missed."""
     pool.run(equals_unwrapped, name, True, size=2, timeout_s=120)
 
 
@@ -162,8 +163,9 @@ def refused_on_every_rank(ctx: Context, make: Any, options: dict[str, Any], erro
 
 @pytest.mark.parametrize("how", CALLS)
 def test_calls_are_refused_with_the_layers_name(pool: Pool, how: str) -> None:
-    for text in pool.run(refused_on_every_rank, Told, {"how": how}, "NotImplementedError", False, size=2):
-        assert text.startswith("blocks.0.attn must attend "), text
+    error = "InternalTorchDynamoError" if how == "flex" else "NotImplementedError"  # flex compiles its own call
+    for text in pool.run(refused_on_every_rank, Told, {"how": how}, error, False, size=2):
+        assert text.removeprefix("NotImplementedError: ").startswith("blocks.0.attn must attend "), text
         assert re.search(PATTERNS[how], text), text
 
 

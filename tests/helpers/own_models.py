@@ -13,11 +13,11 @@ VOCAB, WIDTH, HEADS, LENGTH = 31, 16, 4, 32
 
 
 class Attention(nn.Module):
-    """Self-attention by scaled_dot_product_attention; `options` are passed to it."""
+    """Self-attention by scaled_dot_product_attention; `options` are passed to it. `broken` breaks compiled graphs."""
 
-    def __init__(self, kv_heads: int = HEADS, rotary: bool = False, **options: object) -> None:
+    def __init__(self, kv_heads: int = HEADS, rotary: bool = False, broken: bool = False, **options: object) -> None:
         super().__init__()
-        self.kv_heads, self.rotary, self.options = kv_heads, rotary, options
+        self.kv_heads, self.rotary, self.broken, self.options = kv_heads, rotary, broken, options
         self.q = nn.Linear(WIDTH, WIDTH)
         self.kv = nn.Linear(WIDTH, 2 * kv_heads * WIDTH // HEADS)
         self.out = nn.Linear(WIDTH, WIDTH)
@@ -28,8 +28,10 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, heads, seqlen, head_dim)."""
-        q = self.q(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
-        k, v = self.kv(x).unflatten(2, (2, self.kv_heads, -1)).permute(2, 0, 3, 1, 4)
+        q = self.q(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2)
+        k, v = self.kv(x).view(*x.shape[:2], 2, self.kv_heads, -1).permute(2, 0, 3, 1, 4)
+        if self.broken:
+            torch._dynamo.graph_break()
         return (rotate(q, positions), rotate(k, positions), v) if self.rotary else (q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
