@@ -13,6 +13,8 @@ from ringflash.layout import local_positions, shard_sequence, unshard_sequence
 from ringflash.padding import PaddedBatch, pad_sequence
 from ringflash.transport import buffer_bytes, release_buffers, set_timeout
 from ringflash.transport.sms import set_comm_sms
+from ringflash.wrap import wrap_attention
+from ringflash.wrap_check import check_wrapped
 
 __version__ = "0.1.0"
 
@@ -21,6 +23,7 @@ __all__ = [
     "PaddedBatch",
     "RingAttention",
     "buffer_bytes",
+    "check_wrapped",
     "explain",
     "local_positions",
     "loss",
@@ -32,4 +35,5 @@ __all__ = [
     "set_timeout",
     "shard_sequence",
     "unshard_sequence",
+    "wrap_attention",
 ]

@@ -17,8 +17,20 @@ from ringflash.lightning.data import TextData
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.passkey import Passkey
 from ringflash.lightning.progress import Progress
+from ringflash.lightning.sharding import SequenceSharding
 from ringflash.lightning.stop import StopOnSignal
 from ringflash.lightning.strategy import ContextParallelStrategy
 from ringflash.lightning.tokens import TokenData
+from ringflash.wrap import wrap_attention
 
-__all__ = ["CausalLM", "ContextParallelStrategy", "Passkey", "Progress", "StopOnSignal", "TextData", "TokenData"]
+__all__ = [
+    "CausalLM",
+    "ContextParallelStrategy",
+    "Passkey",
+    "Progress",
+    "SequenceSharding",
+    "StopOnSignal",
+    "TextData",
+    "TokenData",
+    "wrap_attention",
+]

@@ -1,0 +1,174 @@
+"""A LightningModule of one's own on a ring: its attention wrapped, its batches cut, its loss scaled.
+
+class GPT(SequenceSharding, lightning.LightningModule): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import lightning
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ringflash import huggingface
+from ringflash.group import Group, resolve
+from ringflash.layout import local_positions, shard_sequence
+from ringflash.lightning.sequences import SequenceData
+from ringflash.lightning.strategy import strategy_of
+from ringflash.loss import count_tokens
+from ringflash.padding import IGNORE_INDEX
+from ringflash.wrap import wrap_attention
+from ringflash.wrap_check import check_wrapped
+
+if TYPE_CHECKING:
+    _Base = lightning.LightningModule
+else:
+    _Base = object
+
+CHECKED_TOKENS = 8  # of each chunk, in the comparison with the whole sequence
+
+
+class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
+    """Mixin for a LightningModule that holds whole sequences' model and is given whole sequences' batches.
+
+    It comes before LightningModule among the bases, and wants a strategy with a context axis. In training and
+    evaluation each step then has a shard, `positions` and `token_loss` speak of the whole sequence, and before the
+    first training step `check_wrapped` compares the module with itself on a prefix of the first batch. Each method is
+    there to be overridden.
+    """
+
+    _ringflash_ready = False
+    _ringflash_whole = False
+    check_sequence_sharding = True  # False skips the comparison, which runs the training step twice without gradients
+
+    def configure_model(self) -> None:
+        """Wrap the attention and shard the parameters over all ranks, once: each entry of a ModuleList is a unit."""
+        if self._ringflash_ready:
+            return
+        self._ringflash_ready = True
+        strategy = strategy_of(self.trainer)
+        _check_data(self.trainer.datamodule)
+        wrap_attention(self, strategy.cp_group)
+        if own := [name for name, _ in self.named_parameters(recurse=False)]:
+            raise ValueError(
+                f"parameters must lie in submodules, whose forward gathers them, got {own}; move them into one."
+            )
+        for child in _with_forward(self.children()):
+            strategy.shard_parameters(child, _units(child))
+
+    def shard_batch(self, batch: Any, group: Group) -> Any:
+        """This rank's part of a batch.
+
+        Args:
+            batch: {"input_ids", "labels" and "cu_seqlens" if there are any}, which `huggingface.prepare_batch` cuts;
+                or a tuple of tensors (batch, seqlen, ...), each cut along dim 1. Labels are already shifted.
+        Raises:
+            ValueError: something else.
+        """
+        if isinstance(batch, dict) and "input_ids" in batch:
+            return huggingface.prepare_batch(group=group, **batch)
+        if isinstance(batch, tuple | list) and all(isinstance(x, Tensor) and x.dim() > 1 for x in batch):
+            return tuple(shard_sequence(x, group) for x in batch)
+        raise ValueError(
+            f"batch must be a dict with input_ids or a tuple of (batch, seqlen) tensors, got {type(batch).__name__}; "
+            "override shard_batch."
+        )
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Cut the batch before it goes to the device; on the first of a training also check the module."""
+        trainer = self.trainer
+        if isinstance(trainer.datamodule, SequenceData):
+            return batch  # the data module's batches are shards
+        if self.check_sequence_sharding and trainer.training:
+            self.check_sequence_sharding = False
+            self._check(batch)
+        return self.shard_batch(batch, strategy_of(trainer).cp_group)
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Global positions of a shard's tokens, (seqlen_local,); those of all tokens where the batch is whole.
+
+        Args:
+            tokens: (batch, seqlen_local, ...).
+        """
+        group = self._group()
+        cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
+        return local_positions(tokens.shape[1] * cp_size, cp_size, cp_rank).to(tokens.device)
+
+    def token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy over the tokens of the whole sequence, as `ringflash.loss` scales it.
+
+        `self.log(..., sync_dist=True)` shows the mean over all ranks, which is the loss itself.
+
+        Args:
+            logits: (batch, seqlen_local, vocab_size).  labels: (batch, seqlen_local), shifted, -100 is none.
+        """
+        group = self._group()
+        total = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        return total * (1 if group is None else group.size()) / count_tokens(labels, group).clamp(min=1)
+
+    def _group(self) -> Any:
+        return None if self._ringflash_whole else resolve(strategy_of(self.trainer).cp_group)
+
+    def _check(self, batch: Any) -> None:
+        """`check_wrapped` on the first tokens of a batch, which every rank of the ring holds whole."""
+        strategy = strategy_of(self.trainer)
+        prefix = _prefix(batch, 2 * strategy.cp_size * CHECKED_TOKENS)
+
+        def run(group: Group) -> None:
+            shard = self.transfer_batch_to_device(self.shard_batch(prefix, group), strategy.root_device, 0)
+            with self._as_checked(whole=group is None), strategy.precision_plugin.train_step_context():
+                self.training_step(shard, 0)
+
+        check_wrapped(self, run)
+
+    @contextmanager
+    def _as_checked(self, whole: bool) -> Iterator[None]:
+        """Positions and losses of a whole sequence where it is one; nothing is logged."""
+        self._ringflash_whole = whole
+        self.log = self.log_dict = _log_nothing  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.log, self.log_dict
+            self._ringflash_whole = False
+
+
+def _check_data(data: lightning.LightningDataModule | None) -> None:
+    """Lightning asks a data module before it asks the module."""
+    hook = "on_before_batch_transfer"
+    if data is not None and not isinstance(data, SequenceData) and is_overridden(hook, data):
+        raise ValueError(
+            f"{hook} must be left to the module, got one in {type(data).__name__}; it would take the place of the one "
+            "that cuts batches: do its work in the module's shard_batch."
+        )
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    """In the place of self.log, which Lightning allows in a step of its own only."""
+
+
+def _with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The modules that have parameters, those of a list in its place: only a forward can gather them."""
+    for module in modules:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            yield from _with_forward(module.children())
+        elif any(True for _ in module.parameters()):
+            yield module
+
+
+def _units(module: nn.Module) -> list[nn.Module]:
+    """The layers of a stack, outermost: each is gathered when it runs."""
+    lists = (layer for layer in module.modules() if isinstance(layer, nn.ModuleList))
+    first = next(lists, None)
+    return [] if first is None else list(_with_forward([first]))
+
+
+def _prefix(batch: Any, size: int) -> Any:
+    """The first tokens of every tensor with a sequence, without documents."""
+    if isinstance(batch, dict):
+        return {name: x[:, :size] for name, x in batch.items() if isinstance(x, Tensor) and x.dim() > 1}
+    return tuple(x[:, :size] for x in batch)

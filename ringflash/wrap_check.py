@@ -1,0 +1,107 @@
+"""A wrapped module on the ring against itself on the whole sequence, to find what wrapping cannot see.
+
+Positions counted from the shard's start, a convolution along the sequence, an attention in a library's own binding:
+each changes what some attention is given, from one layer on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringflash.agreement import agree
+from ringflash.api import RingAttention
+from ringflash.group import Group
+from ringflash.huggingface.options import Options
+from ringflash.intercept import Call, Calls
+from ringflash.layout import shard_sequence
+from ringflash.wrap import calls_of
+
+
+def check_wrapped(module: nn.Module, run: Callable[[Group], Any]) -> None:
+    """Compare what every attention is given on the ring with what it is given on the whole sequence.
+
+    A few tokens for each rank are enough: `2 * cp_size * 8`. Without gradients, and in evaluation mode.
+
+    Args:
+        module: from `wrap_attention`.
+        run: run(group) calls the module on a batch sharded over `group`; run(None) on the whole one, with
+            attention as before wrapping. Equal on every rank.
+    Raises:
+        ValueError: they differ by more than sqrt(eps) of the largest value; names the first layer, on every rank.
+    """
+    calls = calls_of(module)
+    local = _traced(module, calls, run, calls.options.group)
+    with _whole(module, calls):
+        whole = _traced(module, calls, run, None)
+    agree(calls.options.group, {"check_wrapped": len(local)}, _difference(local, whole, calls.options))
+
+
+def _traced(module: nn.Module, calls: Calls, run: Callable[[Group], Any], group: Group) -> list[Call]:
+    """The attention calls of one run, which leaves the module's modes as they were."""
+    modes = {layer: layer.training for layer in module.modules()}
+    module.eval()
+    trace: list[Call] = []
+    calls.trace = trace
+    try:
+        with torch.no_grad():
+            run(group)
+    finally:
+        calls.trace = None
+        for layer, mode in modes.items():
+            layer.training = mode
+    return trace
+
+
+@contextmanager
+def _whole(module: nn.Module, calls: Calls) -> Iterator[None]:
+    """Attention within this process, for every kind of layer."""
+    group, calls.whole = calls.options.group, True
+    lone = Options(None, calls.options.layout)
+    switched = [layer for layer in module.modules() if isinstance(getattr(layer, "_ringflash", None), Options)]
+    bound = [layer for layer in module.modules() if isinstance(layer, RingAttention)]
+    for layer in switched:
+        layer._ringflash = lone  # type: ignore[assignment]
+    for ring in bound:
+        ring.group = None
+    try:
+        yield
+    finally:
+        calls.whole = False
+        for layer in switched:
+            layer._ringflash = calls.options  # type: ignore[assignment]
+        for ring in bound:
+            ring.group = group
+
+
+def _difference(local: list[Call], whole: list[Call], options: Options) -> ValueError | None:
+    if len(local) != len(whole):
+        return ValueError(
+            f"attention must be called as often on a shard as on the whole sequence ({len(whole)} times), got "
+            f"{len(local)}; run must call the module once, on shards of the same batch."
+        )
+    for mine, all_of_it in zip(local, whole, strict=True):
+        for name, got, full in zip("qkv", mine.tensors, all_of_it.tensors, strict=True):
+            error = _compare(mine.layer, name, got, shard_sequence(full, options.group, 1, options.layout))
+            if error is not None:
+                return error
+    return None
+
+
+def _compare(layer: str, name: str, got: Tensor, want: Tensor) -> ValueError | None:
+    if got.shape != want.shape:
+        text = f"shape {tuple(got.shape)} for {tuple(want.shape)}"
+    else:
+        scale = want.abs().max().clamp(min=torch.finfo(want.dtype).tiny)
+        worst = ((got - want).abs().max() / scale).item()
+        if worst <= torch.finfo(got.dtype).eps ** 0.5:
+            return None
+        text = f"a difference of {worst:.1e} of the largest value"
+    return ValueError(
+        f"{layer} must be given the {name} that it has in the whole sequence, got {text}; positions must be global "
+        "(ringflash.local_positions), and no other layer may mix tokens."
+    )

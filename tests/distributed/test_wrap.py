@@ -1,0 +1,213 @@
+"""A wrapped module equals the unwrapped one in logits, loss and every gradient; what cannot be wrapped is refused.
+
+gloo, 2 and 4 CPU processes, fp64. The unwrapped module runs torch's own attention on the whole sequence.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ringflash
+from tests.helpers import own_models as own
+from tests.helpers.pool import Context, Pool
+
+RTOL = 1e-10
+
+MODELS: dict[str, dict[str, Any]] = {
+    "learned": {"is_causal": True},
+    "rotary": {"is_causal": True, "rotary": True, "scale": 0.3},
+    "gqa": {"is_causal": True, "kv_heads": 2, "enable_gqa": True},
+    "bidirectional": {},
+    "broken": {"is_causal": True, "broken": True},
+    "bound": {"make": own.Bound},
+    "reentrant": {"is_causal": True, "reentrant": True},
+    "non_reentrant": {"is_causal": True, "reentrant": False, "rotary": True},
+}
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor, size: int) -> torch.Tensor:
+    """`ringflash.loss`'s scale, without it."""
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return total * size / (own.tokens().numel() - len(own.tokens()))
+
+
+def equals_unwrapped(ctx: Context, name: str, compiled: bool) -> None:
+    ring, whole = (own.build(own.Model, **MODELS[name]) for _ in range(2))
+    assert ringflash.wrap_attention(ring, ctx.group) is ring
+    tokens, labels = own.tokens(), ringflash.loss.shift_labels(own.tokens())
+    shard = ringflash.shard_sequence(tokens, ctx.group)
+    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
+    run = torch.compile(ring, backend="aot_eager", fullgraph=name != "broken") if compiled else ring
+    logits, want = run(shard, positions), whole(tokens, torch.arange(own.LENGTH))
+    loss = loss_of(logits, ringflash.shard_sequence(labels, ctx.group), ctx.size)
+    expected = loss_of(want, labels, 1)
+    loss.backward()
+    expected.backward()
+    assert_close(logits.detach(), ringflash.shard_sequence(want.detach(), ctx.group))
+    pairs = [(loss.detach(), expected.detach())]
+    pairs += [(p.grad, q.grad) for p, q in zip(ring.parameters(), whole.parameters(), strict=True)]
+    for got, reference in pairs:
+        dist.all_reduce(got, group=ctx.group)
+        assert_close(got / ctx.size, reference)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert torch.isfinite(got).all()
+    assert (got - want).abs().max() <= RTOL * want.abs().max()
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "broken"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_wrapped_equals_unwrapped(pool: Pool, size: int, name: str) -> None:
+    pool.run(equals_unwrapped, name, False, size=size)
+
+
+@pytest.mark.parametrize("name", ["rotary", "gqa", "non_reentrant", "broken"])
+def test_compiled_equals_unwrapped(pool: Pool, name: str) -> None:
+    """One graph: wrapping does not break it, checkpointed or not; where the layer itself does, nothing is missed."""
+    pool.run(equals_unwrapped, name, True, size=2, timeout_s=120)
+
+
+def transformers_equals_unwrapped(ctx: Context) -> None:
+    from ringflash import huggingface
+    from tests.helpers import models
+
+    whole, ring = models.build(impl="sdpa"), nn.ModuleDict({"lm": models.build(impl="sdpa")})
+    ringflash.wrap_attention(ring, ctx.group)
+    batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
+    hidden = ring["lm"].model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    want = whole.model(models.tokens(), use_cache=False).last_hidden_state
+    assert_close(hidden.last_hidden_state.detach(), ringflash.shard_sequence(want.detach(), ctx.group))
+    hidden.last_hidden_state.square().sum().backward()
+    want.square().sum().backward()
+    for p, q in zip(ring["lm"].model.parameters(), whole.model.parameters(), strict=True):
+        dist.all_reduce(p.grad, group=ctx.group)
+        assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_transformers_model_within_a_module(pool: Pool, size: int) -> None:
+    pytest.importorskip("transformers")
+    pool.run(transformers_equals_unwrapped, size=size)
+
+
+class Partly(own.Attention):
+    """Checkpoints a function, not the module: the second run is outside of every forward."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(is_causal=True)
+        self.use_reentrant = use_reentrant
+
+    def attend(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().attend, *tensors, use_reentrant=self.use_reentrant)
+
+
+class Told(own.Attention):
+    """Attends as it is told."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return CALLS[self.how](q, k, v)
+
+
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(*(x.detach() for x in (q, k, v)))  # it has no backward on the CPU
+
+
+CALLS: dict[str, Any] = {
+    "mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.zeros(q.shape[2], q.shape[2])),
+    "dropout": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1),
+    "integers": lambda q, k, v: F.scaled_dot_product_attention(*(x.long() for x in (q, k, v))),
+    "cross": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :, :4], v[:, :, :4]),
+    "heads": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1]),
+    "dimensions": lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0]),
+    "operator": lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0],
+    "functional": lambda q, k, v: torch._scaled_dot_product_attention_math(q, k, v)[0],
+    "flex": _flex,
+}
+PATTERNS = {
+    "mask": r"attend without attn_mask, got one", "dropout": "dropout_p 0, got 0.1", "integers": "floating point, got",
+    "cross": r"seqlen_q \d+, seqlen_k 4", "heads": "enable_gqa=True", "dimensions": r"on \(batch, heads, seqlen",
+    "operator": "_scaled_dot_product_flash_attention_for_cpu; call", "functional": "attention_math; call",
+    "flex": "got flex_attention",
+}  # fmt: skip
+
+
+def refused_on_every_rank(ctx: Context, make: Any, options: dict[str, Any], error: str, last_rank: bool) -> str:
+    chosen: dict[str, Any] = {"make": make, **options}
+    if last_rank and ctx.rank < ctx.size - 1:
+        chosen = {}
+    model = own.build(own.Model, **chosen)
+    ringflash.wrap_attention(model, ctx.group)
+    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+    try:
+        model(shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)).sum().backward()
+    except Exception as problem:
+        assert type(problem).__name__ == error, repr(problem)
+        return str(problem)
+    raise AssertionError("accepted")
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_calls_are_refused_with_the_layers_name(pool: Pool, how: str) -> None:
+    error = "InternalTorchDynamoError" if how == "flex" else "NotImplementedError"  # flex compiles its own call
+    for text in pool.run(refused_on_every_rank, Told, {"how": how}, error, False, size=2):
+        assert text.removeprefix("NotImplementedError: ").startswith("blocks.0.attn must attend "), text
+        assert re.search(PATTERNS[how], text), text
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_around_the_call_alone_is_refused(pool: Pool, reentrant: bool) -> None:
+    """The backward would run torch's attention on the shard."""
+    options = {"use_reentrant": reentrant}
+    for text in pool.run(refused_on_every_rank, Partly, options, "NotImplementedError", False, size=2):
+        assert "checkpoint the module, not a function in it" in text
+
+
+def test_one_ranks_refusal_reaches_the_others(pool: Pool) -> None:
+    """The others have gone on to the ring."""
+    texts = pool.run(refused_on_every_rank, Told, {"how": "mask"}, "NotImplementedError", True, size=2)
+    assert all("blocks.0.attn must attend without attn_mask" in text for text in texts), texts
+
+
+def checked(ctx: Context, kind: type[own.Model], options: dict[str, Any]) -> str:
+    model = ringflash.wrap_attention(own.build(kind, **options), ctx.group)
+
+    def run(group: dist.ProcessGroup | None) -> None:
+        size, rank = (1, 0) if group is None else (ctx.size, ctx.rank)
+        shard = ringflash.shard_sequence(own.tokens(), group)
+        model(shard, ringflash.local_positions(own.LENGTH, size, rank))
+
+    try:
+        ringflash.check_wrapped(model, run)
+    except ValueError as error:
+        return str(error)
+    assert model.training and all(block.training for block in model.blocks)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["learned", "rotary", "gqa", "bidirectional", "bound"])
+def test_check_accepts_what_is_right(pool: Pool, name: str) -> None:
+    assert pool.run(checked, own.Model, MODELS[name], size=2) == ["", ""]
+
+
+@pytest.mark.parametrize("name", ["learned", "rotary", "bound"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_check_finds_positions_counted_from_the_shard(pool: Pool, size: int, name: str) -> None:
+    """On every rank, with the first layer that is given something else."""
+    for text in pool.run(checked, own.Misplaced, MODELS[name], size=size):
+        assert text.startswith("blocks.0.attn"), text
+        assert "positions must be global" in text
