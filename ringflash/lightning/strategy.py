@@ -13,6 +13,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -101,6 +102,20 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         for layer in layers:
             fully_shard(layer, mesh=self.shard_mesh, mp_policy=policy)
         fully_shard(module, mesh=self.shard_mesh, mp_policy=policy)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's shards where they are: the writer copies them to the host, once."""
+        if not self._save_distributed_checkpoint:
+            return super().lightning_module_state_dict()
+        assert self.model is not None
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """This rank's shards of it, where they are."""
+        if not self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        assert self.model is not None
+        return get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint that has its name only once it is whole; during training return while it is written.

@@ -54,12 +54,14 @@ class Saves(lightning.Callback):
             trainer.save_checkpoint(path)
 
 
-def fit(texts: str, callbacks: list[lightning.Callback], steps: int = STEPS, **options: Any) -> lightning.Trainer:
+def fit(
+    texts: str, callbacks: list[lightning.Callback], steps: int = STEPS, strategy: Any = None, **options: Any
+) -> lightning.Trainer:
     """Train the tiny model on sequences cut over all ranks."""
     trainer = lightning.Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_steps=steps, logger=False, callbacks=callbacks,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, limit_val_batches=0,
-        strategy=ContextParallelStrategy(**options), default_root_dir=sys.argv[2],
+        strategy=strategy or ContextParallelStrategy(**options), default_root_dir=sys.argv[2],
         enable_checkpointing=any(isinstance(x, ModelCheckpoint) for x in callbacks),
     )  # fmt: skip
     trainer.fit(CausalLM(CONFIG), datamodule=TextData(48, texts, ".txt", num_eval_sequences=4))
@@ -125,6 +127,31 @@ def failures(texts: str, out: Path) -> dict[str, Any]:
     return {**found, "whole": [name for name in whole if name in ("good.ckpt", "full.ckpt", "later.ckpt")]}
 
 
+class Fails(lightning.Callback):
+    """An error of the training."""
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        """After the first step."""
+        raise ValueError("planted")
+
+
+def error_while_writing(texts: str, out: Path) -> dict[str, Any]:
+    """The parts are written only after the training has failed."""
+    failed = threading.Event()
+    teardown = ContextParallelStrategy.teardown
+    path = out / "error.ckpt"
+
+    class Late(ContextParallelStrategy):
+        def teardown(self) -> None:
+            failed.set()
+            teardown(self)
+
+    with before_writing(lambda _: failed.wait(60)):
+        error = message(lambda: fit(texts, [Saves({1: [path]}), Fails()], strategy=Late()))
+    dist.barrier()
+    return {"error": error, "whole": is_complete(path)}
+
+
 def twice(texts: str, out: Path) -> dict[str, Any]:
     """The same name in quick succession, and another right after."""
     names = [out / "a.ckpt", out / "a.ckpt", out / "b.ckpt"]
@@ -148,6 +175,7 @@ def main(texts: str, out: Path) -> None:
     fit(texts, [saves], steps=2, async_checkpoint=False)
     found["synchronous"] = saves.whole
     found["failures"] = failures(texts, out)
+    found["error"] = error_while_writing(texts, out)
     found["twice"] = twice(texts, out)
     dist.barrier()
     torch.save(Hostile(), out / "a.ckpt" / "meta.pt")

@@ -72,6 +72,12 @@ def test_folder_that_is_a_file_fails_all(ranks: list[dict[str, Any]]) -> None:
         assert "must be written in full, got NotADirectoryError on rank 0" in rank["failures"]["folder"]["error"]
 
 
+def test_training_that_fails_lets_a_write_end(ranks: list[dict[str, Any]]) -> None:
+    """The parts are written after the error, which is the one that is raised."""
+    for rank in ranks:
+        assert rank["error"] == {"error": "ValueError: planted", "whole": True}
+
+
 def test_same_name_twice_is_the_later_one(ranks: list[dict[str, Any]]) -> None:
     """Four saves without a pause, three of them to one name."""
     for rank in ranks:
