@@ -53,8 +53,9 @@ class RecipeCLI(LightningCLI):
         """Put the newest checkpoint in the place of `--ckpt_path auto`."""
         options = self.config_init["fit"]
         if options["ckpt_path"] == "auto":
-            options["ckpt_path"] = newest_checkpoint(self._get(self.config_init, "output_dir"))
-            self.trainer.callbacks.append(SameCheckpoint(options["ckpt_path"]))
+            output_dir = self._get(self.config_init, "output_dir")
+            options["ckpt_path"] = newest_checkpoint(output_dir)
+            self.trainer.callbacks.append(SameCheckpoint(options["ckpt_path"], output_dir))
 
 
 def _loggers(names: list[str], output_dir: str) -> list[Logger]:

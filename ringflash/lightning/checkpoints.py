@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
+import shutil
 import zipfile
 from pathlib import Path
 
 import lightning
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
 
 from ringflash.agreement import agree
+from ringflash.lightning.writing import leftovers, restore
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
     """The checkpoint below a folder that was completed last, whichever version of the run wrote it.
 
-    A crash while one is written leaves a directory without its end, which does not count.
+    One that a crash has cut short has another name (ringflash.lightning.writing), or lacks its end: it does not count.
     """
+    restore(output_dir)
     complete = [path for path in Path(output_dir).glob("**/*.ckpt") if is_complete(path)]
     return max(complete, key=_age, default=None)
 
@@ -42,11 +46,17 @@ class SameCheckpoint(lightning.Callback):
 
     Args:
         ckpt_path: what this rank continues from.
+        output_dir: below which rank 0 then removes what a crash while writing has left.
     """
 
-    def __init__(self, ckpt_path: str | Path | None) -> None:
+    def __init__(self, ckpt_path: str | Path | None, output_dir: str | Path | None = None) -> None:
         self.ckpt_path = ckpt_path
+        self.output_dir = output_dir
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Compare, once the ranks have met and before any loads."""
+        """Compare, once the ranks have met and before any loads; then tidy up, once all have looked."""
         agree(dist.group.WORLD, {"ckpt_path": self.ckpt_path and str(self.ckpt_path)})
+        if self.output_dir is not None and dist.get_rank() == 0:
+            for path in leftovers(self.output_dir):
+                rank_zero_info(f"Removing {path}, which a crash has left")
+                shutil.rmtree(path, ignore_errors=True)

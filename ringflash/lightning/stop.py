@@ -10,6 +10,8 @@ import lightning
 import torch
 import torch.distributed as dist
 
+from ringflash.lightning.strategy import ContextParallelStrategy
+
 
 class StopOnSignal(lightning.Callback):
     """On SIGTERM to any rank: all finish the step, write a checkpoint together, and stop.
@@ -35,6 +37,8 @@ class StopOnSignal(lightning.Callback):
         if self._agreed is not None and self._agreed.item():
             path = Path(trainer.log_dir or trainer.default_root_dir, f"interrupted-step={trainer.global_step}.ckpt")
             trainer.save_checkpoint(path)
+            if isinstance(trainer.strategy, ContextParallelStrategy):
+                trainer.strategy.finish_checkpoints()  # before the path is named, and whatever the end still does
             trainer.should_stop = True
             lightning.pytorch.utilities.rank_zero_info(f"Interrupted; go on with --ckpt_path {path}")
         self._agreed = torch.tensor(int(self.noted), device=pl_module.device)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ringflash.lightning.writing import CheckpointWriter
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 
 
@@ -30,10 +34,13 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         data_parallel_size: groups of ranks with sequences of their own; "auto" is all that is left.
         save_distributed_checkpoint: True writes a directory, every rank its part, loadable on any number of
             ranks; False gathers everything into one file.
+        async_checkpoint: True trains on while a checkpoint is written, from a copy in the host's memory, and waits
+            for it at the next one and at the end of training; default as save_distributed_checkpoint.
         process_group_backend: default gloo on CPU and NCCL on CUDA.
         timeout: how long a collective waits for a missing rank.
     Raises:
-        ValueError: sizes that do not multiply to the number of ranks; before any communication.
+        ValueError: sizes that do not multiply to the number of ranks, or one file to be written while training goes
+            on; before any communication.
     """
 
     handles_gradient_clipping = False
@@ -43,9 +50,15 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         context_parallel_size: Size = "auto",
         data_parallel_size: Size = "auto",
         save_distributed_checkpoint: bool = True,
+        async_checkpoint: bool | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        if async_checkpoint and not save_distributed_checkpoint:
+            raise ValueError(
+                "async_checkpoint must be False where save_distributed_checkpoint is, got True; leave it out, or write "
+                "distributed checkpoints."
+            )
         super().__init__(
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=1,
@@ -55,6 +68,9 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         )
         self._context_parallel_size = context_parallel_size
         self._shard_mesh: DeviceMesh | None = None
+        self._async_checkpoint = save_distributed_checkpoint if async_checkpoint is None else async_checkpoint
+        self._writer: CheckpointWriter | None = None
+        self._training = False
 
     def setup_environment(self) -> None:
         """Check the sizes, join the process group, and lay out the mesh."""
@@ -86,6 +102,73 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         for layer in layers:
             fully_shard(layer, mesh=self.shard_mesh, mp_policy=policy)
         fully_shard(module, mesh=self.shard_mesh, mp_policy=policy)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's shards where they are: the writer copies them to the host, once."""
+        if not self._save_distributed_checkpoint:
+            return super().lightning_module_state_dict()
+        assert self.model is not None
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """This rank's shards of it, where they are."""
+        if not self._save_distributed_checkpoint:
+            return super().optimizer_state(optimizer)
+        assert self.model is not None
+        return get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint that has its name only once it is whole; during training return while it is written.
+
+        Raises:
+            RuntimeError: this one, or the one before where that was left to be written, failed; on every rank.
+        """
+        if not self._save_distributed_checkpoint or storage_options is not None:  # which Lightning refuses
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        optimizers = enumerate(checkpoint.pop("optimizer_states", []))
+        state = {"state_dict": checkpoint.pop("state_dict"), **{f"optimizer_{i}": each for i, each in optimizers}}
+        self._writer = self._writer or CheckpointWriter(self._timeout)
+        self._writer.save(state, checkpoint, Path(self.broadcast(filepath)))
+        if not (self._async_checkpoint and self._training):
+            self.finish_checkpoints()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint once those that take its place are whole."""
+        if self._writer is None:
+            return super().remove_checkpoint(filepath)
+        self._writer.remove(Path(filepath))
+
+    def finish_checkpoints(self) -> None:
+        """Return when the checkpoints asked for are on the disk; all ranks call this together.
+
+        Raises:
+            RuntimeError: one was not written; on every rank.
+        """
+        if self._writer is not None:
+            self._writer.finish()
+            if not self._training:
+                self._close_writer()
+
+    def on_train_start(self) -> None:
+        """From here the next save, or the end, waits for a checkpoint."""
+        self._training = True
+
+    def on_train_end(self) -> None:
+        """Callbacks have asked for their last checkpoint."""
+        self._training = False
+        self.finish_checkpoints()
+
+    def teardown(self) -> None:
+        """After an error too: let a checkpoint that is being written become whole."""
+        self._training = False
+        self._close_writer()
+        super().teardown()
+
+    def _close_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        failed = writer.close() if writer is not None else None
+        if failed:
+            rank_zero_warn(f"A checkpoint was not written: {failed}")
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
         """2-norm of the gradients of the whole model, equal on every rank, fp32 (fp64 for fp64).

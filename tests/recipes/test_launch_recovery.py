@@ -103,8 +103,19 @@ def test_slurm_saves_before_the_time_limit_and_continues(folder: Path, uninterru
     assert losses(folder / "slurm", 1) == {i: uninterrupted[i] for i in range(step, STEPS)}
 
 
-def test_crash_while_saving_costs_nothing_older(folder: Path, uninterrupted: dict[int, float]) -> None:
-    """The run before, with its last checkpoint cut short, continues from the one before that."""
+def test_crash_in_the_middle_of_a_write(folder: Path, uninterrupted: dict[int, float]) -> None:
+    """One rank is killed with its part of the second checkpoint unwritten: all continue from the first one."""
+    command = ["launch/local.sh", *flags(folder, "midway", "CrashWhileSaving"), "--ckpt_path=auto"]
+    output = run(command, NPROC="2", MAX_RESTARTS="1")
+    first, second = (folder / f"midway/version_0/checkpoints/epoch=0-step={step}.ckpt" for step in (2, 4))
+    assert "failed (exitcode: -9)" in output and f"Restored all states from the checkpoint at {first}" in output
+    assert f"Removing {second}.partial, which a crash has left" in output
+    assert losses(folder / "midway", 1) == {step: uninterrupted[step] for step in range(2, STEPS)}
+    assert sorted((folder / "midway/version_0/checkpoints").iterdir()) == [first]
+
+
+def test_checkpoint_cut_short_is_passed_over(folder: Path, uninterrupted: dict[int, float]) -> None:
+    """As a file system that lost its end leaves it: the first run, with its last one damaged, continues before it."""
     checkpoints = folder / "uninterrupted" / "version_0" / "checkpoints"
     last = checkpoints / f"epoch=0-step={STEPS}.ckpt"
     (last / "meta.pt").write_bytes((last / "meta.pt").read_bytes()[:-100])

@@ -1,0 +1,106 @@
+"""Checkpoints written beside the training: overlap, failed writes, the same name twice, the last two kept, no pickles.
+
+One torchrun of two gloo processes on the CPU (checkpoint_worker.py) does all runs; every test reads its part.
+Crashes and resuming are in test_launch_recovery.py and test_lightning_recipes.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringflash.lightning import ContextParallelStrategy
+from ringflash.lightning.checkpoints import newest_checkpoint
+from ringflash.lightning.writing import leftovers
+from tests.recipes.launching import run, write_text
+
+WORLD_SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder, out = write_text(tmp_path_factory.mktemp("text")), tmp_path_factory.mktemp("found")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD_SIZE)]
+    output = run([*launch, "-m", "tests.recipes.checkpoint_worker", folder, out])
+    assert "unpickled" not in output.splitlines()
+    return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(ranks: list[dict[str, Any]]) -> None:
+    """Rank 1 starts to write after the next step; until then there is no checkpoint, at the end a whole one."""
+    for rank in ranks:
+        assert rank["overlap"] == {"in_time": [True], "whole": [[False], [False]], "end": True}
+
+
+def test_last_two_are_kept(ranks: list[dict[str, Any]]) -> None:
+    """Of five, with nothing else in the folder."""
+    for rank in ranks:
+        assert rank["kept"] == ["epoch=0-step=4.ckpt", "epoch=0-step=5.ckpt"]
+
+
+def test_synchronous_ones_are_whole_when_saving_returns(ranks: list[dict[str, Any]]) -> None:
+    """On request while training, and always after it."""
+    for rank in ranks:
+        assert rank["synchronous"] == [[False], [True]]
+        assert rank["afterwards"]
+
+
+@pytest.mark.parametrize(("when", "steps"), [("next", 4), ("end", 4)])
+def test_full_disk_of_one_rank_fails_all(ranks: list[dict[str, Any]], when: str, steps: int) -> None:
+    """At the next save where there is one, else at the end of training."""
+    for rank in ranks:
+        error = rank["failures"][when]["error"]
+        assert error.startswith("RuntimeError: a checkpoint must be written in full, got OSError on rank 1: ")
+        assert "No space left on device" in error and "(seen on ranks [0, 1])" in error
+        assert rank["failures"][when]["steps"] == steps
+
+
+def test_last_whole_checkpoint_outlives_a_failed_one(ranks: list[dict[str, Any]]) -> None:
+    """The one before is there, the failed one has no name, the one after was not begun."""
+    for rank in ranks:
+        assert rank["failures"]["whole"] == ["good.ckpt"]
+
+
+def test_folder_that_is_a_file_fails_all(ranks: list[dict[str, Any]]) -> None:
+    """As any folder that cannot be written to."""
+    for rank in ranks:
+        assert "must be written in full, got NotADirectoryError on rank 0" in rank["failures"]["folder"]["error"]
+
+
+def test_training_that_fails_lets_a_write_end(ranks: list[dict[str, Any]]) -> None:
+    """The parts are written after the error, which is the one that is raised."""
+    for rank in ranks:
+        assert rank["error"] == {"error": "ValueError: planted", "whole": True}
+
+
+def test_same_name_twice_is_the_later_one(ranks: list[dict[str, Any]]) -> None:
+    """Four saves without a pause, three of them to one name."""
+    for rank in ranks:
+        assert rank["twice"] == {"steps": {"a.ckpt": 2, "b.ckpt": 1}, "left": []}
+
+
+def test_hostile_pickle_is_refused(ranks: list[dict[str, Any]]) -> None:
+    """By the name of what it would call, without a call of it (seen in the output)."""
+    for rank in ranks:
+        assert rank["hostile"].startswith("UnpicklingError") and "posix.system" in rank["hostile"]
+
+
+def test_replaced_checkpoint_has_its_name_back(tmp_path: Path) -> None:
+    """After a crash between the two renames; what is not whole stays out of the search."""
+    for name in ("a.ckpt.replaced", "a.ckpt.partial", "b.ckpt", "b.ckpt.replaced"):
+        (tmp_path / "version_0" / name).mkdir(parents=True)
+    assert newest_checkpoint(tmp_path) is None
+    assert (tmp_path / "version_0" / "a.ckpt").is_dir()
+    assert {path.name for path in leftovers(tmp_path)} == {"a.ckpt.partial", "b.ckpt.replaced"}
+
+
+def test_one_file_is_not_written_beside_the_training() -> None:
+    """Refused before anything starts; left out, the argument follows the other one."""
+    with pytest.raises(ValueError, match="async_checkpoint must be False where save_distributed_checkpoint is"):
+        ContextParallelStrategy(save_distributed_checkpoint=False, async_checkpoint=True)
+    ContextParallelStrategy(save_distributed_checkpoint=False)
