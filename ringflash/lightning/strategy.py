@@ -144,8 +144,11 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         Raises:
             RuntimeError: one was not written; on every rank.
         """
-        if self._writer is not None:
+        if self._writer is None:
+            return
+        try:
             self._writer.finish()
+        finally:
             if not self._training:
                 self._close_writer()
 
