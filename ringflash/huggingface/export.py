@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from ringflash.huggingface.weights import materialize, tied_names
+from ringflash.safe_files import check_checkpoint
 
 _PREFIX = "state_dict.model.model."  # of Lightning, CausalLM and CausalLMWithLoss
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
@@ -26,7 +27,7 @@ def export(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, 
         dtype: of the parameters.
         tokenizer: directory whose tokenizer files are copied along.
     Raises:
-        ValueError: no such checkpoint, or something at `out`.
+        ValueError: no such checkpoint, one that holds more than data, or something at `out`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -56,6 +57,7 @@ def _config_of(checkpoint: Path) -> dict:
             f"{checkpoint} must be a complete distributed checkpoint, got no .metadata or meta.pt; name the directory "
             "that a run wrote, such as runs/quickstart/version_0/checkpoints/epoch=0-step=200.ckpt."
         )
+    check_checkpoint(checkpoint)
     config = torch.load(meta, map_location="cpu", weights_only=True).get("model_config")
     if config is None:
         raise ValueError(f"{checkpoint} must hold model_config, got none; it was not written by CausalLM.")

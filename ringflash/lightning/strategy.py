@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ringflash.lightning.writing import CheckpointWriter
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
+from ringflash.safe_files import check_together
 
 
 class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
@@ -131,6 +132,17 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         self._writer.save(state, checkpoint, Path(self.broadcast(filepath)))
         if not (self._async_checkpoint and self._training):
             self.finish_checkpoints()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load, on all ranks or none, a checkpoint that holds data and nothing that would run.
+
+        Args:
+            weights_only: of a single file; a directory is always read as data.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_dir():
+            check_together(path)
+        return super().load_checkpoint(path, weights_only=True if weights_only is None else weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint once those that take its place are whole."""

@@ -1,0 +1,129 @@
+"""Distributed checkpoints are looked at before torch reads them: torch unpickles parts of one without a restriction.
+
+`FileSystemReader` reads .metadata with `pickle.load`, and the default planner every value that is not a tensor (the
+optimizer's numbers) with `torch.load(weights_only=False)`. A file that was made to run code would run it there.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from ringflash import agreement
+
+_TORCH_METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = {
+    (_TORCH_METADATA, name)
+    for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )
+} | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}  # fmt: skip
+_VALUES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),  # returns the layout of a name
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),  # where it was saved
+    ("pathlib._local", "PosixPath"),  # the same, written by Python 3.13
+}
+
+
+def check_checkpoint(directory: Path) -> None:
+    """Return if a distributed checkpoint holds data and nothing else; call it before torch loads the directory.
+
+    Reads .metadata, meta.pt where there is one, and the values that are not tensors. Tensors are not read: torch
+    reads those as data only. A directory that others can write to between this and the load is not protected.
+
+    Raises:
+        ValueError: a file that would run code, or that cannot be read.
+    """
+    metadata = _metadata(directory)
+    try:
+        _read_values(directory, metadata)
+    except Exception as error:  # what damaged or hostile files make the reader raise is not limited
+        raise _refusal(directory, "values that are data only", error) from error
+    try:
+        if (directory / "meta.pt").exists():
+            torch.load(directory / "meta.pt", map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _refusal(directory, "a whole meta.pt of data only", error) from error
+
+
+def check_together(directory: Path) -> None:
+    """`check_checkpoint` on all ranks of the job, which raises on every one of them or on none."""
+    error = None
+    try:
+        check_checkpoint(directory)
+    except ValueError as problem:
+        error = problem
+    agreement.agree(dist.group.WORLD, {"checkpoint": str(directory)}, error)
+
+
+class _Records(pickle.Unpickler):
+    """Knows the classes of which torch writes .metadata, and no others."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._before: dict[type, dict[str, Any]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _RECORDS:
+            record = super().find_class(module, name)
+            self._before.setdefault(record, dict(vars(record)))
+            return record
+        if (module, name) in _VALUES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+    def check_classes(self) -> None:
+        """Pickle can set attributes of the classes themselves, and the load that follows would use those."""
+        for record, before in self._before.items():
+            if dict(vars(record)) != before:
+                raise pickle.UnpicklingError(f"a change of the class {record.__qualname__}")
+
+
+def _metadata(directory: Path) -> Metadata:
+    try:
+        with (directory / ".metadata").open("rb") as file:
+            records = _Records(file)
+            metadata = records.load()
+        records.check_classes()
+    except Exception as error:
+        raise _refusal(directory, "a whole .metadata of torch's own records", error) from error
+    if not isinstance(metadata, Metadata):
+        raise _refusal(directory, "a Metadata in .metadata", TypeError(type(metadata).__name__))
+    return metadata
+
+
+class _DataOnly(DefaultLoadPlanner):
+    """Loads values as data and drops them."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        torch.load(value, map_location="cpu", weights_only=True)
+
+
+def _read_values(directory: Path, metadata: Metadata) -> None:
+    """What is not a tensor, read from where torch's load will read it."""
+    kinds = metadata.state_dict_metadata.items()
+    indices = [MetadataIndex(name) for name, kind in kinds if isinstance(kind, BytesStorageMetadata)]
+    none = torch.Size([0])
+    reader = FileSystemReader(directory)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    items = [ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none) for index in indices]
+    reader.read_data(LoadPlan(items), _DataOnly()).wait()
+
+
+def _refusal(directory: Path, must: str, error: Exception) -> ValueError:
+    lines = str(error).strip().split("\n")
+    got = next((line.strip() for line in lines if "Unsupported" in line), lines[0])[:300] or "nothing"
+    return ValueError(
+        f"{directory} must hold {must}, got {type(error).__name__}: {got}; it is damaged, or holds more than data "
+        "and would run code: take a checkpoint that your own run wrote."
+    )
