@@ -122,7 +122,7 @@ def _read_values(directory: Path, metadata: Metadata) -> None:
 
 def _refusal(directory: Path, must: str, error: Exception) -> ValueError:
     lines = str(error).strip().split("\n")
-    got = next((line.strip() for line in lines if "Unsupported" in line), lines[0])[:300] or "nothing"
+    got = next((line.strip() for line in lines if "unsupported" in line.lower()), lines[0])[:300] or "nothing"
     return ValueError(
         f"{directory} must hold {must}, got {type(error).__name__}: {got}; it is damaged, or holds more than data "
         "and would run code: take a checkpoint that your own run wrote."
