@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST = $(VENV)/bin/python -m pytest
-EXTRAS = huggingface,data,parquet,lightning,deepspeed,docs,dev
+EXTRAS = huggingface,data,parquet,lightning,deepspeed,bench,docs,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-cpu test-gpu test-multi-gpu lint docs figures format clean

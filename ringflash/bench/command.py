@@ -1,0 +1,148 @@
+"""ringflash bench: run a benchmark, or show one that was run, and compare it with a baseline."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.console import Console
+from rich.table import Table
+
+from ringflash.bench.results import Change, Measured, changes, read_results
+
+ROOT = Path(__file__).parents[2]
+_BAR = 40
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What to run, where results go, and what to compare with."""
+    parser.add_argument("what", help="kernels (one GPU), ring (all GPUs), or a file of results to show")
+    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument("--rounds", type=int, default=5, help="samples of each contender (%(default)s)")
+    parser.add_argument("--nproc", type=int, help="ranks of the ring; default all GPUs")
+    parser.add_argument("--toy", action="store_true", help="small rings over gloo: shows that it runs, and no speed")
+    parser.add_argument("--out", type=Path, help="file for the results, with machine and versions")
+    parser.add_argument("--baseline", type=Path, help="earlier results; a regression exits with 1")
+    parser.add_argument("--tolerance", type=float, default=0.05, help="loss that is no regression (%(default)s)")
+    parser.add_argument("--plot", type=Path, help="picture of the results: .png, .svg or .pdf; needs matplotlib")
+    parser.add_argument("--json", action="store_true", help="print for machines")
+
+
+def run(options: Namespace) -> int:
+    """Print the table; 1 where a row is slower than the baseline by more than the tolerance."""
+    if options.plot is not None:
+        _check_plot(options.plot)
+    before = [] if options.baseline is None else read_results(options.baseline)[1]  # an error before the long run
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "results.json") if options.out is None else options.out
+        path = _measure(options, path) if options.what in ("kernels", "ring") else Path(options.what)
+        environment, rows = read_results(path)
+    compared = changes(rows, before)
+    slower = [change for change in compared if change.ratio < 1 - options.tolerance]
+    if options.json:
+        print(json.dumps(_as_json(environment, rows, compared, slower), indent=2))
+    else:
+        _print(environment, rows, compared, slower)
+    if options.plot is not None:
+        _plot(options.plot, rows)
+    return 1 if slower else 0
+
+
+def _measure(options: Namespace, out: Path) -> Path:
+    """Run a script of benchmarks/; where its results are.
+
+    Raises:
+        RuntimeError: an installation without the scripts, or a run that failed.
+    """
+    script = ROOT / "benchmarks" / f"bench_{options.what}.py"
+    if not script.exists():
+        raise RuntimeError(f"{script} must be there, got an installed package; run ringflash bench from a clone.")
+    arguments = [str(script), "--rows", options.rows, "--rounds", str(options.rounds), "--json", str(out.resolve())]
+    command = [sys.executable]
+    if options.what == "ring":
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(_num_ranks(options))]
+        arguments += ["--toy"] if options.toy else []
+    path = f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run([*command, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr)
+    if done.returncode != 0:
+        raise RuntimeError(f"{script.name} must end with status 0, got {done.returncode}; its output is above.")
+    return out
+
+
+def _num_ranks(options: Namespace) -> int:
+    import torch
+
+    if options.nproc is not None:
+        return options.nproc
+    gpus = torch.cuda.device_count()
+    if gpus < 2 and not options.toy:
+        raise RuntimeError(f"a ring must have 2 GPUs or more, got {gpus}; --toy runs it over gloo on the CPU.")
+    return 2 if options.toy else gpus
+
+
+def _as_json(
+    environment: dict[str, Any], rows: list[Measured], compared: list[Change], slower: list[Change]
+) -> dict[str, Any]:
+    return {
+        "environment": environment,
+        "rows": [{"name": row.name, "figures": row.figures, "ours": row.ours, "ratio": row.ratio} for row in rows],
+        "compared": [change.__dict__ for change in compared],
+        "regressions": [change.name for change in slower],
+    }
+
+
+def _print(environment: dict[str, Any], rows: list[Measured], compared: list[Change], slower: list[Change]) -> None:
+    console = Console(highlight=False)
+    about = ("device", "torch", "triton", "commit", "command")
+    console.print(", ".join(f"{key} {environment[key]}" for key in about if key in environment), soft_wrap=True)
+    by_name = {change.name: change for change in compared}
+    table = Table("row", "ours", "fastest peer", "ours / peer", "/ baseline", "")
+    longest = max((row.figures[row.ours] for row in rows), default=1.0)
+    for row in rows:
+        peer = "" if row.peer is None else f"{row.figures[row.peer]:.4g} ({row.peer})"
+        change = by_name.get(row.name)
+        against = "" if change is None else f"{change.ratio:.3f}{'' if change.against_peer else ' absolute'}"
+        style = "[red]" if change in slower else "[default]"
+        bar = "█" * round(_BAR * row.figures[row.ours] / longest)
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.name, f"{row.figures[row.ours]:.4g}", peer, ratio, f"{style}{against}[/]", bar)
+    console.print(table)
+    for change in slower:
+        console.print(f"[red]slower than the baseline: {change.name}, {change.ratio:.3f}[/]", soft_wrap=True)
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot must end in .png, .svg or .pdf, got {path}; name such a file.")
+    try:
+        import matplotlib as _  # noqa: F401
+    except ImportError as missing:
+        raise RuntimeError(
+            f"matplotlib must be installed for --plot, got {missing}; pip install matplotlib."
+        ) from missing
+
+
+def _plot(path: Path, rows: list[Measured]) -> None:
+    """Every contender's figure of every row, as points over the rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 0.5 * len(rows)), 5.0), layout="constrained")
+    contenders = list(dict.fromkeys(who for row in rows for who in row.figures))
+    for who in contenders:
+        places = [i for i, row in enumerate(rows) if who in row.figures]
+        style = "o-" if who.startswith("ringflash") else "x--"
+        axes.plot(places, [rows[i].figures[who] for i in places], style, label=who)
+    axes.set_xticks(range(len(rows)), [row.name for row in rows], rotation=60, ha="right", fontsize=7)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,102 @@
+"""ringflash bench: reading, comparing, showing and plotting results, and a small ring that it runs itself. No GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ringflash.bench import command
+from ringflash.bench.results import changes, read_results
+from ringflash.cli import main
+from tests.recipes.launching import ROOT
+
+COMMITTED = ROOT / "benchmarks" / "results" / "kernels_forward_h200.json"
+
+
+def write(path: Path, **figures: dict[str, float]) -> Path:
+    """Results with these TFLOP/s by row."""
+    rows = [{"row": name, "pass": "forward", "tflops": tflops} for name, tflops in figures.items()]
+    path.write_text(json.dumps({"environment": {"device": "planted"}, "results": rows}))
+    return path
+
+
+def test_committed_results_are_read() -> None:
+    environment, rows = read_results(COMMITTED)
+    assert "H200" in environment.get("device", environment.get("gpu", "")) and len(rows) > 20
+    first = rows[0]
+    assert first.name == "hd128 2k x 8, 16/16, causal, forward" and first.peer == "flash-attn-4"
+    assert first.ratio == pytest.approx(496.1 / 487.2)
+
+
+def test_rows_compare_over_the_same_peer_where_there_is_one(tmp_path: Path) -> None:
+    """A machine that is slower as a whole is no regression; without the peer only the figure itself is left."""
+    old = write(tmp_path / "old", a={"ringflash": 600, "fa": 600}, b={"ringflash": 600}, c={"ringflash": 1})
+    new = write(tmp_path / "new", a={"ringflash": 540, "fa": 540}, b={"ringflash": 540}, d={"ringflash": 1})
+    found = changes(read_results(new)[1], read_results(old)[1])
+    assert [(change.name, round(change.ratio, 3), change.against_peer) for change in found] == [
+        ("a, forward", 1.0, True), ("b, forward", 0.9, False),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tolerance", "status"), [("0.05", 1), ("0.2", 0)])
+def test_a_regression_is_named_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tolerance: str, status: int
+) -> None:
+    old = write(tmp_path / "old", a={"ringflash": 600, "fa": 600}, b={"ringflash": 500, "fa": 600})
+    new = write(tmp_path / "new", a={"ringflash": 540, "fa": 600}, b={"ringflash": 500, "fa": 600})
+    arguments = ["bench", str(new), "--baseline", str(old), "--tolerance", tolerance]
+    assert main(arguments) == status
+    printed = capsys.readouterr().out
+    assert ("slower than the baseline: a, forward, 0.900" in printed) is (status == 1)
+    assert main([*arguments, "--json"]) == status
+    assert json.loads(capsys.readouterr().out)["regressions"] == (["a, forward"] if status else [])
+
+
+def test_a_row_that_nobody_of_us_computes_is_left_out(tmp_path: Path) -> None:
+    assert read_results(write(tmp_path / "x", a={"fa": 600}))[1] == []
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    for name, head in (("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")):
+        assert main(["bench", str(COMMITTED), "--plot", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(head)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.json"], "nothing.json must hold results of ringflash bench"),
+        ([str(COMMITTED), "--baseline", "nothing.json"], "nothing.json must hold results"),
+        ([str(COMMITTED), "--plot", "plot.gif"], "--plot must end in .png, .svg or .pdf, got plot.gif"),
+        (["ring"], "a ring must have 2 GPUs or more, got 0; --toy runs it"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_installation_without_the_scripts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    assert main(["bench", "ring", "--toy"]) == 2
+    assert "run ringflash bench from a clone" in capsys.readouterr().err
+
+
+def test_a_small_ring_is_run_kept_and_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Over gloo on two ranks; against itself it has not changed."""
+    out = tmp_path / "ring.json"
+    assert main(["bench", "ring", "--toy", "--rows", "causal", "--rounds", "2", "--out", str(out)]) == 0
+    assert "fastest peer" in capfd.readouterr().out
+    arguments: list[Any] = ["bench", str(out), "--baseline", str(out), "--json"]
+    assert main(arguments) == 0
+    said = json.loads(capfd.readouterr().out)
+    assert len(said["rows"]) == 2 and all(row["ours"] == "ringflash, gloo" for row in said["rows"])
+    assert [change["ratio"] for change in said["compared"]] == [1.0, 1.0]
