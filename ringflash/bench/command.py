@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
 from rich.table import Table
 
 from ringflash.bench.results import Change, Measured, changes, read_results
+from ringflash.console import console
 
 ROOT = Path(__file__).parents[2]
 _BAR = 40
@@ -98,9 +98,9 @@ def _as_json(
 
 
 def _print(environment: dict[str, Any], rows: list[Measured], compared: list[Change], slower: list[Change]) -> None:
-    console = Console(highlight=False)
+    out = console()
     about = ("device", "torch", "triton", "commit", "command")
-    console.print(", ".join(f"{key} {environment[key]}" for key in about if key in environment), soft_wrap=True)
+    out.print(", ".join(f"{key} {environment[key]}" for key in about if key in environment))
     by_name = {change.name: change for change in compared}
     table = Table("row", "ours", "fastest peer", "ours / peer", "/ baseline", "")
     longest = max((row.figures[row.ours] for row in rows), default=1.0)
@@ -112,9 +112,9 @@ def _print(environment: dict[str, Any], rows: list[Measured], compared: list[Cha
         bar = "█" * round(_BAR * row.figures[row.ours] / longest)
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         table.add_row(row.name, f"{row.figures[row.ours]:.4g}", peer, ratio, f"{style}{against}[/]", bar)
-    console.print(table)
+    out.print(table)
     for change in slower:
-        console.print(f"[red]slower than the baseline: {change.name}, {change.ratio:.3f}[/]", soft_wrap=True)
+        out.print(f"[red]slower than the baseline: {change.name}, {change.ratio:.3f}[/]")
 
 
 def _check_plot(path: Path) -> None:

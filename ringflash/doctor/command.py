@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
 from rich.table import Table
 
+from ringflash.console import console
 from ringflash.doctor.facts import collect
 from ringflash.doctor.finding import Finding, fault, ok, warning
 from ringflash.doctor.gather import gather, world
@@ -119,6 +119,6 @@ def _print(findings: list[Finding], as_json: bool) -> None:
     for finding in findings:
         style = _STYLE[finding.level]
         table.add_row(f"[{style}]{finding.level}[/]", finding.what, finding.found, finding.remedy)
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(f"[{_STYLE[worst]}]{worst}[/]")
+    out = console()
+    out.print(table)
+    out.print(f"[{_STYLE[worst]}]{worst}[/]")

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
-from rich.console import Console
 from rich.table import Table
 
+from ringflash.console import console
 from ringflash.flops import visible_pairs
 from ringflash.huggingface.weights import read_config
 from ringflash.plan.job import Job
@@ -172,21 +172,21 @@ def _machine(options: Namespace) -> Machine:
 
 
 def _print(plan: dict[str, Any]) -> None:
-    console, job, machine = Console(highlight=False, soft_wrap=True), plan["job"], plan["machine"]
+    out, job, machine = console(), plan["job"], plan["machine"]
     gpu = machine["gpu"]
-    console.print(
+    out.print(
         f"{plan['parameters'] / 1e9:.2f} B parameters, {job['seqlen']:,} tokens over {job['cp_size']} of "
         f"{machine['num_gpus']} {gpu['name']}, {job['precision']}, checkpointing {job['checkpointing']}"
     )
-    console.print(_memory_table(plan), _time_table(plan))
-    console.print(
+    out.print(_memory_table(plan), _time_table(plan))
+    out.print(
         f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['model_tflops_per_gpu']:.0f} model TFLOP/s a GPU, "
         f"MFU {100 * plan['mfu']:.0f}% (backward attention counted as twice the forward, nothing computed again)"
     )
-    console.print(f"longest sequence that fits: {plan['longest_sequence']:,} tokens")
+    out.print(f"longest sequence that fits: {plan['longest_sequence']:,} tokens")
     for line in _verdict(plan):
-        console.print(line)
-    console.print("assumed: " + ", ".join(f"{name} {value:g}" for name, value in machine["rates"].items()))
+        out.print(line)
+    out.print("assumed: " + ", ".join(f"{name} {value:g}" for name, value in machine["rates"].items()))
 
 
 def _memory_table(plan: dict[str, Any]) -> Table:

@@ -11,10 +11,10 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from jsonargparse import ArgumentParser
-from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ringflash.console import console
 from ringflash.layout import check_seqlen
 from ringflash.mask import check_cu_seqlens
 from ringflash.verify.report import print_report, to_json
@@ -103,7 +103,7 @@ def _show(report: Report, as_json: bool) -> None:
     if as_json:
         print(to_json(report), flush=True)
     else:
-        print_report(report, Console(highlight=False, soft_wrap=not sys.stdout.isatty()))
+        print_report(report, console())
 
 
 def _settings(options: Any) -> Settings:
