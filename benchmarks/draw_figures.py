@@ -31,6 +31,8 @@ def main() -> None:
 def figures() -> dict[str, str]:
     """The text of every figure, by file name."""
     drawn = {"zigzag.svg": zigzag(), "forward.svg": timeline(backward=False), "backward.svg": timeline(backward=True)}
+    for path in sorted(RESULTS.glob("loss_curves_*.json")):
+        drawn[f"{path.stem}.svg"] = loss_curves(json.loads(path.read_text()))
     for path in sorted(RESULTS.glob("kernels_*.json")):
         drawn[f"{path.stem}.svg"] = by_length(json.loads(path.read_text())["results"], path.stem)
     return drawn
@@ -95,6 +97,24 @@ def timeline(*, backward: bool) -> str:
     return document(left + width + (130 if backward else 30), 74 + row * len(lanes), parts)
 
 
+def loss_curves(result: dict) -> str:
+    """Loss by step for each number of ranks, the wider the fewer ranks: what lies behind shows at the edges."""
+    losses, left, top, width, height = result["losses"], 60, 30, 620, 260
+    highest = max(max(curve) for curve in losses.values())
+    parts = [text(left, 18, f"training loss by step, {result['precision']}, {result['environment']['device']}")]
+    for level in range(int(highest) + 1):
+        y = top + height * (1 - level / highest)
+        parts += [line(left, y, left + width, y, "#dddddd"), text(left - 8, y + 4, str(level), size=12, anchor="end")]
+    for i, (color, (size, curve)) in enumerate(zip(STEP_COLORS, losses.items(), strict=False)):
+        points = [(left + width * s / len(curve), top + height * (1 - x / highest)) for s, x in enumerate(curve)]
+        parts.append(polyline(points, color, 9 - 2.5 * i))
+        parts += [
+            circle(left + 110 * i, top + height + 24, color),
+            text(left + 10 + 110 * i, top + height + 28, f"cp={size}"),
+        ]
+    return document(left + width + 20, top + height + 44, parts)
+
+
 def by_length(results: Sequence[dict], name: str) -> str:
     """Kernel speed by length for head_dim 128: ours and the peers', causal, one point for each row."""
     rows = [row for row in results if row["row"].startswith("hd128") and row["row"].endswith("causal")]
@@ -138,8 +158,8 @@ def polygon(points: Iterable[tuple[float, float]], color: str) -> str:
     return f'<polygon points="{_joined(points)}" fill="{color}" stroke="{PAPER}"/>'
 
 
-def polyline(points: Iterable[tuple[float, float]], color: str) -> str:
-    return f'<polyline points="{_joined(points)}" fill="none" stroke="{color}" stroke-width="2"/>'
+def polyline(points: Iterable[tuple[float, float]], color: str, width: float = 2) -> str:
+    return f'<polyline points="{_joined(points)}" fill="none" stroke="{color}" stroke-width="{width:g}"/>'
 
 
 def circle(x: float, y: float, color: str) -> str:
