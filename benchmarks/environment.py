@@ -18,7 +18,7 @@ def describe(*packages: str) -> dict[str, str]:
     cuda = torch.cuda.is_available()
     return {
         "commit": _commit(),
-        "command": " ".join(sys.argv),
+        "command": " ".join([_script(), *sys.argv[1:]]),
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -26,6 +26,12 @@ def describe(*packages: str) -> dict[str, str]:
         "cudnn": str(torch.backends.cudnn.version()) if cuda else "none",
         **{package: _version(package) for package in ("triton", *packages)},
     }
+
+
+def _script() -> str:
+    """What was run, as it is named in a clone."""
+    path = Path(sys.argv[0]).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def _commit() -> str:
