@@ -23,14 +23,21 @@ def _gradients(
     deterministic: bool = False,
     with_dlse: bool = False,
     num_sms: int | None = 2,
+    whole_groups: bool = False,
 ):
-    """dq, dk, dv of the kernels, of the oracle, and of the baseline."""
+    """dq, dk, dv of the kernels, of the oracle, and of the baseline.
+
+    Args:
+        whole_groups: a CTA walks all heads of a group although the launch is small.
+    """
     q, k, v, dout = inputs(mask, shape)
     dlse = torch.randn(shape.batch, shape.num_heads, mask.seqlen_q) if with_dlse else None
     grads = {"dout": dout} | ({"dlse": dlse} if with_dlse else {})
     exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, **grads)
     out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
     module = (emulator or Emulator()).load("backward")
+    if whole_groups:
+        module._MANY_TILES = module._SMS = 1
     run = module.Backward(
         dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic, num_sms=num_sms
     )
@@ -112,6 +119,15 @@ def test_hops_add_up():
         run.add(*(x[:, start:stop] for x in (k, v)), hop, dk[:, start:stop], dv[:, start:stop])
     got = {"dq": run.finish(), "dk": dk, "dv": dv}
     assert_close(got, {n: exact[n] for n in got}, {n: baseline[n] for n in got}, num_chunks=2)
+
+
+@pytest.mark.parametrize("accumulate", [True, False], ids=["added", "stored"])
+@pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"], MASKS["full"]], ids=["band", "bounds", "full"])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_whole_groups(mask, head_dim, accumulate):
+    """One CTA sums dK and dV of the heads that share them."""
+    shape = Shape(head_dim, 4, 2, batch=2)
+    assert_close(*_gradients(mask, shape, accumulate=accumulate, num_sms=3, whole_groups=True), num_chunks=2)
 
 
 @pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["band", "bounds"])

@@ -178,6 +178,9 @@ class Tensor:
 
     trans = permute
 
+    def broadcast_to(self, *shape) -> Tensor:
+        return Tensor(np.broadcast_to(self.data, _dims(shape)), self.dtype)
+
     def split(self) -> tuple[Tensor, Tensor]:
         assert self.data.shape[-1] == 2, "split needs a last dimension of 2"
         return Tensor(self.data[..., 0].copy(), self.dtype), Tensor(self.data[..., 1].copy(), self.dtype)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ringflash_kernels.hopper.backward import _balanced, _hop, _lengths
+from ringflash_kernels.hopper.backward import _balanced, _hop, _lengths, _Works
 from ringflash_kernels.mask import Mask, Region
 
 
@@ -72,7 +72,7 @@ def test_lengths_count_the_blocks_with_a_visible_pair(block):
 def test_fewer_sms_share_causal_work_evenly():
     """124 CTAs in steps of 124 over heads of 128 tiles would leave the slowest with 1.47 times its share."""
     lengths = torch.arange(256, 0, -2)
-    num_ctas = _balanced(lengths, 16, 124)
+    num_ctas = _balanced(lengths, _Works(16, 1), 124)
     steps = (lengths + 1.5).repeat(16)
     slowest = torch.bincount(torch.arange(len(steps)) % num_ctas, weights=steps).max().item()
     assert 108 < num_ctas <= 124

@@ -26,6 +26,11 @@ from ringflash_kernels.mask import Mask, Region
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _FAR = 1 << 29  # an open side of a band
+_SMS = 132
+_MANY_TILES = 192  # so many tiles of unequal length, longest first, keep the SMs busy to the end
+_STEPS_OF_A_TILE = 10  # what entering and leaving a tile costs, in blocks of queries; measured between 9 and 14
+# Q and dO of the heads that run side by side should stay in L2 (50 MB) with their dQ; larger sections measured slower.
+_L2_BYTES_OF_A_SECTION = 16 * 2**20
 _STAGGER = 8  # full masks: a key tile starts 8 / 4 query blocks after the one before, to add to other dQ blocks
 
 
@@ -80,24 +85,26 @@ class Backward:
             problem = misaligned(x)
             if problem is not None:
                 raise ValueError(f"{name} must be addressable by TMA, got {problem}; allocate it with torch.empty.")
-        summed = self.q.shape[2] != k.shape[2] and not self.deterministic
-        if not accumulate and summed:  # the heads of a group meet in fp32
+        hop = _hop(mask, k.device)
+        group = self._group(k, hop)
+        if not accumulate and group < self.q.shape[2] // k.shape[2]:  # the heads of a group meet in fp32
             totals = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)]
             self.add(k, v, mask, *totals)
             dk.copy_(totals[0])
             dv.copy_(totals[1])
             return
-        hop = _hop(mask, k.device)
         if not accumulate:
             for x in (dk, dv):
                 x[:, : hop.k_start].zero_()
                 x[:, hop.k_stop :].zero_()
         if hop.num_rows:
-            heads = k.shape[2] if self.deterministic else self.q.shape[2]
-            self._launch(k, v, dk, dv, hop, self._grid(mask, hop, self.tiles.block_n, heads), accumulate)
+            works = _Works(self.q.shape[0] * self.q.shape[2] // group, self._heads_together(group, hop))
+            grid = self._grid(mask, hop, self.tiles.block_n, works)
+            self._launch(k, v, dk, dv, hop, grid, group, works.heads_together, accumulate)
             if self.deterministic:
                 hop = _hop(mask, k.device, transposed=True)
-                self._launch_queries(k, v, hop, self._grid(mask, hop, 128, self.q.shape[2]))
+                works = _Works(self.q.shape[0] * self.q.shape[2], 1)
+                self._launch_queries(k, v, hop, self._grid(mask, hop, 128, works))
 
     def finish(self) -> torch.Tensor:
         """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q."""
@@ -105,15 +112,38 @@ class Backward:
         postprocess(self.dq, dq, self.softmax_scale)
         return dq
 
-    def _grid(self, mask: Mask, hop: _Hop, block: int, heads: int) -> tuple[int]:
-        """CTAs of a launch over tiles of `block` keys (or, by queries, of `block` queries) of so many heads."""
-        heads *= self.q.shape[0]
-        works = -(-hop.num_keys // block) * heads
-        if self.num_sms is None or works <= self.num_sms:
-            return (works,)
-        key = ("backward grid", hop.q_start, hop.k_start, block, heads, self.num_sms)
+    def _group(self, k: torch.Tensor, hop: _Hop) -> int:
+        """Query heads that one CTA walks for a tile of keys: all that share them, or one.
+
+        All: K, V, dK and dV move once for the group. But there must be tiles enough to keep the SMs busy to the end.
+        """
+        group = self.q.shape[2] // k.shape[2]
+        works = -(-hop.num_keys // self.tiles.block_n) * k.shape[0] * k.shape[2]
+        if self.deterministic:
+            return group
+        if not hop.full:
+            return group if works >= _MANY_TILES else 1
+        steps = -(-hop.num_rows // 64)
+        together = -(-works // _SMS) * (steps * group + _STEPS_OF_A_TILE)
+        apart = -(-works * group // _SMS) * (steps + _STEPS_OF_A_TILE)
+        return group if together < apart else 1
+
+    def _heads_together(self, group: int, hop: _Hop) -> int:
+        """How many heads (groups of them) run side by side, longest tiles first: a divisor of their number."""
+        if self.tiles.wide:
+            return 1
+        num_heads = self.q.shape[0] * self.q.shape[2] // group
+        limit = _L2_BYTES_OF_A_SECTION // (hop.num_rows * self.q.shape[3] * 2 * self.q.element_size())
+        return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
+
+    def _grid(self, mask: Mask, hop: _Hop, block: int, works: _Works) -> tuple[int]:
+        """CTAs of a launch over tiles of `block` keys (or, by queries, of `block` queries)."""
+        num_works = -(-hop.num_keys // block) * works.num_heads
+        if self.num_sms is None or num_works <= self.num_sms:
+            return (num_works,)
+        key = ("backward grid", hop.q_start, hop.k_start, block, works, self.num_sms)
         if key not in mask._cache:
-            mask._cache[key] = _balanced(_lengths(hop, block), heads, self.num_sms)
+            mask._cache[key] = _balanced(_lengths(hop, block), works, self.num_sms)
         return (mask._cache[key],)  # type: ignore[return-value]
 
     def _launch(
@@ -124,19 +154,21 @@ class Backward:
         dv: torch.Tensor,
         hop: _Hop,
         grid: tuple[int],
+        group: int,
+        heads_together: int,
         accumulate: bool,
     ) -> None:
         tiles = self.tiles
         batch, _, num_heads, _ = self.q.shape
         num_kv_heads = k.shape[2]
-        group = num_heads // num_kv_heads if self.deterministic else 1
         num_tiles = -(-hop.num_keys // tiles.block_n)
         works = num_tiles * batch * num_heads // group
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [x[:, hop.k_start : hop.k_stop] for x in (k, v, dk, dv)]
         scalars = (
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
-            num_kv_heads, num_tiles, works, group, hop.first_shift, hop.stop_shift, _STAGGER if hop.full else 0,
+            num_kv_heads, num_tiles, heads_together, works, group,
+            hop.first_shift, hop.stop_shift, _STAGGER if hop.full else 0,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
         loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
@@ -176,7 +208,7 @@ class Backward:
         backward_queries[grid](
             q, keys, values, dout, _descriptor(self.dq.flatten(0, 1), (64, dim // 2)), self.stats,
             *self._bounds(hop), self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
-            num_heads, k.shape[2], num_tiles, works, hop.first_shift, hop.stop_shift,
+            num_heads, k.shape[2], num_tiles, 1, works, hop.first_shift, hop.stop_shift,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
             BLOCK=64, HEAD_DIM=dim, STAGES=self.tiles.query_stages, BOUNDS=hop.has_bounds, num_warps=4,
         )  # fmt: skip
@@ -230,6 +262,13 @@ class _Queries(NamedTuple):
     dout: _Pieces
     stats: TensorDescriptor
     dq: _Pieces
+
+
+class _Works(NamedTuple):
+    """The tiles of a launch: of so many heads (groups of heads, all batches), `heads_together` side by side."""
+
+    num_heads: int
+    heads_together: int
 
 
 class _Hop(NamedTuple):
@@ -288,15 +327,16 @@ def _lengths(hop: _Hop, block: int) -> torch.Tensor:
     return (-(-stop // 64) - first // 64).clamp(min=0)
 
 
-def _balanced(lengths: torch.Tensor, heads: int, num_sms: int) -> int:
+def _balanced(lengths: torch.Tensor, works: _Works, num_sms: int) -> int:
     """How many CTAs, up to num_sms, finish first when CTA i of n takes the tiles i, i + n, i + 2n, ...
 
     A causal head of 128 tiles gives 124 CTAs the same part of every head; 121 finish 1.3 times sooner.
     """
-    steps = (lengths + 1.5).repeat(heads)  # entering and leaving a tile costs about a step and a half
-    works = torch.arange(len(steps))
+    # Entering and leaving a tile costs about a step and a half.
+    steps = (lengths + 1.5).repeat_interleave(works.heads_together).repeat(works.num_heads // works.heads_together)
+    order = torch.arange(len(steps))
     candidates = range(num_sms, num_sms - max(1, num_sms // 8), -1)
-    return min(candidates, key=lambda n: torch.bincount(works % n, weights=steps).max().item())
+    return min(candidates, key=lambda n: torch.bincount(order % n, weights=steps).max().item())
 
 
 def _kept_transpose(mask: Mask) -> Mask:

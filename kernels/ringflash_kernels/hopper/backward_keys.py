@@ -455,7 +455,7 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 @gluon.jit(
     do_not_specialize=[
         "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles",
-        "num_works", "group", "first_shift", "stop_shift", "stagger",
+        "heads_together", "num_works", "group", "first_shift", "stop_shift", "stagger",
     ]
 )  # fmt: skip
 def backward_keys(
@@ -484,6 +484,7 @@ def backward_keys(
     num_heads,
     num_kv_heads,
     num_tiles,
+    heads_together,
     num_works,
     group,
     first_shift,
@@ -568,6 +569,7 @@ def backward_keys(
         num_heads,
         num_kv_heads,
         num_tiles,
+        heads_together,
         num_works,
         group,
         first_shift,

@@ -30,6 +30,7 @@ class Problem:
         row_start: first query row of the rectangle in the statistics and in the dQ accumulator, a multiple of 4
             (16 bytes); dq_rows: rows of one head there.
         num_tiles: key tiles of one head; group: query heads that one tile walks, sharing one dK and dV.
+        heads_together: heads (with group > 1: groups of them) whose tiles take turns in the order of the launch.
         first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle.
         stagger: how much later, in quarter blocks of queries, each key tile starts than the one before.
         first_ptr, stop_ptr: instead of the shifts when BOUNDS: (num_keys,), int32.
@@ -43,6 +44,7 @@ class Problem:
     num_heads: gl.tensor
     num_kv_heads: gl.tensor
     num_tiles: gl.tensor
+    heads_together: gl.tensor
     num_works: gl.tensor
     group: gl.tensor
     first_shift: gl.tensor
@@ -67,6 +69,7 @@ class Problem:
         num_heads,
         num_kv_heads,
         num_tiles,
+        heads_together,
         num_works,
         group,
         first_shift,
@@ -88,6 +91,7 @@ class Problem:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.num_tiles = num_tiles
+        self.heads_together = heads_together
         self.num_works = num_works
         self.group = group
         self.first_shift = first_shift
@@ -103,9 +107,15 @@ class Problem:
 
     @gluon.jit
     def work(self, index):
-        """First key, batch, first query head and KV head of a work item; key tiles run fastest."""
-        head = index // self.num_tiles
-        key = (index % self.num_tiles) * self.BLOCK_N
+        """First key, batch, first query head and KV head of a work item.
+
+        Order: section of heads, key tile (the longest first under a causal mask), head within the section.
+        """
+        section = index // (self.num_tiles * self.heads_together)
+        rest = index - section * self.num_tiles * self.heads_together
+        tile = rest // self.heads_together
+        head = section * self.heads_together + rest - tile * self.heads_together
+        key = tile * self.BLOCK_N
         heads = self.num_heads // self.group
         first_head = (head % heads) * self.group
         return key, head // heads, first_head, first_head // (self.num_heads // self.num_kv_heads)

@@ -163,7 +163,7 @@ def _hold_second(sm, problem, stats_ptr, stats_stride, row_start, dq_desc):
 @gluon.jit(
     do_not_specialize=[
         "stats_stride", "row_start", "dq_rows", "num_rows", "num_keys", "num_heads", "num_kv_heads", "num_tiles",
-        "num_works", "first_shift", "stop_shift",
+        "heads_together", "num_works", "first_shift", "stop_shift",
     ]
 )  # fmt: skip
 def backward_queries(
@@ -183,6 +183,7 @@ def backward_queries(
     num_heads,
     num_kv_heads,
     num_tiles,
+    heads_together,
     num_works,
     first_shift,
     stop_shift,
@@ -226,6 +227,7 @@ def backward_queries(
         num_heads,
         num_kv_heads,
         num_tiles,
+        heads_together,
         num_works,
         gl.to_tensor(1),
         first_shift,

@@ -374,7 +374,7 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
 @gluon.jit(
     do_not_specialize=[
         "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles",
-        "num_works", "group", "first_shift", "stop_shift", "stagger",
+        "heads_together", "num_works", "group", "first_shift", "stop_shift", "stagger",
     ]
 )  # fmt: skip
 def backward_wide(
@@ -400,6 +400,7 @@ def backward_wide(
     num_heads,
     num_kv_heads,
     num_tiles,
+    heads_together,
     num_works,
     group,
     first_shift,
@@ -477,6 +478,7 @@ def backward_wide(
         num_heads,
         num_kv_heads,
         num_tiles,
+        heads_together,
         num_works,
         group,
         first_shift,

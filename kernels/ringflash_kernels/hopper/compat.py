@@ -28,6 +28,7 @@ __all__ = [
     "gluon",
     "mbarrier",
     "named_barrier",
+    "scale_unless_one",
     "tma_load",
     "tma_reduce_add",
     "tma_store",
@@ -56,3 +57,37 @@ def named_barrier(token, ID: gl.constexpr, NUM_THREADS: gl.constexpr, ARRIVE: gl
     else:
         asm: gl.constexpr = f"bar.sync {ID}, {NUM_THREADS}; mov.b32 $0, $1;"
     return gl.inline_asm_elementwise(asm, "=r,r", [token], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _scaling(count):
+    """A warp multiplies `count` registers a thread by factors, or jumps over it where all of them are 1.
+
+    Rows r and r + 8 of a wgmma accumulator take turns in pairs: the first four factors hold both of a thread's.
+    """
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    a, b = 2 * count, 2 * count + 2
+    asm = f"""{{
+        .reg .pred first, second;
+        setp.neu.f32 first, ${a}, 0f3f800000;
+        setp.neu.f32 second, ${b}, 0f3f800000;
+        or.pred first, first, second;
+        vote.sync.any.pred first, first, 0xffffffff;
+        @!first bra end_of_scaling;
+        {products}
+        end_of_scaling:
+    }}"""
+    held = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+    return asm, held
+
+
+@gluon.jit
+def scale_unless_one(x, factor, COUNT: gl.constexpr):
+    """x * factor, each warp sparing itself the products where all its factors are 1; COUNT: fp32 registers a thread.
+
+    Args:
+        x: an accumulator of wgmma. factor: its rows' factors, broadcast to the shape and layout of x.
+    """
+    asm: gl.constexpr = _scaling(COUNT)[0]
+    held: gl.constexpr = _scaling(COUNT)[1]
+    return gl.inline_asm_elementwise(asm, held, [x, factor], gl.float32, is_pure=True, pack=COUNT)

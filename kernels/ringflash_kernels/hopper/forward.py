@@ -7,7 +7,8 @@ warpgroups own 64 query rows each and walk the visible key blocks from last to f
     consumer   S(j+1) = Q K(j+1)^T  issued, then  O += P(j) V(j)  issued, and while both run
                P(j+1) = exp2(S(j+1) - m): the softmax of one block hides under the products of its neighbours
 
-That is the schedule "overlap"; tiles.py says which head sizes do better with "turns" or "sequence".
+That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence". O is rescaled only where
+a row maximum grew by much, which is rare after the first blocks.
 Masked blocks lie at the two ends of the walk; the loop between them does not test the mask. `acc` and `lse` of
 earlier calls are merged in the epilogue, loaded by TMA while the main loop runs.
 """
@@ -31,7 +32,7 @@ from ringflash_kernels.hopper.compat import (
     gl,
     gluon,
     mbarrier,
-    named_barrier,
+    scale_unless_one,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -374,6 +375,25 @@ def scaled(acc, factor, V: gl.constexpr):
 
 
 @gluon.jit
+def rescaled_part(acc, factor, PART: gl.constexpr, V: gl.constexpr):
+    """One part of O times the factors of its rows, which are mostly 1."""
+    layout: gl.constexpr = V.acc_layouts[PART]
+    columns: gl.constexpr = V.tiles.parts[PART]
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None].broadcast_to([V.tiles.block_m, columns])
+    return scale_unless_one(acc, factor, V.tiles.block_m * columns // 128)
+
+
+@gluon.jit
+def rescaled(acc, factor, V: gl.constexpr):
+    """`scaled` by the factors exp(old m - m)."""
+    if len(V.tiles.parts) == 2:
+        parts = (rescaled_part(acc[0], factor, 0, V), rescaled_part(acc[1], factor, 1, V))
+    else:
+        parts = (rescaled_part(acc[0], factor, 0, V),)
+    return parts
+
+
+@gluon.jit
 def zero_acc(V: gl.constexpr):
     """O of nothing."""
     O_LAYOUT: gl.constexpr = V.acc_layouts[0]
@@ -410,10 +430,15 @@ def lane_sums(p, V: gl.constexpr):
 
 @gluon.jit
 def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexpr):
-    """P = exp(S - m), the new row maximum m (of S before scaling) and lanes' sums, and exp(old m - m)."""
+    """P = exp(S - m), the new m (of S before scaling), lanes' sums, and exp(old m - m).
+
+    m is a row's maximum to within a factor 2^SLACK of P: it moves rarely after the first blocks, and so does O.
+    """
     if MASKED:
         s = hide(s, key, rows, V)
+    SLACK: gl.constexpr = 8.0  # m may lag behind the maximum by 2^8, far from where P or l would lose bits
     new_max = gl.maximum(row_max, gl.max(s, 1))
+    new_max = gl.where((new_max - row_max) * rows.scale > SLACK, new_max, row_max)
     if MASKED:
         finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
     else:
@@ -453,13 +478,15 @@ def key_of(tile, i, V: gl.constexpr):
 
 @gluon.jit
 def step_overlapped(
-    acc, p, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, V: gl.constexpr
+    acc, p, alpha, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, V: gl.constexpr
 ):
     """S of block i and O += P V of the block before in flight together, then the softmax of block i."""
     STAGES: gl.constexpr = V.tiles.num_stages
     index, phase = slot(kv, STAGES)
     next_index, _ = slot(kv + 1, STAGES)
     s = scores(rows.q, matrices(tiles_at(shared.k, next_index, V), V), V)
+    if V.tiles.rescale_late:
+        acc = rescaled(acc, alpha, V)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
     s = warpgroup_mma_wait(len(V.tiles.parts), deps=(s,))
@@ -470,7 +497,9 @@ def step_overlapped(
     mbarrier.wait(barriers.k_full.index(after_index), after_phase, pred=i + 1 < tile.num_blocks)
     acc = wait_values(acc, V)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
-    return scaled(acc, alpha, V), p, row_max, row_sum, kv + 1
+    if not V.tiles.rescale_late:
+        acc = rescaled(acc, alpha, V)
+    return acc, p, alpha, row_max, row_sum, kv + 1
 
 
 @gluon.jit
@@ -493,110 +522,22 @@ def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr
     last = gl.maximum(n - tile.first_full, first)
     if V.mask != "none":
         for i in range(1, first):
-            acc, p, row_max, row_sum, kv = step_overlapped(acc, p, row_max, row_sum, kv, i, tile, rows, shared,
-                                                           barriers, True, V)  # fmt: skip
+            acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
+                                                                  shared, barriers, True, V)  # fmt: skip
     for i in range(first, last):
-        acc, p, row_max, row_sum, kv = step_overlapped(acc, p, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                                                       False, V)  # fmt: skip
+        acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
+                                                              shared, barriers, False, V)  # fmt: skip
     if V.mask != "none":
         for i in range(last, n):
-            acc, p, row_max, row_sum, kv = step_overlapped(acc, p, row_max, row_sum, kv, i, tile, rows, shared,
-                                                           barriers, True, V)  # fmt: skip
+            acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
+                                                                  shared, barriers, True, V)  # fmt: skip
     if not V.tiles.stage_in_q:
         mbarrier.arrive(q_empty, count=1)
     index, phase = slot(kv, STAGES)
+    if V.tiles.rescale_late:
+        acc = rescaled(acc, alpha, V)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
-    inverse, lse = normalizer(row_sum, row_max, rows, V)
-    acc = wait_values(acc, V)
-    mbarrier.arrive(barriers.v_empty.index(index), count=1)
-    return acc, inverse, lse, kv + 1
-
-
-@gluon.jit
-def begin_turn(token, W: gl.constexpr):
-    """Wait until the warpgroup before has issued its products: one's softmax then runs under another's products."""
-    named_barrier(token, 8 + W, 256, False)
-
-
-@gluon.jit
-def end_turn(token, W: gl.constexpr, V: gl.constexpr):
-    """Let the next warpgroup issue its products."""
-    named_barrier(token, 8 + (W + 1) % V.tiles.num_warpgroups, 256, True)
-
-
-@gluon.jit
-def step_in_turns(
-    acc,
-    s,
-    row_max,
-    row_sum,
-    kv,
-    i,
-    tile,
-    rows,
-    shared,
-    barriers,
-    MASKED: gl.constexpr,
-    W: gl.constexpr,
-    V: gl.constexpr,
-):
-    """The softmax of block i, then, in one turn, its O += P V and S of the next block."""
-    STAGES: gl.constexpr = V.tiles.num_stages
-    index, phase = slot(kv, STAGES)
-    next_index, next_phase = slot(kv + 1, STAGES)
-    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
-    acc = scaled(acc, alpha, V)
-    mbarrier.wait(barriers.v_full.index(index), phase)
-    mbarrier.wait(barriers.k_full.index(next_index), next_phase)
-    begin_turn(kv, W)
-    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
-    s = scores(rows.q, matrices(tiles_at(shared.k, next_index, V), V), V)
-    end_turn(kv, W, V)
-    acc = wait_values(acc, V)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(barriers.v_empty.index(index), count=1)
-    mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
-    return acc, s, row_max, row_sum, kv + 1
-
-
-@gluon.jit
-def attend_in_turns(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
-    """`attend_overlapped` with the softmax under the other warpgroup's products, issued in turn."""
-    STAGES: gl.constexpr = V.tiles.num_stages
-    n = tile.num_blocks
-    acc, row_max, row_sum = nothing_yet(V)
-    index, phase = slot(kv, STAGES)
-    mbarrier.wait(barriers.k_full.index(index), phase)
-    begin_turn(kv, W)
-    s = scores(rows.q, matrices(tiles_at(shared.k, index, V), V), V)
-    end_turn(kv, W, V)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(barriers.k_empty.index(index), count=1)
-    first = gl.minimum(n - tile.end_full, n - 1)
-    last = gl.minimum(n - tile.first_full, n - 1)
-    for i in range(0, first):
-        acc, s, row_max, row_sum, kv = step_in_turns(acc, s, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                                                     True, W, V)  # fmt: skip
-    for i in range(first, last):
-        acc, s, row_max, row_sum, kv = step_in_turns(acc, s, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                                                     False, W, V)  # fmt: skip
-    if V.mask != "none":
-        for i in range(last, n - 1):
-            acc, s, row_max, row_sum, kv = step_in_turns(acc, s, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                                                         True, W, V)  # fmt: skip
-    if not V.tiles.stage_in_q:
-        mbarrier.arrive(q_empty, count=1)
-    index, phase = slot(kv, STAGES)
-    if V.mask == "none":
-        if tile.end_full == 0:
-            s = hide(s, tile.key, rows, V)
-    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, tile.key, rows, V.mask != "none", V)
-    acc = scaled(acc, alpha, V)
-    mbarrier.wait(barriers.v_full.index(index), phase)
-    begin_turn(kv, W)
-    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
-    end_turn(kv, W, V)
     inverse, lse = normalizer(row_sum, row_max, rows, V)
     acc = wait_values(acc, V)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
@@ -611,7 +552,7 @@ def step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
     s = warpgroup_mma_wait(0, deps=(scores(rows.q, matrices(tiles_at(shared.k, index, V), V), V),))
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
     p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
-    acc = scaled(acc, alpha, V)
+    acc = rescaled(acc, alpha, V)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = wait_values(add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V), V)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
@@ -733,8 +674,6 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
     count = 0
     kv = 0
     loads = 0
-    if V.tiles.schedule == "turns" and W == V.tiles.num_warpgroups - 1:
-        end_turn(count, W, V)  # the first turn is warpgroup 0's
     ticket = receive(count, shared, barriers)
     while ticket < problem.num_tiles:
         tile = decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
@@ -754,8 +693,6 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
         elif V.tiles.schedule == "overlap":
             acc, factor, lse, kv = attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V)
-        elif V.tiles.schedule == "turns":
-            acc, factor, lse, kv = attend_in_turns(rows, q_empty, tile, kv, shared, barriers, W, V)
         else:
             acc, factor, lse, kv = attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V)
         if V.resume:

@@ -20,8 +20,8 @@ class ForwardTiles:
         num_stages: K/V stages in shared memory.
         schedule: what runs under the softmax of a key block.
             "overlap"  the warpgroup's own products of the blocks before and after
-            "turns"    the other warpgroup's products: they issue theirs in turn, two blocks' at once
             "sequence" whatever the other warpgroups happen to issue; takes the fewest registers
+        rescale_late: with "overlap", O is rescaled under the next block's Q K^T, not before it is issued.
         stage_in_q: results leave through the buffer of Q, where shared memory has no room for another.
     """
 
@@ -32,6 +32,7 @@ class ForwardTiles:
     schedule: str = "overlap"
     stage_in_q: bool = False
     block_m: int = 64
+    rescale_late: bool = False
 
     @property
     def rows(self) -> int:
@@ -53,10 +54,10 @@ FORWARD_TILES = {
     # Softmax and products cost alike here: three warpgroups hide each other better than a second tile of registers.
     64: ForwardTiles((64,), num_warpgroups=3, block_n=128, num_stages=3, schedule="sequence"),
     # wgmma of 32 columns is slow, but less so than 32 columns of padding.
-    96: ForwardTiles((64, 32), num_warpgroups=2, block_n=128, num_stages=3, schedule="turns"),
-    128: ForwardTiles((128,), num_warpgroups=2, block_n=128, num_stages=2),
+    96: ForwardTiles((64, 32), num_warpgroups=3, block_n=128, num_stages=2, schedule="sequence"),
+    128: ForwardTiles((128,), num_warpgroups=2, block_n=128, num_stages=2, rescale_late=True),
     # 128 keys would need 240 KB.
-    192: ForwardTiles((128, 64), num_warpgroups=2, block_n=64, num_stages=2, schedule="turns"),
+    192: ForwardTiles((128, 64), num_warpgroups=2, block_n=64, num_stages=2),
     # Q 64 KB and two stages of 64 KB leave no room: results leave through Q.
-    256: ForwardTiles((128, 128), num_warpgroups=2, block_n=64, num_stages=2, stage_in_q=True),
+    256: ForwardTiles((128, 128), num_warpgroups=2, block_n=64, num_stages=2, rescale_late=True, stage_in_q=True),
 }
