@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 2 benchmarks/bench_ring.py --toy            (CPU, gloo)
 
 100% is the faster kernel on the whole sequence on one device, divided by their number, with all devices loaded at
-once. All contenders of a row run in one process, in random order; a sample follows a run of the same contender.
-A sample's time is that of the slowest rank; figures are medians. Windows and documents have an ideal of their own
-mask, so their share is of the visible work. Memory: what the transport holds after the row's call.
-Run on CPUs so far, which shows no speed; the branches for GPUs have not run.
+once. All contenders of a row run in one process, in random order; a sample follows a run of the same contender and
+is a train of calls back to back, as the layers of a model make them, of at least --sample-ms; its time is that of
+the slowest rank. Figures are medians. Windows and documents have an ideal of their own mask, so their share is of the
+visible work. Host: what a call takes to enqueue. Memory: what the transport holds after the row's call.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     results = []
     for row in rows:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        results += bench(Setting(row, dist.group.WORLD, device, dtype), options.rounds)
+        results += bench(Setting(row, dist.group.WORLD, device, dtype), options.rounds, options.sample_ms)
         if dist.get_rank() == 0:
             print("\n".join(map(line, results[-2:])), flush=True)
     if options.json and dist.get_rank() == 0:
@@ -65,6 +65,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--rounds", type=int, default=7, help="samples of a contender")
+    parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--toy", action="store_true", help="small rows on the CPU: shows that it runs, and no speed")
     return parser.parse_args()
@@ -81,26 +82,36 @@ def join(toy: bool) -> torch.device:
     return device
 
 
-def bench(setting: Setting, rounds: int) -> list[dict]:
+def bench(setting: Setting, rounds: int, sample_ms: float) -> list[dict]:
     """One result forward, and one forward and backward."""
     built, left_out = {}, {}
     for name, build in (IDEALS | CONTENDERS).items():
         entry = build(setting)
         if isinstance(entry, str):
             left_out[name] = entry
+        elif problem := trial(entry, setting):
+            left_out[name] = problem
         else:
             built[name] = entry
     held = {name: transport_bytes(built[name]) for name in built if name.startswith("ringflash, ")}
-    return [
-        {
-            "row": str(setting.row),
-            "pass": direction,
-            **shares(measure(built, setting, rounds, backward), setting.group.size()),
-            "transport_bytes": held,
-            "left_out": left_out,
-        }
-        for direction, backward in (("forward", False), ("forward + backward", True))
-    ]
+    results = []
+    for direction, backward in (("forward", False), ("forward + backward", True)):
+        ms, host_us = measure(built, setting, rounds, sample_ms, backward)
+        about = {"row": str(setting.row), "pass": direction, "transport_bytes": held, "left_out": left_out}
+        results.append({**about, **shares(ms, setting.group.size()), "host_us": host_us})
+    return results
+
+
+def trial(entry: Built, setting: Setting) -> str:
+    """What a first call raised on any rank, in words; compiles and allocates on the way."""
+    problem = ""
+    try:
+        run(entry, True)
+    except Exception as error:  # a peer's release that does not fit this torch is no reason to have no table
+        problem = f"{type(error).__name__}: {str(error)[:200]}"
+    problems: list[str] = [""] * setting.group.size()
+    dist.all_gather_object(problems, problem, group=setting.group)
+    return next((text for text in problems if text), "")
 
 
 def transport_bytes(entry: Built) -> int:
@@ -120,29 +131,37 @@ def run(entry: Built, backward: bool) -> None:
     torch.autograd.grad(out, entry.inputs, out.detach())
 
 
-def measure(built: dict[str, Built], setting: Setting, rounds: int, backward: bool) -> dict[str, float]:
-    """Median milliseconds of every contender, in an order that all ranks draw alike."""
-    samples: dict[str, list[float]] = {name: [] for name in built}
+def measure(
+    built: dict[str, Built], setting: Setting, rounds: int, sample_ms: float, backward: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Median milliseconds and host microseconds of a call, by contender, in an order that all ranks draw alike."""
+    calls = {name: max(1, round(sample_ms / timed(entry, setting, 1, backward)[0])) for name, entry in built.items()}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in built}
     order = random.Random(str(setting.row))
     for _ in range(rounds):
         for name in order.sample(list(built), len(built)):
             run(built[name], backward)
-            samples[name].append(sample_ms(built[name], setting, backward))
-    return {name: statistics.median(values) for name, values in samples.items()}
+            samples[name].append(timed(built[name], setting, calls[name], backward))
+    medians = {
+        name: [statistics.median(column) for column in zip(*both, strict=True)] for name, both in samples.items()
+    }
+    return {name: both[0] for name, both in medians.items()}, {name: both[1] for name, both in medians.items()}
 
 
-def sample_ms(entry: Built, setting: Setting, backward: bool) -> float:
-    """Time of the slowest rank."""
+def timed(entry: Built, setting: Setting, calls: int, backward: bool) -> tuple[float, float]:
+    """Milliseconds of a call until the device has done it, and microseconds until the host has; of the slowest rank."""
     wait = torch.cuda.synchronize if setting.device.type == "cuda" else lambda: None
     wait()
     dist.barrier(setting.group)
     wait()
     begin = time.perf_counter()
-    run(entry, backward)
+    for _ in range(calls):
+        run(entry, backward)
+    enqueued = time.perf_counter()
     wait()
-    taken = torch.tensor((time.perf_counter() - begin) * 1e3, dtype=torch.float64, device=setting.device)
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=setting.group)
-    return taken.item()
+    both = torch.tensor([time.perf_counter() - begin, enqueued - begin], dtype=torch.float64, device=setting.device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=setting.group)
+    return both[0].item() * 1e3 / calls, both[1].item() * 1e6 / calls
 
 
 def shares(ms: dict[str, float], num_devices: int) -> dict:

@@ -42,16 +42,18 @@ class Hop(NamedTuple):
 
 
 def main() -> None:
-    """Trace the first row of the benchmark, after a call that allocates."""
+    """Trace a row of the benchmark, after a call that allocates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for the traces")
     parser.add_argument("--transport", default="", help="default gloo on CPUs, nccl on GPUs")
+    parser.add_argument("--rows", default="", help="the first row whose name contains this")
     parser.add_argument("--toy", action="store_true", help="small, on the CPU")
     options = parser.parse_args()
     device = join(options.toy)
     assert dist.group.WORLD is not None
     dtype = torch.float32 if options.toy else torch.bfloat16
-    setting = Setting((TOY if options.toy else ROWS)[0], dist.group.WORLD, device, dtype)
+    row = next(row for row in (TOY if options.toy else ROWS) if options.rows in str(row))
+    setting = Setting(row, dist.group.WORLD, device, dtype)
     entry = ours(options.transport or ("gloo" if options.toy else "nccl"))(setting)
     if isinstance(entry, str):
         raise ValueError(f"transport must carry tensors on {device.type}, got {options.transport!r}; leave it out.")

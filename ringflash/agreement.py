@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ _ERRORS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, NotIm
 _CPU = torch.device("cpu")
 
 _policy: Policy = "changed"
-_last: dict[str, bytes] = {}  # group name: message of the last call that was compared
+_last: WeakKeyDictionary[dist.ProcessGroup, dict[str, object]] = WeakKeyDictionary()  # the last call compared
 
 
 def set_agreement_check(policy: Policy) -> None:
@@ -58,11 +59,10 @@ def agree(group: Group, signature: dict[str, object], error: Exception | None = 
         if error is not None:
             raise error
         return
-    message = _encode(signature, error)
     cheap = backend_of(group, _CPU) == "gloo"
-    if cheap or _policy == "always" or error is not None or _last.get(group.group_name) != message:
-        _compare(_exchange(group, message), error)
-        _last[group.group_name] = message
+    if cheap or _policy == "always" or error is not None or _last.get(group) != signature:
+        _compare(_exchange(group, _encode(signature, error)), error)
+        _last[group] = signature
 
 
 def gather(group: dist.ProcessGroup, value: object) -> list:

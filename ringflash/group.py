@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh | None
+
+_backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 
 def resolve(group: Group) -> dist.ProcessGroup | None:
@@ -35,7 +39,10 @@ def resolve(group: Group) -> dist.ProcessGroup | None:
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Name of the backend for this group's tensors on `device`: "gloo", "nccl", or "none" where there is none."""
-    try:
-        return group._get_backend(device).name()
-    except RuntimeError:
-        return "none"
+    known = _backends.setdefault(group, {})
+    if device.type not in known:  # asking for one that is not there takes 0.1 ms, as long as a kernel's launch
+        try:
+            known[device.type] = group._get_backend(device).name()
+        except RuntimeError:
+            known[device.type] = "none"
+    return known[device.type]

@@ -144,9 +144,12 @@ class StagedGradients(PeerExchange):
             self.adding = self.memory.beside("add", lambda: self._add(theirs, reader))
 
     def _add(self, theirs: torch.Tensor, reader: int) -> None:
+        """Pulled before it is added: the copy takes no SM, where an addition that reads a peer would hold them."""
         self.memory.wait_signal(reader, READY)
-        self.total.add_(theirs)
+        arrived = buffer("dkv.in", self.shape, self.dtype, self.k.device)
+        arrived.copy_(theirs)
         self.memory.signal(reader, FREE)
+        self.total.add_(arrived)
 
     def _await_free(self, stage: int) -> None:
         owner = self.owners.pop(stage, None)

@@ -14,7 +14,7 @@ import math
 import os
 import socket
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,8 @@ class SymmetricMemory:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._areas: dict[str, torch.Tensor] = {}
         self._handles: dict[str, torch.distributed._symmetric_memory._SymmetricMemory] = {}
-        self._lanes: dict[str, torch.cuda.Stream] = {}
+        self._views: dict[tuple[str, int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self._lanes: dict[str, _Lane] = {}
         _check_places(gather(group, _place(self._device)))
 
     def reserve(self, name: str, num_bytes: int) -> None:
@@ -94,6 +95,7 @@ class SymmetricMemory:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         torch.cuda.synchronize(self._device)
+        self._views.clear()
         self._handles.pop(name, None)
         self._areas.pop(name, None)
         area, problem = None, ""
@@ -107,9 +109,13 @@ class SymmetricMemory:
         self._handles[name] = symmetric_memory.rendezvous(area, self._group)
 
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if rank == self.rank:
-            return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        return self._handles[name].get_buffer(rank, shape, dtype)
+        key = (name, rank, shape, dtype)
+        if key not in self._views:
+            if rank == self.rank:
+                self._views[key] = self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            else:
+                self._views[key] = self._handles[name].get_buffer(rank, shape, dtype)
+        return self._views[key]
 
     def barrier(self) -> None:
         self._pad.barrier(0, self._timeout_ms)
@@ -122,18 +128,23 @@ class SymmetricMemory:
 
     def beside(self, lane: str, work: Callable[[], None]) -> Token:
         if lane not in self._lanes:
-            self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1)
-        stream = self._lanes[lane]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._lanes[lane] = _Lane(
+                torch.cuda.Stream(self._device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
+            )
+        stream, begin, end = self._lanes[lane]
+        begin.record()
+        stream.wait_event(begin)
         with torch.cuda.stream(stream):
             work()
-        return stream.record_event()
+            end.record()
+        return end
 
     def num_bytes(self) -> int:
         return sum(area.numel() for area in self._areas.values())
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
+        self._views.clear()
         self._handles.clear()
         self._areas.clear()
 
@@ -141,6 +152,14 @@ class SymmetricMemory:
     def _pad(self) -> torch.distributed._symmetric_memory._SymmetricMemory:
         """Signals live beside an area; the K/V of a group are always there."""
         return self._handles["kv"]
+
+
+class _Lane(NamedTuple):
+    """A stream, and its events: of what it waits for, and of its last work. A lane's work ends in order."""
+
+    stream: torch.cuda.Stream
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
 
 
 def _place(device: torch.device) -> list[object]:

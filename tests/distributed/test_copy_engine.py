@@ -64,9 +64,9 @@ def sizes(ctx: Context, pushed: bool) -> list[int]:
         return [*found, ringflash.buffer_bytes()]
 
 
-@pytest.mark.parametrize("pushed, gradients", [(True, 1), (False, 3)], ids=["pushed", "staged"])
+@pytest.mark.parametrize("pushed, gradients", [(True, 1), (False, 4)], ids=["pushed", "staged"])
 def test_buffers_are_kept_counted_and_released(pool: Pool, pushed: bool, gradients: int) -> None:
-    """Three K/V, own and two that arrive; one or three gradients; fp64 here for both."""
+    """Three K/V, own and two that arrive; one or four gradients; fp64 here for both."""
     case, chunk = Case(), 8
     kv = 2 * (2 * chunk) * case.num_kv_heads * case.head_dim * 8
     for found in pool.run(sizes, pushed, size=3):

@@ -9,6 +9,7 @@ The kernels read every tensor through its own strides and write dK and dV into t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -361,8 +362,12 @@ def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
     return [*descriptors, None][:2]
 
 
+@functools.cache
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
+
+
 def _descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[x.dtype])
     # The stride of a dimension of one element is arbitrary in torch, but must be a multiple of 16 bytes here.
     strides = [x.shape[-1] * 16 if size == 1 else s for size, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), layout)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.dtype))
