@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -46,7 +47,7 @@ def main() -> None:
     options = arguments()
     device = join(options.toy)
     assert dist.group.WORLD is not None
-    rows = [row for row in (TOY if options.toy else ROWS) if options.rows in str(row)]
+    rows = [row for row in (TOY if options.toy else ROWS) if re.search(options.rows, str(row))]
     results = []
     for row in rows:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -63,7 +64,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument("--rows", default="", help="only rows in whose name this pattern is found")
     parser.add_argument("--rounds", type=int, default=7, help="samples of a contender")
     parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample")
     parser.add_argument("--json", type=Path, help="file for the results")

@@ -36,11 +36,13 @@ def _script() -> str:
 
 def _commit() -> str:
     """The checkout's commit; RINGFLASH_COMMIT where the sources were copied without their history."""
+    if "RINGFLASH_COMMIT" in os.environ:
+        return os.environ["RINGFLASH_COMMIT"]
     try:
         command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("RINGFLASH_COMMIT", "unknown")
+        return "unknown"
 
 
 def _version(package: str) -> str:

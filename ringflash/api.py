@@ -47,8 +47,8 @@ def ring_attention(
             its length, equal on all ranks; batch must then be 1. On the CPU it costs no synchronisation.
         layout: "zigzag" (balanced under a causal mask) or "contiguous".
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses.
-        transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host; never run on GPUs yet,
-            and not what "auto" takes).
+        transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host that map one another's
+            memory: what "auto" takes there).
         deterministic: gradients have equal bits on repeat, at the kernel's cost.
         return_lse: also return the log-sum-exp, differentiable.
     Returns:

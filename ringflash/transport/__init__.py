@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 
 from ringflash.group import backend_of
 from ringflash.transport import buffers
 from ringflash.transport.buffers import buffer
-from ringflash.transport.peer_memory import PeerMemory, SymmetricMemory
+from ringflash.transport.peer_memory import OutOfReach, PeerMemory, SymmetricMemory
 from ringflash.transport.point_to_point import Message, Pending, PointToPoint, set_timeout, timeout_ms
 
 TRANSPORTS = ("gloo", "nccl", "copy_engine")
+UNDECIDED = "copy_engine or nccl"  # what auto stands for until the ranks of a group have compared their places
 
 Transport = PointToPoint | PeerMemory
 
@@ -32,10 +36,12 @@ __all__ = [
 ]
 
 _open: dict[tuple[str, str], tuple[dist.ProcessGroup, Transport]] = {}
+_TRIAL_BYTES = 4096
+_decided: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> str:
-    """The transport that `name` stands for.
+    """The transport that `name` stands for; UNDECIDED for "auto" over NCCL before its ranks first called together.
 
     Raises:
         ValueError: unknown name.
@@ -43,10 +49,9 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
     """
     if name not in ("auto", *TRANSPORTS):
         raise ValueError(
-            f"transport must be 'auto' or one of {TRANSPORTS}, got {name!r}; 'auto' takes the group's backend."
+            f"transport must be 'auto' or one of {TRANSPORTS}, got {name!r}; 'auto' takes what the GPUs' links allow."
         )
     able = "gloo" if device.type == "cpu" else "nccl"
-    # The one place where auto would take "copy_engine" on one host. It does not yet: that has never run on a GPU.
     if name == "copy_engine" and device.type == "cuda":
         return name
     if name not in ("auto", able):
@@ -59,17 +64,22 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
             f"group must have backend {able!r} for tensors on {device.type}, got {backend!r}; "
             f"create it with init_process_group or new_group(backend={able!r})."
         )
-    return able
+    return _decided.get(group, UNDECIDED) if (name, able) == ("auto", "nccl") else able
 
 
 def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
     """The transport of a group; but for gloo opened on first use by all its ranks together and kept.
 
+    Args:
+        name: one of TRANSPORTS; UNDECIDED is decided here: the copy engine where every rank can map the others'
+            memory, which is tried, else NCCL.
     Raises:
         RuntimeError: on every rank, where "copy_engine" finds more than one host or GPUs without peer access.
     """
     if name == "gloo":  # nothing to open; a group kept beyond destroy_process_group keeps gloo's threads running
         return PointToPoint(name, group)
+    if name == UNDECIDED:
+        name = _decided[group] = _decide(group)
     key = (name, group.group_name)
     known = _open.get(key)
     if known is None or known[0] is not group:
@@ -79,6 +89,20 @@ def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
 
 def _opened(name: str, group: dist.ProcessGroup) -> Transport:
     return SymmetricMemory(group, timeout_ms()) if name == "copy_engine" else PointToPoint(name, group)
+
+
+def _decide(group: dist.ProcessGroup) -> str:
+    """The same on every rank: what can go wrong is gathered before anyone goes on."""
+    try:
+        memory = open_transport("copy_engine", group)
+        assert not isinstance(memory, PointToPoint)
+        memory.reserve("kv", _TRIAL_BYTES)
+    except RuntimeError as problem:
+        _open.pop(("copy_engine", group.group_name), None)
+        if not isinstance(problem, OutOfReach):
+            warnings.warn(f"transport 'auto' takes 'nccl', since 'copy_engine' cannot be had: {problem}", stacklevel=2)
+        return "nccl"
+    return "copy_engine"
 
 
 def transport_name(transport: Transport | None) -> str | None:

@@ -22,6 +22,10 @@ import torch.distributed as dist
 from ringflash.agreement import gather
 
 
+class OutOfReach(RuntimeError):
+    """Ranks that do not share a host, or GPUs without peer access."""
+
+
 class Token(Protocol):
     """Work under way."""
 
@@ -69,7 +73,7 @@ class SymmetricMemory:
         group: its ranks open this together.
         timeout_ms: how long a barrier or a signal may take before the kernel that waits for it traps.
     Raises:
-        RuntimeError: on every rank, where one cannot reach another's memory.
+        OutOfReach: on every rank, where one cannot reach another's memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_ms: int) -> None:
@@ -105,8 +109,13 @@ class SymmetricMemory:
             problem = str(error)[:500]
         _raise_together(gather(self._group, problem))
         assert area is not None
-        self._areas[name] = area
-        self._handles[name] = symmetric_memory.rendezvous(area, self._group)
+        try:
+            handle = symmetric_memory.rendezvous(area, self._group)
+        except RuntimeError as error:
+            handle, problem = None, str(error)[:500]
+        _raise_together(gather(self._group, problem))
+        assert handle is not None
+        self._areas[name], self._handles[name] = area, handle
 
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         key = (name, rank, shape, dtype)
@@ -178,7 +187,7 @@ def _check_places(places: list) -> None:
     devices = [device for _, device, _ in places]
     cut = [rank for rank, (_, _, strangers) in enumerate(places) if set(strangers) & set(devices)]
     if len(hosts) > 1 or len(set(devices)) < len(devices) or cut:
-        raise RuntimeError(
+        raise OutOfReach(
             "transport 'copy_engine' must have all ranks of the group on one host, on GPUs of their own with peer "
             f"access, got {len(places)} ranks with {len(set(devices))} GPUs on hosts {hosts}, no access from ranks "
             f"{cut}; use 'nccl'."

@@ -10,6 +10,17 @@ import torch
 from ringflash import transport
 from ringflash.transport import peer_memory
 
+GPU = torch.device("cuda")
+
+
+class Messages:
+    """PointToPoint without NCCL."""
+
+    def __init__(self, name: str, group: object) -> None:
+        self.name = name
+
+
+NO_NCCL = mock.patch.object(transport, "PointToPoint", Messages)
 HERE = ["host0", "gpu0", []], ["host0", "gpu1", []]
 
 
@@ -37,9 +48,28 @@ def test_a_rank_without_memory_stops_all() -> None:
         peer_memory._raise_together(["", "out of memory"])
 
 
-def test_auto_takes_nccl() -> None:
-    with mock.patch.object(transport, "backend_of", lambda group, device: "nccl"):
-        chosen = [
-            transport.choose_transport(name, mock.Mock(), torch.device("cuda")) for name in ("auto", "copy_engine")
-        ]
-    assert chosen == ["nccl", "copy_engine"]
+@pytest.mark.parametrize(
+    "problem, chosen", [(None, "copy_engine"), (peer_memory.OutOfReach("two hosts"), "nccl")], ids=["reach", "no reach"]
+)
+def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception | None, chosen: str) -> None:
+    group, memory = mock.Mock(), mock.Mock(side_effect=problem)
+    with (
+        mock.patch.object(transport, "backend_of", lambda group, device: "nccl"),
+        mock.patch.object(transport, "SymmetricMemory", memory),
+        NO_NCCL,
+    ):
+        names = [transport.choose_transport(name, group, GPU) for name in ("auto", "nccl", "copy_engine")]
+        assert names == [transport.UNDECIDED, "nccl", "copy_engine"]
+        opened = transport.open_transport(transport.UNDECIDED, group)
+        assert transport.transport_name(opened) == chosen
+        assert transport.choose_transport("auto", group, GPU) == chosen
+        assert transport.open_transport(chosen, group) is opened
+
+
+def test_auto_says_why_it_does_without_the_copy_engine() -> None:
+    group, memory = mock.Mock(), mock.Mock()
+    memory.return_value.reserve.side_effect = RuntimeError("pidfd_getfd: not permitted")
+    patched = mock.patch.object(transport, "SymmetricMemory", memory)
+    with patched, NO_NCCL, pytest.warns(UserWarning, match="pidfd_getfd"):
+        opened = transport.open_transport(transport.UNDECIDED, group)
+        assert transport.transport_name(opened) == "nccl"
