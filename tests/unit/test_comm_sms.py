@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,16 +14,19 @@ import ringflash
 from ringflash import ring
 from ringflash.mask import SequenceMask
 from ringflash.schedule import build
+from ringflash.transport.point_to_point import check_capture
 from ringflash.transport.sms import comm_sms
 
 
 @pytest.fixture(autouse=True)
 def default() -> Iterator[None]:
     yield
-    ringflash.set_comm_sms(8)
+    ringflash.set_comm_sms(0)
 
 
 def test_only_our_kernel_over_nccl_leaves_any() -> None:
+    assert comm_sms("hopper", "nccl") == 0
+    ringflash.set_comm_sms(8)
     assert comm_sms("hopper", "nccl") == 8
     for impl, transport in (("hopper", "copy_engine"), ("hopper", None), ("flash2", "nccl"), ("reference", "gloo")):
         assert comm_sms(impl, transport) == 0
@@ -47,3 +51,15 @@ def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
         ring.forward(call, q, q, q)
     options = kernel.forward.call_args.kwargs
     assert {name: value for name, value in options.items() if name == "num_sms"} == told
+
+
+@pytest.mark.parametrize("register, refused", [(None, True), ("1", True), ("0", False)])
+def test_capture_beside_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, register: str | None, refused: bool
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if register is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
+    with pytest.raises(RuntimeError, match="NCCL_GRAPH_REGISTER must be 0") if refused else nullcontext():
+        check_capture()
