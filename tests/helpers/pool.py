@@ -71,7 +71,7 @@ class Pool:
             WorkerError: tracebacks of the ranks that raised, stacks of those that hang.
         """
         if not self._workers:
-            self._start()
+            self._start_with_a_free_port()
         size = size or self.world_size
         for pipe in self._pipes[:size]:
             pipe.send((body.__module__, body.__qualname__, size, args))
@@ -91,6 +91,15 @@ class Pool:
             worker.kill()
             worker.join()
         self._workers, self._pipes = [], []
+
+    def _start_with_a_free_port(self) -> None:
+        """Another process may take the port between its choice and its use."""
+        for left in (2, 1, 0):
+            try:
+                return self._start()
+            except WorkerError as error:
+                if not left or "EADDRINUSE" not in str(error):
+                    raise
 
     def _start(self) -> None:
         spawn = multiprocessing.get_context("spawn")
