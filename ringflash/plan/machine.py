@@ -40,18 +40,18 @@ class Rates:
     """Parts of the peaks that are reached. Every one is printed with a plan, and can be set.
 
     Args:
-        linear: of the peak FLOP/s, matrix products of the layers.
+        linear: of the peak FLOP/s, matrix products of the layers, with what lies between them.
         attention_forward, attention_backward: of the peak FLOP/s, the attention kernels on visible work.
         nvlink: of the links' GB/s, messages inside a host.
         memory: of the memory's GB/s, the optimizer.
         reserved_bytes: CUDA context, NCCL, libraries' workspaces.
         fragmentation: of what is allocated, lost between blocks (with expandable segments).
-    Source: attention, benchmarks/results/kernels_forward_h200.json and docs/performance.md (head_dim 128, 8k to 128k
-        tokens); nvlink, copies between two H200s (366 of 450 GB/s), NCCL reaches less; the others are not measured
-        yet.
+    Source: attention, benchmarks/results/kernels_h200.json (head_dim 128, 8k to 128k tokens); linear, the steps in
+        docs/plan.md; nvlink, copies between two H200s (366 of 450 GB/s), NCCL reaches less; the others are not
+        measured yet.
     """
 
-    linear: float = 0.70
+    linear: float = 0.45
     attention_forward: float = 0.64
     attention_backward: float = 0.59
     nvlink: float = 0.6

@@ -1,7 +1,7 @@
 """Bytes of one GPU at the worst moment of a step, by part.
 
 That moment is the backward of the last layer: all checkpoints still exist, and beside them one layer's activations,
-gradients and transients, and what the loss left.
+gradients and transients, and the gradient that the loss left; or, where it takes more, the loss's own backward.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def memory_bytes(job: Job, machine: Machine) -> dict[str, int]:
         "gathered parameters": _gathered(job),
         "checkpoints": _checkpoints(job),
         "one layer at work": layer_bytes(job),
-        "loss": _loss(job),
-        "transport buffers": transport_bytes(job),
+        "loss": job.local_tokens * job.model.hidden_size * BF16 + max(0, _loss(job) - layer_bytes(job)),
+        "transport buffers": transport_bytes(job, one_host=job.cp_size <= machine.gpus_per_host),
     }
     if job.offload_optimizer:
         parts["optimizer"] = 0
@@ -72,13 +72,16 @@ def layer_bytes(job: Job) -> int:
     return kept + max(attention, mlp) + 2 * layer_input_bytes(job)
 
 
-def transport_bytes(job: Job) -> int:
-    """The buffers that all layers share: own K/V and two that arrive; own, two leaving and one arriving gradient; the
-    state that a rank's hops hand on. Nothing on one rank."""
+def transport_bytes(job: Job, *, one_host: bool = False) -> int:
+    """The buffers that all layers share; nothing on one rank.
+
+    Own K/V and two that arrive, and the state that a rank's hops hand on. Gradients: one where peers add to it
+    (`one_host`: the copy engine), else own, two leaving and one arriving.
+    """
     if job.cp_size == 1:
         return 0
     shard = 2 * job.local_tokens * job.model.kv_size
-    return shard * (3 * BF16 + 4 * FP32) + job.local_tokens * job.model.q_size * FP32
+    return shard * (3 * BF16 + (1 if one_host else 4) * FP32) + job.local_tokens * job.model.q_size * FP32
 
 
 def _checkpoints(job: Job) -> int:
@@ -93,17 +96,13 @@ def _weight_bytes(job: Job) -> int:
 
 
 def _gathered(job: Job) -> int:
-    """In bf16 two layers (one ahead), what is in no layer, and the gradients of one of either, reduced in fp32."""
+    """In bf16 two layers (one ahead) and what is in no layer."""
     model = job.model
-    if job.world_size == 1:
-        return 0
-    weights = (2 * model.layer_parameters + model.root_parameters) * BF16
-    gradients = max(model.layer_parameters, model.root_parameters) * (BF16 + FP32)
-    return weights + gradients
+    return 0 if job.world_size == 1 else (2 * model.layer_parameters + model.root_parameters) * BF16
 
 
 def _loss(job: Job) -> int:
-    """Logits of a chunk in bf16 and fp32 with the gradient in bf16, and the gradients of hidden states and weight."""
-    model, tokens = job.model, job.local_tokens
-    chunk = min(tokens * model.vocab_size, _LOGITS) * (2 * BF16 + FP32)
-    return chunk + tokens * model.hidden_size * BF16 + model.embedding_parameters * FP32
+    """Logits of a chunk in bf16 and fp32 with the gradient in bf16, and the weight's gradient, reduced in fp32."""
+    model = job.model
+    chunk = min(job.local_tokens * model.vocab_size, _LOGITS) * (2 * BF16 + FP32)
+    return chunk + model.embedding_parameters * (BF16 + FP32)
