@@ -115,7 +115,7 @@ class PointToPoint:
         if not todo:
             return Pending([])
         device = next(m.tensor.device for m in sends + recvs)
-        if torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             check_capture()
         self._channel._start_coalescing(device)
         for start, _ in todo:
