@@ -54,10 +54,10 @@ def main() -> None:
         results += bench(Setting(row, dist.group.WORLD, device, dtype), options.rounds, options.sample_ms)
         if dist.get_rank() == 0:
             print("\n".join(map(line, results[-2:])), flush=True)
-    if options.json and dist.get_rank() == 0:
-        about = describe("flash-attn-4", "ring-flash-attn")
-        head = {"environment": about, "ranks": dist.get_world_size(), "rounds": options.rounds}
-        options.json.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
+            if options.json:  # after every row: a run that is cut short keeps what it has
+                about = describe("flash-attn-4", "ring-flash-attn")
+                head = {"environment": about, "ranks": dist.get_world_size(), "rounds": options.rounds}
+                options.json.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
     dist.destroy_process_group()
 
 

@@ -34,7 +34,10 @@ def figures() -> dict[str, str]:
     for path in sorted(RESULTS.glob("loss_curves_*.json")):
         drawn[f"{path.stem}.svg"] = loss_curves(json.loads(path.read_text()))
     for path in sorted(RESULTS.glob("kernels_*.json")):
-        drawn[f"{path.stem}.svg"] = by_length(json.loads(path.read_text())["results"], path.stem)
+        results = json.loads(path.read_text())["results"]
+        for direction in dict.fromkeys(row["pass"] for row in results):
+            chosen = [row for row in results if row["pass"] == direction]
+            drawn[f"{path.stem}_{direction}.svg"] = by_length(chosen, direction)
     return drawn
 
 
@@ -115,7 +118,7 @@ def loss_curves(result: dict) -> str:
     return document(left + width + 20, top + height + 44, parts)
 
 
-def by_length(results: Sequence[dict], name: str) -> str:
+def by_length(results: Sequence[dict], direction: str) -> str:
     """Kernel speed by length for head_dim 128: ours and the peers', causal, one point for each row."""
     rows = [row for row in results if row["row"].startswith("hd128") and row["row"].endswith("causal")]
     rows.sort(key=lambda row: int(row["row"].split()[1].rstrip("k")))
@@ -123,7 +126,7 @@ def by_length(results: Sequence[dict], name: str) -> str:
     contenders = list(dict.fromkeys(who for row in rows for who in row["tflops"]))
     left, top, width, height = 70, 30, 620, 260
     highest = 100 * (1 + int(max(x for row in rows for x in row["tflops"].values()) // 100))
-    parts = [text(left, 18, f"TFLOP/s, {name.split('_')[1]}, head_dim 128, causal")]
+    parts = [text(left, 18, f"TFLOP/s, {direction}, head_dim 128, causal")]
     for level in range(0, highest + 1, 100):
         y = top + height * (1 - level / highest)
         parts += [line(left, y, left + width, y, "#dddddd"), text(left - 8, y + 4, str(level), size=12, anchor="end")]

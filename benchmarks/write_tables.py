@@ -1,4 +1,4 @@
-"""Write the tables of docs/numerics.md and docs/performance.md from the committed results.
+"""Write the tables of docs/numerics.md, docs/performance.md and docs/plan.md from the committed results.
 
 python -m benchmarks.write_tables
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.environment import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-NUMERICS, PERFORMANCE = ROOT / "docs" / "numerics.md", ROOT / "docs" / "performance.md"
+NUMERICS, PERFORMANCE, PLAN = (ROOT / "docs" / f"{name}.md" for name in ("numerics", "performance", "plan"))
 BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
 
 
@@ -21,6 +21,10 @@ def main() -> None:
         replace(NUMERICS, path.stem, multi_gpu_table(json.loads(path.read_text())))
     for path in sorted(RESULTS.glob("kernels_*.json")):
         replace(PERFORMANCE, path.stem, kernel_table(json.loads(path.read_text())))
+    for path in sorted(RESULTS.glob("ring_*.json")):
+        replace(PERFORMANCE, path.stem, ring_table(json.loads(path.read_text())))
+    for path in sorted(RESULTS.glob("training_*.json")):
+        replace(PLAN, path.stem, training_table(json.loads(path.read_text())))
 
 
 def replace(page: Path, name: str, table: str) -> None:
@@ -62,6 +66,48 @@ def kernel_table(result: dict) -> str:
     device, commit = about.get("device", about.get("gpu")), about["commit"][:7]
     source = f"`{about['command']}` on one {device}, {versions}, commit {commit}."
     head = ["| heads, length | pass | TFLOP/s | / flash-attn-4 | / cuDNN |", "|---|---|---|---|---|"]
+    return "\n".join([source, "", *head, *rows])
+
+
+def ring_table(result: dict) -> str:
+    """What every contender reaches of the ideal."""
+    about = result["environment"]
+    names = list(dict.fromkeys(name for row in result["results"] for name in row["percent"]))
+    rows = [
+        f"| {row['row']} | {row['pass']} | {row['ideal_ms']:.2f} | "
+        + " | ".join(f"{row['percent'][name]:.1f}" if name in row["percent"] else "" for name in names)
+        + " |"
+        for row in result["results"]
+    ]
+    source = (
+        f"`torchrun {about['command']}` on {about['device']}, torch {about['torch']}, triton {about['triton']}, "
+        f"NCCL {about['nccl']}, commit {about['commit']}. {result.get('about', '')}".rstrip()
+    )
+    head = [f"| | pass | ideal, ms | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
+    return "\n".join([source, "", *head, *rows])
+
+
+def training_table(result: dict) -> str:
+    """The last step of every run, beside its plan."""
+    rows = []
+    for run in result["runs"]:
+        last = run["steps"][-1]
+        pairs = [(run["memory_gib"], run["planned_memory_gib"]), (run["step_seconds"], run["planned_step_seconds"])]
+        cells = [
+            f"{measured:.2f} | {planned:.2f} ({100 * (planned / measured - 1):+.0f}%)" for measured, planned in pairs
+        ]
+        rows.append(
+            f"| {run['layers']} | {run['seqlen']:,} | {run['visible_fraction']:.2f} | {' | '.join(cells)} | "
+            f"{last['tflops_per_rank']:.0f} | {last['mfu_percent']:.1f}% |"
+        )
+    source = (
+        f"`{result['command']}` on {result['device']}, torch {result['torch']}, triton {result['triton']}, "
+        f"lightning {result['lightning']}, commit {result['commit']}. {result['about']}"
+    )
+    head = [
+        "| layers | tokens | visible | GiB | planned | s a step | planned | model TFLOP/s a GPU | MFU |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     return "\n".join([source, "", *head, *rows])
 
 
