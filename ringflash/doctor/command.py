@@ -18,7 +18,7 @@ from ringflash.doctor.finding import Finding, fault, ok, warning
 from ringflash.doctor.gather import gather, world
 from ringflash.doctor.judge import Facts, differences, judge
 
-_SLOW_GBYTES = {"nccl": 50.0}  # less than this between GPUs of one host is not NVLink
+_SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # less than this between GPUs of one host is not NVLink
 _STYLE = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 
@@ -75,7 +75,7 @@ def _kernel(device: str, seconds: float) -> Finding:
 
 
 def _ring(facts: Facts, seconds: float) -> Iterator[Finding]:
-    """gloo on CPUs, NCCL on GPUs; nothing on a single GPU."""
+    """gloo on CPUs, NCCL and the copy engine on GPUs; nothing on a single GPU."""
     size = len(facts["gpus"]) or 2
     if size < 2:
         return
@@ -84,11 +84,19 @@ def _ring(facts: Facts, seconds: float) -> Iterator[Finding]:
     if error:
         yield fault(f"ring over {size} ranks", error, "run it alone: torchrun ... -m ringflash.doctor.probe ring")
         return
-    what, shown = f"ring over {size} ranks, {found['transport']}", f"{found['gbytes_per_second']:.1f} GB/s each way"
-    if found["gbytes_per_second"] < _SLOW_GBYTES.get(found["transport"], 0.0):
-        yield warning(what, shown, "NVLink gives 200 GB/s and more: check nvidia-smi nvlink --status and NCCL_P2P_*")
-    else:
-        yield ok(what, shown)
+    for transport, exchange in found["exchanges"].items():
+        what, shown = f"ring over {size} ranks, {transport}", f"{exchange['gbytes_per_second']:.1f} GB/s each way"
+        if not exchange["right"]:
+            yield fault(what, "other values than were sent", "do not train on this host: test its links and memory")
+        elif exchange["gbytes_per_second"] < _SLOW_GBYTES.get(transport, 0.0):
+            yield warning(
+                what, shown, "NVLink gives 200 GB/s and more: check nvidia-smi nvlink --status and NCCL_P2P_*"
+            )
+        else:
+            yield ok(what, shown)
+    if found["missing"]:
+        what = f"ring over {size} ranks, copy_engine"
+        yield warning(what, found["missing"], "transport 'auto' takes NCCL, which is slower beside kernels")
 
 
 def _probe(command: list[str], seconds: float) -> tuple[dict[str, Any], str]:

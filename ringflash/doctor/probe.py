@@ -1,4 +1,6 @@
-"""What is tried rather than read: kernels against fp64, and a ring exchange. Each runs as a process of its own:
+"""What is tried rather than read: kernels against fp64, and a ring exchange over each transport.
+
+Each runs as a process of its own:
 
 python -m ringflash.doctor.probe kernel <device>
 torchrun --nproc_per_node 2 -m ringflash.doctor.probe ring
@@ -9,12 +11,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import ringflash
+from ringflash.transport import PointToPoint, open_transport
 from ringflash.verify import dense, tolerance
 
 _TOKENS, _HEADS, _KV_HEADS, _HEAD_DIM = 1024, 8, 2, 128
@@ -41,27 +45,72 @@ def kernel(device: torch.device) -> dict[str, Any]:
 
 
 def ring(megabytes: float = 64.0) -> dict[str, Any]:
-    """GB/s at which each rank reads its neighbour's K/V in a ring, and the transport's name."""
-    group = dist.group.WORLD
+    """By transport: GB/s at which each rank gets its neighbour's K/V, and whether they are right.
+
+    On GPUs also why there is no copy engine, where there is none.
+    """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    dtype = torch.bfloat16 if cuda else torch.float32
-    tokens = 2 * max(1, int(megabytes * 1e6 / (2 * _HEAD_DIM * dtype.itemsize * 2 * 2)))
-    kv = torch.randn(1, tokens, 1, _HEAD_DIM, device=device, dtype=dtype)
-    transport = ringflash.explain(kv[:, :2], kv[:, :2], kv[:, :2], group=group).transport
-    sent, got = torch.stack((kv, kv)), torch.empty(2, *kv.shape, device=device, dtype=dtype)
+    numbers = int(megabytes * 1e6 / 4)
+    sent = _numbers(dist.get_rank(), numbers, device)
+    neighbour = _numbers((dist.get_rank() - 1) % dist.get_world_size(), numbers, device)
+    ways: dict[str, Callable[[torch.Tensor], None]] = {"nccl" if cuda else "gloo": _messages(sent)}
+    missing = ""
+    if cuda:
+        try:
+            ways["copy_engine"] = _pulls(sent)
+        except RuntimeError as problem:  # raised on every rank
+            missing = str(problem)
+    return {"exchanges": {name: _timed(way, neighbour) for name, way in ways.items()}, "missing": missing}
+
+
+def _numbers(rank: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device, dtype=torch.int32) * (rank + 1)
+
+
+def _messages(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """To one neighbour and from the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    seconds = []
-    for _ in range(_EXCHANGES):
-        dist.barrier()
-        start = time.perf_counter()
+
+    def exchange(got: torch.Tensor) -> None:
         operations = [dist.P2POp(dist.isend, sent, (rank + 1) % size), dist.P2POp(dist.irecv, got, (rank - 1) % size)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        if cuda:
+
+    return exchange
+
+
+def _pulls(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """From the neighbour's area, as the transport "copy_engine" copies."""
+    assert dist.group.WORLD is not None
+    memory = open_transport("copy_engine", dist.group.WORLD)
+    assert not isinstance(memory, PointToPoint)
+    memory.reserve("kv", sent.numel() * sent.itemsize)
+    memory.view("kv", dist.get_rank(), tuple(sent.shape), sent.dtype).copy_(sent)
+    memory.barrier()
+    source = (dist.get_rank() - 1) % dist.get_world_size()
+
+    def exchange(got: torch.Tensor) -> None:
+        def copy() -> None:
+            got.copy_(memory.view("kv", source, tuple(got.shape), got.dtype))
+
+        memory.beside("pull", copy).wait()
+
+    return exchange
+
+
+def _timed(exchange: Callable[[torch.Tensor], None], expected: torch.Tensor) -> dict[str, Any]:
+    got, seconds = torch.zeros_like(expected), []
+    for _ in range(_EXCHANGES):
+        dist.barrier()
+        start = time.perf_counter()
+        exchange(got)
+        if got.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return {"transport": transport, "gbytes_per_second": sent.numel() * sent.itemsize / min(seconds[1:]) / 1e9}
+    right = torch.tensor(float(torch.equal(got, expected)), device=got.device)
+    dist.all_reduce(right, op=dist.ReduceOp.MIN)
+    return {"gbytes_per_second": got.numel() * got.itemsize / min(seconds[1:]) / 1e9, "right": right.item() == 1.0}
 
 
 def main(arguments: list[str]) -> None:

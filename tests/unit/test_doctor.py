@@ -15,7 +15,7 @@ import torch
 
 from ringflash.cli import main
 from ringflash.doctor import command, probe
-from ringflash.doctor.command import _kernel, _probe, examine
+from ringflash.doctor.command import _kernel, _probe, _ring, examine
 from ringflash.doctor.facts import collect
 from ringflash.doctor.judge import declared_ranges, differences, judge
 from tests.recipes.launching import run
@@ -158,6 +158,21 @@ def test_a_kernel_that_computes_wrongly_is_a_fault(monkeypatch: pytest.MonkeyPat
     assert _kernel("cuda:3", 1.0).level == "fault"
     monkeypatch.setattr(command, "_probe", lambda *_: ({"impl": "hopper", "spent": float("nan")}, ""))
     assert _kernel("cuda:3", 1.0).level == "fault"
+
+
+def test_rings_are_judged_by_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanges = {
+        "nccl": {"gbytes_per_second": 12.0, "right": True}, "copy_engine": {"gbytes_per_second": 360.0, "right": False},
+    }  # fmt: skip
+    monkeypatch.setattr(command, "_probe", lambda *_: ({"exchanges": exchanges, "missing": ""}, ""))
+    assert [(x.what, x.level) for x in _ring({"gpus": ["H200"] * 4}, 1.0)] == [
+        ("ring over 4 ranks, nccl", "warning"), ("ring over 4 ranks, copy_engine", "fault"),
+    ]  # fmt: skip
+    found = {"exchanges": {"nccl": {"gbytes_per_second": 170.0, "right": True}}, "missing": "pidfd_getfd refused"}
+    monkeypatch.setattr(command, "_probe", lambda *_: (found, ""))
+    assert [(x.level, x.found) for x in _ring({"gpus": ["H200"] * 2}, 1.0)] == [
+        ("ok", "170.0 GB/s each way"), ("warning", "pidfd_getfd refused"),
+    ]  # fmt: skip
 
 
 def test_a_probe_measures_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
