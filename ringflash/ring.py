@@ -20,6 +20,7 @@ from ringflash.peer_exchange import PeerExchange, PushedGradients, StagedGradien
 from ringflash.schedule import Schedule
 from ringflash.transport import PointToPoint, Transport, buffer, transport_name
 from ringflash.transport.sms import comm_sms
+from ringflash.waiting import waiting
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
 
 PUSHING = frozenset({"hopper"})  # add dK and dV by atomic reductions, which may end in a peer's memory
@@ -59,9 +60,11 @@ def forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
     single = len(computed) == 1 or out.dtype == state
     carried = out if single else buffer("out", tuple(out.shape), state, out.device)
     hops = ring.schedule.hops
-    exchange, options = _exchange(ring, k, v), _kernel_options(ring, q.device)
+    options = _kernel_options(ring, q.device)
+    with waiting(q.device):
+        exchange = _exchange(ring, k, v)
     for index, hop in enumerate(hops):
-        with record_function(f"ringflash::arrive_step{hop.step}"):
+        with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
             keys, values = exchange.arrive(index)
         if hop.source is None:
             continue
@@ -69,7 +72,8 @@ def forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
         acc = None if hop.step == computed[0] else carried
         with record_function(f"ringflash::forward_step{hop.step}"):
             kernel.forward(q, keys, values, hop.mask, ring.softmax_scale, out=target, lse=lse, acc=acc, **options)
-    exchange.finish()
+    with waiting(q.device):
+        exchange.finish()
     return out, lse
 
 
@@ -99,15 +103,17 @@ def backward(
         gradients.add(k, v, ring.schedule.hops[0].mask, dk, dv, accumulate=False)
         return gradients.finish(), dk, dv
     hops = ring.schedule.hops
-    exchange = _gradient_exchange(ring, k, v)
+    with waiting(q.device):
+        exchange = _gradient_exchange(ring, k, v)
     for index, hop in enumerate(hops):
-        with record_function(f"ringflash::arrive_step{hop.step}"):
+        with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
             keys, values = exchange.arrive(index)
         if hop.source is None:
             continue
         with record_function(f"ringflash::backward_step{hop.step}"):
             gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
-    dk, dv = exchange.finish_gradients()
+    with waiting(q.device):
+        dk, dv = exchange.finish_gradients()
     return gradients.finish(), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
 

@@ -14,6 +14,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from ringflash.lightning.data import TextData
+from ringflash.lightning.exposed import ExposedCommunication
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.passkey import Passkey
 from ringflash.lightning.progress import Progress
@@ -26,6 +27,7 @@ from ringflash.wrap import wrap_attention
 __all__ = [
     "CausalLM",
     "ContextParallelStrategy",
+    "ExposedCommunication",
     "Passkey",
     "Progress",
     "SequenceSharding",

@@ -1,0 +1,69 @@
+"""What a rank waits for in its rings: counted while it is asked for, by the callback too. One process on the CPU."""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+from ringflash import ring
+from ringflash.lightning import ExposedCommunication, exposed
+from ringflash.mask import SequenceMask
+from ringflash.schedule import build
+from ringflash.waiting import measured, waiting
+
+CPU = torch.device("cpu")
+PAUSE_S = 0.02
+
+
+class Slow:
+    """An exchange whose K/V are late, over one hop."""
+
+    def __init__(self, k: torch.Tensor) -> None:
+        self.k = k
+
+    def arrive(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(PAUSE_S)
+        return self.k, self.k
+
+    def finish(self) -> None:
+        time.sleep(PAUSE_S)
+
+
+def test_a_ring_counts_what_it_waits_for() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    call = ring.Ring(build(SequenceMask(8, True, (-1, -1), None), 1, 0, "zigzag"), None, "reference", 0.25, False)
+    with mock.patch.object(ring, "_exchange", lambda *_: Slow(q)), measured() as waits:
+        ring.forward(call, q, q, q)
+    assert waits.seconds() >= 2 * PAUSE_S
+
+
+def test_nothing_is_counted_unasked() -> None:
+    with measured() as waits:
+        pass
+    with waiting(CPU):
+        time.sleep(PAUSE_S)
+    assert waits.seconds() == 0
+    with pytest.raises(RuntimeError, match="one at a time"), measured(), measured():
+        pass
+    with measured():  # the refusal left nothing behind
+        pass
+
+
+def test_the_callback_logs_the_longest_wait_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposed, "strategy_of", lambda trainer: mock.Mock(root_device=CPU))
+    monkeypatch.setattr(exposed.dist, "all_reduce", lambda x, op: x.fill_(7000.0))  # what another rank waited
+    callback, trainer, module = ExposedCommunication(every_n_steps=2), mock.Mock(), mock.Mock()
+    for trainer.global_step in (0, 1):
+        callback.on_train_batch_start(trainer, module, None, 0)
+        callback.on_train_batch_end(trainer, module, None, None, 0)
+    module.log.assert_called_once_with("exposed_communication_ms", 7000.0)
+    trainer.global_step = 2
+    callback.on_train_batch_start(trainer, module, None, 0)
+    callback.on_exception(trainer, module, RuntimeError())
+    with measured():
+        pass
+    with pytest.raises(ValueError, match="every_n_steps must be 1 or more, got 0"):
+        ExposedCommunication(0)
