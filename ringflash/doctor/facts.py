@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ def collect() -> dict[str, Any]:
         "driver": _driver(),
         "gpus": _gpus(),
         "peers": _peers(),
+        "links": _links(),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(VARIABLES)},
         "kernel_environment": _kernel_environment(),
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
@@ -54,15 +56,33 @@ def _nccl() -> str | None:
 
 
 def _driver() -> str | None:
-    """The driver's version, also where torch cannot use it; None without nvidia-smi or an answer in time."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
+    """The driver's version, also where torch cannot use it."""
+    answer = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return answer.strip().partition("\n")[0] or None
+
+
+def _links() -> list[list[str]]:
+    """What joins GPU i and GPU j, by nvidia-smi's names: NV18, PIX, SYS, ...; empty where these cannot be told."""
+    rows = parse_topology(_nvidia_smi("topo", "-m"))
+    return rows if len(rows) == torch.cuda.device_count() else []  # some GPUs are hidden, and their numbers differ
+
+
+def parse_topology(text: str) -> list[list[str]]:
+    """The GPUs' part of the matrix that `nvidia-smi topo -m` prints."""
+    lines = [line.split() for line in re.sub(r"\x1b\[\d*m", "", text).splitlines()]
+    rows = [words for words in lines if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and "X" in words]
+    return [words[1 : len(rows) + 1] for words in rows]
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What it prints; "" without nvidia-smi or an answer in time."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _gpus() -> list[dict[str, Any]]:

@@ -94,6 +94,15 @@ def links(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield ok("peer access", "between all GPUs of this host")
+    named = {(i, j): name for i, row in enumerate(facts["links"]) for j, name in enumerate(row) if i < j}
+    other = [f"{i}-{j} {name}" for (i, j), name in named.items() if not name.startswith("NV")]
+    if other:
+        shown = ", ".join(other[:4]) + (" ..." if len(other) > 4 else "")
+        yield warning(
+            "NVLink", f"none between GPUs {shown}", "a ring is as slow as its slowest link: choose other GPUs"
+        )
+    elif named:
+        yield ok("NVLink", f"{', '.join(sorted(set(named.values())))} between all GPUs of this host")
 
 
 _HURTS: dict[str, tuple[Callable[[str], bool], str]] = {

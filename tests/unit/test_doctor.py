@@ -16,7 +16,7 @@ import torch
 from ringflash.cli import main
 from ringflash.doctor import command, probe
 from ringflash.doctor.command import _kernel, _probe, _ring, examine
-from ringflash.doctor.facts import collect
+from ringflash.doctor.facts import collect, parse_topology
 from ringflash.doctor.judge import declared_ranges, differences, judge
 from tests.recipes.launching import run
 
@@ -27,7 +27,8 @@ HEALTHY: dict[str, Any] = {
         "torch": "2.11.0", "triton": "3.6.0", "lightning": "2.6.6", "pytorch-lightning": "2.6.6",
         "deepspeed": "0.19.8", "transformers": "5.17.0",
     },
-    "peers": [[True, True], [True, True]], "kernel_environment": "", "shared_memory_bytes": 16 << 30,
+    "peers": [[True, True], [True, True]], "links": [["X", "NV18"], ["NV18", "X"]], "kernel_environment": "",
+    "shared_memory_bytes": 16 << 30,
     "environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "open_files": 65536,
     "locked_memory": -1, "cores": 64,
 }  # fmt: skip
@@ -158,6 +159,24 @@ def test_a_kernel_that_computes_wrongly_is_a_fault(monkeypatch: pytest.MonkeyPat
     assert _kernel("cuda:3", 1.0).level == "fault"
     monkeypatch.setattr(command, "_probe", lambda *_: ({"impl": "hopper", "spent": float("nan")}, ""))
     assert _kernel("cuda:3", 1.0).level == "fault"
+
+
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tPXB\t0-31\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\t0-31\t0\t\tN/A
+NIC0\tPXB\tSYS\t X \t
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def test_links_are_read_and_judged() -> None:
+    assert parse_topology(TOPOLOGY) == HEALTHY["links"]
+    assert parse_topology("") == [] and said(links=[]) == []
+    assert said(links=[["X", "SYS"], ["SYS", "X"]]) == [("warning", "NVLink", "none between GPUs 0-1 SYS")]
 
 
 def test_rings_are_judged_by_transport(monkeypatch: pytest.MonkeyPatch) -> None:
