@@ -20,6 +20,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 import ringflash  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
-from benchmarks.ring_contenders import CONTENDERS, IDEALS, Built, Row, Setting  # noqa: E402
+from benchmarks.ring_contenders import CONTENDERS, IDEALS, PROBES, Built, Row, Setting  # noqa: E402
 
 K = 1024
 TOY = tuple(Row(64, 4, 2, 16, kind) for kind in ("causal", "full", "window", "documents"))
@@ -51,7 +52,8 @@ def main() -> None:
     results = []
     for row in rows:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        results += bench(Setting(row, dist.group.WORLD, device, dtype), options.rounds, options.sample_ms)
+        entries = IDEALS | CONTENDERS | (PROBES if options.probes else {})
+        results += bench(Setting(row, dist.group.WORLD, device, dtype), entries, options.rounds, options.sample_ms)
         if dist.get_rank() == 0:
             print("\n".join(map(line, results[-2:])), flush=True)
             if options.json:  # after every row: a run that is cut short keeps what it has
@@ -67,6 +69,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", default="", help="only rows in whose name this pattern is found")
     parser.add_argument("--rounds", type=int, default=7, help="samples of a contender")
     parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample")
+    parser.add_argument("--probes", action="store_true", help="also the kernels without messages, and staged gradients")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--toy", action="store_true", help="small rows on the CPU: shows that it runs, and no speed")
     return parser.parse_args()
@@ -83,10 +86,12 @@ def join(toy: bool) -> torch.device:
     return device
 
 
-def bench(setting: Setting, rounds: int, sample_ms: float) -> list[dict]:
+def bench(
+    setting: Setting, entries: dict[str, Callable[[Setting], Built | str]], rounds: int, sample_ms: float
+) -> list[dict]:
     """One result forward, and one forward and backward."""
     built, left_out = {}, {}
-    for name, build in (IDEALS | CONTENDERS).items():
+    for name, build in entries.items():
         entry = build(setting)
         if isinstance(entry, str):
             left_out[name] = entry
@@ -124,12 +129,13 @@ def transport_bytes(entry: Built) -> int:
 
 def run(entry: Built, backward: bool) -> None:
     """One call."""
-    if not backward:
-        with torch.no_grad():
-            entry.call(*entry.inputs)
-        return
-    out = entry.call(*entry.inputs)
-    torch.autograd.grad(out, entry.inputs, out.detach())
+    with entry.around():
+        if not backward:
+            with torch.no_grad():
+                entry.call(*entry.inputs)
+            return
+        out = entry.call(*entry.inputs)
+        torch.autograd.grad(out, entry.inputs, out.detach())
 
 
 def measure(

@@ -6,10 +6,12 @@ that all ranks see alike, since a rank that left out a contender alone would lea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,9 @@ from torch.distributed.nn.functional import all_to_all_single
 
 import ringflash
 from benchmarks.bench_kernels import document_bounds
+from ringflash import ring
+from ringflash.transport import buffer
+from ringflash_kernels.api import state_dtype
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -65,10 +70,11 @@ class Setting(NamedTuple):
 
 
 class Built(NamedTuple):
-    """A call and what it is called with."""
+    """A call and what it is called with. `around` holds during the call and its backward."""
 
     call: Attention
     inputs: tuple[torch.Tensor, ...]
+    around: Callable[[], AbstractContextManager] = nullcontext
 
 
 def one_device(setting: Setting) -> Built | str:
@@ -92,6 +98,43 @@ def ours(transport: str) -> Callable[[Setting], Built | str]:
         return Built(_ours(setting, setting.group, transport), setting.inputs())
 
     return build
+
+
+class OwnKeys:
+    """An exchange that sends nothing: every hop works on the rank's own K/V. Wrong results in the kernels' own time."""
+
+    def __init__(self, call: ring.Ring, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.kv = k, v
+        self.total = buffer("dkv.own", (2, *k.shape), state_dtype(k.dtype), k.device).zero_()
+
+    def arrive(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kv
+
+    def gradients_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.total[0], self.total[1]
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+    def finish_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.total[0], self.total[1]
+
+
+@contextmanager
+def _own_keys() -> Iterator[None]:
+    with mock.patch.object(ring, "_exchange", OwnKeys), mock.patch.object(ring, "_gradient_exchange", OwnKeys):
+        yield
+
+
+def kernels_alone(setting: Setting) -> Built | str:
+    """The ring's kernels without its messages: what a transport is behind this is what communication costs."""
+    return Built(_ours(setting, setting.group, "auto"), setting.inputs(), _own_keys)
+
+
+def staged(setting: Setting) -> Built | str:
+    """The copy engine with gradients that their owner adds, not pushed by the kernel."""
+    built = ours("copy_engine")(setting)
+    return built if isinstance(built, str) else built._replace(around=lambda: mock.patch.object(ring, "PUSHING", ()))
 
 
 def ulysses(setting: Setting) -> Built | str:
@@ -149,6 +192,12 @@ CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
     "Ulysses": ulysses,
     "ring-flash-attention": ring_flash_attention,
     "torch context_parallel (MHA)": torch_context_parallel,
+}
+
+
+PROBES: dict[str, Callable[[Setting], Built | str]] = {
+    "kernels alone": kernels_alone,
+    "ringflash, copy_engine, staged": staged,
 }
 
 

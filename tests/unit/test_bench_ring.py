@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.bench_ring import TOY, shares
-from benchmarks.ring_contenders import CONTENDERS, IDEALS
+from benchmarks.ring_contenders import CONTENDERS, IDEALS, PROBES
 from tests.recipes import launching
 
 
 def test_rows_and_figures(tmp_path: Path) -> None:
     file = tmp_path / "ring.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launching.run([*command, "benchmarks/bench_ring.py", "--toy", "--rounds", "2", "--json", file], timeout_s=100)
+    launching.run(
+        [*command, "benchmarks/bench_ring.py", "--toy", "--probes", "--rounds", "2", "--json", file], timeout_s=100
+    )
     written = json.loads(file.read_text())
     assert written["ranks"] == 2 and "torch" in written["environment"]
     assert [result["row"] for result in written["results"]] == [str(row) for row in TOY for _ in range(2)]
     for result in written["results"]:
-        assert set(result["percent"]) == {"ringflash, gloo", "Ulysses"}
-        assert set(result["ms"]) | set(result["left_out"]) == set(IDEALS) | set(CONTENDERS)
+        assert set(result["percent"]) == {"ringflash, gloo", "Ulysses", "kernels alone"}
+        assert set(result["ms"]) | set(result["left_out"]) == set(IDEALS) | set(CONTENDERS) | set(PROBES)
         figures = [result["ideal_ms"], *result["ms"].values(), *result["percent"].values()]
         assert all(math.isfinite(x) and x > 0 for x in figures)
     # One hop crosses two ranks: own and arriving K/V; own, leaving and arriving gradients; all fp32.
     assert written["results"][0]["transport_bytes"] == {"ringflash, gloo": 5 * 2 * 64 * 2 * 16 * 4}
+
+
+def test_a_ring_beside_collectives() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed = launching.run([*command, "benchmarks/bench_beside.py", "--toy"], timeout_s=100)
+    found = re.findall(
+        r", (forward|forward \+ backward): 6 calls ([\d.]+) ms, 4 all-gathers .* ([\d.]+) ms, tog", printed
+    )
+    assert [name for name, *_ in found] == ["forward", "forward + backward"]
 
 
 def test_the_ideal_is_the_faster_kernel_divided_by_the_devices() -> None:

@@ -1,0 +1,96 @@
+"""A ring beside an all-gather of another communicator, as FSDP2 issues them: milliseconds apart and together.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_beside.py [--transport copy_engine] [--comm_sms 8]
+    torchrun --nproc-per-node 2 benchmarks/bench_beside.py --toy                  (CPU, gloo: shows that it runs)
+
+Together is at best the longer of the two, and at worst, where neither gets on beside the other, their sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
+
+from benchmarks.bench_ring import ROWS, TOY, join, run  # noqa: E402
+from benchmarks.ring_contenders import Setting, ours  # noqa: E402
+from ringflash import ring  # noqa: E402
+
+CALLS, GATHERS, ROUNDS = 6, 4, 5
+
+
+def main() -> None:
+    """Time both passes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--transport", default="", help="default gloo on CPUs, copy_engine on GPUs")
+    parser.add_argument("--comm_sms", type=int, default=0, help="SMs that the forward leaves free, over any transport")
+    parser.add_argument("--toy", action="store_true", help="small, on the CPU")
+    options = parser.parse_args()
+    device = join(options.toy)
+    assert dist.group.WORLD is not None
+    row = TOY[0] if options.toy else next(row for row in ROWS if "8192 tokens" in str(row))
+    setting = Setting(row, dist.group.WORLD, device, torch.float32 if options.toy else torch.bfloat16)
+    entry = ours(options.transport or ("gloo" if options.toy else "copy_engine"))(setting)
+    if isinstance(entry, str):
+        raise ValueError(f"transport must carry tensors on {device.type}, got {options.transport!r}; leave it out.")
+    ring.comm_sms = lambda impl, transport: options.comm_sms if impl == "hopper" else 0
+    other = dist.new_group(list(range(dist.get_world_size())))
+    shard = torch.randn(1 << (10 if options.toy else 26), device=device).bfloat16()
+    whole = torch.empty(dist.get_world_size() * shard.numel(), device=device, dtype=shard.dtype)
+
+    def gathers() -> list[dist.Work]:
+        works = [dist.all_gather_into_tensor(whole, shard, group=other, async_op=True) for _ in range(GATHERS)]
+        return [work for work in works if work is not None]
+
+    for name, backward in (("forward", False), ("forward + backward", True)):
+
+        def calls(backward: bool = backward) -> None:
+            for _ in range(CALLS):
+                run(entry, backward)
+
+        def both(calls: Callable[[], None] = calls) -> None:
+            works = gathers()
+            calls()
+            _wait(works)
+
+        ms = [slowest_ms(what, setting) for what in (calls, lambda: _wait(gathers()), both)]
+        if dist.get_rank() == 0:
+            apart = f"{CALLS} calls {ms[0]:.2f} ms, {GATHERS} all-gathers of {shard.nbytes >> 20} MiB {ms[1]:.2f} ms"
+            print(f"{row}, {name}: {apart}, together {ms[2]:.2f} ms", flush=True)
+    dist.destroy_process_group()
+
+
+def slowest_ms(what: Callable[[], object], setting: Setting) -> float:
+    """Median over rounds, of the slowest rank."""
+    wait = torch.cuda.synchronize if setting.device.type == "cuda" else lambda: None
+    what()
+    samples = []
+    for _ in range(ROUNDS):
+        wait()
+        dist.barrier(setting.group)
+        wait()
+        begin = time.perf_counter()
+        what()
+        wait()
+        samples.append((time.perf_counter() - begin) * 1e3)
+    longest = torch.tensor(statistics.median(samples), dtype=torch.float64, device=setting.device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=setting.group)
+    return longest.item()
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+if __name__ == "__main__":
+    main()
