@@ -33,6 +33,8 @@ def figures() -> dict[str, str]:
     drawn = {"zigzag.svg": zigzag(), "forward.svg": timeline(backward=False), "backward.svg": timeline(backward=True)}
     for path in sorted(RESULTS.glob("loss_curves_*.json")):
         drawn[f"{path.stem}.svg"] = loss_curves(json.loads(path.read_text()))
+    for path in sorted(RESULTS.glob("timeline_*.json")):
+        drawn[f"{path.stem}.svg"] = measured_timeline(json.loads(path.read_text()))
     for path in sorted(RESULTS.glob("kernels_*.json")):
         results = json.loads(path.read_text())["results"]
         for direction in dict.fromkeys(row["pass"] for row in results):
@@ -98,6 +100,24 @@ def timeline(*, backward: bool) -> str:
     carried = "dQ stays in one fp32 buffer" if backward else "(out, lse) is carried in fp32 from step to step"
     parts.append(text(left, 58 + row * len(lanes), f"{carried}; rank 1 of {CP_SIZE}, causal, zigzag", size=12))
     return document(left + width + (130 if backward else 30), 74 + row * len(lanes), parts)
+
+
+def measured_timeline(result: dict) -> str:
+    """What one rank's device did in a forward and backward, by kind."""
+    lanes = {"kernel": ("forward", "backward"), "messages": ("message",), "waits": ("wait",), "the rest": ("other",)}
+    colors = {"forward": STEP_COLORS[0], "backward": STEP_COLORS[1], "message": MESSAGE, "wait": INK, "other": GRADIENT}
+    left, top, width, row, spans = 90, 30, 760, 34, result["spans"]
+    scale = width / max(span["start_us"] + span["us"] for span in spans)
+    parts = [text(left, 18, f"{result['row']}, {result['environment']['device']}, rank 1", size=12)]
+    for i, (lane, kinds) in enumerate(lanes.items()):
+        y = top + row * i
+        parts += [text(left - 8, y + 18, lane, size=12, anchor="end"), rect(left, y, width, row - 8, "#f4f4f4")]
+        for span in (span for span in spans if span["kind"] in kinds):
+            x, wide = left + scale * span["start_us"], max(3.0, scale * span["us"])
+            parts.append(rect(x, y, wide, row - 8, colors[span["kind"]]))
+            if wide > 60:
+                parts.append(text(x + wide / 2, y + 18, f"{span['us'] / 1e3:.1f} ms", PAPER, 12, "middle"))
+    return document(left + width + 20, top + row * len(lanes) + 4, parts)
 
 
 def loss_curves(result: dict) -> str:

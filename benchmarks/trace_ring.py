@@ -5,7 +5,7 @@
 
 Every rank writes traces/rank<r>.json for chrome://tracing or Perfetto; rank 0 prints its hops. Kernel time is that of
 a hop's range. The gap before it is exposed communication as far as a message, a copy or a wait for one ran in it, and
-idle otherwise. Run on CPUs so far; the ranges and names of a GPU's trace are from the profiler's documents.
+idle otherwise. traces/timeline.json is what rank 1's device did, for the figure in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -25,10 +25,20 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 from benchmarks.bench_ring import ROWS, TOY, join, run  # noqa: E402
+from benchmarks.environment import describe  # noqa: E402
 from benchmarks.ring_contenders import Built, Setting, ours  # noqa: E402
 
 _HOP = re.compile(r"ringflash::(forward|backward)_step(\d+)$")
 _COMMUNICATION = re.compile(r"ncclDevKernel|Memcpy PtoP|barrier_kernel|_signal_kernel|ringflash::arrive")
+
+
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_KINDS = {
+    "forward": re.compile(r"^forward_kernel"),
+    "backward": re.compile(r"^backward_"),
+    "message": re.compile(r"ncclDevKernel|Memcpy PtoP"),
+    "wait": re.compile(r"barrier_kernel|_signal_kernel"),
+}
 
 
 class Hop(NamedTuple):
@@ -60,8 +70,12 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     path = options.folder / f"rank{dist.get_rank()}.json"
     trace(entry, path)
+    events = json.loads(path.read_text())["traceEvents"]
     if dist.get_rank() == 0:
-        print(table(hops(json.loads(path.read_text())["traceEvents"])))
+        print(table(hops(events)))
+    if dist.get_rank() == 1:
+        result = {"environment": describe(), "row": str(row), "spans": timeline(events)}
+        (options.folder / "timeline.json").write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
 
 
@@ -95,6 +109,20 @@ def hops(events: list[dict]) -> list[Hop]:
         found.append(Hop(direction, int(match[2]), end - begin, exposed, max(0.0, gap[1] - gap[0]) - exposed))
         last[direction] = end
     return found
+
+
+def timeline(events: list[dict]) -> list[dict[str, object]]:
+    """What the device did, in order, in microseconds since it began: our kernels, messages, waits and the rest."""
+    timed = [event for event in events if event.get("ph") == "X" and event.get("cat") in _ON_DEVICE]
+    begin = min((float(event["ts"]) for event in timed), default=0.0)
+    spans = []
+    for event in sorted(timed, key=lambda event: float(event["ts"])):
+        name = event["name"]
+        kind = next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), "other")
+        spans.append(
+            {"kind": kind, "start_us": round(float(event["ts"]) - begin, 1), "us": round(float(event["dur"]), 1)}
+        )
+    return spans
 
 
 def table(found: list[Hop]) -> str:

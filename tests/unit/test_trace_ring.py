@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.trace_ring import Hop, hops
+from benchmarks.trace_ring import Hop, hops, timeline
 from tests.recipes import launching
 
 
@@ -35,10 +35,27 @@ def test_made_up_trace() -> None:
     ]
 
 
+def test_timeline_names_what_the_device_did() -> None:
+    trace = [
+        event("kernel", "backward_keys", 30, 70),
+        event("kernel", "c10d::symmetric_memory::barrier_kernel(unsigned int**)", 28, 30),
+        event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 12, 17),
+        event("kernel", "forward_kernel", 10, 28),
+        event("kernel", "at::native::vectorized_elementwise_kernel", 71, 72),
+        event("user_annotation", "ringflash::forward_step0", 0, 100),
+    ]
+    assert timeline(trace) == [
+        {"kind": "forward", "start_us": 0, "us": 18}, {"kind": "message", "start_us": 2, "us": 5},
+        {"kind": "wait", "start_us": 18, "us": 2}, {"kind": "backward", "start_us": 20, "us": 40},
+        {"kind": "other", "start_us": 61, "us": 1},
+    ]  # fmt: skip
+
+
 def test_real_trace(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     output = launching.run([*command, "benchmarks/trace_ring.py", "--toy", "--folder", tmp_path], timeout_s=100)
     assert "exposed us" in output
+    assert json.loads((tmp_path / "timeline.json").read_text())["spans"] == []  # CPUs have no device
     for rank in range(2):
         found = hops(json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"])
         assert [(hop.direction, hop.step) for hop in found] == [
