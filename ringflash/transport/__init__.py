@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ringflash.group import backend_of
 from ringflash.transport import buffers
 from ringflash.transport.buffers import buffer
-from ringflash.transport.peer_memory import OutOfReach, PeerMemory, SymmetricMemory
+from ringflash.transport.peer_memory import NoPeerMemory, OutOfReach, PeerMemory, SymmetricMemory
 from ringflash.transport.point_to_point import Message, Pending, PointToPoint, set_timeout, timeout_ms
 
 TRANSPORTS = ("gloo", "nccl", "copy_engine")
@@ -92,12 +92,12 @@ def _opened(name: str, group: dist.ProcessGroup) -> Transport:
 
 
 def _decide(group: dist.ProcessGroup) -> str:
-    """The same on every rank: what can go wrong is gathered before anyone goes on."""
+    """The same on every rank: only what all of them were told stands in the way of the copy engine."""
     try:
         memory = open_transport("copy_engine", group)
         assert not isinstance(memory, PointToPoint)
         memory.reserve("kv", _TRIAL_BYTES)
-    except RuntimeError as problem:
+    except NoPeerMemory as problem:
         _open.pop(("copy_engine", group.group_name), None)
         if not isinstance(problem, OutOfReach):
             warnings.warn(f"transport 'auto' takes 'nccl', since 'copy_engine' cannot be had: {problem}", stacklevel=2)

@@ -22,7 +22,11 @@ import torch.distributed as dist
 from ringflash.agreement import gather
 
 
-class OutOfReach(RuntimeError):
+class NoPeerMemory(RuntimeError):
+    """Raised on every rank of the group, after they compared what each of them found."""
+
+
+class OutOfReach(NoPeerMemory):
     """Ranks that do not share a host, or GPUs without peer access."""
 
 
@@ -141,11 +145,11 @@ class SymmetricMemory:
                 torch.cuda.Stream(self._device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
             )
         stream, begin, end = self._lanes[lane]
-        begin.record()
+        begin.record(torch.cuda.current_stream(self._device))
         stream.wait_event(begin)
         with torch.cuda.stream(stream):
             work()
-            end.record()
+        end.record(stream)
         return end
 
     def num_bytes(self) -> int:
@@ -197,6 +201,6 @@ def _check_places(places: list) -> None:
 def _raise_together(problems: list) -> None:
     failed = {rank: text for rank, text in enumerate(problems) if text}
     if failed:
-        raise RuntimeError(
+        raise NoPeerMemory(
             f"symmetric memory must be there on every rank, got {failed}; free memory, or use transport='nccl'."
         )

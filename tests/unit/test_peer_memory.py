@@ -48,6 +48,11 @@ def test_a_rank_without_memory_stops_all() -> None:
         peer_memory._raise_together(["", "out of memory"])
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_open", {})
+
+
 @pytest.mark.parametrize(
     "problem, chosen", [(None, "copy_engine"), (peer_memory.OutOfReach("two hosts"), "nccl")], ids=["reach", "no reach"]
 )
@@ -68,8 +73,18 @@ def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception 
 
 def test_auto_says_why_it_does_without_the_copy_engine() -> None:
     group, memory = mock.Mock(), mock.Mock()
-    memory.return_value.reserve.side_effect = RuntimeError("pidfd_getfd: not permitted")
+    memory.return_value.reserve.side_effect = peer_memory.NoPeerMemory("pidfd_getfd: not permitted")
     patched = mock.patch.object(transport, "SymmetricMemory", memory)
     with patched, NO_NCCL, pytest.warns(UserWarning, match="pidfd_getfd"):
         opened = transport.open_transport(transport.UNDECIDED, group)
         assert transport.transport_name(opened) == "nccl"
+
+
+def test_auto_hides_no_other_error() -> None:
+    """A rank that does not answer, or a call that is captured before its first: not a matter of the transport."""
+    memory = mock.Mock()
+    memory.return_value.reserve.side_effect = RuntimeError("no answer from some of 4 ranks")
+    group = mock.Mock()
+    with mock.patch.object(transport, "SymmetricMemory", memory), pytest.raises(RuntimeError, match="no answer"):
+        transport.open_transport(transport.UNDECIDED, group)
+    assert group not in transport._decided
