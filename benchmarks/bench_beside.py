@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,8 +20,8 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
-from benchmarks.bench_ring import ROWS, TOY, join, run  # noqa: E402
-from benchmarks.ring_contenders import Setting, ours  # noqa: E402
+from benchmarks.bench_ring import ROWS, TOY, join, run, timed  # noqa: E402
+from benchmarks.ring_contenders import Setting, ring_over  # noqa: E402
 from ringflash import ring  # noqa: E402
 
 CALLS, GATHERS, ROUNDS = 6, 4, 5
@@ -39,9 +38,7 @@ def main() -> None:
     assert dist.group.WORLD is not None
     row = TOY[0] if options.toy else next(row for row in ROWS if "8192 tokens" in str(row))
     setting = Setting(row, dist.group.WORLD, device, torch.float32 if options.toy else torch.bfloat16)
-    entry = ours(options.transport or ("gloo" if options.toy else "copy_engine"))(setting)
-    if isinstance(entry, str):
-        raise ValueError(f"transport must carry tensors on {device.type}, got {options.transport!r}; leave it out.")
+    entry = ring_over(options.transport or ("gloo" if options.toy else "copy_engine"), setting)
     ring.comm_sms = lambda impl, transport: options.comm_sms if impl == "hopper" else 0
     other = dist.new_group(list(range(dist.get_world_size())))
     shard = torch.randn(1 << (10 if options.toy else 26), device=device).bfloat16()
@@ -62,29 +59,17 @@ def main() -> None:
             calls()
             _wait(works)
 
-        ms = [slowest_ms(what, setting) for what in (calls, lambda: _wait(gathers()), both)]
+        ms = [median_ms(what, setting) for what in (calls, lambda: _wait(gathers()), both)]
         if dist.get_rank() == 0:
             apart = f"{CALLS} calls {ms[0]:.2f} ms, {GATHERS} all-gathers of {shard.nbytes >> 20} MiB {ms[1]:.2f} ms"
             print(f"{row}, {name}: {apart}, together {ms[2]:.2f} ms", flush=True)
     dist.destroy_process_group()
 
 
-def slowest_ms(what: Callable[[], object], setting: Setting) -> float:
-    """Median over rounds, of the slowest rank."""
-    wait = torch.cuda.synchronize if setting.device.type == "cuda" else lambda: None
+def median_ms(what: Callable[[], object], setting: Setting) -> float:
+    """Over rounds, of the slowest rank, after a run that is not counted."""
     what()
-    samples = []
-    for _ in range(ROUNDS):
-        wait()
-        dist.barrier(setting.group)
-        wait()
-        begin = time.perf_counter()
-        what()
-        wait()
-        samples.append((time.perf_counter() - begin) * 1e3)
-    longest = torch.tensor(statistics.median(samples), dtype=torch.float64, device=setting.device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=setting.group)
-    return longest.item()
+    return statistics.median(timed(what, setting)[0] for _ in range(ROUNDS))
 
 
 def _wait(works: list[dist.Work]) -> None:

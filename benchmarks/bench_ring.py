@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -142,20 +143,21 @@ def measure(
     built: dict[str, Built], setting: Setting, rounds: int, sample_ms: float, backward: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median milliseconds and host microseconds of a call, by contender, in an order that all ranks draw alike."""
-    calls = {name: max(1, round(sample_ms / timed(entry, setting, 1, backward)[0])) for name, entry in built.items()}
+    runs = {name: partial(run, entry, backward) for name, entry in built.items()}
+    calls = {name: max(1, round(sample_ms / timed(call, setting)[0])) for name, call in runs.items()}
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in built}
     order = random.Random(str(setting.row))
     for _ in range(rounds):
         for name in order.sample(list(built), len(built)):
-            run(built[name], backward)
-            samples[name].append(timed(built[name], setting, calls[name], backward))
+            runs[name]()
+            samples[name].append(timed(runs[name], setting, calls[name]))
     medians = {
         name: [statistics.median(column) for column in zip(*both, strict=True)] for name, both in samples.items()
     }
     return {name: both[0] for name, both in medians.items()}, {name: both[1] for name, both in medians.items()}
 
 
-def timed(entry: Built, setting: Setting, calls: int, backward: bool) -> tuple[float, float]:
+def timed(call: Callable[[], object], setting: Setting, calls: int = 1) -> tuple[float, float]:
     """Milliseconds of a call until the device has done it, and microseconds until the host has; of the slowest rank."""
     wait = torch.cuda.synchronize if setting.device.type == "cuda" else lambda: None
     wait()
@@ -163,7 +165,7 @@ def timed(entry: Built, setting: Setting, calls: int, backward: bool) -> tuple[f
     wait()
     begin = time.perf_counter()
     for _ in range(calls):
-        run(entry, backward)
+        call()
     enqueued = time.perf_counter()
     wait()
     both = torch.tensor([time.perf_counter() - begin, enqueued - begin], dtype=torch.float64, device=setting.device)

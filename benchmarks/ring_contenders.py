@@ -100,21 +100,36 @@ def ours(transport: str) -> Callable[[Setting], Built | str]:
     return build
 
 
+def ring_over(transport: str, setting: Setting) -> Built:
+    """`ours`, or an error where it cannot be had."""
+    built = ours(transport)(setting)
+    if isinstance(built, str):
+        raise ValueError(f"transport must carry tensors on {setting.device.type}, got {transport!r}; leave it out.")
+    return built
+
+
 class OwnKeys:
     """An exchange that sends nothing: every hop works on the rank's own K/V. Wrong results in the kernels' own time."""
 
     def __init__(self, call: ring.Ring, k: torch.Tensor, v: torch.Tensor) -> None:
         self.kv = k, v
-        self.total = buffer("dkv.own", (2, *k.shape), state_dtype(k.dtype), k.device).zero_()
 
     def arrive(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.kv
 
-    def gradients_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.total[0], self.total[1]
-
     def finish(self) -> None:
         """Nothing is under way."""
+
+
+class OwnGradients(OwnKeys):
+    """The same in the backward: dK and dV of every hop are added to the rank's own."""
+
+    def __init__(self, call: ring.Ring, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().__init__(call, k, v)
+        self.total = buffer("dkv.own", (2, *k.shape), state_dtype(k.dtype), k.device).zero_()
+
+    def gradients_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.total[0], self.total[1]
 
     def finish_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.total[0], self.total[1]
@@ -122,7 +137,7 @@ class OwnKeys:
 
 @contextmanager
 def _own_keys() -> Iterator[None]:
-    with mock.patch.object(ring, "_exchange", OwnKeys), mock.patch.object(ring, "_gradient_exchange", OwnKeys):
+    with mock.patch.object(ring, "_exchange", OwnKeys), mock.patch.object(ring, "_gradient_exchange", OwnGradients):
         yield
 
 

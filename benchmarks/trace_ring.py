@@ -26,18 +26,17 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 from benchmarks.bench_ring import ROWS, TOY, join, run  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
-from benchmarks.ring_contenders import Built, Setting, ours  # noqa: E402
+from benchmarks.ring_contenders import Built, Setting, ring_over  # noqa: E402
 
 _HOP = re.compile(r"ringflash::(forward|backward)_step(\d+)$")
-_COMMUNICATION = re.compile(r"ncclDevKernel|Memcpy PtoP|barrier_kernel|_signal_kernel|ringflash::arrive")
-
-
+_MESSAGE, _WAIT = r"ncclDevKernel|Memcpy PtoP", r"barrier_kernel|_signal_kernel"
+_COMMUNICATION = re.compile(rf"{_MESSAGE}|{_WAIT}|ringflash::arrive")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _KINDS = {
     "forward": re.compile(r"^forward_kernel"),
     "backward": re.compile(r"^backward_"),
-    "message": re.compile(r"ncclDevKernel|Memcpy PtoP"),
-    "wait": re.compile(r"barrier_kernel|_signal_kernel"),
+    "message": re.compile(_MESSAGE),
+    "wait": re.compile(_WAIT),
 }
 
 
@@ -64,9 +63,7 @@ def main() -> None:
     dtype = torch.float32 if options.toy else torch.bfloat16
     row = next(row for row in (TOY if options.toy else ROWS) if options.rows in str(row))
     setting = Setting(row, dist.group.WORLD, device, dtype)
-    entry = ours(options.transport or ("gloo" if options.toy else "nccl"))(setting)
-    if isinstance(entry, str):
-        raise ValueError(f"transport must carry tensors on {device.type}, got {options.transport!r}; leave it out.")
+    entry = ring_over(options.transport or ("gloo" if options.toy else "nccl"), setting)
     options.folder.mkdir(parents=True, exist_ok=True)
     path = options.folder / f"rank{dist.get_rank()}.json"
     trace(entry, path)
