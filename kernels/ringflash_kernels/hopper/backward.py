@@ -9,7 +9,6 @@ The kernels read every tensor through its own strides and write dK and dV into t
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,12 +19,11 @@ from ringflash_kernels.hopper.backward_keys import backward_keys
 from ringflash_kernels.hopper.backward_queries import backward_queries
 from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.backward_wide import backward_wide
-from ringflash_kernels.hopper.compat import TensorDescriptor, gl
-from ringflash_kernels.hopper.descriptors import misaligned
+from ringflash_kernels.hopper.compat import TensorDescriptor
+from ringflash_kernels.hopper.descriptors import block_layout, misaligned
 from ringflash_kernels.hopper.preprocess import postprocess, preprocess
 from ringflash_kernels.mask import Mask, Region
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _FAR = 1 << 29  # an open side of a band
 _SMS = 132
 _MANY_TILES = 192  # so many tiles of unequal length, longest first, keep the SMs busy to the end
@@ -362,12 +360,7 @@ def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
     return [*descriptors, None][:2]
 
 
-@functools.cache
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), _DTYPES[dtype])
-
-
 def _descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     # The stride of a dimension of one element is arbitrary in torch, but must be a multiple of 16 bytes here.
     strides = [x.shape[-1] * 16 if size == 1 else s for size, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.dtype))
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), block_layout(block, x.dtype))

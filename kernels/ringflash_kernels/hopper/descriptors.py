@@ -12,9 +12,14 @@ _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float3
 
 
 @functools.cache
+def block_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Shared-memory layout of a block that TMA moves: swizzled as wide as the columns, its last dimension, allow."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
+
+
 def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Shared-memory layout of a (1, rows, 1, columns) box: swizzled as wide as the columns allow."""
-    return gl.NVMMASharedLayout.get_default_for([1, rows, 1, columns], _ELEMENT[dtype])
+    """Shared-memory layout of a (1, rows, 1, columns) box."""
+    return block_layout((1, rows, 1, columns), dtype)
 
 
 def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
