@@ -79,7 +79,8 @@ def test_install_is_of_the_clone(newcomer: Newcomer) -> None:
 def test_example(newcomer: Newcomer) -> None:
     (newcomer.clone / "ring.py").write_text(example("README.md", "# ring.py"))
     (command,) = re.findall(r"run by: (torchrun .*)$", README, re.MULTILINE)
-    assert newcomer.types("python -m torch.distributed.run" + command.removeprefix("torchrun")).count("|dk|") == 2
+    printed = newcomer.types("python -m torch.distributed.run" + command.removeprefix("torchrun"))
+    assert printed.count("out (1, 2048, 8, 64), |dk|") == 2, printed
 
 
 @pytest.mark.parametrize("name", ["doctor", "verify", "plan", "bench"])
