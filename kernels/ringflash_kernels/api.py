@@ -45,7 +45,8 @@ class BackwardPass(Protocol):
 
         Args:
             k, v: (batch, seqlen_k, num_kv_heads, head_dim).
-            dk, dv: as k, v. `accumulate`: fp32 (fp64 for fp64), added to; otherwise any dtype, overwritten.
+            dk, dv: as k, v; any strides with unit last stride and, for TMA, multiples of 16 bytes. `accumulate`:
+                fp32 (fp64 for fp64), added to; otherwise in that dtype or in the dtype of k, overwritten.
         """
 
     def finish(self) -> torch.Tensor:

@@ -77,6 +77,13 @@ def test_hopper_instructions(launch, compiled):
     assert counts["UTMAREDG"] if launch in BACKWARD else counts["UTMASTG"]
 
 
+@_of([launch for launch in BACKWARD if "store" in launch.variant])
+def test_stored_gradients_are_not_summed(launch, compiled):
+    """dK and dV leave by TMA stores, also in fp32; at most four reductions are left, those of dQ."""
+    counts = Program(compiled[launch].sass).counts
+    assert counts["UTMASTG"] and counts["UTMAREDG"] <= 4
+
+
 @_of(ATTENTION)
 def test_no_spills_where_nothing_is_masked(launch, compiled):
     loops = [loop for loop in Program(compiled[launch].sass).loops if not loop.masked]

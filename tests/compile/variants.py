@@ -1,6 +1,7 @@
 """The kernels a user's calls compile: production launchers on small CPU tensors, their launches recorded.
 
-The grid is thin where a choice does not change the main loop: fp16 and unmasked resumes at head_dim 128 only.
+The grid is thin where a choice does not change the main loop: fp16 and unmasked resumes at head_dim 128 only, dk and
+dv stored in fp32 at head_dim 128 and 256 only.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
     for mask in ("band", "bounds"):
         for accumulate in (True, False):
             _backward(recorder, head_dim, mask, accumulate=accumulate)
+    if head_dim in (128, 256):
+        _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
     _backward(recorder, head_dim, "band", deterministic=True)
 
 
@@ -83,6 +86,7 @@ def _backward(
     dtype: torch.dtype = torch.bfloat16,
     *,
     accumulate: bool = True,
+    out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
 ) -> None:
     words = [
@@ -90,6 +94,7 @@ def _backward(
         str(dtype)[6:],
         mask,
         "" if accumulate else "store",
+        "fp32 out" if out_dtype else "",
         "deterministic" if deterministic else "",
     ]
     recorder.variant = " ".join(word for word in words if word)
@@ -97,7 +102,8 @@ def _backward(
     k = k if accumulate else q  # one KV head for each query head: stored without an fp32 buffer
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
     run = backward.Backward(q, q, q, lse, softmax_scale=1 / math.sqrt(head_dim), deterministic=deterministic)
-    dk, dv = (torch.empty(k.shape, dtype=torch.float32 if accumulate else dtype) for _ in range(2))
+    out_dtype = torch.float32 if accumulate else out_dtype or dtype
+    dk, dv = (torch.empty(k.shape, dtype=out_dtype) for _ in range(2))
     run.add(k, k, _MASKS[mask], dk, dv, accumulate=accumulate)
     run.finish()
 

@@ -12,6 +12,7 @@ from tests.emulator.oracle import MASKS, Shape, far_apart, inputs, oracle_and_ba
 from tests.helpers.tolerance import assert_close
 
 _CAUSAL = MASKS["causal, ragged"]
+_GAP = Mask.of(130, 420, [Region(0, 64, 0, 70), Region(64, 130, 300, 333)])  # tiles of keys that nobody sees
 
 
 def _gradients(
@@ -20,6 +21,7 @@ def _gradients(
     *,
     emulator: Emulator | None = None,
     accumulate: bool = True,
+    fp32: bool = False,
     deterministic: bool = False,
     with_dlse: bool = False,
     num_sms: int | None = 2,
@@ -28,6 +30,7 @@ def _gradients(
     """dq, dk, dv of the kernels, of the oracle, and of the baseline.
 
     Args:
+        fp32: what is stored, not added, is fp32 all the same, in strided views.
         whole_groups: a CTA walks all heads of a group although the launch is small.
     """
     q, k, v, dout = inputs(mask, shape)
@@ -43,6 +46,8 @@ def _gradients(
     )
     if accumulate:
         dk, dv = (torch.full(x.shape, 0.5) for x in (k, v))
+    elif fp32:
+        dk, dv = torch.full((*k.shape[:3], 2, k.shape[3]), torch.nan).unbind(3)
     else:
         dk, dv = (torch.full(x.shape, torch.nan, dtype=x.dtype) for x in (k, v))
     run.add(k, v, mask, dk, dv, accumulate=accumulate)
@@ -69,6 +74,36 @@ def test_masks(mask):
 def test_stored_gradients(mask, num_heads):
     """dk and dv in the inputs' dtype overwrite what was there, also for keys that nobody sees."""
     assert_close(*_gradients(mask, Shape(num_heads=num_heads), accumulate=False), num_chunks=_chunks(mask))
+
+
+@pytest.mark.parametrize("mask", [_CAUSAL, _GAP, MASKS["rectangle inside"]], ids=["band", "gap", "part"])
+@pytest.mark.parametrize("num_heads", [1, 2], ids=["mha", "gqa"])
+def test_stored_in_fp32(mask, num_heads):
+    """fp32 dk and dv that lie between one another are overwritten, also for keys that nobody sees."""
+    got, exact, baseline = _gradients(mask, Shape(num_heads=num_heads), accumulate=False, fp32=True)
+    assert got["dk"].dtype == got["dv"].dtype == torch.float32
+    assert_close(got, exact, baseline, num_chunks=_chunks(mask))
+
+
+@pytest.mark.parametrize("mask", [_CAUSAL, _GAP], ids=["band", "gap"])
+@pytest.mark.parametrize("head_dim", [96, 128, 192])
+def test_groups_stored_in_fp32(mask, head_dim):
+    shape = Shape(head_dim, 4, 2)
+    result = _gradients(mask, shape, emulator=Emulator(1), accumulate=False, fp32=True, num_sms=3, whole_groups=True)
+    assert_close(*result, num_chunks=2)
+
+
+@pytest.mark.parametrize(
+    "dtypes, accumulate",
+    [((torch.bfloat16, torch.bfloat16), True), ((torch.float16,) * 2, False), ((torch.float32, torch.bfloat16), False)],
+    ids=["added in bf16", "neither fp32 nor as k", "two dtypes"],
+)
+def test_other_dtypes_are_refused(dtypes, accumulate):
+    q, k, v, dout = inputs(_CAUSAL, Shape())
+    run = Emulator().load("backward").Backward(dout, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0)
+    dk, dv = (torch.zeros(k.shape, dtype=dtype) for dtype in dtypes)
+    with pytest.raises(ValueError, match="dk and dv must share one dtype of .*, got .*; cast them"):
+        run.add(k, v, _CAUSAL, dk, dv, accumulate=accumulate)
 
 
 @pytest.mark.parametrize(

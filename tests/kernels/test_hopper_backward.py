@@ -37,6 +37,7 @@ MASKS = {
     "part of both": Mask.of(500, 600, [Region(101, 407, 50, 333, None, 170)]),
     "documents": documents(1, 130, 64, 7, 300, 65),
     "full documents": documents(200, 3, 190, 120, causal=False),
+    "gap": Mask.of(300, 700, [Region(0, 150, 0, 100), Region(150, 300, 500, 633)]),  # whole tiles nobody sees
     "three keys": Mask.full(70, 3),
     "one query": Mask.full(1, 300),
 }
@@ -84,12 +85,16 @@ class Case:
         scale = 1 / math.sqrt(self.q.shape[-1])
         return Backward(self.dout, self.q, self.out, self.lse, softmax_scale=scale, dlse=self.dlse, **options)
 
-    def run(self, accumulate, **options):
-        """dq, dk, dv of one hop; buffers to be overwritten hold NaN before."""
+    def run(self, accumulate, *, fp32=False, **options):
+        """dq, dk, dv of one hop; buffers to be overwritten hold NaN before, in fp32 they are views of one."""
         backward = self.backward(**options)
-        dtype = torch.float32 if accumulate else self.k.dtype
+        dtype = torch.float32 if accumulate or fp32 else self.k.dtype
         fill = 0.0 if accumulate else float("nan")
-        dk, dv = (torch.full(self.k.shape, fill, dtype=dtype, device="cuda") for _ in range(2))
+        shape = self.k.shape
+        if fp32:
+            dk, dv = torch.full((*shape[:3], 2, shape[3]), fill, dtype=dtype, device="cuda").unbind(3)
+        else:
+            dk, dv = (torch.full(shape, fill, dtype=dtype, device="cuda") for _ in range(2))
         backward.add(self.k, self.v, self.mask, dk, dv, accumulate=accumulate)
         return backward.finish(), dk, dv
 
@@ -127,6 +132,16 @@ def test_masks(head_dim, name, accumulate):
 def test_grouped_heads(head_dim, heads, accumulate):
     case = Case(MASKS["ragged causal, more keys"], head_dim, *heads)
     case.check(case.run(accumulate))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("name", ["ragged causal, more keys", "documents", "part of both", "gap"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_stored_in_fp32(head_dim, name, heads, deterministic):
+    """Heads that share keys are summed by one CTA (deterministic) or added to zeros."""
+    case = Case(MASKS[name], head_dim, *heads)
+    case.check(case.run(False, fp32=True, deterministic=deterministic))
 
 
 @pytest.mark.parametrize("name", ["ragged causal, fewer keys", "documents"])

@@ -78,19 +78,18 @@ class Backward:
 
         Args:
             k, v: (batch, seqlen_k, num_kv_heads, head_dim).
-            dk, dv: as k, v. `accumulate`: fp32, added to; otherwise in the dtype of k, overwritten.
+            dk, dv: as k, v, of one dtype. `accumulate`: fp32, added to; otherwise fp32 or as k, overwritten.
         """
-        for name, x in (("dk", dk), ("dv", dv)):
-            problem = misaligned(x)
-            if problem is not None:
-                raise ValueError(f"{name} must be addressable by TMA, got {problem}; allocate it with torch.empty.")
+        _check_gradients(k, dk, dv, accumulate)
         hop = _hop(mask, k.device)
         group = self._group(k, hop)
         if not accumulate and group < self.q.shape[2] // k.shape[2]:  # the heads of a group meet in fp32
-            totals = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k, v)]
+            in_place = dk.dtype == torch.float32
+            totals = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
             self.add(k, v, mask, *totals)
-            dk.copy_(totals[0])
-            dv.copy_(totals[1])
+            if not in_place:
+                dk.copy_(totals[0])
+                dv.copy_(totals[1])
             return
         if not accumulate:
             for x in (dk, dv):
@@ -182,8 +181,8 @@ class Backward:
                 *scalars, **choices,
             )  # fmt: skip
         else:
-            added = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
-            stores = [_tiles(x, added if accumulate else tiles.pieces) for x in keys[2:]]
+            halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
+            stores = [_tiles(x, halves if x.dtype == torch.float32 else tiles.pieces) for x in keys[2:]]
             backward_keys[grid](
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *scalars,
@@ -243,12 +242,25 @@ def warmup(
     k = torch.zeros(1, 128, num_kv_heads, head_dim, dtype=dtype, device=device)
     lse = torch.zeros(1, num_heads, 128, device=device)
     mask = Mask.documents([0, 64, 128]) if documents else Mask.band(128, 128, causal=True)
-    for accumulate in (True, False):
+    for accumulate, out_dtype in ((True, torch.float32), (False, torch.float32), (False, dtype)):
         backward = Backward(q, q, q, lse, softmax_scale=1.0, deterministic=deterministic)
-        dk, dv = (torch.zeros_like(k, dtype=torch.float32 if accumulate else dtype) for _ in range(2))
-        backward.add(k, k, mask, dk, dv, accumulate=accumulate)
+        keys = k if accumulate else q  # one KV head for each query head: no heads to add up, so stored by the kernel
+        dk, dv = (torch.zeros_like(keys, dtype=out_dtype) for _ in range(2))
+        backward.add(keys, keys, mask, dk, dv, accumulate=accumulate)
         backward.finish()
-        yield f"backward, head_dim {head_dim}, {dtype}, {'added' if accumulate else 'stored'} dk and dv"
+        how = "added" if accumulate else "stored"
+        yield f"backward, head_dim {head_dim}, {dtype}, dk and dv {how} in {out_dtype}"
+
+
+def _check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
+    """Raise ValueError unless the kernels can write dk and dv."""
+    dtypes = [torch.float32] if accumulate else [torch.float32, k.dtype]
+    for name, x in (("dk", dk), ("dv", dv)):
+        problem = misaligned(x)
+        if problem is not None:
+            raise ValueError(f"{name} must be addressable by TMA, got {problem}; allocate it with torch.empty.")
+        if x.dtype not in dtypes or x.dtype != dk.dtype:
+            raise ValueError(f"dk and dv must share one dtype of {dtypes}, got {dk.dtype}, {dv.dtype}; cast them.")
 
 
 _Pieces = list["TensorDescriptor | None"]  # of one operand: two, the second None where its columns are one piece

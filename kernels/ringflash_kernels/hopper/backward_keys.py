@@ -316,23 +316,32 @@ def _halves(x, D: gl.constexpr):
 
 
 @gluon.jit
-def _add_piece(sm, desc, x, coord, column, W: gl.constexpr):
-    """Add 32 columns of dK or dV, staged in this consumer's V."""
+def _send(sm, desc, coord, staged):
+    """Add a staged fp32 tile to dK or dV, or store it there."""
+    if sm.ACCUMULATE:
+        tma_reduce_add(desc, coord, staged)
+    else:
+        tma_store(desc, coord, staged)
+
+
+@gluon.jit
+def _write_piece(sm, desc, x, coord, column, W: gl.constexpr):
+    """Add or store 32 columns of dK or dV in fp32, staged in this consumer's V."""
     staged = sm.v0.index(W)._reinterpret(gl.float32, [1, 1, 64, 32], desc.layout)
     tma_store_wait(0)
     staged.reshape([64, 32]).store(x)
     fence_async_shared()
-    tma_reduce_add(desc, [coord[0], coord[1], coord[2], column], staged)
+    _send(sm, desc, [coord[0], coord[1], coord[2], column], staged)
 
 
 @gluon.jit
 def _write_pieces(sm, desc0, desc1, x0, x1, coord, W: gl.constexpr):
-    """Add (fp32) or store dK or dV in its two pieces of 64 and 32 columns, staged in this consumer's V."""
-    if sm.ACCUMULATE:
+    """Add or store dK or dV in its two pieces of 64 and 32 columns (fp32: three of 32), staged in this consumer's V."""
+    if desc1.dtype == gl.float32:
         left, right = _halves(x0, 64)
-        _add_piece(sm, desc1, left, coord, 0, W)
-        _add_piece(sm, desc1, right, coord, 32, W)
-        _add_piece(sm, desc1, x1, coord, 64, W)
+        _write_piece(sm, desc1, left, coord, 0, W)
+        _write_piece(sm, desc1, right, coord, 32, W)
+        _write_piece(sm, desc1, x1, coord, 64, W)
     else:
         dtype: gl.constexpr = sm.v0.dtype
         tma_store_wait(0)
@@ -345,12 +354,12 @@ def _write_pieces(sm, desc0, desc1, x0, x1, coord, W: gl.constexpr):
 
 @gluon.jit
 def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, W: gl.constexpr):
-    """Add (fp32) or store dK and dV of this consumer's 64 keys, staged in its V and dQ buffers."""
+    """Add or store dK and dV of this consumer's 64 keys (fp32: in halves), staged in its V and dQ buffers."""
     D: gl.constexpr = sm.SPLIT
     dtype: gl.constexpr = sm.v0.dtype
     at = [coord[0], coord[1], coord[2], 0]
     spare = _dq_staging(sm, W)
-    if sm.ACCUMULATE:
+    if dk_desc.dtype == gl.float32:
         left = sm.v0.index(W)._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         right = spare._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         at_right = [coord[0], coord[1], coord[2], D // 2]
@@ -359,8 +368,8 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, W: gl.constexpr):
             left.reshape([64, D // 2]).store(x)
             right.reshape([64, D // 2]).store(y)
             fence_async_shared()
-            tma_reduce_add(dk_desc if which else dv_desc, at, left)
-            tma_reduce_add(dk_desc if which else dv_desc, at_right, right)
+            _send(sm, dk_desc if which else dv_desc, at, left)
+            _send(sm, dk_desc if which else dv_desc, at_right, right)
             tma_store_wait(0)
     else:
         dk_staged = spare._reinterpret(dtype, [1, 1, 64, D], dk_desc.layout)

@@ -181,18 +181,16 @@ def _add_dq(sm, dq_desc, k, ds, dq_row, column, W: gl.constexpr, CHUNKS: gl.cons
 
 @gluon.jit
 def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
-    """Add (fp32) or store 64 columns of dK or dV."""
+    """Add or store 64 columns of dK or dV."""
+    at = [coord[0], coord[1], coord[2], column]
+    staged = sm.staging.index(W)._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
     tma_store_wait(0)
+    staged.reshape([64, 64]).store(x.to(desc.dtype))
+    fence_async_shared()
     if sm.ACCUMULATE:
-        staged = sm.staging.index(W)._reinterpret(gl.float32, [1, 1, 64, 64], desc.layout)
-        staged.reshape([64, 64]).store(x)
-        fence_async_shared()
-        tma_reduce_add(desc, [coord[0], coord[1], coord[2], column], staged)
+        tma_reduce_add(desc, at, staged)
     else:
-        staged = sm.staging.index(W)._reinterpret(sm.p.dtype, [1, 1, 64, 64], desc.layout)
-        staged.reshape([64, 64]).store(x.to(sm.p.dtype))
-        fence_async_shared()
-        tma_store(desc, [coord[0], coord[1], coord[2], column], staged)
+        tma_store(desc, at, staged)
 
 
 @gluon.jit
