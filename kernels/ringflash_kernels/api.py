@@ -49,8 +49,12 @@ class BackwardPass(Protocol):
                 fp32 (fp64 for fp64), added to; otherwise in that dtype or in the dtype of k, overwritten.
         """
 
-    def finish(self) -> torch.Tensor:
-        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q, summed over all calls of `add`."""
+    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q, summed over all calls of `add`.
+
+        Args:
+            out: where to write it, as dq, any strides with unit last stride: a slice of heads, say. Default new.
+        """
 
 
 class Choice(NamedTuple):

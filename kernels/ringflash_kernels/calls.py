@@ -144,9 +144,9 @@ class MergedBackward:
             dk.copy_(total_k)
             dv.copy_(total_v)
 
-    def finish(self) -> torch.Tensor:
-        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q."""
-        return self.dq.to(self.q.dtype)
+    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given."""
+        return self.dq.to(self.q.dtype) if out is None else out.copy_(self.dq)
 
 
 def _pieces(region: Region) -> list[Region]:

@@ -102,9 +102,9 @@ class Backward:
         for total, part in ((dk, grad_k), (dv, grad_v)):
             total.add_(part) if accumulate else total.copy_(part)
 
-    def finish(self) -> torch.Tensor:
-        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q."""
-        return self.dq.to(self.q.dtype)
+    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given."""
+        return self.dq.to(self.q.dtype) if out is None else out.copy_(self.dq)
 
 
 def _blocks(q: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:

@@ -156,6 +156,20 @@ def test_hops_add_up():
     assert_close(got, {n: exact[n] for n in got}, {n: baseline[n] for n in got}, num_chunks=2)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 192])
+def test_dq_into_a_view(head_dim):
+    """The heads of a larger tensor are written, the others left."""
+    q, k, v, dout = inputs(_CAUSAL, Shape(head_dim, batch=2))
+    run = Emulator().load("backward").Backward(dout, q, q, torch.zeros(2, 2, 190), softmax_scale=1.0)
+    run.dq.normal_()
+    whole = torch.full((2, 190, 5, head_dim), torch.nan, dtype=q.dtype)
+    given = run.finish(whole[:, :, 1:3])
+    assert torch.equal(given, run.finish()) and torch.equal(given, whole[:, :, 1:3])
+    assert whole[:, :, [0, 3, 4]].isnan().all()
+    with pytest.raises(ValueError, match="out must be .* with unit last stride, got .*; leave it out"):
+        run.finish(whole[:, :, :3])
+
+
 @pytest.mark.parametrize("accumulate", [True, False], ids=["added", "stored"])
 @pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"], MASKS["full"]], ids=["band", "bounds", "full"])
 @pytest.mark.parametrize("head_dim", [64, 96, 256])

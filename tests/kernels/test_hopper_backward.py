@@ -200,6 +200,21 @@ def test_strides(head_dim):
     case.check(case.run(False))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_dq_into_a_view(head_dim, deterministic):
+    """The heads of a larger tensor are written, the others left."""
+    case = Case(MASKS["ragged causal, more keys"], head_dim)
+    backward = case.backward(deterministic=deterministic)
+    dk, dv = (torch.empty(case.k.shape, dtype=case.k.dtype, device="cuda") for _ in range(2))
+    backward.add(case.k, case.v, case.mask, dk, dv, accumulate=False)
+    whole = torch.full((2, 333, 5, head_dim), float("nan"), dtype=case.q.dtype, device="cuda")
+    dq = backward.finish(whole[:, :, 1:3])
+    case.check((whole[:, :, 1:3], dk, dv))
+    assert torch.equal(dq, backward.finish())
+    assert whole[:, :, [0, 3, 4]].isnan().all()
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_nothing_visible(num_kv_heads):
     case = Case(Mask.of(64, 96, []), 64, 2, num_kv_heads)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ringflash.mask import SequenceMask
 from ringflash.schedule import build
-from ringflash_kernels.calls import calls
+from ringflash_kernels.calls import Call, MergedBackward, calls
 from ringflash_kernels.mask import Mask, Region
 
 LENGTH = 12
@@ -96,3 +96,24 @@ def test_an_unmasked_rectangle_beside_a_window(window_size: tuple[int, int], cu_
 def test_a_causal_hop_is_one_call() -> None:
     for hop in build(SequenceMask(64), 4, 1, "zigzag").hops:
         assert len(calls(hop.mask)) == 1
+
+
+class Ones(MergedBackward):
+    """Counts, in place of gradients, the calls that hold a row."""
+
+    def gradients(self, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, ...]:
+        return torch.ones_like(self.q[:, call.rows]), torch.ones_like(k), torch.ones_like(v)
+
+
+def test_merged_gradients_into_views() -> None:
+    """dq goes to the heads of a larger tensor, dk and dv, stored in fp32, lie between one another."""
+    q = torch.zeros(1, LENGTH, 2, 8, dtype=torch.bfloat16)
+    backward = Ones(q, q, q, torch.zeros(1, 2, LENGTH), softmax_scale=1.0)
+    mask = Mask.of(LENGTH, LENGTH, [Region(0, 4, 0, 6), Region(4, 8, 6, 8)])
+    dk, dv = torch.full((1, LENGTH, 2, 2, 8), torch.nan).unbind(3)
+    backward.add(q, q, mask, dk, dv, accumulate=False)
+    for x in (dk, dv):
+        assert bool((x[:, :8] == 1).all()) and not x[:, 8:].any()
+    whole = torch.zeros(1, LENGTH, 4, 8, dtype=torch.bfloat16)
+    assert torch.equal(backward.finish(whole[:, :, 1:3]), backward.finish())
+    assert bool((whole[:, :8, 1:3] == 1).all()) and not whole[:, 8:].any() and not whole[:, :, [0, 3]].any()

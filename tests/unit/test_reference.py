@@ -92,6 +92,17 @@ def test_resumes_over_split_keys(cuts: tuple[int, ...]) -> None:
     assert_close({"out": acc, "lse": lse, "dq": backward.finish(), "dk": dk, "dv": dv}, want)
 
 
+def test_dq_into_a_view() -> None:
+    """The heads of a larger tensor are written, the others left."""
+    q, k, v, dout, _ = draw()
+    out, lse = attention_forward(q, k, v, impl="reference", causal=True)
+    backward = begin_backward(dout, q, out, lse, impl="reference")
+    backward.add(k, v, Mask.band(12, 12, causal=True), torch.zeros_like(k), torch.zeros_like(v))
+    whole = torch.zeros(2, 12, 6, 16, dtype=q.dtype)
+    assert torch.equal(backward.finish(whole[:, :, 1:5]), backward.finish())
+    assert torch.equal(whole[:, :, 1:5], backward.finish()) and not whole[:, :, [0, 5]].any()
+
+
 def test_a_row_that_sees_nothing() -> None:
     """out = 0, lse = -inf, no gradient: fewer keys than queries, causal from the bottom right."""
     q, k, v, dout, _ = draw()

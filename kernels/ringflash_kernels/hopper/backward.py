@@ -104,11 +104,18 @@ class Backward:
                 works = _Works(self.q.shape[0] * self.q.shape[2], 1)
                 self._launch_queries(k, v, hop, self._grid(mask, hop, 128, works))
 
-    def finish(self) -> torch.Tensor:
-        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q."""
-        dq = torch.empty_like(self.q, memory_format=torch.contiguous_format)
-        postprocess(self.dq, dq, self.softmax_scale)
-        return dq
+    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given, unit last stride."""
+        q = self.q
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if out.shape != q.shape or out.dtype != q.dtype or out.stride(-1) != 1:
+            raise ValueError(
+                f"out must be {tuple(q.shape)} in {q.dtype} with unit last stride, got {tuple(out.shape)} in "
+                f"{out.dtype} with strides {out.stride()}; leave it out."
+            )
+        postprocess(self.dq, out, self.softmax_scale)
+        return out
 
     def _group(self, k: torch.Tensor, hop: _Hop) -> int:
         """Query heads that one CTA walks for a tile of keys: all that share them, or one.

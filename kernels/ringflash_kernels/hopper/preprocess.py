@@ -52,7 +52,7 @@ def _preprocess(
 
 @triton.jit
 def _postprocess(
-    acc_ptr, dq_ptr, scale, seqlen, num_heads, num_blocks,
+    acc_ptr, dq_ptr, scale, seqlen, num_heads, num_blocks, dq_batch, dq_row, dq_head,
     HEAD_DIM: tl.constexpr, DQ_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % num_blocks
@@ -67,7 +67,7 @@ def _postprocess(
     x = tl.permute(tl.reshape(x, [ROWS, COLUMNS // 32, 4, 4, 2]), [0, 1, 3, 2, 4])
     x = tl.reshape(x, [ROWS, COLUMNS]).to(dq_ptr.dtype.element_ty)
     batch, head = batch_head // num_heads, batch_head % num_heads
-    dq_at = ((batch * seqlen + row) * num_heads + head) * HEAD_DIM + column
+    dq_at = batch * dq_batch + row * dq_row + head * dq_head + column
     stored = row < seqlen
     if HEAD_DIM < COLUMNS:
         stored &= column < HEAD_DIM
@@ -101,10 +101,14 @@ def preprocess(
 
 
 def postprocess(acc: torch.Tensor, dq: torch.Tensor, softmax_scale: float) -> None:
-    """dq = softmax_scale * the accumulator, columns in order; dq (batch, seqlen_q, num_heads, head_dim), contiguous."""
+    """dq = softmax_scale * the accumulator, columns in order.
+
+    Args:
+        dq: (batch, seqlen_q, num_heads, head_dim), unit last stride.
+    """
     batch, seqlen, num_heads, head_dim = dq.shape
     num_blocks = triton.cdiv(seqlen, ROWS)
     _postprocess[(num_blocks * batch * num_heads,)](
-        acc, dq, softmax_scale, seqlen, num_heads, num_blocks,
+        acc, dq, softmax_scale, seqlen, num_heads, num_blocks, *dq.stride()[:3],
         HEAD_DIM=head_dim, DQ_DIM=acc.shape[-1], COLUMNS=triton.next_power_of_2(acc.shape[-1]), ROWS=ROWS,
     )  # fmt: skip
