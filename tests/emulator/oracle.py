@@ -25,6 +25,9 @@ MASKS = {
     "documents": Mask.documents([0, 5, 135, 136, 300]),
     "documents, not causal, window": Mask.documents([0, 100, 260], causal=False, window_size=(40, 10)),
     "a hop of halves": Mask.of(256, 256, [Region(0, 128, 0, 128, upper=0), Region(128, 256, 0, 256, upper=0)]),
+    "zigzag chunks before all keys": Mask.of(
+        200, 400, [Region(0, 100, 0, 200, upper=100), Region(100, 200, 0, 400, upper=200)]
+    ),
     "lower half of the queries, upper of the keys": Mask.of(260, 320, [Region(130, 260, 0, 160)]),
     "rectangle inside": Mask.of(210, 333, [Region(33, 150, 70, 290, -10, 120)]),
     "nothing": Mask.of(130, 70, []),

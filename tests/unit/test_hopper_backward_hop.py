@@ -18,7 +18,8 @@ def visible(hop, num_rows, num_keys):
         if hop.has_bounds:
             first, stop = int(hop.bounds[0][key]), int(hop.bounds[1][key])
         else:
-            first = min(max(key + hop.first_shift, hop.min_row), hop.num_rows)
+            first = min(max(key + hop.first_shift, hop.min_row), hop.split)
+            first += min(max(key + hop.second_shift, hop.split), hop.num_rows) - hop.split
             stop = min(max(key + hop.stop_shift, 0), hop.num_rows)
         if first < stop:
             dense[hop.q_start + first : hop.q_start + stop, hop.k_start + key] = True
@@ -48,6 +49,22 @@ def test_documents(causal):
     check(Mask.documents([0, 5, 6, 20, 33], causal=causal))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_two_bands(seed):
+    """What a zigzag shard sees of the keys of all ranks: no table of bounds."""
+    pick = random.Random(seed)
+    for _ in range(40):
+        size, first = pick.randint(1, 9), pick.randint(0, 5)
+        chunks = first, pick.randint(first + 1, 8)
+        regions = [
+            Region(row, row + size, 0, (chunk + 1) * size, None, chunk * size - row)
+            for row, chunk in zip((0, size), chunks, strict=True)
+        ]
+        mask = Mask.of(2 * size, 9 * size, regions)
+        assert len(mask.regions) < 2 or size == 1 or not _hop(mask, torch.device("cpu")).has_bounds
+        check(mask)
+
+
 def test_rows_start_on_16_bytes():
     """The copy engine cannot read the statistics from an odd row; the rectangle grows, the mask does not."""
     hop = _hop(Mask.of(50, 60, [Region(13, 40, 2, 57)]), torch.device("cpu"))
@@ -61,6 +78,7 @@ def test_lengths_count_the_blocks_with_a_visible_pair(block):
         Mask.band(500, 611, window_size=(70, 33)),
         Mask.documents([0, 100, 130, 700]),
         Mask.of(500, 600, [Region(101, 407, 50, 333, None, 170)]),
+        Mask.of(600, 900, [Region(0, 300, 0, 450, None, 150), Region(300, 600, 0, 900, None, 300)]),
     ):
         hop = _hop(mask, torch.device("cpu"))
         seen = mask.dense()[hop.q_start : hop.q_stop, hop.k_start : hop.k_stop]

@@ -173,7 +173,7 @@ class Backward:
         scalars = (
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             num_kv_heads, num_tiles, heads_together, works, group,
-            hop.first_shift, hop.stop_shift, _STAGGER if hop.full else 0,
+            hop.first_shift, hop.split, hop.second_shift, hop.stop_shift, _STAGGER if hop.full else 0,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
         loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
@@ -298,6 +298,8 @@ class _Hop(NamedTuple):
     k_start: int
     k_stop: int
     first_shift: int
+    split: int
+    second_shift: int
     stop_shift: int
     has_bounds: bool
     bounds: tuple[torch.Tensor, ...]
@@ -317,9 +319,10 @@ class _Hop(NamedTuple):
 
 def _hop(mask: Mask, device: torch.device, *, transposed: bool = False) -> _Hop:
     """`mask` by keys (the rows that see each key), or, `transposed`, by queries (the keys that each row sees)."""
-    if len(mask.regions) > 1:
+    second = None if transposed else _second_band(mask)
+    if len(mask.regions) > 1 and second is None:
         side = mask if transposed else _kept_transpose(mask)
-        return _Hop(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, True, side.bounds(device))
+        return _Hop(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device))
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     region = region.transposed() if transposed else region
     q_start, q_stop, k_start, k_stop, lower, upper = region
@@ -329,7 +332,24 @@ def _hop(mask: Mask, device: torch.device, *, transposed: bool = False) -> _Hop:
     corner = k_start - q_start  # row i of the rectangle sees its key j where lower <= j + corner - i <= upper
     first_shift = -_FAR if upper is None else corner - upper
     stop_shift = _FAR if lower is None else corner - lower + 1
-    return _Hop(min_row, q_start, q_stop, k_start, k_stop, first_shift, stop_shift, False, ())
+    split, second_shift = q_stop - q_start, 0
+    if second is not None:
+        assert second.upper is not None
+        q_stop, k_stop, second_shift = second.q_stop, second.k_stop, corner - second.upper
+    return _Hop(min_row, q_start, q_stop, k_start, k_stop, first_shift, split, second_shift, stop_shift, False, ())
+
+
+def _second_band(mask: Mask) -> Region | None:
+    """The second of two causal regions that lie one below the other: the chunks of a zigzag shard before all keys."""
+    if len(mask.regions) != 2:
+        return None
+    above, below = mask.regions
+    below_another = (above.q_stop, above.k_start) == (below.q_start, below.k_start)
+    causal = above.lower is below.lower is None and above.upper is not None and below.upper is not None
+    # Past its last key no row of the region above may be counted as seeing one.
+    if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
+        return None
+    return below
 
 
 def _lengths(hop: _Hop, block: int) -> torch.Tensor:
@@ -340,7 +360,8 @@ def _lengths(hop: _Hop, block: int) -> torch.Tensor:
         first, stop = (x.cpu() for x in hop.bounds)
         first, stop = first[first_key], stop[last_key]
     else:
-        first = (first_key + hop.first_shift).clamp(hop.min_row, hop.num_rows)
+        first = (first_key + hop.first_shift).clamp(hop.min_row, hop.split)
+        first = first + (first_key + hop.second_shift).clamp(hop.split, hop.num_rows) - hop.split
         stop = (last_key + hop.stop_shift).clamp(0, hop.num_rows)
     return (-(-stop // 64) - first // 64).clamp(min=0)
 

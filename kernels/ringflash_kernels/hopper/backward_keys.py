@@ -464,7 +464,7 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 @gluon.jit(
     do_not_specialize=[
         "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles",
-        "heads_together", "num_works", "group", "first_shift", "stop_shift", "stagger",
+        "heads_together", "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "stagger",
     ]
 )  # fmt: skip
 def backward_keys(
@@ -497,6 +497,8 @@ def backward_keys(
     num_works,
     group,
     first_shift,
+    split,
+    second_shift,
     stop_shift,
     stagger,
     scale_log2,
@@ -582,6 +584,8 @@ def backward_keys(
         num_works,
         group,
         first_shift,
+        split,
+        second_shift,
         stop_shift,
         stagger,
         first_ptr,

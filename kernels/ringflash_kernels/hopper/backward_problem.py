@@ -31,7 +31,8 @@ class Problem:
             (16 bytes); dq_rows: rows of one head there.
         num_tiles: key tiles of one head; group: query heads that one tile walks, sharing one dK and dV.
         heads_together: heads (with group > 1: groups of them) whose tiles take turns in the order of the launch.
-        first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle.
+        first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle ...
+        split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
         stagger: how much later, in quarter blocks of queries, each key tile starts than the one before.
         first_ptr, stop_ptr: instead of the shifts when BOUNDS: (num_keys,), int32.
     """
@@ -48,6 +49,8 @@ class Problem:
     num_works: gl.tensor
     group: gl.tensor
     first_shift: gl.tensor
+    split: gl.tensor
+    second_shift: gl.tensor
     stop_shift: gl.tensor
     stagger: gl.tensor
     first_ptr: gl.tensor
@@ -73,6 +76,8 @@ class Problem:
         num_works,
         group,
         first_shift,
+        split,
+        second_shift,
         stop_shift,
         stagger,
         first_ptr,
@@ -95,6 +100,8 @@ class Problem:
         self.num_works = num_works
         self.group = group
         self.first_shift = first_shift
+        self.split = split
+        self.second_shift = second_shift
         self.stop_shift = stop_shift
         self.stagger = stagger
         self.first_ptr = first_ptr
@@ -133,7 +140,8 @@ class Problem:
             first = gl.load(self.first_ptr + key, mask=inside, other=0)
             stop = gl.load(self.stop_ptr + key, mask=inside, other=0)
         else:
-            first = gl.minimum(gl.maximum(key + self.first_shift, self.min_row), self.num_rows)
+            first = gl.minimum(gl.maximum(key + self.first_shift, self.min_row), self.split)
+            first += gl.minimum(gl.maximum(key + self.second_shift, self.split), self.num_rows) - self.split
             stop = gl.where(inside, gl.minimum(gl.maximum(key + self.stop_shift, 0), self.num_rows), 0)
         return first, stop
 

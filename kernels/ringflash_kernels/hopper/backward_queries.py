@@ -231,6 +231,8 @@ def backward_queries(
         num_works,
         gl.to_tensor(1),
         first_shift,
+        num_rows,  # one band
+        num_rows,
         stop_shift,
         gl.to_tensor(0),
         first_ptr,

@@ -372,7 +372,7 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
 @gluon.jit(
     do_not_specialize=[
         "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles",
-        "heads_together", "num_works", "group", "first_shift", "stop_shift", "stagger",
+        "heads_together", "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "stagger",
     ]
 )  # fmt: skip
 def backward_wide(
@@ -402,6 +402,8 @@ def backward_wide(
     num_works,
     group,
     first_shift,
+    split,
+    second_shift,
     stop_shift,
     stagger,
     scale_log2,
@@ -480,6 +482,8 @@ def backward_wide(
         num_works,
         group,
         first_shift,
+        split,
+        second_shift,
         stop_shift,
         stagger,
         first_ptr,
