@@ -169,6 +169,24 @@ def attention_backward(
     return backward.finish(), dk, dv
 
 
+def collect(impl: str, own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """dk, dv = own + others[0] + others[1] + ..., in this order, cast once: the sum over ranks.
+
+    Args:
+        own: (batch, rows, heads, 2, head_dim), fp32 (fp64 for fp64), dk and dv side by side; may be overwritten.
+        others: (ranks, *own.shape), contiguous.
+        dk, dv: (batch, rows, heads, head_dim), any dtype.
+    """
+    fused = getattr(_module(impl), "collect", None)
+    if fused is not None:
+        fused(own, others, dk, dv)
+        return
+    for partial in others:
+        own += partial
+    dk.copy_(own[..., 0, :])
+    dv.copy_(own[..., 1, :])
+
+
 def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:
     """The implementation `auto` stands for: the fastest that can take these inputs, and why."""
     refused: list[str] = []

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from ringflash_kernels.hopper import backward, forward
+from ringflash_kernels.hopper import backward, collect, forward
 from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
 
@@ -32,6 +32,7 @@ def production_launches() -> list[Launch]:
             _backwards(recorder, head_dim)
         _forward(recorder, 128, "band", torch.float16)
         _backward(recorder, 128, "band", torch.float16)
+        _collect(recorder, 128)
     return list(recorder.launches.values())
 
 
@@ -106,6 +107,13 @@ def _backward(
     dk, dv = (torch.empty(k.shape, dtype=out_dtype) for _ in range(2))
     run.add(k, k, _MASKS[mask], dk, dv, accumulate=accumulate)
     run.finish()
+
+
+def _collect(recorder: Recorder, head_dim: int) -> None:
+    recorder.variant = f"hd{head_dim} bfloat16 sum of four ranks"
+    own, others = torch.zeros(1, _TOKENS, 2, 2, head_dim), torch.zeros(3, 1, _TOKENS, 2, 2, head_dim)
+    dk, dv = torch.empty(2, 1, _TOKENS, 2, head_dim, dtype=torch.bfloat16)
+    collect.collect(own, others, dk, dv)
 
 
 def _operands(head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

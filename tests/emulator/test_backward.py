@@ -258,3 +258,19 @@ def _fails(fault: tuple[str, str, str], mask: Mask) -> bool:
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_planted_faults_are_caught(fault):
     assert any(_fails(fault, MASKS[name]) for name in ("wide window", "window", "causal, ragged"))
+
+
+@pytest.mark.parametrize("head_dim, ranks", [(64, 3), (96, 1), (128, 0)])
+def test_sum_over_ranks(head_dim: int, ranks: int) -> None:
+    """Own and others' dK and dV, out of one strided view into another; the sum is fp32 in the order given."""
+    torch.manual_seed(head_dim)
+    whole = torch.randn(2, 50, 3, 2, head_dim)
+    own, others = whole[:, 7:44], torch.randn(ranks, 2, 37, 3, 2, head_dim)
+    want = own.clone()
+    for partial in others:
+        want += partial
+    gradients = torch.full((2, 2, 40, 5, head_dim), torch.nan, dtype=torch.bfloat16)
+    dk, dv = gradients[:, :, 1:38, 2:]
+    Emulator().load("collect").collect(own, others, dk, dv)
+    assert torch.equal(torch.stack((dk, dv), -2), want.bfloat16())
+    assert int(gradients.isnan().sum()) == gradients.numel() - dk.numel() - dv.numel()

@@ -50,3 +50,10 @@ def Backward(*args: Any, **kwargs: Any) -> Any:
     from ringflash_kernels.hopper import backward
 
     return backward.Backward(*args, **kwargs)
+
+
+def collect(own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """See `api.collect`."""
+    from ringflash_kernels.hopper import collect
+
+    collect.collect(own, others, dk, dv)

@@ -1,0 +1,51 @@
+"""The sum of what several ranks computed of one rank's dK and dV, cast and put where it belongs, in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LINES = 32  # (row, head) pairs of a program
+
+
+@triton.jit
+def _collect(
+    own_ptr, others_ptr, dk_ptr, dv_ptr, num_lines, rows, heads, own_batch, own_row, own_head, others_rank,
+    dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
+    RANKS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    line = (tl.program_id(0) * LINES + tl.arange(0, LINES)).to(tl.int64)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = line < num_lines
+    if HEAD_DIM < COLUMNS:
+        inside &= column < HEAD_DIM
+    head, row, batch = line % heads, line // heads % rows, line // heads // rows
+    own_at = own_ptr + batch * own_batch + row * own_row + head * own_head + column
+    others_at = others_ptr + line * (2 * HEAD_DIM) + column
+    dk = tl.load(own_at, mask=inside, other=0.0)
+    dv = tl.load(own_at + HEAD_DIM, mask=inside, other=0.0)
+    for rank in tl.static_range(RANKS):
+        dk += tl.load(others_at + rank * others_rank, mask=inside, other=0.0)
+        dv += tl.load(others_at + rank * others_rank + HEAD_DIM, mask=inside, other=0.0)
+    dk_at = dk_ptr + batch * dk_batch + row * dk_row + head * dk_head + column
+    dv_at = dv_ptr + batch * dv_batch + row * dv_row + head * dv_head + column
+    tl.store(dk_at, dk.to(dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
+
+
+def collect(own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """dk, dv = own + others[0] + others[1] + ..., in this order.
+
+    Args:
+        own: (batch, rows, heads, 2, head_dim), fp32: dk and dv; the last two dimensions contiguous.
+        others: (ranks, batch, rows, heads, 2, head_dim), fp32, contiguous.
+        dk, dv: (batch, rows, heads, head_dim), unit last stride.
+    """
+    batch, rows, heads, _, head_dim = own.shape
+    lines = batch * rows * heads
+    _collect[(triton.cdiv(lines, LINES),)](
+        own, others, dk, dv, lines, rows, heads, *own.stride()[:3], 2 * lines * head_dim,
+        *dk.stride()[:3], *dv.stride()[:3],
+        RANKS=len(others), HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), LINES=LINES,
+    )  # fmt: skip
