@@ -53,7 +53,8 @@ def main() -> None:
     results = []
     for row in rows:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        entries = IDEALS | CONTENDERS | (PROBES if options.probes else {})
+        every = CONTENDERS | (PROBES if options.probes else {})
+        entries = IDEALS | {name: build for name, build in every.items() if re.search(options.contenders, name)}
         results += bench(Setting(row, dist.group.WORLD, device, dtype), entries, options.rounds, options.sample_ms)
         if dist.get_rank() == 0:
             print("\n".join(map(line, results[-2:])), flush=True)
@@ -68,9 +69,10 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows in whose name this pattern is found")
+    parser.add_argument("--contenders", default="", help="only contenders in whose name this pattern is found")
     parser.add_argument("--rounds", type=int, default=7, help="samples of a contender")
     parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample")
-    parser.add_argument("--probes", action="store_true", help="also the kernels without messages, and staged gradients")
+    parser.add_argument("--probes", action="store_true", help="also the ring's kernels without messages")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--toy", action="store_true", help="small rows on the CPU: shows that it runs, and no speed")
     return parser.parse_args()

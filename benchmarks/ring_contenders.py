@@ -111,7 +111,7 @@ def ring_over(transport: str, setting: Setting) -> Built:
 class OwnKeys:
     """An exchange that sends nothing: every hop works on the rank's own K/V. Wrong results in the kernels' own time."""
 
-    def __init__(self, call: ring.Ring, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor) -> None:
         self.kv = k, v
 
     def arrive(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,8 +124,8 @@ class OwnKeys:
 class OwnGradients(OwnKeys):
     """The same in the backward: dK and dV of every hop are added to the rank's own."""
 
-    def __init__(self, call: ring.Ring, k: torch.Tensor, v: torch.Tensor) -> None:
-        super().__init__(call, k, v)
+    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().__init__(transport, hops, k, v)
         self.total = buffer("dkv.own", (2, *k.shape), state_dtype(k.dtype), k.device).zero_()
 
     def gradients_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,19 +137,14 @@ class OwnGradients(OwnKeys):
 
 @contextmanager
 def _own_keys() -> Iterator[None]:
-    with mock.patch.object(ring, "_exchange", OwnKeys), mock.patch.object(ring, "_gradient_exchange", OwnGradients):
+    with mock.patch.object(ring, "Exchange", OwnKeys), mock.patch.object(ring, "GradientExchange", OwnGradients):
         yield
 
 
 def kernels_alone(setting: Setting) -> Built | str:
-    """The ring's kernels without its messages: what a transport is behind this is what communication costs."""
-    return Built(_ours(setting, setting.group, "auto"), setting.inputs(), _own_keys)
-
-
-def staged(setting: Setting) -> Built | str:
-    """The copy engine with gradients that their owner adds, not pushed by the kernel."""
-    built = ours("copy_engine")(setting)
-    return built if isinstance(built, str) else built._replace(around=lambda: mock.patch.object(ring, "PUSHING", ()))
+    """The ring's kernels, hop by hop, without messages: what NCCL is behind this is what communication costs it."""
+    transport = "gloo" if setting.device.type == "cpu" else "nccl"
+    return Built(_ours(setting, setting.group, transport), setting.inputs(), _own_keys)
 
 
 def ulysses(setting: Setting) -> Built | str:
@@ -212,7 +207,6 @@ CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
 
 PROBES: dict[str, Callable[[Setting], Built | str]] = {
     "kernels alone": kernels_alone,
-    "ringflash, copy_engine, staged": staged,
 }
 
 

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 benchmarks/trace_ring.py --toy --folder traces     (CPU, gloo)
 
 Every rank writes traces/rank<r>.json for chrome://tracing or Perfetto; rank 0 prints its hops. Kernel time is that of
-a hop's range. The gap before it is exposed communication as far as a message, a copy or a wait for one ran in it, and
-idle otherwise. traces/timeline.json is what rank 1's device did, for the figure in docs/performance.md.
+a hop's range (over the copy engine a section's: two may overlap). The gap before it is exposed communication as far as
+a message, a copy or a wait for one ran in it, and idle otherwise. traces/timeline.json is what rank 1's device did, for
+the figure in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.bench_ring import ROWS, TOY, join, run  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
 from benchmarks.ring_contenders import Built, Setting, ring_over  # noqa: E402
 
-_HOP = re.compile(r"ringflash::(forward|backward)_step(\d+)$")
+_HOP = re.compile(r"ringflash::(forward|backward)_(?:step|section)(\d+)$")
 _MESSAGE, _WAIT = r"ncclDevKernel|Memcpy PtoP", r"barrier_kernel|_signal_kernel"
 _COMMUNICATION = re.compile(rf"{_MESSAGE}|{_WAIT}|ringflash::arrive")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

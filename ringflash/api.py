@@ -10,6 +10,7 @@ from torch import nn
 
 from ringflash import ops
 from ringflash.group import Group, resolve
+from ringflash.headwise import heads_of_a_section
 from ringflash.mask import check_window_size
 from ringflash.transport import buffer_bytes
 from ringflash.transport.sms import comm_sms
@@ -117,15 +118,27 @@ def explain(
     name = "" if resolved is None else resolved.group_name
     options = ops.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
     plan = ops._plan(q, k, v, cu_seqlens, options, 0)
-    steps = tuple(
+    return Explanation(
+        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, _steps(plan, k), plan.num_visible,
+        comm_sms(plan.impl, plan.transport), buffer_bytes(),
+    )  # fmt: skip
+
+
+def _steps(plan: ops.Plan, k: torch.Tensor) -> tuple[str, ...]:
+    """What the rank computes, launch by launch."""
+    if plan.transport == "copy_engine":
+        gathering = plan.gathering
+        heads = heads_of_a_section(k.shape[2], k.shape[0] * gathering.capacity)
+        owners = sorted({piece.owner for piece in gathering.pieces})
+        return (
+            f"{k.shape[2] // heads} section(s) of {heads} KV head(s): {gathering.num_rows} keys of ranks {owners}, "
+            f"{plan.num_visible} pairs",
+        )
+    return tuple(
         f"step {hop.step}: K/V of rank {hop.source}, {hop.mask.num_visible} pairs in {len(hop.mask.regions)} region(s)"
         for hop in plan.schedule.hops
         if hop.source is not None
     )
-    return Explanation(
-        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, steps, plan.schedule.num_visible,
-        comm_sms(plan.impl, plan.transport), buffer_bytes(),
-    )  # fmt: skip
 
 
 def _sides(window_size: Sequence[int]) -> tuple[int, int]:

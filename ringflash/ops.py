@@ -17,9 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ringflash import agreement, ring, schedule
+from ringflash import agreement, schedule
+from ringflash.headwise import Headwise
 from ringflash.mask import SequenceMask
-from ringflash.transport import choose_transport, open_transport
+from ringflash.ring import Ring
+from ringflash.schedule import Gathering
+from ringflash.transport import PointToPoint, choose_transport, open_transport
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
 
 
@@ -70,7 +73,7 @@ def ring_attention(
     signature = _signature(q, k, cu_seqlens, options, grad_flags, return_lse) if error is None else {}
     agreement.agree(group, signature, error)
     assert plan is not None
-    return ring.forward(plan.ring(group), q, k, v)
+    return plan.open(group).forward(q, k, v)
 
 
 @ring_attention.register_fake
@@ -106,7 +109,7 @@ def ring_attention_backward(
     )
     q, k, v, dout = (_addressable(x) for x in (q, k, v, dout))
     plan = _plan(q, k, v, cu_seqlens, options, 0)
-    return ring.backward(plan.ring(_group(group_name)), dout, dlse, q, k, v, out, lse)
+    return plan.open(_group(group_name)).backward(dout, dlse, q, k, v, out, lse)
 
 
 @ring_attention_backward.register_fake
@@ -150,10 +153,24 @@ class Plan:
         """This rank's hops."""
         return schedule.build(self.mask, self.cp_size, self.cp_rank, self.options.layout)
 
-    def ring(self, group: dist.ProcessGroup | None) -> ring.Ring:
-        """What the ring needs to run; opens the transport, on all ranks together."""
+    @property
+    def num_visible(self) -> int:
+        """Visible pairs this rank computes."""
+        gathers = self.transport == "copy_engine"
+        return self.gathering.mask.num_visible if gathers else self.schedule.num_visible
+
+    @property
+    def gathering(self) -> Gathering:
+        """The keys that this rank gathers where it can read the memory of the others."""
+        return schedule.gather(self.mask, self.cp_size, self.cp_rank, self.options.layout)
+
+    def open(self, group: dist.ProcessGroup | None) -> Ring | Headwise:
+        """What carries the call out; opens the transport, on all ranks together."""
         channel = None if group is None or self.transport is None else open_transport(self.transport, group)
-        return ring.Ring(self.schedule, channel, self.impl, self.options.softmax_scale, self.options.deterministic)
+        rest = self.impl, self.options.softmax_scale, self.options.deterministic
+        if channel is None or isinstance(channel, PointToPoint):
+            return Ring(self.schedule, channel, *rest)
+        return Headwise(self.gathering, channel, *rest)
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: Options, grad_flags: int) -> Plan:

@@ -16,14 +16,11 @@ import torch
 from torch.profiler import record_function
 
 from ringflash.exchange import Exchange, GradientExchange
-from ringflash.peer_exchange import PeerExchange, PushedGradients, StagedGradients
 from ringflash.schedule import Schedule
-from ringflash.transport import PointToPoint, Transport, buffer, transport_name
+from ringflash.transport import PointToPoint, buffer, transport_name
 from ringflash.transport.sms import comm_sms
 from ringflash.waiting import waiting
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
-
-PUSHING = frozenset({"hopper"})  # add dK and dV by atomic reductions, which may end in a peer's memory
 
 
 @dataclass(frozen=True)
@@ -37,103 +34,87 @@ class Ring:
     """
 
     schedule: Schedule
-    transport: Transport | None
+    transport: PointToPoint | None
     impl: str
     softmax_scale: float
     deterministic: bool
 
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of this rank's queries over the whole sequence.
 
-def forward(ring: Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of this rank's queries over the whole sequence.
+        Args:
+            q: (batch, seqlen_local, num_heads, head_dim).  k, v: (batch, seqlen_local, num_kv_heads, head_dim).
+        Returns:
+            out: as q.  lse: (batch, num_heads, seqlen_local), natural log.
+        Numerics: (out, lse) are carried in fp32 (fp64 for fp64) and cast once, on the last hop.
+        """
+        kernel = implementation(self.impl, q, k, v)
+        state = state_dtype(q.dtype)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state, device=q.device)
+        computed = [hop.step for hop in self.schedule.hops if hop.source is not None]
+        single = len(computed) == 1 or out.dtype == state
+        carried = out if single else buffer("out", tuple(out.shape), state, out.device)
+        hops = self.schedule.hops
+        options = self._kernel_options(q.device)
+        with waiting(q.device):
+            exchange = Exchange(self.transport, hops, k, v)
+        for index, hop in enumerate(hops):
+            with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
+                keys, values = exchange.arrive(index)
+            if hop.source is None:
+                continue
+            target = out if hop.step == computed[-1] else carried
+            acc = None if hop.step == computed[0] else carried
+            with record_function(f"ringflash::forward_step{hop.step}"):
+                kernel.forward(q, keys, values, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **options)
+        with waiting(q.device):
+            exchange.finish()
+        return out, lse
 
-    Args:
-        q: (batch, seqlen_local, num_heads, head_dim).  k, v: (batch, seqlen_local, num_kv_heads, head_dim).
-    Returns:
-        out: as q.  lse: (batch, num_heads, seqlen_local), natural log.
-    Numerics: (out, lse) are carried in fp32 (fp64 for fp64) and cast once, on the last hop.
-    """
-    kernel = implementation(ring.impl, q, k, v)
-    state = state_dtype(q.dtype)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state, device=q.device)
-    computed = [hop.step for hop in ring.schedule.hops if hop.source is not None]
-    single = len(computed) == 1 or out.dtype == state
-    carried = out if single else buffer("out", tuple(out.shape), state, out.device)
-    hops = ring.schedule.hops
-    options = _kernel_options(ring, q.device)
-    with waiting(q.device):
-        exchange = _exchange(ring, k, v)
-    for index, hop in enumerate(hops):
-        with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
-            keys, values = exchange.arrive(index)
-        if hop.source is None:
-            continue
-        target = out if hop.step == computed[-1] else carried
-        acc = None if hop.step == computed[0] else carried
-        with record_function(f"ringflash::forward_step{hop.step}"):
-            kernel.forward(q, keys, values, hop.mask, ring.softmax_scale, out=target, lse=lse, acc=acc, **options)
-    with waiting(q.device):
-        exchange.finish()
-    return out, lse
+    def backward(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Gradients of `forward` for this rank's q, k and v, from all ranks.
 
+        Args:
+            dout: as out.  dlse: as lse, or None.
+        Returns:
+            dq: as q.  dk, dv: as k, v.
+        Numerics: dq, dk and dv are summed in fp32 (fp64 for fp64), always in the order of the steps, and cast once.
+        """
+        gradients = begin_backward(
+            dout, q, out, lse, impl=self.impl, softmax_scale=self.softmax_scale, dlse=dlse,
+            deterministic=self.deterministic,
+        )  # fmt: skip
+        if self.transport is None:
+            dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+            gradients.add(k, v, self.schedule.hops[0].mask, dk, dv, accumulate=False)
+            return gradients.finish(), dk, dv
+        hops = self.schedule.hops
+        with waiting(q.device):
+            exchange = GradientExchange(self.transport, hops, k, v)
+        for index, hop in enumerate(hops):
+            with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
+                keys, values = exchange.arrive(index)
+            if hop.source is None:
+                continue
+            with record_function(f"ringflash::backward_step{hop.step}"):
+                gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
+        with waiting(q.device):
+            dk, dv = exchange.finish_gradients()
+        return gradients.finish(), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
-def backward(
-    ring: Ring,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `forward` for this rank's q, k and v, from all ranks.
-
-    Args:
-        dout: as out.  dlse: as lse, or None.
-    Returns:
-        dq: as q.  dk, dv: as k, v.
-    Numerics: dq, dk and dv are summed in fp32 (fp64 for fp64), always in the order of the steps, and cast once.
-    """
-    gradients = begin_backward(
-        dout, q, out, lse, impl=ring.impl, softmax_scale=ring.softmax_scale, dlse=dlse, deterministic=ring.deterministic
-    )
-    if ring.transport is None:
-        dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-        gradients.add(k, v, ring.schedule.hops[0].mask, dk, dv, accumulate=False)
-        return gradients.finish(), dk, dv
-    hops = ring.schedule.hops
-    with waiting(q.device):
-        exchange = _gradient_exchange(ring, k, v)
-    for index, hop in enumerate(hops):
-        with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
-            keys, values = exchange.arrive(index)
-        if hop.source is None:
-            continue
-        with record_function(f"ringflash::backward_step{hop.step}"):
-            gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
-    with waiting(q.device):
-        dk, dv = exchange.finish_gradients()
-    return gradients.finish(), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
-
-
-def _kernel_options(ring: Ring, device: torch.device) -> dict[str, int]:
-    """The SMs a forward kernel may use, where it shares them with messages."""
-    left = comm_sms(ring.impl, transport_name(ring.transport))
-    return {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count - left)} if left else {}
-
-
-def _exchange(ring: Ring, k: torch.Tensor, v: torch.Tensor) -> Exchange | PeerExchange:
-    if ring.transport is None or isinstance(ring.transport, PointToPoint):
-        return Exchange(ring.transport, ring.schedule.hops, k, v)
-    return PeerExchange(ring.transport, ring.schedule.hops, k, v)
-
-
-def _gradient_exchange(
-    ring: Ring, k: torch.Tensor, v: torch.Tensor
-) -> GradientExchange | PushedGradients | StagedGradients:
-    assert ring.transport is not None
-    if isinstance(ring.transport, PointToPoint):
-        return GradientExchange(ring.transport, ring.schedule.hops, k, v)
-    pushed = ring.impl in PUSHING and not ring.deterministic
-    return (PushedGradients if pushed else StagedGradients)(ring.transport, ring.schedule.hops, k, v)
+    def _kernel_options(self, device: torch.device) -> dict[str, int]:
+        """The SMs a forward kernel may use, where it shares them with messages."""
+        left = comm_sms(self.impl, transport_name(self.transport))
+        if not left:
+            return {}
+        return {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count - left)}

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from ringflash.layout import Chunk, chunks
 from ringflash.mask import SequenceMask
@@ -88,6 +89,84 @@ def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ..
     return tuple(sorted(steps))
 
 
+class Piece(NamedTuple):
+    """One chunk of keys that a rank needs: rows [start, start + size) of the owner's shard, gathered from `row` on.
+
+    Args:
+        there: where the owner has the chunk among the keys that it gathers itself.
+    """
+
+    owner: int
+    start: int
+    row: int
+    size: int
+    there: int
+
+
+class Reader(NamedTuple):
+    """A rank that needs a chunk, and the row where it has gathered it."""
+
+    rank: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """The keys that one rank needs of all ranks, gathered in the order of their positions.
+
+    Args:
+        pieces: those keys. No chunk that the rank's queries do not see is among them.
+        mask: visible pairs of local query rows and gathered rows.
+        chunks: of the rank's own shard.
+        readers: of each of these chunks, by rank; this rank is one of them.
+        capacity: most rows that any rank gathers.
+    """
+
+    pieces: tuple[Piece, ...]
+    mask: Mask
+    chunks: tuple[Chunk, ...]
+    readers: tuple[tuple[Reader, ...], ...]
+    capacity: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this rank gathers."""
+        return self.mask.seqlen_k
+
+
+@lru_cache(maxsize=8)
+def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathering:
+    """What one rank gathers where it can read the memory of all others.
+
+    Raises:
+        ValueError: a length that the layout cannot cut evenly.
+    """
+    shards = _shards(mask.seqlen, cp_size, layout)
+    place = {chunk.start: (rank, chunk) for rank, shard in enumerate(shards) for chunk in shard}
+    size = shards[0][0].stop - shards[0][0].start
+    seen = [_seen(mask, shard) for shard in shards]  # of each rank: where the chunks begin that it sees
+    rows = [{start: index * size for index, start in enumerate(starts)} for starts in seen]
+    keys = tuple(Chunk(start, start + size, row) for start, row in rows[cp_rank].items())
+    pairs = Mask.of(mask.seqlen // cp_size, len(keys) * size, _regions(mask, shards[cp_rank], keys))
+    owned = [(key, *place[key.start]) for key in keys]
+    pieces = tuple(Piece(owner, chunk.row, key.row, size, rows[owner][key.start]) for key, owner, chunk in owned)
+    readers = tuple(
+        tuple(Reader(rank, rows[rank][chunk.start]) for rank in range(cp_size) if chunk.start in rows[rank])
+        for chunk in shards[cp_rank]
+    )
+    return Gathering(pieces, pairs, shards[cp_rank], readers, max(map(len, seen)) * size)
+
+
+def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> list[int]:
+    """Where the chunks begin that a shard's queries see, ascending."""
+    starts: set[int] = set()
+    for chunk in shard:
+        size = chunk.stop - chunk.start
+        first, stop = mask.visible_span(chunk.start, chunk.stop)
+        starts.update(range(first // size * size, stop, size))
+    return sorted(starts)
+
+
 def _shards(seqlen: int, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
     return [chunks(seqlen, cp_size, rank, layout) for rank in range(cp_size)]
 
@@ -144,7 +223,7 @@ def _own_documents(mask: SequenceMask, shard: tuple[Chunk, ...], upper: int | No
 
 
 def _joined(regions: list[Region]) -> Iterator[Region]:
-    """Neighbouring unmasked rectangles become one."""
+    """Neighbours become one where that needs no more than one band."""
     waiting: Region | None = None
     for region in regions:
         union = None if waiting is None else _union(waiting, region)
@@ -156,11 +235,11 @@ def _joined(regions: list[Region]) -> Iterator[Region]:
 
 
 def _union(a: Region, b: Region) -> Region | None:
-    """The rectangle that a and b make together, if both are unmasked and share a side."""
-    if (a.lower, a.upper, b.lower, b.upper) != (None, None, None, None):
+    """The region that a and b make together: two unmasked ones that share a side, or keys all seen and a diagonal."""
+    if (a.lower, a.upper, b.lower) != (None, None, None):
         return None
-    if a[:2] == b[:2] and a.k_stop == b.k_start:
-        return Region(a.q_start, a.q_stop, a.k_start, b.k_stop)
-    if a[2:4] == b[2:4] and a.q_stop == b.q_start:
+    if a[:2] == b[:2] and a.k_stop == b.k_start and (b.upper is None or a.k_stop - 1 - a.q_start <= b.upper):
+        return Region(a.q_start, a.q_stop, a.k_start, b.k_stop, None, b.upper)
+    if a[2:4] == b[2:4] and a.q_stop == b.q_start and b.upper is None:
         return Region(a.q_start, b.q_stop, a.k_start, a.k_stop)
     return None

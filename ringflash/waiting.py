@@ -61,6 +61,11 @@ def measured() -> Iterator[Waits]:
         _measured = None
 
 
+def measuring() -> bool:
+    """Whether somebody does: what runs side by side then takes turns, or a wait could not be told from work."""
+    return _measured is not None
+
+
 @contextmanager
 def waiting(device: torch.device) -> Iterator[None]:
     """What a ring does here is no kernel of its own. Costs nothing worth counting while nobody measures."""

@@ -88,14 +88,14 @@ def _pulls(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
     assert not isinstance(memory, PointToPoint)
     memory.reserve("kv", sent.numel() * sent.itemsize)
     memory.view("kv", dist.get_rank(), tuple(sent.shape), sent.dtype).copy_(sent)
-    memory.barrier()
+    memory.barrier(0)
     source = (dist.get_rank() - 1) % dist.get_world_size()
 
     def exchange(got: torch.Tensor) -> None:
         def copy() -> None:
             got.copy_(memory.view("kv", source, tuple(got.shape), got.dtype))
 
-        memory.beside("pull", copy).wait()
+        memory.beside("pull", copy, [memory.mark()]).wait()
 
     return exchange
 

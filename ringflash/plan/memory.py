@@ -6,6 +6,7 @@ gradients and transients, and the gradient that the loss left; or, where it take
 
 from __future__ import annotations
 
+from ringflash.headwise import heads_of_a_section
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
 
@@ -75,13 +76,21 @@ def layer_bytes(job: Job) -> int:
 def transport_bytes(job: Job, *, one_host: bool = False) -> int:
     """The buffers that all layers share; nothing on one rank.
 
-    Own K/V and two that arrive, and the state that a rank's hops hand on. Gradients: one where peers add to it
-    (`one_host`: the copy engine), else own, two leaving and one arriving.
+    `one_host`: the copy engine. A rank's own K/V, the gathered K/V of two sections of heads with their gradients, and
+    the gradients of one that come home. Otherwise own K/V and two that arrive; own gradients, two that leave and one
+    that arrives; and the state that a rank's hops hand on.
     """
     if job.cp_size == 1:
         return 0
-    shard = 2 * job.local_tokens * job.model.kv_size
-    return shard * (3 * BF16 + (1 if one_host else 4) * FP32) + job.local_tokens * job.model.q_size * FP32
+    model, rows = job.model, job.local_tokens
+    shard = 2 * rows * model.kv_size
+    if not one_host:
+        return shard * (3 * BF16 + 4 * FP32) + rows * model.q_size * FP32
+    capacity = rows * job.cp_size
+    heads = heads_of_a_section(model.num_kv_heads, capacity)
+    gathered = 2 * capacity * heads * model.head_dim
+    sections = min(2, model.num_kv_heads // heads)
+    return shard * BF16 + sections * gathered * (BF16 + FP32) + (gathered - gathered // job.cp_size) * FP32
 
 
 def _checkpoints(job: Job) -> int:

@@ -2,8 +2,7 @@
 
     reserve      every rank makes an area of the same size, and maps those of the others
     barrier      on the stream: what any rank did before it lies before what any rank does after it
-    signal       to one rank, once; `wait_signal` takes it away again
-    beside       work on a stream of its own, after what the current stream holds so far
+    beside       work on a stream of its own
 
 Nothing here blocks the host but `reserve`, and that only where an area grows.
 """
@@ -13,13 +12,16 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ringflash.agreement import gather
+
+T = TypeVar("T")
+_MOST_KEPT = 8
 
 
 class NoPeerMemory(RuntimeError):
@@ -28,6 +30,26 @@ class NoPeerMemory(RuntimeError):
 
 class OutOfReach(NoPeerMemory):
     """Ranks that do not share a host, or GPUs without peer access."""
+
+
+class Kept:
+    """A few things made once and kept until they are dropped: views of areas, which must not outlive these."""
+
+    def __init__(self) -> None:
+        self._things: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The one of this key; the oldest of others gives way to a new one."""
+        if key not in self._things:
+            made = make()  # may drop all
+            if len(self._things) == _MOST_KEPT:
+                del self._things[next(iter(self._things))]
+            self._things[key] = made
+        return cast(T, self._things[key])
+
+    def drop(self) -> None:
+        """All of them."""
+        self._things.clear()
 
 
 class Token(Protocol):
@@ -51,17 +73,20 @@ class PeerMemory(Protocol):
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The area of a rank, from its beginning."""
 
-    def barrier(self) -> None:
-        """Order the current streams of all ranks."""
+    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned for this key, made again after an area grew or many other keys came."""
 
-    def signal(self, rank: int, channel: int) -> None:
-        """Tell a rank that the current stream came here; waits until the last such signal was taken."""
+    def barrier(self, channel: int) -> None:
+        """Order the current streams of all ranks. Barriers of one channel follow one another."""
 
-    def wait_signal(self, rank: int, channel: int) -> None:
-        """Hold the current stream until that rank's signal, and take it."""
+    def mark(self) -> Token:
+        """What the current stream holds so far."""
 
-    def beside(self, lane: str, work: Callable[[], None]) -> Token:
-        """Run `work` after what the current stream holds, in the order of its lane, beside what comes next."""
+    def beside(self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False) -> Token:
+        """Run `work` after these tokens, in the order of its lane, beside the current stream.
+
+        Urgent work gets a free SM before work that is not; a lane is one or the other.
+        """
 
     def num_bytes(self) -> int:
         """Bytes this rank gives to its areas."""
@@ -75,7 +100,7 @@ class SymmetricMemory:
 
     Args:
         group: its ranks open this together.
-        timeout_ms: how long a barrier or a signal may take before the kernel that waits for it traps.
+        timeout_ms: how long a barrier may take before the kernel that waits in it traps.
     Raises:
         OutOfReach: on every rank, where one cannot reach another's memory.
     """
@@ -88,11 +113,12 @@ class SymmetricMemory:
         self._areas: dict[str, torch.Tensor] = {}
         self._handles: dict[str, torch.distributed._symmetric_memory._SymmetricMemory] = {}
         self._views: dict[tuple[str, int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, torch.cuda.Stream] = {}
+        self._kept = Kept()
         _check_places(gather(group, _place(self._device)))
 
     def reserve(self, name: str, num_bytes: int) -> None:
-        """As PeerMemory. What peers may still do with the old area is over once this rank's streams are."""
+        """As PeerMemory."""
         if name in self._areas and self._areas[name].numel() >= num_bytes:
             return
         if torch.cuda.is_current_stream_capturing():
@@ -103,7 +129,9 @@ class SymmetricMemory:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         torch.cuda.synchronize(self._device)
+        gather(self._group, None)  # nor do the streams of the others still read what is given up here
         self._views.clear()
+        self._kept.drop()
         self._handles.pop(name, None)
         self._areas.pop(name, None)
         area, problem = None, ""
@@ -130,27 +158,27 @@ class SymmetricMemory:
                 self._views[key] = self._handles[name].get_buffer(rank, shape, dtype)
         return self._views[key]
 
-    def barrier(self) -> None:
-        self._pad.barrier(0, self._timeout_ms)
+    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self._kept.get(key, make)
 
-    def signal(self, rank: int, channel: int) -> None:
-        self._pad.put_signal(rank, channel, self._timeout_ms)
+    def barrier(self, channel: int) -> None:
+        self._pad.barrier(channel, self._timeout_ms)
 
-    def wait_signal(self, rank: int, channel: int) -> None:
-        self._pad.wait_signal(rank, channel, self._timeout_ms)
+    def mark(self) -> Token:
+        return torch.cuda.current_stream(self._device).record_event()
 
-    def beside(self, lane: str, work: Callable[[], None]) -> Token:
+    def beside(self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False) -> Token:
         if lane not in self._lanes:
-            self._lanes[lane] = _Lane(
-                torch.cuda.Stream(self._device, priority=-1), torch.cuda.Event(), torch.cuda.Event()
-            )
-        stream, begin, end = self._lanes[lane]
-        begin.record(torch.cuda.current_stream(self._device))
-        stream.wait_event(begin)
-        with torch.cuda.stream(stream):
+            self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
+        stream, current = self._lanes[lane], torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(stream)  # the context manager takes several times as long
+        try:
+            for token in after:
+                token.wait()
             work()
-        end.record(stream)
-        return end
+            return stream.record_event()
+        finally:
+            torch.cuda.set_stream(current)
 
     def num_bytes(self) -> int:
         return sum(area.numel() for area in self._areas.values())
@@ -158,21 +186,14 @@ class SymmetricMemory:
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
         self._views.clear()
+        self._kept.drop()
         self._handles.clear()
         self._areas.clear()
 
     @property
     def _pad(self) -> torch.distributed._symmetric_memory._SymmetricMemory:
-        """Signals live beside an area; the K/V of a group are always there."""
+        """Barriers live beside an area; the K/V of a group are always there."""
         return self._handles["kv"]
-
-
-class _Lane(NamedTuple):
-    """A stream, and its events: of what it waits for, and of its last work. A lane's work ends in order."""
-
-    stream: torch.cuda.Stream
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
 
 
 def _place(device: torch.device) -> list[object]:

@@ -1,147 +1,224 @@
 """The protocol of the transport "copy_engine" over shared memory and slow threads. 2 to 4 CPU processes, fp64.
 
-Everything but the memory itself is the code that GPUs run; the copies, streams and signals of CUDA are not tested
+Everything but the memory itself is the code that GPUs run; the copies, streams and barriers of CUDA are not tested
 here. Cases run many to a message, in one process after another length and another number of ranks, since that is what
 buffers have to survive. Controls leave out one thing each and must be noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 import ringflash
-from ringflash import peer_exchange, transport
+from ringflash import headwise, transport
 from ringflash.transport.buffers import buffer
+from ringflash.transport.peer_memory import Token
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, single_cases
-from tests.helpers.peer_memory import SharedMemory, copy_engine
+from tests.helpers.peer_memory import DELAY_S, Later, SharedMemory, copy_engine
 from tests.helpers.pool import Context, Pool
 
-CASES = [*mask_cases()[::5], *single_cases()[::4]]  # all masks run over gloo; 5 has no factor of the grid but one
+MANY_HEADS = [Case(num_heads=8, num_kv_heads=8), Case(num_heads=12, num_kv_heads=6, batch=2, causal=False)]
+# All masks run over gloo; 5 has no factor of the grid but one.
+CASES = [*mask_cases()[::5], *single_cases()[::4], *MANY_HEADS]
 LENGTHS = (6, 3, 9, 1, 5)  # tokens a chunk, in turn
 
 
-def check_all(ctx: Context, pushed: bool) -> int:
-    """Every case against the dense oracle; the transport's bytes at the end."""
-    with copy_engine(pushed=pushed):
+@contextmanager
+def taking_turns(turns: bool) -> Iterator[None]:
+    """Calls gather their keys in two buffers, a head at a time, as long ones do, or whole."""
+    whole = 0 if turns else headwise.WHOLE_BYTES
+    with mock.patch.object(headwise, "WHOLE_BYTES", whole), one_head_a_section():
+        yield
+
+
+def one_head_a_section() -> AbstractContextManager:
+    """Short calls have many sections too."""
+    return mock.patch.object(headwise, "heads_of_a_section", lambda *_: 1)
+
+
+def check_all(ctx: Context) -> int:
+    """Every case against the dense oracle, gathered whole and by turns; the transport's bytes at the end."""
+    with copy_engine():
         for number, case in enumerate(CASES):
-            ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
+            with taking_turns(number % 2 == 0):
+                ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
         return ringflash.buffer_bytes()
 
 
-@pytest.mark.parametrize("pushed", [True, False], ids=["pushed", "staged"])
 @pytest.mark.parametrize("size", [2, 4, 3])
-def test_equals_dense(pool: Pool, size: int, pushed: bool) -> None:
-    assert min(pool.run(check_all, pushed, size=size)) > 0
+def test_equals_dense(pool: Pool, size: int) -> None:
+    assert min(pool.run(check_all, size=size)) > 0
 
 
 def repeats(ctx: Context) -> bool:
-    pushed = mock.patch.object(peer_exchange.PushedGradients, "__init__", side_effect=AssertionError("pushed"))
-    with copy_engine(pushed=True), pushed:
+    with copy_engine(), one_head_a_section():
         return all(ring_check.repeats_exactly(ctx, Case(causal=False), 6, "float32", "reference") for _ in range(5))
 
 
-def test_deterministic_mode_is_staged_and_repeats(pool: Pool) -> None:
+def test_deterministic_mode_repeats(pool: Pool) -> None:
     assert all(pool.run(repeats, size=4))
 
 
-def sizes(ctx: Context, pushed: bool) -> list[int]:
+KV_HEADS = 6
+
+
+def sizes(ctx: Context, turns: bool) -> list[int]:
     """Bytes of all buffers: nothing, after a call, after a shorter one, after their release, after a call again."""
-    with copy_engine(pushed=pushed):
+    case = Case(num_heads=KV_HEADS, num_kv_heads=KV_HEADS, causal=False)
+    with copy_engine(), taking_turns(turns):
         ringflash.release_buffers()
         found = [ringflash.buffer_bytes()]
         for chunk in (8, 3):
-            ring_check.check(ctx, Case(), chunk)
+            ring_check.check(ctx, case, chunk)
             found.append(ringflash.buffer_bytes())
         ringflash.release_buffers()
         found.append(ringflash.buffer_bytes())
-        ring_check.check(ctx, Case(), 8)
+        ring_check.check(ctx, case, 8)
         return [*found, ringflash.buffer_bytes()]
 
 
-@pytest.mark.parametrize("pushed, gradients", [(True, 1), (False, 4)], ids=["pushed", "staged"])
-def test_buffers_are_kept_counted_and_released(pool: Pool, pushed: bool, gradients: int) -> None:
-    """Three K/V, own and two that arrive; one or four gradients; fp64 here for both."""
-    case, chunk = Case(), 8
-    kv = 2 * (2 * chunk) * case.num_kv_heads * case.head_dim * 8
-    for found in pool.run(sizes, pushed, size=3):
-        assert found == [0, (3 + gradients) * kv, (3 + gradients) * kv, 0, (3 + gradients) * kv]
+@pytest.mark.parametrize("turns", [True, False])
+def test_buffers_are_kept_counted_and_released(pool: Pool, turns: bool) -> None:
+    """K/V: two heads of the sequence and a rank's own, or the whole sequence; gradients: two heads, and what comes."""
+    head = 2 * (3 * 2 * 8) * Case().head_dim * 8
+    shard = head * KV_HEADS // 3
+    held = (2 * head + shard if turns else KV_HEADS * head) + 2 * head + head * 2 // 3
+    for found in pool.run(sizes, turns, size=3):
+        assert found == [0, held, held, 0, held]
 
 
-def no_barrier(self: SharedMemory) -> None:
-    """Nobody waits for anybody."""
+@pytest.mark.parametrize(
+    "shape, heads", [((8, 16384), 4), ((8, 65536), 1), ((8, 1 << 20), 1), ((8, 64), 8), ((6, 30000), 3)]
+)
+def test_heads_of_a_section(shape: tuple[int, int], heads: int) -> None:
+    assert _heads_of_a_section(*shape) == heads
 
 
-def one_buffer(self: peer_exchange.PeerExchange, index: int) -> torch.Tensor:
-    """The next hop's K/V arrive where this hop's are read."""
-    return buffer("kv.0", self.shape, self.k.dtype, self.k.device)
+_heads_of_a_section = headwise.heads_of_a_section
 
 
-def no_wait(self: object) -> None:
-    """Whatever runs beside, nobody waits for it."""
+def without(*channels: int) -> Callable[..., None]:
+    """Barriers of these channels that wait for nobody."""
+    barrier = SharedMemory.barrier
+    return lambda self, channel: None if channel in channels else barrier(self, channel)
 
 
-def no_signal_awaited(self: peer_exchange.StagedGradients, theirs: torch.Tensor, reader: int) -> None:
-    """The owner adds what lies in the stage, full or not."""
-    self.total.add_(theirs)
-    self.memory.wait_signal(reader, peer_exchange.READY)
-    self.memory.signal(reader, peer_exchange.FREE)
+def slow_lanes(*slow: str) -> Callable[..., Later]:
+    """Lanes whose work always comes late."""
+    beside = SharedMemory.beside
+
+    def late(self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False) -> Later:
+        def delayed() -> None:
+            time.sleep(5 * DELAY_S if lane in slow else 0.0)
+            work()
+
+        return beside(self, lane, delayed, after, urgent=urgent)
+
+    return late
 
 
-def early_copy(self: SharedMemory, lane: str, work: Callable[[], None]) -> mock.Mock:
-    """What is posted happens at once: the earliest moment that the protocol allows."""
-    work()
-    return mock.Mock()
+def one_buffer(name: str, *args: Any) -> torch.Tensor:
+    """Every section's K/V arrive where the last one's are read."""
+    return _buffer("kv.0" if name.startswith("kv") else name, *args)
 
 
-MEMORY = "tests.helpers.peer_memory"
-PLANTS: dict[str, tuple[dict[str, Callable], bool]] = {
-    "nothing": ({}, True),
-    "nothing, staged": ({}, False),
-    "barriers": ({f"{MEMORY}.SharedMemory.barrier": no_barrier}, True),
-    "second buffer": (
-        {
-            "ringflash.peer_exchange.PeerExchange._incoming": one_buffer,
-            f"{MEMORY}.SharedMemory.beside": early_copy,
-        },
-        True,
-    ),
-    "arrival": ({f"{MEMORY}.Later.wait": no_wait}, True),
-    "ready": ({"ringflash.peer_exchange.StagedGradients._add": no_signal_awaited}, False),
+def too_early(self: headwise.Gathered, section: int, after: list[Token]) -> Token:
+    """K/V arrive in a buffer that is still read."""
+    return _pull(self, section, after[:1])
+
+
+def late_at_home(self: SharedMemory, channel: int) -> None:
+    """Nobody waits until all have collected their gradients, and one rank is slow to."""
+    if channel != headwise.FREE:
+        _barrier(self, channel)
+    if channel == headwise.READY and self.rank == 0:
+        time.sleep(5 * DELAY_S)
+
+
+def no_wait_for_pulls(
+    self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False
+) -> Any:
+    """Nobody waits for K/V to arrive."""
+    token = _beside(self, lane, work, after, urgent=urgent)
+    return mock.Mock() if lane == "pull" else token
+
+
+_buffer, _pull, _beside, _barrier = buffer, headwise.Gathered.pull, SharedMemory.beside, SharedMemory.barrier
+_MEMORY = "tests.helpers.peer_memory"
+_BESIDE, _BARRIER = f"{_MEMORY}.SharedMemory.beside", f"{_MEMORY}.SharedMemory.barrier"
+_COMPUTE = slow_lanes("even", "odd")
+_TURNS: dict[str, object] = {"ringflash.headwise.WHOLE_BYTES": 0}
+PLANTS: dict[str, dict[str, object]] = {
+    "nothing": {},
+    "nothing, by turns": _TURNS,
+    "begin": {_BARRIER: without(headwise.BEGIN)},
+    "ready": {_BARRIER: without(headwise.READY)},
+    "free": {_BARRIER: late_at_home},
+    "second buffer": {"ringflash.headwise.buffer": one_buffer, _BESIDE: _COMPUTE, **_TURNS},
+    "buffer in use": {"ringflash.headwise.Gathered.pull": too_early, _BESIDE: _COMPUTE, **_TURNS},
+    "arrival": {_BESIDE: no_wait_for_pulls},
 }
 
 
 def verdict(ctx: Context, plant: str) -> str:
-    """What ten calls say with one thing left out. A rank that finds a mistake goes on: the others wait for it."""
-    replacements, pushed = PLANTS[plant]
+    """What some calls say with one thing left out. A rank that finds a mistake goes on: the others wait for it."""
     found = "passed"
     transport._open.clear()
-    with copy_engine(pushed=pushed), ExitStack() as patches:
-        for target, replacement in replacements.items():
+    with copy_engine(), one_head_a_section(), ExitStack() as patches:
+        for target, replacement in PLANTS[plant].items():
             patches.enter_context(mock.patch(target, replacement))
-        for _ in range(10):
+        for number in range(8):  # other values from call to call, in the same buffers
             try:
-                ring_check.check(ctx, Case(causal=False))
+                ring_check.check(ctx, Case(causal=False, num_heads=16, num_kv_heads=16), 6 - number % 2)
             except AssertionError as error:
                 found = str(error)
     transport._open.clear()
     return found
 
 
-@pytest.mark.parametrize("plant", [name for name in PLANTS if not name.startswith("nothing")])
+@pytest.mark.parametrize("plant", [name for name in PLANTS if "nothing" not in name])
 def test_what_is_left_out_is_noticed(pool: Pool, plant: str) -> None:
     verdicts = pool.run(verdict, plant, size=4)
     assert any("errors must stay within their budget" in text for text in verdicts), verdicts
 
 
-@pytest.mark.parametrize("plant", ["nothing", "nothing, staged"])
+@pytest.mark.parametrize("plant", ["nothing", "nothing, by turns"])
 def test_the_control_of_the_controls(pool: Pool, plant: str) -> None:
     assert pool.run(verdict, plant, size=4) == ["passed"] * 4
+
+
+def forwards_agree(ctx: Context, pulled: bool) -> bool:
+    """Whether calls in a row, on other values each, give what each gave before; rank 0 pulls late."""
+    torch.manual_seed(ctx.rank)
+    q, *kv = (torch.randn(1, 8, 8, 16, dtype=torch.float64) for _ in range(9))
+    transport._open.clear()
+    with copy_engine(), one_head_a_section(), ExitStack() as patches:
+
+        def outputs() -> list[torch.Tensor]:
+            calls = zip(kv[::2], kv[1::2], strict=True)
+            return [ringflash.ring_attention(q, k, v, group=ctx.group, causal=False) for k, v in calls]
+
+        want = outputs()
+        if ctx.rank == 0:
+            patches.enter_context(mock.patch(_BESIDE, slow_lanes("pull")))
+        if not pulled:
+            patches.enter_context(mock.patch(_BARRIER, without(headwise.PULLED)))
+        got = outputs()
+    transport._open.clear()
+    return all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("pulled", [True, False])
+def test_the_next_call_waits_for_the_last_pull(pool: Pool, pulled: bool) -> None:
+    assert all(pool.run(forwards_agree, pulled, size=4)) == pulled
 
 
 def test_refused_on_the_cpu(pool: Pool) -> None:

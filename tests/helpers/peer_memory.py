@@ -1,4 +1,4 @@
-"""Peer memory of CPU processes: areas are shared files, streams are threads that dawdle.
+"""Peer memory of CPU processes: areas are shared files, lanes are threads that dawdle.
 
 The protocol over it is the one that runs on GPUs; only who copies differs. What runs beside starts at some random
 moment up to `DELAY_S` after it was posted, so that a wait or a barrier that is missing shows as wrong numbers. The
@@ -7,29 +7,25 @@ host of each rank also pauses at random, so that ranks drift apart.
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import random
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import ringflash
-from ringflash_kernels import reference
+from ringflash.transport.peer_memory import Kept, T, Token
 
 DELAY_S = 0.004
-TIMEOUT_S = 20.0
-_FLAGS = 4  # rows of the table of flags: one for the barrier, the others by channel
+TIMEOUT_S = 10.0
+_CHANNELS = 4  # of barriers
 
 
 class Later:
@@ -50,18 +46,17 @@ class SharedMemory:
         self.folder = _agreed_folder(group)
         self.areas: dict[str, list[torch.Tensor]] = {}
         self.lanes: dict[str, ThreadPoolExecutor] = {}
-        self.barriers = 0
         self.random = random.Random(self.rank)
-        # A row of barrier counts, then for each channel a matrix of signals: from, to.
-        self.reserve("flags", _FLAGS * group.size() ** 2 * 8)
-        shape = (_FLAGS, group.size(), group.size())
-        self.flags = self.areas["flags"][0].view(torch.int64).view(shape).numpy()
+        self.kept = Kept()
+        self.reserve("barriers", _CHANNELS * group.size() * 8)  # of each channel and rank: how many it came to
+        self.barriers = self.areas["barriers"][0].view(torch.int64).view(_CHANNELS, group.size()).numpy()
 
     def reserve(self, name: str, num_bytes: int) -> None:
         if name in self.areas and self.areas[name][0].numel() >= num_bytes:
             return
         paths = [self.folder / f"{name}.{num_bytes}.{rank}" for rank in range(self.group.size())]
         paths[self.rank].write_bytes(bytes(num_bytes))
+        self.kept.drop()
         dist.barrier(self.group)
         self.areas[name] = [
             torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in paths
@@ -72,38 +67,46 @@ class SharedMemory:
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.areas[name][rank][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def barrier(self) -> None:
+    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        return self.kept.get(key, make)
+
+    def barrier(self, channel: int) -> None:
         self._dawdle()
-        self.barriers += 1
-        self.flags[0, 0, self.rank] = self.barriers
-        _until(lambda: bool((self.flags[0, 0] >= self.barriers).all()), f"barrier {self.barriers}")
+        self.barriers[channel, self.rank] += 1
+        count = int(self.barriers[channel, self.rank])
+        _until(lambda: bool((self.barriers[channel] >= count).all()), f"barrier {count} of channel {channel}")
 
-    def signal(self, rank: int, channel: int) -> None:
-        _until(lambda: self.flags[channel, self.rank, rank] == 0, f"room for a signal to rank {rank}")
-        self.flags[channel, self.rank, rank] = 1
+    def mark(self) -> Later:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return Later(done)
 
-    def wait_signal(self, rank: int, channel: int) -> None:
-        _until(lambda: self.flags[channel, rank, self.rank] == 1, f"signal {channel} of rank {rank}")
-        self.flags[channel, rank, self.rank] = 0
-
-    def beside(self, lane: str, work: Callable[[], None]) -> Later:
+    def beside(self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False) -> Later:
         if lane not in self.lanes:
             self.lanes[lane] = ThreadPoolExecutor(1)
-        return Later(self.lanes[lane].submit(lambda: (self._dawdle(), work())[1]))
+        return Later(self.lanes[lane].submit(self._run, work, tuple(after)))
+
+    def _run(self, work: Callable[[], None], after: tuple[Token, ...]) -> None:
+        for token in after:
+            token.wait()
+        self._dawdle()
+        with torch.no_grad():
+            work()
 
     def num_bytes(self) -> int:
-        return sum(areas[0].numel() for name, areas in self.areas.items() if name != "flags")
+        return sum(areas[0].numel() for name, areas in self.areas.items() if name != "barriers")
 
     def release(self) -> None:
-        self.areas = {"flags": self.areas["flags"]}
+        self.kept.drop()
+        self.areas = {"barriers": self.areas["barriers"]}
 
     def _dawdle(self) -> None:
         time.sleep(self.random.choice((0.0, 0.0, DELAY_S * self.random.random())))
 
 
 @contextmanager
-def copy_engine(*, pushed: bool) -> Iterator[None]:
-    """Calls on the CPU take the transport "copy_engine", over shared memory; gradients pushed or staged.
+def copy_engine() -> Iterator[None]:
+    """Calls on the CPU take the transport "copy_engine", over shared memory.
 
     Nothing but the transport orders the ranks: they do not compare their calls.
     """
@@ -112,27 +115,10 @@ def copy_engine(*, pushed: bool) -> Iterator[None]:
         with (
             mock.patch("ringflash.ops.choose_transport", lambda *_: "copy_engine"),
             mock.patch("ringflash.transport._opened", lambda _, group: SharedMemory(group)),
-            mock.patch("ringflash.ring.PUSHING", {"reference"} if pushed else set()),
-            mock.patch.object(reference.Backward, "add", _add_atomically(reference.Backward.add)),
         ):
             yield
     finally:
         ringflash.set_agreement_check("changed")
-
-
-def _add_atomically(add: Callable[..., None]) -> Callable[..., None]:
-    """What reductions in memory do: no sum of one rank is lost to that of another."""
-
-    def locked(*args: Any, **options: Any) -> None:
-        with _THREADS, _LOCK_FILE.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            add(*args, **options)
-
-    return locked
-
-
-_THREADS = threading.Lock()
-_LOCK_FILE = Path(tempfile.gettempdir()) / f"ringflash-atomic-{os.getppid()}"
 
 
 def _agreed_folder(group: dist.ProcessGroup) -> Path:

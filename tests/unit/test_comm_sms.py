@@ -48,7 +48,7 @@ def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
         mock.patch.object(ring, "transport_name", lambda _: "nccl"),
         mock.patch("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
     ):
-        ring.forward(call, q, q, q)
+        call.forward(q, q, q)
     options = kernel.forward.call_args.kwargs
     assert {name: value for name, value in options.items() if name == "num_sms"} == told
 

@@ -102,6 +102,10 @@ def test_transport_buffers_are_those_the_ring_allocates() -> None:
     kv = 2 * tokens * shape.num_kv_heads * shape.head_dim
     assert transport_bytes(JOB) == 3 * kv * 2 + 4 * kv * 4 + tokens * shape.num_heads * shape.head_dim * 4
     assert transport_bytes(replace(JOB, cp_size=1)) == 0
+    # Copy engine, a head a section: K/V and gradients of two sections, gradients of one that come home.
+    two = Job(replace(shape, num_kv_heads=4), 1 << 20, cp_size=4)
+    shard = 2 * (1 << 18) * 4 * shape.head_dim
+    assert transport_bytes(two, one_host=True) == shard * 2 + 2 * shard * (2 + 4) + shard * 3 // 4 * 4
 
 
 def test_flops_are_counted_by_hand() -> None:

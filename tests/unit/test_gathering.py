@@ -1,0 +1,65 @@
+"""What a rank gathers where it reads the memory of the others, for random masks and layouts. CPU, one process."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+
+from ringflash.layout import chunks, local_positions
+from ringflash.mask import SequenceMask
+from ringflash.schedule import Gathering, gather
+from tests.helpers import dense
+from tests.unit.test_schedule import problems
+
+Problem = tuple[SequenceMask, int, str]
+
+
+def of_all(problem: Problem) -> list[Gathering]:
+    """Of every rank."""
+    mask, cp_size, layout = problem
+    return [gather(mask, cp_size, rank, layout) for rank in range(cp_size)]
+
+
+@given(problems())
+@settings(max_examples=200, deadline=None)
+def test_every_visible_key_in_order(problem: Problem) -> None:
+    """All visible pairs, at the right positions, and no chunk of which a rank sees nothing."""
+    mask, cp_size, layout = problem
+    position = torch.arange(mask.seqlen)
+    want = dense.visible(
+        position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=mask.cu_seqlens
+    )
+    positions = [local_positions(mask.seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+    ranks = of_all(problem)
+    for rank, found in enumerate(ranks):
+        chunk_keys = [positions[piece.owner][piece.start : piece.start + piece.size] for piece in found.pieces]
+        assert [piece.row for piece in found.pieces] == [found.pieces[0].size * i for i in range(len(chunk_keys))]
+        assert all(want[positions[rank]][:, keys].any() for keys in chunk_keys)
+        keys = torch.cat(chunk_keys)
+        assert (keys[1:] > keys[:-1]).all()
+        assert torch.equal(found.mask.dense(), want[positions[rank]][:, keys])
+        assert found.mask.num_visible == int(want[positions[rank]].sum())
+    assert all(found.capacity == max(other.num_rows for other in ranks) for found in ranks)
+
+
+@given(problems())
+@settings(max_examples=100, deadline=None)
+def test_readers_are_who_gathers(problem: Problem) -> None:
+    mask, cp_size, layout = problem
+    ranks = of_all(problem)
+    for rank, found in enumerate(ranks):
+        assert found.chunks == chunks(mask.seqlen, cp_size, rank, layout)
+        for chunk, readers in zip(found.chunks, found.readers, strict=True):
+            want = [
+                (reader, piece.row)
+                for reader, other in enumerate(ranks)
+                for piece in other.pieces
+                if (piece.owner, piece.start) == (rank, chunk.row)
+            ]
+            assert list(readers) == want and rank in dict(want)
+
+
+def test_causal_zigzag_gathers_no_later_chunk() -> None:
+    ranks = of_all((SequenceMask(64), 4, "zigzag"))
+    assert [found.num_rows // 8 for found in ranks] == [8, 7, 6, 5]
+    assert [len(readers) for readers in ranks[0].readers] == [4, 1]
