@@ -119,16 +119,16 @@ def explain(
     options = ops.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
     plan = ops._plan(q, k, v, cu_seqlens, options, 0)
     return Explanation(
-        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, _steps(plan, k), plan.num_visible,
+        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, _steps(plan, q, k), plan.num_visible,
         comm_sms(plan.impl, plan.transport), buffer_bytes(),
     )  # fmt: skip
 
 
-def _steps(plan: ops.Plan, k: torch.Tensor) -> tuple[str, ...]:
+def _steps(plan: ops.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
     """What the rank computes, launch by launch."""
     if plan.transport == "copy_engine":
         gathering = plan.gathering
-        heads = heads_of_a_section(k.shape[2], k.shape[0] * gathering.capacity)
+        heads = heads_of_a_section(k.shape[2], q.shape[2] // k.shape[2], k.shape[0] * gathering.capacity)
         owners = sorted({piece.owner for piece in gathering.pieces})
         return (
             f"{k.shape[2] // heads} section(s) of {heads} KV head(s): {gathering.num_rows} keys of ranks {owners}, "

@@ -30,7 +30,7 @@ from ringflash_kernels.api import BackwardPass, begin_backward, collect, impleme
 T = TypeVar("T")
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
 WHOLE_BYTES = 1 << 30  # K/V of the whole sequence, gathered at once up to so many
-_KEYS_OF_A_SECTION = 65536  # with fewer a section takes the host longer than the GPU
+_WORK_OF_A_SECTION = 1 << 18  # query heads times keys; with less a section takes the host longer than the GPU
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Headwise:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
-            gathered = self._gathered(k)
+            gathered = self._gathered(k, q.shape[2])
             gathered.publish(k, v)
 
         def attend(section: int) -> None:
@@ -79,8 +79,8 @@ class Headwise:
         """As `ring.Ring.backward`; dk and dv are summed in the order of the ranks."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         with waiting(q.device):
-            gathered = self._gathered(k)
-            home = self._kept("home", k, lambda: Home(gathered, k))
+            gathered = self._gathered(k, q.shape[2])
+            home = self._kept("home", k, q.shape[2], lambda: Home(gathered, k))
             gathered.publish(k, v)
 
         passes: dict[int, BackwardPass] = {}
@@ -147,11 +147,11 @@ class Headwise:
             for token in (arrived, *ended[-1:]):
                 token.wait()
 
-    def _gathered(self, k: torch.Tensor) -> Gathered:
-        return self._kept("gathered", k, lambda: Gathered(self.memory, self.gathering, k))
+    def _gathered(self, k: torch.Tensor, num_heads: int) -> Gathered:
+        return self._kept("gathered", k, num_heads, lambda: Gathered(self.memory, self.gathering, k, num_heads))
 
-    def _kept(self, what: str, k: torch.Tensor, make: Callable[[], T]) -> T:
-        return self.memory.keep((what, id(self.gathering), k.shape, k.dtype, WHOLE_BYTES), make)
+    def _kept(self, what: str, k: torch.Tensor, num_heads: int, make: Callable[[], T]) -> T:
+        return self.memory.keep((what, id(self.gathering), num_heads, k.shape, k.dtype, WHOLE_BYTES), make)
 
     def _is_first(self, way: str, device: torch.device) -> bool:
         """Whether a mask is new to this kernel: the second section must then find what the first one keeps with it."""
@@ -172,12 +172,13 @@ class Gathered:
         memory: areas of the group; every rank makes its own calls with tensors of the same shapes.
         gathering: the keys that this rank sees.
         k: (batch, seqlen_local, num_kv_heads, head_dim), for its shape, dtype and device.
+        num_heads: of the queries.
     """
 
-    def __init__(self, memory: PeerMemory, gathering: Gathering, k: torch.Tensor) -> None:
+    def __init__(self, memory: PeerMemory, gathering: Gathering, k: torch.Tensor, num_heads: int) -> None:
         self.memory, self.gathering, self.device = memory, gathering, k.device
         batch, rows, num_kv_heads, head_dim = k.shape
-        self.heads = heads_of_a_section(num_kv_heads, batch * gathering.capacity)
+        self.heads = heads_of_a_section(num_kv_heads, num_heads // num_kv_heads, batch * gathering.capacity)
         self.sections = num_kv_heads // self.heads
         self.turns = 2 * batch * gathering.capacity * num_kv_heads * head_dim * k.itemsize > WHOLE_BYTES
         rest = (self.heads, 2, head_dim)
@@ -319,11 +320,12 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int64) if aligned else x
 
 
-def heads_of_a_section(num_kv_heads: int, keys: int) -> int:
+def heads_of_a_section(num_kv_heads: int, group: int, keys: int) -> int:
     """KV heads of a section: the fewest that give a launch enough work. A divisor, the same on every rank.
 
     Args:
+        group: query heads that share a KV head.
         keys: most that any rank gathers, of all sequences of the batch.
     """
     able = [count for count in range(1, num_kv_heads + 1) if num_kv_heads % count == 0]
-    return next((count for count in able if count * keys >= _KEYS_OF_A_SECTION), num_kv_heads)
+    return next((count for count in able if count * group * keys >= _WORK_OF_A_SECTION), num_kv_heads)

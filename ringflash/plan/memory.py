@@ -87,7 +87,7 @@ def transport_bytes(job: Job, *, one_host: bool = False) -> int:
     if not one_host:
         return shard * (3 * BF16 + 4 * FP32) + rows * model.q_size * FP32
     capacity = rows * job.cp_size
-    heads = heads_of_a_section(model.num_kv_heads, capacity)
+    heads = heads_of_a_section(model.num_kv_heads, model.num_heads // model.num_kv_heads, capacity)
     gathered = 2 * capacity * heads * model.head_dim
     sections = min(2, model.num_kv_heads // heads)
     return shard * BF16 + sections * gathered * (BF16 + FP32) + (gathered - gathered // job.cp_size) * FP32

@@ -96,9 +96,17 @@ def test_buffers_are_kept_counted_and_released(pool: Pool, turns: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, heads", [((8, 16384), 4), ((8, 65536), 1), ((8, 1 << 20), 1), ((8, 64), 8), ((6, 30000), 3)]
+    "shape, heads",
+    [
+        ((8, 4, 16384), 4),
+        ((8, 4, 65536), 1),
+        ((8, 4, 1 << 20), 1),
+        ((8, 4, 64), 8),
+        ((32, 1, 32768), 8),
+        ((6, 2, 50000), 3),
+    ],
 )
-def test_heads_of_a_section(shape: tuple[int, int], heads: int) -> None:
+def test_heads_of_a_section(shape: tuple[int, int, int], heads: int) -> None:
     assert _heads_of_a_section(*shape) == heads
 
 
