@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tests.helpers.forked import forked
+
 START_SECONDS = 120  # to import torch in every worker on a busy machine
 GRACE_SECONDS = 10  # after one rank raised: the others either finish or are stuck on it
 
@@ -102,13 +104,13 @@ class Pool:
                     raise
 
     def _start(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
+        processes = multiprocessing.get_context("spawn") if self.backend == "nccl" else forked()
         self._generation += 1
         port = _free_port()
         for rank in range(self.world_size):
-            mine, theirs = spawn.Pipe()
+            mine, theirs = processes.Pipe()
             place = (rank, self.world_size, self.backend, port, str(self._stack_file(rank)))
-            worker = spawn.Process(target=_serve, args=(theirs, *place), daemon=True)
+            worker = processes.Process(target=_serve, args=(theirs, *place), daemon=True)
             worker.start()
             theirs.close()
             self._workers.append(worker)
