@@ -1,4 +1,4 @@
-"""What checkpoints survive, on every rank of one torchrun; what each rank found goes to <out>/<rank>.json.
+"""What checkpoints survive, on every rank of one launch; what each rank found goes to <out>/<rank>.json.
 
     torchrun --nproc_per_node 2 -m tests.recipes.checkpoint_worker <folder of texts> <out>
 

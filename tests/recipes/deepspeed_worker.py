@@ -1,4 +1,4 @@
-"""Engines of a tiny model on every rank of one torchrun; what each rank found goes to <out>/<rank>.json.
+"""Engines of a tiny model on every rank of one launch; what each rank found goes to <out>/<rank>.json.
 
     torchrun --nproc_per_node 4 -m tests.recipes.deepspeed_worker <folder of texts> <out> <context_parallel_size>
 

@@ -1,15 +1,24 @@
-"""Start processes as a user would, and end all of them when they take too long."""
+"""Start processes as a user would, or ranks without a launcher, and end all of them when they take too long."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
+
+import torch
+from torch.distributed import TCPStore
+
+from tests.helpers.forked import forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,10 +52,71 @@ def interrupt(command: Sequence[str | Path], *, after: str, timeout_s: float = 1
     return output
 
 
-def _start(command: Sequence[str | Path], environment: dict[str, str]) -> subprocess.Popen[str]:
+def run_ranks(module: str, *arguments: str | Path, num_ranks: int, timeout_s: float = 150.0, **environment: str) -> str:
+    """As `run` of `torchrun --nproc_per_node <num_ranks> -m <module> <arguments>`, with the imports already done.
+
+    The ranks are forked (tests/helpers/forked.py) and have the variables that torchrun would set.
+
+    Raises:
+        AssertionError: a rank failed, which ends the others, or no end in time; with the output.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here, as in torchrun
+    rendezvous = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0",
+        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "output")
+        output.touch()
+        variables = _environment({**rendezvous, **environment})
+        places = ({**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks))
+        argv = [module, *map(str, arguments)]
+        ranks = [forked().Process(target=_be_rank, args=(output, argv, place)) for place in places]
+        try:
+            for rank in ranks:
+                rank.start()
+            left, deadline = {rank.sentinel: rank for rank in ranks}, time.monotonic() + timeout_s
+            while left and not any(rank.exitcode for rank in ranks) and time.monotonic() < deadline:
+                for sentinel in wait(list(left), max(0.0, deadline - time.monotonic())):
+                    left.pop(sentinel).join()  # type: ignore[call-overload]
+        finally:  # one failed, or time is up
+            for rank in ranks:
+                if rank.is_alive():
+                    rank.kill()
+                    rank.join()
+        statuses, printed = [rank.exitcode for rank in ranks], output.read_text()
+    assert not any(statuses), f"exit statuses {statuses}:\n{printed[-8000:]}"
+    return printed
+
+
+def train(recipe: str | Path, *arguments: str | Path, num_ranks: int, **environment: str) -> str:
+    """As `run_ranks` of the command to which the launchers hand their arguments."""
+    command = ("recipes.lightning.train", "fit", "--config", recipe, *arguments)
+    return run_ranks(*command, num_ranks=num_ranks, **environment)  # type: ignore[arg-type]
+
+
+def _be_rank(output: Path, argv: list[str], environment: dict[str, str]) -> None:
+    """One rank, in the forked process: `python -m` of a module."""
+    with output.open("a") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.argv = argv
+    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+
+
+def _environment(more: dict[str, str]) -> dict[str, str]:
     here = {"PYTHON": sys.executable, "PYTHONPATH": ".:kernels", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **here, **more}
+
+
+def _start(command: Sequence[str | Path], environment: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [str(x) for x in command], cwd=ROOT, env={**os.environ, **here, **environment}, text=True,
+        [str(x) for x in command], cwd=ROOT, env=_environment(environment), text=True,
         start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Runs of a tiny model on every rank of one torchrun; what each rank found goes to <out>/<rank>.json.
+"""Runs of a tiny model on every rank of one launch; what each rank found goes to <out>/<rank>.json.
 
     torchrun --nproc_per_node 4 -m tests.recipes.strategy_worker <folder of texts> <out>
 

@@ -1,13 +1,12 @@
 """Checkpoints written beside the training: overlap, failed writes, the same name twice, the last two kept, no pickles.
 
-One torchrun of two gloo processes on the CPU (checkpoint_worker.py) does all runs; every test reads its part.
+Two gloo processes on the CPU (checkpoint_worker.py) do all runs; every test reads its part.
 Crashes and resuming are in test_launch_recovery.py and test_lightning_recipes.py.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from ringflash.lightning import ContextParallelStrategy
 from ringflash.lightning.checkpoints import newest_checkpoint
 from ringflash.lightning.writing import leftovers
-from tests.recipes.launching import run, write_text
+from tests.recipes.launching import run_ranks, write_text
 
 WORLD_SIZE = 2
 
@@ -25,8 +24,7 @@ WORLD_SIZE = 2
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     folder, out = write_text(tmp_path_factory.mktemp("text")), tmp_path_factory.mktemp("found")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD_SIZE)]
-    output = run([*launch, "-m", "tests.recipes.checkpoint_worker", folder, out])
+    output = run_ranks("tests.recipes.checkpoint_worker", folder, out, num_ranks=WORLD_SIZE)
     assert "unpickled" not in output.splitlines()
     return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO 0 to 3 on data x context ranks against one process: gradients, weights, clipping, refusals.
 
-Torchruns of two (1 x 2) and four (2 x 2) gloo processes on the CPU (deepspeed_worker.py) do all runs, each with a
+Launches of two (1 x 2) and four (2 x 2) gloo processes on the CPU (deepspeed_worker.py) do all runs, each with a
 folder of its own for what DeepSpeed compiles: nothing. Every test reads its part. Needs the deepspeed extra.
 """
 
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.recipes.launching import run, write_text
+from tests.recipes.launching import run_ranks, write_text
 
 pytest.importorskip("deepspeed")
 
@@ -35,9 +34,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(request: pytest.FixtureRequest, compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each rank found."""
     folder, out = write_text(tmp_path_factory.mktemp("text")), tmp_path_factory.mktemp("found")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(request.param)]
-    worker = [*launch, "-m", "tests.recipes.deepspeed_worker", folder, out, str(CP_SIZE)]
-    run(worker, DS_ACCELERATOR="cpu", TORCH_EXTENSIONS_DIR=str(compiled))
+    environment = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(compiled)}
+    run_ranks("tests.recipes.deepspeed_worker", folder, out, str(CP_SIZE), num_ranks=request.param, **environment)
     return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(request.param)]
 
 

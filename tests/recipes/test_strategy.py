@@ -1,19 +1,18 @@
 """Training on a 2 x 2 mesh of data and context against one process: gradients, clipping, weights, losses.
 
-One torchrun of four gloo processes on the CPU (strategy_worker.py) does all runs; every test reads its part.
+Four gloo processes on the CPU (strategy_worker.py) do all runs; every test reads its part.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.recipes.launching import run, write_text
+from tests.recipes.launching import run_ranks, write_text
 
 RTOL_FP64 = 1e-11
 WORLD_SIZE = 4
@@ -23,8 +22,7 @@ WORLD_SIZE = 4
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     folder, out = write_text(tmp_path_factory.mktemp("text")), tmp_path_factory.mktemp("found")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD_SIZE)]
-    run([*launch, "-m", "tests.recipes.strategy_worker", folder, out])
+    run_ranks("tests.recipes.strategy_worker", folder, out, num_ranks=WORLD_SIZE)
     return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 

@@ -1,6 +1,6 @@
 """Lightning on token files: every batch against `prepare_batch`, resume on another mesh, refusals on every rank.
 
-Two torchruns of tokens_worker.py, of two gloo processes and of one, on the CPU; every test reads its part.
+Two launches of tokens_worker.py, of two gloo processes and of one, on the CPU; every test reads its part.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from ringflash.data import SampleOrder
 from ringflash.lightning import TokenData
 from tests.helpers.tokens import write_tokens
-from tests.recipes.launching import run
+from tests.recipes.launching import run_ranks
 
 DOCUMENTS = [[256, *((i * 31 + j * 7) % 256 for j in range(5 + i * 13 % 60))] for i in range(40)]
 
@@ -31,8 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     corrupt = Path(shutil.copytree(folder, folder.with_name("tokens-corrupt"))) / "00001.bin"
     corrupt.write_bytes(b"\xff" + corrupt.read_bytes()[1:])
     for num_ranks in (2, 1):
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-        run([*launch, "-m", "tests.recipes.tokens_worker", folder, out])
+        run_ranks("tests.recipes.tokens_worker", folder, out, num_ranks=num_ranks)
     return {path.stem: json.loads(path.read_text()) for path in out.glob("*-of-*.json")}
 
 

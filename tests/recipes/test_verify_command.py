@@ -12,7 +12,7 @@ import pytest
 
 from ringflash.cli import main
 from tests.helpers.examples import example
-from tests.recipes.launching import run
+from tests.recipes.launching import run, run_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
@@ -30,10 +30,9 @@ def test_the_documents_example_passes(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of all LightningModules, by one launch of torchrun."""
+    """Of all LightningModules, by one launch."""
     out = tmp_path_factory.mktemp("verify") / "reports.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run([*launcher, "-m", "tests.recipes.verify_worker", out], timeout_s=90)
+    run_ranks("tests.recipes.verify_worker", out, num_ranks=2, timeout_s=90)
     return json.loads(out.read_text())
 
 

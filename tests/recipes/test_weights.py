@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ringflash.huggingface.__main__ import main
 from ringflash.huggingface.weights import draw_weights, load_weights
 from ringflash.lightning.module import build_model
 from ringflash.lightning.text import PackedText
-from tests.recipes.launching import run, write_text
+from tests.recipes.launching import run_ranks, write_text
 from tests.recipes.strategy_worker import CONFIG, SEQLEN
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e5}
@@ -55,8 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def out(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks found."""
     out = tmp_path_factory.mktemp("found")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run([*launch, "-m", "tests.recipes.weights_worker", folder, out])
+    run_ranks("tests.recipes.weights_worker", folder, out, num_ranks=2)
     return out
 
 

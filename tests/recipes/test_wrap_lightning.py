@@ -1,19 +1,18 @@
 """The README's diff, applied to a plain LightningModule: two ranks train and judge as one process without it.
 
-One torchrun of two gloo processes on the CPU (wrap_worker.py), fp64.
+Two gloo processes on the CPU (wrap_worker.py), fp64.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.recipes.launching import ROOT, run
+from tests.recipes.launching import ROOT, run_ranks
 
 RTOL = 1e-10
 
@@ -42,8 +41,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("wrap")
     plain = (ROOT / "tests/recipes/plain_gpt.py").read_text()
     (folder / "changed_gpt.py").write_text(apply(readme_diff(), plain))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run([*launch, "-m", "tests.recipes.wrap_worker", folder, folder])
+    run_ranks("tests.recipes.wrap_worker", folder, folder, num_ranks=2)
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""Training on token files, on every rank of one torchrun; what each rank found goes to <out>/<rank>-of-<ranks>.json.
+"""Training on token files, on every rank of one launch; what each rank found goes to <out>/<rank>-of-<ranks>.json.
 
     torchrun --nproc_per_node 2 -m tests.recipes.tokens_worker <folder> <out>
 

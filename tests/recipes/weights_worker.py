@@ -1,4 +1,4 @@
-"""Checkpoints in and out on every rank of one torchrun; what each rank found goes to <out>/<rank>.json.
+"""Checkpoints in and out on every rank of one launch; what each rank found goes to <out>/<rank>.json.
 
     torchrun --nproc_per_node 2 -m tests.recipes.weights_worker <folder> <out>
 
