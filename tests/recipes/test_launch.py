@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ringflash.lightning.checkpoints import newest_checkpoint
-from tests.recipes.launching import ROOT, run
+from tests.recipes.launching import ROOT, run, run_ranks
 
 LAUNCH = ROOT / "launch"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -233,22 +233,8 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == complete
 
 
-DISAGREEING = """
-import os
-import torch.distributed as dist
-from ringflash.lightning.checkpoints import SameCheckpoint
-dist.init_process_group("gloo")
-SameCheckpoint("a.ckpt").setup(None, None, "fit")
-try:
-    SameCheckpoint(None if dist.get_rank() else "a.ckpt").setup(None, None, "fit")
-except ValueError as error:
-    print(f"rank {dist.get_rank()}: {error}", flush=True)
-"""
-
-
 def test_ranks_that_continue_from_different_checkpoints_all_fail() -> None:
     """Two processes, of which the second does not see the folder: no rank is left to wait."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--no-python"]
-    output = run([*torchrun, sys.executable, "-c", DISAGREEING])
+    output = run_ranks("tests.recipes.disagreeing_worker", num_ranks=2)
     for rank in range(2):
         assert f"rank {rank}: all ranks of the group must make the same call, got ckpt_path a.ckpt (rank 0), " in output
