@@ -1,6 +1,7 @@
 """The recipes of 8B models: each trains two steps scaled down by flags, every combination parses and is planned.
 
-Two gloo processes on the CPU. That they fit an H200 is what `ringflash plan` says, not a measurement.
+Two gloo processes on the CPU, without the launcher (test_lightning_recipes.py has it). That they fit an H200 is what
+`ringflash plan` says, not a measurement.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ringflash.cli import main as ringflash
 from ringflash.plan.command import _laid_over
 from ringflash.plan.shape import shape_of
 from tests.helpers.tokens import write_tokens
-from tests.recipes.launching import ROOT, run
+from tests.recipes.launching import ROOT, train
 
 FOLDER = ROOT / "recipes" / "lightning"
 MODELS = ("llama3_8b", "qwen3_8b")
@@ -69,7 +70,7 @@ def test_recipe_trains(folder: Path, model: str, length: str, pretrained: bool) 
     else:
         flags |= {f"model.model.{name}": value for name, value in SMALL.items()}
     recipe = FOLDER / f"{model}_pretrain.yaml"
-    run(["launch/local.sh", recipe, *overlays, *(f"--{k}={v}" for k, v in flags.items())], NPROC="2")
+    train(recipe, *overlays, *(f"--{k}={v}" for k, v in flags.items()), num_ranks=2)
     losses = read_losses(newest_curve(out))
     assert sorted(losses) == [0, 1] and all(5.0 < loss < 6.0 for loss in losses.values())  # log(257) is 5.55
     (checkpoint,) = out.glob("version_0/checkpoints/*step=2.ckpt")

@@ -1,7 +1,8 @@
 """Runs that crash, are stopped, or span two hosts, as the launchers start them: two gloo processes on the CPU.
 
-Each is compared with one that nothing happened to: the same losses, to the bit. tests/recipes/accidents.py is what
-happens. SLURM's commands are stood in for by scripts of a few lines; two_hosts.sh makes the hosts.
+Each is compared with one that nothing happened to, and no launcher started: the same losses, to the bit.
+tests/recipes/accidents.py is what happens. SLURM's commands are stood in for by scripts of a few lines; two_hosts.sh
+makes the hosts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from recipes.lightning.compare import read_losses
 from ringflash.lightning.checkpoints import is_complete, newest_checkpoint
 from tests.recipes.accidents import STEP
-from tests.recipes.launching import ROOT, run, write_text
+from tests.recipes.launching import ROOT, run, train, write_text
 
 STEPS = 6
 PARTS = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
@@ -59,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> dict[int, float]:
     """Losses of the run that the others are compared with."""
-    run(["launch/local.sh", *flags(folder, "uninterrupted")], NPROC="2")
+    train(*flags(folder, "uninterrupted"), num_ranks=2)
     expected = losses(folder / "uninterrupted", 0)
     assert sorted(expected) == list(range(STEPS))
     return expected
@@ -120,5 +121,5 @@ def test_checkpoint_cut_short_is_passed_over(folder: Path, uninterrupted: dict[i
     last = checkpoints / f"epoch=0-step={STEPS}.ckpt"
     (last / "meta.pt").write_bytes((last / "meta.pt").read_bytes()[:-100])
     assert not is_complete(last)
-    run(["launch/local.sh", *flags(folder, "uninterrupted"), "--ckpt_path=auto"], NPROC="2")
+    train(*flags(folder, "uninterrupted"), "--ckpt_path=auto", num_ranks=2)
     assert losses(folder / "uninterrupted", 1) == {i: uninterrupted[i] for i in (STEPS - 2, STEPS - 1)}

@@ -1,7 +1,8 @@
 """The quickstart recipe, scaled down by flags, as launch/local.sh starts it: two gloo processes on the CPU, fp64.
 
 It trains four steps; the same run interrupted after two and continued, on two ranks and on one, and the same run on
-one rank, have its losses. tests/recipes/test_8b_recipes.py has the other recipes.
+one rank, have its losses; these are started without the launcher (test_launch_recovery.py continues with it).
+tests/recipes/test_8b_recipes.py has the other recipes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from recipes.lightning.compare import largest_difference, newest_curve, read_losses
 from recipes.lightning.train import _loggers
-from tests.recipes.launching import ROOT, interrupt, run, write_text
+from tests.recipes.launching import ROOT, interrupt, run, train, write_text
 
 RTOL_FP64 = 1e-11
 RECIPES = [ROOT / "recipes" / "lightning" / "quickstart.yaml"]
@@ -36,17 +37,21 @@ SCALED_DOWN = {
 }
 
 
-def command(recipe: Path, folder: Path, name: str, **flags: object) -> list[str | Path]:
+def arguments(recipe: Path, folder: Path, name: str, **flags: object) -> list[str | Path]:
     """The recipe on the folder's text, scaled down, with its results in the folder."""
     flags = {**SCALED_DOWN, "output_dir": folder / name, "data.folder": write_text(folder / "text"), **flags}
-    return ["launch/local.sh", recipe, *(f"--{key}={value}" for key, value in flags.items())]
+    return [recipe, *(f"--{key}={value}" for key, value in flags.items())]
 
 
 class Run:
     """One run of a recipe: what it printed, and where its results are."""
 
-    def __init__(self, recipe: Path, folder: Path, name: str, num_ranks: int, **flags: object) -> None:
-        self.output = run(command(recipe, folder, name, **flags), NPROC=str(num_ranks))
+    def __init__(
+        self, recipe: Path, folder: Path, name: str, num_ranks: int, launched: bool = False, **flags: object
+    ) -> None:
+        given = arguments(recipe, folder, name, **flags)
+        launch = ["launch/local.sh", *given]
+        self.output = run(launch, NPROC=str(num_ranks)) if launched else train(*given, num_ranks=num_ranks)
         self.results = newest_curve(folder / name).parent
         self.losses = read_losses(newest_curve(folder / name))
 
@@ -71,7 +76,7 @@ def recipe(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(recipe: Path, folder: Path) -> Run:
     """The uninterrupted run that the others are compared with."""
-    return Run(recipe, folder, f"{recipe.stem}-two", 2)
+    return Run(recipe, folder, f"{recipe.stem}-two", 2, launched=True)
 
 
 def test_recipe_trains(two_ranks: Run) -> None:
@@ -120,7 +125,7 @@ def test_resume_continues_on_another_number_of_ranks(recipe: Path, folder: Path,
 def test_signal_ends_a_run_with_a_checkpoint(recipe: Path, folder: Path) -> None:
     """Sent SIGTERM, both ranks finish a step and write their parts; the place in the data is that of the step."""
     name, endless = f"{recipe.stem}-interrupted", {"trainer.max_steps": 10**6, "trainer.val_check_interval": 10**6}
-    interrupt(command(recipe, folder, name, **endless), after="step      3 ", NPROC="2")
+    interrupt(["launch/local.sh", *arguments(recipe, folder, name, **endless)], after="step      3 ", NPROC="2")
     (checkpoint,) = (folder / name / "version_0").glob("interrupted-step=*.ckpt")
     assert {path.name for path in checkpoint.iterdir()} == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
     meta = torch.load(checkpoint / "meta.pt", weights_only=True)
