@@ -3,11 +3,12 @@
     pull    K/V(0) K/V(1) ........ K/V(2) ..........     copies from their owners: no SM
     even    ...... section 0 ..... section 2 .......     kernels; those of the next section take the SMs that
     odd     ............. section 1 ..... section 3      the last tiles of this one leave idle
-    home    ................ dK/dV(0) .. dK/dV(1) ..     copies to their owners, who add them up
+    begin   (backward) row sums of dO and O, zeros for dQ
+    end     (backward) ..... dK/dV(0) .. dK/dV(1) ..     copies to their owners, who add them up; dQ cast
 
 A section is some KV heads with the query heads that share them. All the keys that a rank sees lie before the kernel
 in the order of their positions, so that a section is one launch, as on one device: no state passes from hop to hop.
-Sections take turns with two buffers. docs/decisions/0005-copy-engine.md says what waits for what, and why.
+Long sequences take turns with two buffers. docs/decisions/0005-copy-engine.md says what waits for what, and why.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Headwise:
 
     def _is_first(self, way: str, device: torch.device) -> bool:
         """Whether a mask is new to this kernel: the second section must then find what the first one keeps with it."""
-        kept, key = self.gathering.mask._cache, ("headwise", way, self.impl, device)
+        kept, key = self.gathering.mask._cache, ("headwise", way, self.impl, self.deterministic, device)
         new = key not in kept
         kept[key] = True
         return new
@@ -313,11 +314,12 @@ def _rows(first: int, piece: Piece) -> slice:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """x in words of 8 bytes where it can be: torch copies what is not contiguous element by element."""
-    size = x.shape[-1] * x.itemsize
-    words = size % 8 == 0 and all(stride * x.itemsize % 8 == 0 for stride in x.stride()[:-1])
-    aligned = words and x.storage_offset() * x.itemsize % 8 == 0
-    return x.view(torch.int64) if aligned else x
+    """x in words of 8 bytes where a row has them: torch copies what is not contiguous element by element."""
+    if x.shape[-1] * x.itemsize % 8:
+        return x
+    places = (x.storage_offset(), *x.stride()[:-1])
+    aligned = x.stride(-1) == 1 and all(place * x.itemsize % 8 == 0 for place in places)
+    return (x if aligned else x.clone(memory_format=torch.contiguous_format)).view(torch.int64)
 
 
 def heads_of_a_section(num_kv_heads: int, group: int, keys: int) -> int:

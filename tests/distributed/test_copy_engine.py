@@ -113,6 +113,17 @@ def test_heads_of_a_section(shape: tuple[int, int, int], heads: int) -> None:
 _heads_of_a_section = headwise.heads_of_a_section
 
 
+@pytest.mark.parametrize("head_dim", [4, 3])
+@pytest.mark.parametrize("start", [0, 1])
+def test_words_have_the_same_bits(head_dim: int, start: int) -> None:
+    """Of rows that are whole words, whatever the strides of a dimension of one element and wherever they begin."""
+    x = torch.randn(2 + 3 * 10 * head_dim).bfloat16()
+    x = x[start:].as_strided((1, 3, 2, head_dim), (7, 2 * 5 * head_dim, 5 * head_dim, 1))
+    got = headwise._wide(x)
+    assert got.dtype == (torch.int64 if head_dim == 4 else torch.bfloat16)
+    assert torch.equal(got.view(torch.bfloat16), x)
+
+
 def without(*channels: int) -> Callable[..., None]:
     """Barriers of these channels that wait for nobody."""
     barrier = SharedMemory.barrier
