@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +16,11 @@ from rich.table import Table
 from ringflash.console import console
 from ringflash.doctor.facts import collect
 from ringflash.doctor.finding import Finding, fault, ok, warning
-from ringflash.doctor.gather import gather, world
+from ringflash.doctor.gather import Meeting, world
 from ringflash.doctor.judge import Facts, differences, judge
 
 _SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # less than this between GPUs of one host is not NVLink
+_SLOW_NIC_GBYTES = 10.0
 _STYLE = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 
@@ -33,11 +35,16 @@ def run(options: Namespace) -> int:
     """Print the findings on the first rank; 1 where one is a fault. Other ranks return 0."""
     if options.seconds <= 0:
         raise ValueError(f"--seconds must be positive, got {options.seconds}; 120 is the default.")
-    facts = collect()
-    ranks, missing = gather(facts, options.seconds)
+    facts, meeting = collect(), Meeting(options.seconds)
+    ranks, missing = meeting.gather(facts)
     if world()[0] != 0:
+        join_ring(meeting.hear(), world()[0], options.seconds)
         return 0
     findings = examine(ranks, missing)
+    ring = {} if options.no_probes or missing else ring_of_hosts(ranks)
+    meeting.tell(ring)
+    if ring:
+        findings += _between_hosts(*join_ring(ring, 0, options.seconds), len(ring["ranks"]))
     if not options.no_probes:
         findings += probes(facts, options.seconds)
     _print(findings, options.json)
@@ -63,6 +70,51 @@ def probes(facts: Facts, seconds: float) -> list[Finding]:
     return [*(_kernel(device, seconds) for device in devices), *_ring(facts, seconds)]
 
 
+def ring_of_hosts(ranks: dict[int, Facts]) -> dict[str, Any]:
+    """Where the first ranks of all hosts meet for an exchange; nothing on a single host."""
+    first = {facts["host"]: rank for rank, facts in sorted(ranks.items(), reverse=True)}
+    if len(first) < 2:
+        return {}
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return {"ranks": sorted(first.values()), "address": os.environ["MASTER_ADDR"], "port": free.getsockname()[1]}
+
+
+def join_ring(ring: dict[str, Any], rank: int, seconds: float) -> tuple[dict[str, Any], str]:
+    """One host's part of the exchange between hosts, if the rank has one; what its probe said."""
+    if rank not in ring.get("ranks", ()):
+        return {}, ""
+    place = {
+        "RANK": str(ring["ranks"].index(rank)), "WORLD_SIZE": str(len(ring["ranks"])), "LOCAL_RANK": "0",
+        "MASTER_ADDR": ring["address"], "MASTER_PORT": str(ring["port"]),
+    }  # fmt: skip
+    return _probe([sys.executable, "-m", "ringflash.doctor.probe", "ring"], seconds, **place)
+
+
+def _between_hosts(found: dict[str, Any], error: str, hosts: int) -> Iterator[Finding]:
+    what = f"ring over {hosts} hosts"
+    if error:
+        yield fault(what, error, "NCCL_DEBUG=INFO names what it uses; NCCL_SOCKET_IFNAME, NCCL_IB_HCA (docs/hosts.md)")
+        return
+    found["exchanges"].pop("copy_engine", None)  # not between hosts
+    remedy = "a 100 Gb/s NIC gives 12: NCCL_IB_HCA, GPUDirect RDMA (docs/hosts.md)"
+    yield from _exchanges(found, what, "one GPU of each host", {"nccl": _SLOW_NIC_GBYTES}, remedy)
+
+
+def _exchanges(found: dict[str, Any], what: str, who: str, slow: dict[str, float], remedy: str) -> Iterator[Finding]:
+    """A line for each transport: whether the values are right, and whether it is as fast as it may be."""
+    for transport, exchange in found["exchanges"].items():
+        shown = f"{exchange['gbytes_per_second']:.1f} GB/s each way{', ' if who else ''}{who}"
+        if not exchange["right"]:
+            yield fault(
+                f"{what}, {transport}", "other values than were sent", "do not train here: test links and memory"
+            )
+        elif exchange["gbytes_per_second"] < slow.get(transport, 0.0):
+            yield warning(f"{what}, {transport}", shown, remedy)
+        else:
+            yield ok(f"{what}, {transport}", shown)
+
+
 def _kernel(device: str, seconds: float) -> Finding:
     what = f"kernel on {device}"
     found, error = _probe([sys.executable, "-m", "ringflash.doctor.probe", "kernel", device], seconds)
@@ -84,27 +136,28 @@ def _ring(facts: Facts, seconds: float) -> Iterator[Finding]:
     if error:
         yield fault(f"ring over {size} ranks", error, "run it alone: torchrun ... -m ringflash.doctor.probe ring")
         return
-    for transport, exchange in found["exchanges"].items():
-        what, shown = f"ring over {size} ranks, {transport}", f"{exchange['gbytes_per_second']:.1f} GB/s each way"
-        if not exchange["right"]:
-            yield fault(what, "other values than were sent", "do not train on this host: test its links and memory")
-        elif exchange["gbytes_per_second"] < _SLOW_GBYTES.get(transport, 0.0):
-            yield warning(
-                what, shown, "NVLink gives 200 GB/s and more: check nvidia-smi nvlink --status and NCCL_P2P_*"
-            )
-        else:
-            yield ok(what, shown)
+    remedy = "NVLink gives 200 GB/s and more: check nvidia-smi nvlink --status and NCCL_P2P_*"
+    yield from _exchanges(found, f"ring over {size} ranks", "", _SLOW_GBYTES, remedy)
     if found["missing"]:
         what = f"ring over {size} ranks, copy_engine"
         yield warning(what, found["missing"], "transport 'auto' takes NCCL, which is slower beside kernels")
 
 
-def _probe(command: list[str], seconds: float) -> tuple[dict[str, Any], str]:
-    """What a probe printed last, or what became of it. Its processes are gone afterwards."""
+def _probe(command: list[str], seconds: float, **place: str) -> tuple[dict[str, Any], str]:
+    """What a probe printed last, or what became of it. Its processes are gone afterwards.
+
+    Args:
+        place: variables that make it a rank among others.
+    """
     ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     process = subprocess.Popen(
-        command, env=clean, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        command,
+        env={**clean, **place},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
     )
     try:
         output, errors = process.communicate(timeout=seconds)
@@ -115,7 +168,7 @@ def _probe(command: list[str], seconds: float) -> tuple[dict[str, Any], str]:
     if process.returncode != 0:
         last = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["nothing"]
         return {}, f"exit status {process.returncode}: {last[0].strip()[:300]}"
-    return json.loads(output.splitlines()[-1]), ""
+    return json.loads(output.splitlines()[-1]) if output.strip() else {}, ""
 
 
 def _print(findings: list[Finding], as_json: bool) -> None:

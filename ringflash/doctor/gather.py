@@ -18,27 +18,41 @@ def world() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def gather(facts: dict[str, Any], seconds: float) -> tuple[dict[int, dict[str, Any]], list[int]]:
-    """Facts by rank, and the ranks that did not answer; on other ranks than the first their own facts alone.
-
-    No collective: ranks write to torchrun's store, and the first reads what is there.
+class Meeting:
+    """Where ranks tell the first one what they found, and it tells them what to do. No collective: torchrun's store.
 
     Args:
-        seconds: how long the first rank waits for all, and the others for the first.
+        seconds: how long the first rank waits for all, and the others twice as long for it.
     """
-    rank, size = world()
-    if size == 1:
-        return {0: facts}, []
-    store = dist.PrefixStore(_PREFIX, _store(seconds))
-    store.set(str(rank), json.dumps(facts))
-    if rank != 0:
-        _wait(store, "read", time.monotonic() + seconds)
-        return {rank: facts}, []
-    deadline = time.monotonic() + seconds
-    answered = [other for other in range(size) if _wait(store, str(other), deadline)]
-    ranks = {other: json.loads(store.get(str(other))) for other in answered}
-    store.set("read", "yes")
-    return ranks, [other for other in range(size) if other not in answered]
+
+    def __init__(self, seconds: float) -> None:
+        self._rank, self._size = world()
+        self._seconds = seconds
+        self._store = dist.PrefixStore(_PREFIX, _store(seconds)) if self._size > 1 else None
+
+    def gather(self, facts: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], list[int]]:
+        """Facts by rank, and the ranks that did not answer; on other ranks than the first their own facts alone."""
+        if self._store is None:
+            return {0: facts}, []
+        self._store.set(str(self._rank), json.dumps(facts))
+        if self._rank != 0:
+            return {self._rank: facts}, []
+        deadline = time.monotonic() + self._seconds
+        answered = [other for other in range(self._size) if _wait(self._store, str(other), deadline)]
+        ranks = {other: json.loads(self._store.get(str(other))) for other in answered}
+        return ranks, [other for other in range(self._size) if other not in answered]
+
+    def tell(self, what: dict[str, Any]) -> None:
+        """From the first rank to all."""
+        if self._store is not None:
+            self._store.set("told", json.dumps(what))
+
+    def hear(self) -> dict[str, Any]:
+        """What the first rank told; nothing where it does not in time."""
+        assert self._store is not None
+        if not _wait(self._store, "told", time.monotonic() + 2 * self._seconds):
+            return {}
+        return json.loads(self._store.get("told"))
 
 
 def _store(seconds: float) -> dist.Store:

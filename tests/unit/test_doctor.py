@@ -220,6 +220,42 @@ print("status", status)
 """
 
 
+HOSTS = """
+import os
+from ringflash.cli import main
+from ringflash.doctor import command
+facts = command.collect()
+command.collect = lambda: {**facts, "host": f"host{int(os.environ['RANK']) // 2}"}
+command.probes = lambda *_: []
+print("status", main(["doctor", "--json", "--seconds", "60"]))
+"""
+
+
+def test_hosts_exchange_under_torchrun() -> None:
+    """Three ranks that say they are on two hosts: the first of each exchange, and only the first rank prints."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
+    output = run([*launch, "--no_python", sys.executable, "-c", HOSTS])
+    found = {x["what"]: x for x in json.loads(output[output.index("{") : output.rindex("}") + 1])["findings"]}
+    assert found["ring over 2 hosts, gloo"]["found"].endswith("GB/s each way, one GPU of each host")
+    assert found["ring over 2 hosts, gloo"]["level"] == "ok"
+
+
+def test_rings_of_hosts_are_judged() -> None:
+    def judged(gbytes: float, right: bool = True, error: str = "") -> list[tuple[str, str]]:
+        exchange = {"gbytes_per_second": gbytes, "right": right}
+        return [(x.what, x.level) for x in command._between_hosts({"exchanges": {"nccl": exchange}}, error, 4)]
+
+    assert judged(40.0) == [("ring over 4 hosts, nccl", "ok")]
+    assert judged(4.0) == [("ring over 4 hosts, nccl", "warning")]
+    assert judged(40.0, right=False) == [("ring over 4 hosts, nccl", "fault")]
+    assert judged(40.0, error="no answer in 120 s") == [("ring over 4 hosts", "fault")]
+
+
+def test_one_host_has_no_ring_of_hosts() -> None:
+    assert command.ring_of_hosts({0: {"host": "a"}, 1: {"host": "a"}}) == {}
+    assert command.join_ring({}, 1, 1.0) == ({}, "")
+
+
 def test_ranks_answer_under_torchrun_or_are_named() -> None:
     """Two ranks of one host; then one that never answers."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
