@@ -240,6 +240,21 @@ def test_the_next_call_waits_for_the_last_pull(pool: Pool, pulled: bool) -> None
     assert all(pool.run(forwards_agree, pulled, size=4)) == pulled
 
 
+def explanation(ctx: Context) -> tuple[str, int]:
+    q, k = torch.zeros(1, 8, 8, 16), torch.zeros(1, 8, 4, 16)
+    with copy_engine():
+        said = ringflash.explain(q, k, k, group=ctx.group)
+    return str(said), said.num_visible
+
+
+def test_explained(pool: Pool) -> None:
+    """Rank 0 of a zigzag sees all chunks, rank 1 all but the last."""
+    (first, all_pairs), (second, pairs) = pool.run(explanation, size=2)
+    assert "1 section(s) of 4 KV head(s): 16 keys of ranks [0, 1], " in first
+    assert "1 section(s) of 4 KV head(s): 12 keys of ranks [0, 1], " in second
+    assert all_pairs + pairs == 16 * 17 // 2
+
+
 def test_refused_on_the_cpu(pool: Pool) -> None:
     assert all("got 'copy_engine'; use 'auto'" in text for text in pool.run(refusal, size=2))
 
