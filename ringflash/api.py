@@ -119,8 +119,8 @@ def explain(
     options = ops.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
     plan = ops._plan(q, k, v, cu_seqlens, options, 0)
     return Explanation(
-        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, _steps(plan, q, k), plan.num_visible,
-        comm_sms(plan.impl, plan.transport), buffer_bytes(),
+        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, _steps(plan, q, k),
+        plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(),
     )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def _steps(plan: ops.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
         owners = sorted({piece.owner for piece in gathering.pieces})
         return (
             f"{k.shape[2] // heads} section(s) of {heads} KV head(s): {gathering.num_rows} keys of ranks {owners}, "
-            f"{plan.num_visible} pairs",
+            f"{gathering.mask.num_visible} pairs",
         )
     return tuple(
         f"step {hop.step}: K/V of rank {hop.source}, {hop.mask.num_visible} pairs in {len(hop.mask.regions)} region(s)"

@@ -152,7 +152,7 @@ class Headwise:
         return self._kept("gathered", k, num_heads, lambda: Gathered(self.memory, self.gathering, k, num_heads))
 
     def _kept(self, what: str, k: torch.Tensor, num_heads: int, make: Callable[[], T]) -> T:
-        return self.memory.keep((what, id(self.gathering), num_heads, k.shape, k.dtype, WHOLE_BYTES), make)
+        return self.memory.keep((what, id(self.gathering), num_heads, k.shape, k.dtype), make)
 
     def _is_first(self, way: str, device: torch.device) -> bool:
         """Whether a mask is new to this kernel: the second section must then find what the first one keeps with it."""

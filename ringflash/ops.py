@@ -154,12 +154,6 @@ class Plan:
         return schedule.build(self.mask, self.cp_size, self.cp_rank, self.options.layout)
 
     @property
-    def num_visible(self) -> int:
-        """Visible pairs this rank computes."""
-        gathers = self.transport == "copy_engine"
-        return self.gathering.mask.num_visible if gathers else self.schedule.num_visible
-
-    @property
     def gathering(self) -> Gathering:
         """The keys that this rank gathers where it can read the memory of the others."""
         return schedule.gather(self.mask, self.cp_size, self.cp_rank, self.options.layout)

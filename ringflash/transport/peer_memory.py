@@ -112,7 +112,6 @@ class SymmetricMemory:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._areas: dict[str, torch.Tensor] = {}
         self._handles: dict[str, torch.distributed._symmetric_memory._SymmetricMemory] = {}
-        self._views: dict[tuple[str, int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
         self._lanes: dict[str, torch.cuda.Stream] = {}
         self._kept = Kept()
         _check_places(gather(group, _place(self._device)))
@@ -130,7 +129,6 @@ class SymmetricMemory:
 
         torch.cuda.synchronize(self._device)
         gather(self._group, None)  # nor do the streams of the others still read what is given up here
-        self._views.clear()
         self._kept.drop()
         self._handles.pop(name, None)
         self._areas.pop(name, None)
@@ -150,13 +148,9 @@ class SymmetricMemory:
         self._areas[name], self._handles[name] = area, handle
 
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        key = (name, rank, shape, dtype)
-        if key not in self._views:
-            if rank == self.rank:
-                self._views[key] = self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            else:
-                self._views[key] = self._handles[name].get_buffer(rank, shape, dtype)
-        return self._views[key]
+        if rank == self.rank:
+            return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        return self._handles[name].get_buffer(rank, shape, dtype)
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
         return self._kept.get(key, make)
@@ -185,7 +179,6 @@ class SymmetricMemory:
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._views.clear()
         self._kept.drop()
         self._handles.clear()
         self._areas.clear()
