@@ -96,7 +96,6 @@ def _between_hosts(found: dict[str, Any], error: str, hosts: int) -> Iterator[Fi
     if error:
         yield fault(what, error, "NCCL_DEBUG=INFO names what it uses; NCCL_SOCKET_IFNAME, NCCL_IB_HCA (docs/hosts.md)")
         return
-    found["exchanges"].pop("copy_engine", None)  # not between hosts
     remedy = "a 100 Gb/s NIC gives 12: NCCL_IB_HCA, GPUDirect RDMA (docs/hosts.md)"
     yield from _exchanges(found, what, "one GPU of each host", {"nccl": _SLOW_NIC_GBYTES}, remedy)
 
@@ -168,7 +167,9 @@ def _probe(command: list[str], seconds: float, **place: str) -> tuple[dict[str, 
     if process.returncode != 0:
         last = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["nothing"]
         return {}, f"exit status {process.returncode}: {last[0].strip()[:300]}"
-    return json.loads(output.splitlines()[-1]) if output.strip() else {}, ""
+    if not output.strip():  # what ranks other than the first do
+        return {}, "exit status 0, and nothing printed"
+    return json.loads(output.splitlines()[-1]), ""
 
 
 def _print(findings: list[Finding], as_json: bool) -> None:

@@ -207,6 +207,7 @@ def test_a_probe_that_hangs_or_fails_ends_in_time() -> None:
     assert time.monotonic() - start < 30
     _, error = _probe([sys.executable, "-c", "raise RuntimeError('no device')"], 30.0)
     assert error == "exit status 1: RuntimeError: no device"
+    assert _probe([sys.executable, "-c", "pass"], 30.0) == ({}, "exit status 0, and nothing printed")
 
 
 SILENT = """
