@@ -1,6 +1,6 @@
 """A ring beside an all-gather of another communicator, as FSDP2 issues them: milliseconds apart and together.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_beside.py [--transport copy_engine] [--comm_sms 8]
+    torchrun --nproc-per-node 2 benchmarks/bench_beside.py [--transport nccl [--comm_sms 8]]
     torchrun --nproc-per-node 2 benchmarks/bench_beside.py --toy                  (CPU, gloo: shows that it runs)
 
 Together is at best the longer of the two, and at worst, where neither gets on beside the other, their sum.
@@ -20,9 +20,9 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
+import ringflash  # noqa: E402
 from benchmarks.bench_ring import ROWS, TOY, join, run, timed  # noqa: E402
 from benchmarks.ring_contenders import Setting, ring_over  # noqa: E402
-from ringflash import ring  # noqa: E402
 
 CALLS, GATHERS, ROUNDS = 6, 4, 5
 
@@ -31,15 +31,17 @@ def main() -> None:
     """Time both passes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="", help="default gloo on CPUs, copy_engine on GPUs")
-    parser.add_argument("--comm_sms", type=int, default=0, help="SMs that the forward leaves free, over any transport")
+    parser.add_argument("--comm_sms", type=int, default=0, help="SMs that the forward leaves free, over nccl")
     parser.add_argument("--toy", action="store_true", help="small, on the CPU")
     options = parser.parse_args()
+    if options.comm_sms and options.transport != "nccl":
+        parser.error(f"--comm_sms must come with --transport nccl, got {options.transport!r}; others take no SMs.")
     device = join(options.toy)
     assert dist.group.WORLD is not None
     row = TOY[0] if options.toy else next(row for row in ROWS if "8192 tokens" in str(row))
     setting = Setting(row, dist.group.WORLD, device, torch.float32 if options.toy else torch.bfloat16)
     entry = ring_over(options.transport or ("gloo" if options.toy else "copy_engine"), setting)
-    ring.comm_sms = lambda impl, transport: options.comm_sms if impl == "hopper" else 0
+    ringflash.set_comm_sms(options.comm_sms)
     other = dist.new_group(list(range(dist.get_world_size())))
     shard = torch.randn(1 << (10 if options.toy else 26), device=device).bfloat16()
     whole = torch.empty(dist.get_world_size() * shard.numel(), device=device, dtype=shard.dtype)
