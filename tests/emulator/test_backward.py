@@ -26,12 +26,14 @@ def _gradients(
     with_dlse: bool = False,
     num_sms: int | None = 2,
     whole_groups: bool = False,
+    in_step: bool = False,
 ):
     """dq, dk, dv of the kernels, of the oracle, and of the baseline.
 
     Args:
         fp32: what is stored, not added, is fp32 all the same, in strided views.
         whole_groups: a CTA walks all heads of a group although the launch is small.
+        in_step: tiles begin where the others are although the queries are few.
     """
     q, k, v, dout = inputs(mask, shape)
     dlse = torch.randn(shape.batch, shape.num_heads, mask.seqlen_q) if with_dlse else None
@@ -40,7 +42,9 @@ def _gradients(
     out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
     module = (emulator or Emulator()).load("backward")
     if whole_groups:
-        module._MANY_TILES = module._SMS = 1
+        module._MANY_TILES = module.SMS = 1
+    if in_step:
+        module._L2_BYTES_OF_A_GROUP = 0
     run = module.Backward(
         dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic, num_sms=num_sms
     )
@@ -179,6 +183,16 @@ def test_whole_groups(mask, head_dim, accumulate):
     assert_close(*_gradients(mask, shape, accumulate=accumulate, num_sms=3, whole_groups=True), num_chunks=2)
 
 
+@pytest.mark.parametrize("num_sms", [3, None])
+@pytest.mark.parametrize("mask", ["full, ragged", "wide window", "zigzag chunks before all keys", "rectangle inside"])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_tiles_that_begin_where_the_others_are(mask, head_dim, num_sms):
+    """Rounds over the queries that begin anywhere give the same gradients."""
+    shape = Shape(head_dim, 4, 2, batch=2)
+    got = _gradients(MASKS[mask], shape, num_sms=num_sms, whole_groups=True, in_step=True)
+    assert_close(*got, num_chunks=_chunks(MASKS[mask]))
+
+
 @pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["band", "bounds"])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_deterministic(mask, head_dim):
@@ -239,6 +253,11 @@ FAULTS = {
         "(sm.q_full.index(slot), parity)",
         "(sm.q_full.index(slot), parity ^ 1)",
     ),
+    "consumers and producer begin at different blocks": (
+        "backward_keys",
+        "                block = problem.first_block(index, g, start)",  # deeper in than the producer's
+        "                block = start",
+    ),
     "an arrival is missing": ("backward_keys", "mbarrier.arrive(sm.q_empty.index(slot), count=1)", "pass"),
     "staging buffers are overwritten while they leave": ("backward_keys", "tma_store_wait(0)", "pass"),
     "proxy fences are missing": ("backward_keys", "fence_async_shared()", "pass"),
@@ -249,7 +268,7 @@ def _fails(fault: tuple[str, str, str], mask: Mask) -> bool:
     """Whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
     for seed in range(3):
         try:
-            assert_close(*_gradients(mask, Shape(), emulator=Emulator(seed, faults=[fault])))
+            assert_close(*_gradients(mask, Shape(), emulator=Emulator(seed, faults=[fault]), in_step=True))
         except (AssertionError, EmulationError):
             return True
     return False

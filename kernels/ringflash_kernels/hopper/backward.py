@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ringflash_kernels.hopper.backward_keys import backward_keys
+from ringflash_kernels.hopper.backward_order import SMS, STEPS_OF_A_TILE, Blocks, Works, balanced, first_blocks
 from ringflash_kernels.hopper.backward_queries import backward_queries
 from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.backward_wide import backward_wide
@@ -25,12 +26,10 @@ from ringflash_kernels.hopper.preprocess import postprocess, preprocess
 from ringflash_kernels.mask import Mask, Region
 
 _FAR = 1 << 29  # an open side of a band
-_SMS = 132
 _MANY_TILES = 192  # so many tiles of unequal length, longest first, keep the SMs busy to the end
-_STEPS_OF_A_TILE = 10  # what entering and leaving a tile costs, in blocks of queries; measured between 9 and 14
 # Q and dO of the heads that run side by side should stay in L2 (50 MB) with their dQ; larger sections measured slower.
 _L2_BYTES_OF_A_SECTION = 16 * 2**20
-_STAGGER = 8  # full masks: a key tile starts 8 / 4 query blocks after the one before, to add to other dQ blocks
+_L2_BYTES_OF_A_GROUP = 8 * 2**20  # Q, dO and dQ of a group; with less it does not matter who is where
 
 
 class Backward:
@@ -96,12 +95,13 @@ class Backward:
                 x[:, : hop.k_start].zero_()
                 x[:, hop.k_stop :].zero_()
         if hop.num_rows:
-            works = _Works(self.q.shape[0] * self.q.shape[2] // group, self._heads_together(group, hop))
+            works = Works(self.q.shape[0] * self.q.shape[2] // group, self._heads_together(group, hop))
             grid = self._grid(mask, hop, self.tiles.block_n, works)
-            self._launch(k, v, dk, dv, hop, grid, group, works.heads_together, accumulate)
+            begins = self._begins(mask, hop, works, group, grid)
+            self._launch(k, v, dk, dv, hop, grid, group, works, begins, accumulate)
             if self.deterministic:
                 hop = _hop(mask, k.device, transposed=True)
-                works = _Works(self.q.shape[0] * self.q.shape[2], 1)
+                works = Works(self.q.shape[0] * self.q.shape[2], 1)
                 self._launch_queries(k, v, hop, self._grid(mask, hop, 128, works))
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -129,8 +129,8 @@ class Backward:
         if not hop.full:
             return group if works >= _MANY_TILES else 1
         steps = -(-hop.num_rows // 64)
-        together = -(-works // _SMS) * (steps * group + _STEPS_OF_A_TILE)
-        apart = -(-works * group // _SMS) * (steps + _STEPS_OF_A_TILE)
+        together = -(-works // SMS) * (steps * group + STEPS_OF_A_TILE)
+        apart = -(-works * group // SMS) * (steps + STEPS_OF_A_TILE)
         return group if together < apart else 1
 
     def _heads_together(self, group: int, hop: _Hop) -> int:
@@ -141,15 +141,30 @@ class Backward:
         limit = _L2_BYTES_OF_A_SECTION // (hop.num_rows * self.q.shape[3] * 2 * self.q.element_size())
         return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
 
-    def _grid(self, mask: Mask, hop: _Hop, block: int, works: _Works) -> tuple[int]:
+    def _grid(self, mask: Mask, hop: _Hop, block: int, works: Works) -> tuple[int]:
         """CTAs of a launch over tiles of `block` keys (or, by queries, of `block` queries)."""
         num_works = -(-hop.num_keys // block) * works.num_heads
         if self.num_sms is None or num_works <= self.num_sms:
             return (num_works,)
         key = ("backward grid", hop.q_start, hop.k_start, block, works, self.num_sms)
         if key not in mask._cache:
-            mask._cache[key] = _balanced(_lengths(hop, block), works, self.num_sms)
+            mask._cache[key] = balanced(_blocks(hop, block), works, self.num_sms)
         return (mask._cache[key],)  # type: ignore[return-value]
+
+    def _begins(self, mask: Mask, hop: _Hop, works: Works, group: int, grid: tuple[int]) -> torch.Tensor | None:
+        """Where tiles begin, made once a mask; None where each may begin at its first block.
+
+        Packed documents bring another mask every step, and few of them are long.
+        """
+        if hop.has_bounds or hop.num_rows * self.q.shape[3] * 8 * group <= _L2_BYTES_OF_A_GROUP:
+            return None
+        key = ("begins", hop.q_start, hop.k_start, self.tiles.block_n, works, group, grid, self.q.device)
+        if key not in mask._cache:
+            if self.q.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
+            table = first_blocks(_blocks(hop, self.tiles.block_n), works, group, grid[0])
+            mask._cache[key] = table.to(self.q.device)
+        return mask._cache[key]  # type: ignore[return-value]
 
     def _launch(
         self,
@@ -160,20 +175,20 @@ class Backward:
         hop: _Hop,
         grid: tuple[int],
         group: int,
-        heads_together: int,
+        works: Works,
+        begins: torch.Tensor | None,
         accumulate: bool,
     ) -> None:
         tiles = self.tiles
-        batch, _, num_heads, _ = self.q.shape
-        num_kv_heads = k.shape[2]
+        num_heads, num_kv_heads = self.q.shape[2], k.shape[2]
         num_tiles = -(-hop.num_keys // tiles.block_n)
-        works = num_tiles * batch * num_heads // group
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [x[:, hop.k_start : hop.k_stop] for x in (k, v, dk, dv)]
         scalars = (
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
-            num_kv_heads, num_tiles, heads_together, works, group,
-            hop.first_shift, hop.split, hop.second_shift, hop.stop_shift, _STAGGER if hop.full else 0,
+            num_kv_heads, num_tiles, works.heads_together, num_tiles * works.num_heads, group,
+            hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
+            int(begins is not None), self.stats.view(torch.int32) if begins is None else begins,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
         loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
@@ -282,13 +297,6 @@ class _Queries(NamedTuple):
     dq: _Pieces
 
 
-class _Works(NamedTuple):
-    """The tiles of a launch: of so many heads (groups of heads, all batches), `heads_together` side by side."""
-
-    num_heads: int
-    heads_together: int
-
-
 class _Hop(NamedTuple):
     """A mask as the kernels take it: a rectangle, and which of its rows see a key (see `Problem`)."""
 
@@ -352,8 +360,8 @@ def _second_band(mask: Mask) -> Region | None:
     return below
 
 
-def _lengths(hop: _Hop, block: int) -> torch.Tensor:
-    """Steps of each tile of a head: what `Problem.blocks` visits, on the host."""
+def _blocks(hop: _Hop, block: int) -> Blocks:
+    """What `Problem.blocks` visits, on the host, for tiles of `block` keys."""
     first_key = torch.arange(0, hop.num_keys, block)
     last_key = (first_key + block).clamp(max=hop.num_keys) - 1
     if hop.has_bounds:
@@ -363,19 +371,8 @@ def _lengths(hop: _Hop, block: int) -> torch.Tensor:
         first = (first_key + hop.first_shift).clamp(hop.min_row, hop.split)
         first = first + (first_key + hop.second_shift).clamp(hop.split, hop.num_rows) - hop.split
         stop = (last_key + hop.stop_shift).clamp(0, hop.num_rows)
-    return (-(-stop // 64) - first // 64).clamp(min=0)
-
-
-def _balanced(lengths: torch.Tensor, works: _Works, num_sms: int) -> int:
-    """How many CTAs, up to num_sms, finish first when CTA i of n takes the tiles i, i + n, i + 2n, ...
-
-    A causal head of 128 tiles gives 124 CTAs the same part of every head; 121 finish 1.3 times sooner.
-    """
-    # Entering and leaving a tile costs about a step and a half.
-    steps = (lengths + 1.5).repeat_interleave(works.heads_together).repeat(works.num_heads // works.heads_together)
-    order = torch.arange(len(steps))
-    candidates = range(num_sms, num_sms - max(1, num_sms // 8), -1)
-    return min(candidates, key=lambda n: torch.bincount(order % n, weights=steps).max().item())
+    start = first // 64
+    return Blocks(start, torch.where(first < stop, -(-stop // 64), start))
 
 
 def _kept_transpose(mask: Mask) -> Mask:

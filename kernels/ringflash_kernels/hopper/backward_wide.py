@@ -127,7 +127,6 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, _full_start, _full_stop = problem.blocks(key)
-        block = problem.first_block(key, start, stop)
         if start < stop:
             kv_full = sm.kv_full.index(0)
             mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
@@ -139,6 +138,7 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
             round += 1
         for g in range(problem.group):
             head = first_head + g
+            block = problem.first_block(index, g, start)
             for _ in range(start, stop):
                 row = block * 64
                 slot, parity = slot_of(step, sm.STAGES)
@@ -314,13 +314,13 @@ def _consume_scores(sm, problem, dq_desc, dk_desc, dv_desc):
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
-        block = problem.first_block(key, start, stop)
         dv0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dv1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         if start < stop:
             mbarrier.wait(sm.kv_full.index(0), round & 1)
         for g in range(problem.group):
             dq_row = problem.dq_row(batch, first_head + g)
+            block = problem.first_block(index, g, start)
             for _ in range(start, stop):
                 masked = (block < full_start) | (block >= full_stop)
                 dv0, dv1 = _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row + block * 64)
@@ -346,13 +346,13 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, _full_start, _full_stop = problem.blocks(key)
-        block = problem.first_block(key, start, stop)
         dk0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dk1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         if start < stop:
             mbarrier.wait(sm.kv_full.index(0), round & 1)
         for g in range(problem.group):
             dq_row = problem.dq_row(batch, first_head + g)
+            block = problem.first_block(index, g, start)
             for _ in range(start, stop):
                 dk0, dk1 = _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row + block * 64)
                 block = problem.next_block(block, start, stop)
@@ -372,7 +372,8 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
 @gluon.jit(
     do_not_specialize=[
         "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles",
-        "heads_together", "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "stagger",
+        "heads_together", "num_works", "group", "first_shift", "split", "second_shift", "stop_shift",
+        "has_begins",
     ]
 )  # fmt: skip
 def backward_wide(
@@ -405,7 +406,8 @@ def backward_wide(
     split,
     second_shift,
     stop_shift,
-    stagger,
+    has_begins,
+    begin_ptr,
     scale_log2,
     softmax_scale,
     SPLIT: gl.constexpr,
@@ -485,7 +487,8 @@ def backward_wide(
         split,
         second_shift,
         stop_shift,
-        stagger,
+        has_begins,
+        begin_ptr,
         first_ptr,
         stop_ptr,
         scale_log2,
