@@ -6,7 +6,7 @@ gradients and transients, and the gradient that the loss left; or, where it take
 
 from __future__ import annotations
 
-from ringflash.headwise import heads_of_a_section
+from ringflash.headwise import sections_of
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
 
@@ -87,10 +87,10 @@ def transport_bytes(job: Job, *, one_host: bool = False) -> int:
     if not one_host:
         return shard * (3 * BF16 + 4 * FP32) + rows * model.q_size * FP32
     capacity = rows * job.cp_size
-    heads = heads_of_a_section(model.num_kv_heads, model.num_heads // model.num_kv_heads, capacity)
+    sections = sections_of(model.num_kv_heads, model.num_heads // model.num_kv_heads, capacity)
+    heads = max(sections)
     gathered = 2 * capacity * heads * model.head_dim
-    sections = min(2, model.num_kv_heads // heads)
-    return shard * BF16 + sections * gathered * (BF16 + FP32) + (gathered - gathered // job.cp_size) * FP32
+    return shard * BF16 + min(2, len(sections)) * gathered * (BF16 + FP32) + (gathered - gathered // job.cp_size) * FP32
 
 
 def _checkpoints(job: Job) -> int:

@@ -6,6 +6,7 @@ The grid is thin: every mask runs at head_dim 64, every head_dim with one mask; 
 import pytest
 import torch
 
+from ringflash_kernels.api import publish
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
 from tests.emulator.oracle import MASKS, Shape, far_apart, inputs, oracle_and_baseline, random_problem
@@ -290,6 +291,23 @@ def test_sum_over_ranks(head_dim: int, ranks: int) -> None:
         want += partial
     gradients = torch.full((2, 2, 40, 5, head_dim), torch.nan, dtype=torch.bfloat16)
     dk, dv = gradients[:, :, 1:38, 2:]
-    Emulator().load("collect").collect(own, others, dk, dv)
+    Emulator().load("exchange").collect(own, others, dk, dv)
     assert torch.equal(torch.stack((dk, dv), -2), want.bfloat16())
     assert int(gradients.isnan().sum()) == gradients.numel() - dk.numel() - dv.numel()
+
+
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_to_the_peers(head_dim: int) -> None:
+    """K and V from strided views to their places, as `api.publish` does it head by head; nothing else is written."""
+    torch.manual_seed(head_dim)
+    k, v = torch.randn(2, 2, 50, 5, head_dim, dtype=torch.bfloat16)[:, :, 7:44, 2:]
+    line, area_rows = 2 * head_dim, 40
+    first = [0, 2 * area_rows * line, 2 * area_rows * line + line]  # sections of one head and of two
+    lines = torch.tensor([[at, step] for at, step in zip(first, (line, 2 * line, 2 * line), strict=True)])
+    there = torch.cat([torch.arange(20), torch.arange(23, 40)]).int()
+    areas = torch.full((2, 3 * 2 * area_rows * line), torch.nan, dtype=torch.bfloat16)
+    publish("reference", k, v, areas[0], lines, there, area_rows)
+    Emulator().load("exchange").publish(k, v, areas[1], lines, there, area_rows)
+    assert torch.equal(areas[0].nan_to_num(), areas[1].nan_to_num())
+    assert int(areas[1].isfinite().sum()) == k.numel() + v.numel()
+    assert torch.equal(areas[0].view(3, -1)[0].view(2, area_rows, 2, head_dim)[:, there.long(), 1], v[:, :, 0])

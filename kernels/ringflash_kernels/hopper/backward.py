@@ -22,6 +22,7 @@ from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.backward_wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import block_layout, misaligned
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.preprocess import postprocess, preprocess
 from ringflash_kernels.mask import Mask, Region
 
@@ -30,6 +31,8 @@ _MANY_TILES = 192  # so many tiles of unequal length, longest first, keep the SM
 # Q and dO of the heads that run side by side should stay in L2 (50 MB) with their dQ; larger sections measured slower.
 _L2_BYTES_OF_A_SECTION = 16 * 2**20
 _L2_BYTES_OF_A_GROUP = 8 * 2**20  # Q, dO and dQ of a group; with less it does not matter who is where
+
+_KEYS, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_wide, backward_queries))
 
 
 class Backward:
@@ -91,9 +94,9 @@ class Backward:
                 dv.copy_(totals[1])
             return
         if not accumulate:
-            for x in (dk, dv):
-                x[:, : hop.k_start].zero_()
-                x[:, hop.k_stop :].zero_()
+            for unseen in (slice(0, hop.k_start), slice(hop.k_stop, k.shape[1])):
+                if unseen.start < unseen.stop:
+                    dk[:, unseen] = dv[:, unseen] = 0
         if hop.num_rows:
             works = Works(self.q.shape[0] * self.q.shape[2] // group, self._heads_together(group, hop))
             grid = self._grid(mask, hop, self.tiles.block_n, works)
@@ -194,18 +197,21 @@ class Backward:
         loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
         choices = dict(
             SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds,
-            WITH_DQ=not self.deterministic, ACCUMULATE=accumulate, num_warps=4,
+            WITH_DQ=not self.deterministic, ACCUMULATE=accumulate,
         )  # fmt: skip
+        variant = (self.q.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, self.deterministic, accumulate)
         if tiles.wide:
             stores = [_tile(x, 64, 64) for x in keys[2:]]
-            backward_wide[grid](
+            _WIDE(
+                variant, grid[0],
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, queries.dq[0], *stores,
                 *scalars, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
             stores = [_tiles(x, halves if x.dtype == torch.float32 else tiles.pieces) for x in keys[2:]]
-            backward_keys[grid](
+            _KEYS(
+                variant, grid[0],
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *scalars,
                 # Without dQ in the loop ptxas (12.8) overwrites K's registers: wrong dK and dV.
@@ -225,12 +231,13 @@ class Backward:
                 (k, hop.q_start, hop.q_stop), (v, hop.q_start, hop.q_stop),
             )
         )  # fmt: skip
-        backward_queries[grid](
+        _QUERIES(
+            (self.q.shape[3], self.q.dtype, hop.has_bounds), grid[0],
             q, keys, values, dout, _descriptor(self.dq.flatten(0, 1), (64, dim // 2)), self.stats,
             *self._bounds(hop), self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, 1, works, hop.first_shift, hop.stop_shift,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
-            BLOCK=64, HEAD_DIM=dim, STAGES=self.tiles.query_stages, BOUNDS=hop.has_bounds, num_warps=4,
+            BLOCK=64, HEAD_DIM=dim, STAGES=self.tiles.query_stages, BOUNDS=hop.has_bounds,
         )  # fmt: skip
 
     def _bounds(self, hop: _Hop) -> tuple[torch.Tensor, torch.Tensor]:

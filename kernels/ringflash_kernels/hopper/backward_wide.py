@@ -371,9 +371,9 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles",
-        "heads_together", "num_works", "group", "first_shift", "split", "second_shift", "stop_shift",
-        "has_begins",
+        "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
+        "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
+        "stop_shift", "has_begins", "begin_ptr",
     ]
 )  # fmt: skip
 def backward_wide(
