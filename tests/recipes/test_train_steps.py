@@ -29,10 +29,11 @@ FLAGS = {
 def test_steps_of_two_lengths(tmp_path: Path) -> None:
     """Every step is there with its length, and losses are those of a model that knows nothing."""
     recipe = ROOT / "recipes" / "lightning"
+    flags = [f"--{key}={value}" for key, value in FLAGS.items()]
     output = run_ranks(
         "benchmarks.train_steps", "--lengths", "192x2,384", "--warm_up", "96", "--waits",
-        "--json", tmp_path / "results", "--config", recipe / "qwen3_8b_pretrain.yaml",
-        "--config", recipe / "1m_cp8_8gpus.yaml", "--output_dir", tmp_path / "run", *(f"--{key}={value}" for key, value in FLAGS.items()), num_ranks=2,
+        "--json", tmp_path / "results", "--output_dir", tmp_path / "run",
+        "--config", recipe / "qwen3_8b_pretrain.yaml", "--config", recipe / "1m_cp8_8gpus.yaml", *flags, num_ranks=2,
     )  # fmt: skip
     result = json.loads((tmp_path / "results").read_text())
     steps = result["steps"]
