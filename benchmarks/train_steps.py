@@ -22,7 +22,7 @@ import warnings
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import lightning
 import torch
@@ -42,8 +42,9 @@ from ringflash.lightning import CausalLM, ExposedCommunication  # noqa: E402
 from ringflash.lightning.sequences import Batch, Loader, SequenceData  # noqa: E402
 from ringflash.lightning.strategy import strategy_of  # noqa: E402
 from ringflash.lightning.text import text_files  # noqa: E402
+from ringflash.memory import Memory  # noqa: E402
 from ringflash.plan.command import make_plan  # noqa: E402
-from ringflash.plan.job import Job  # noqa: E402
+from ringflash.plan.job import Job, Precision  # noqa: E402
 from ringflash.plan.machine import GIB, GPUS, Machine  # noqa: E402
 from ringflash.plan.shape import shape_of  # noqa: E402
 from ringflash.transport import buffers  # noqa: E402
@@ -237,31 +238,35 @@ class StepTimes(lightning.Callback):
         return {"kind": step.kind, "seqlen": step.seqlen, **most, "loss": loss, "grad_norm": norm, **speed}
 
     def _plans(self, trainer: lightning.Trainer, module: CausalLM) -> dict[str, Any]:
-        """Seconds and bytes that `ringflash plan` names for each length, of a model and on a GPU that it knows."""
+        """`plans` of what is trained; none for a family whose FLOPs are not counted."""
         strategy = strategy_of(trainer)
-        gpu = next((gpu for name, gpu in GPUS.items() if name in _name(strategy.root_device)), None)
-        if gpu is None or module.flops_of is None:
+        if module.flops_of is None:
             return {}
-        memory = {name: value for name, value in asdict(module.memory).items() if name != "liger"}
-        machine = Machine(gpu, dist.get_world_size())
-        plans = {}
-        for seqlen in sorted({step.seqlen for step in self.steps}):
-            job = Job(
-                shape_of(module.config),
-                seqlen,
-                strategy.cp_size,
-                strategy.dp_size,
-                precision=trainer.precision,
-                **memory,
-            )
-            plan = make_plan(job, machine)
-            plans[str(seqlen)] = {name: plan[name] for name in ("step_seconds", "memory_bytes", "mfu")}
-        return plans
+        return plans(
+            sorted({step.seqlen for step in self.steps}), _name(strategy.root_device), model=shape_of(module.config),
+            cp_size=strategy.cp_size, dp_size=strategy.dp_size, precision=trainer.precision, memory=module.memory,
+        )  # fmt: skip
 
     @staticmethod
     def _synchronize() -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+
+def plans(lengths: list[int], device: str, *, memory: Memory, **job: Any) -> dict[str, Any]:
+    """What `ringflash plan` says of each length; nothing on a device or in a precision that it does not know.
+
+    Args:
+        job: of `ringflash.plan.job.Job`, beside the length and the memory.
+    """
+    gpu = next((gpu for name, gpu in GPUS.items() if name in device), None)
+    if gpu is None or job["precision"] not in get_args(Precision):
+        return {}
+    machine = Machine(gpu, job["cp_size"] * job["dp_size"])
+    kept = {name: value for name, value in asdict(memory).items() if name != "liger"}  # which changes none of it
+    made = {str(seqlen): make_plan(Job(seqlen=seqlen, **job, **kept), machine) for seqlen in lengths}
+    wanted = ("step_seconds", "memory_bytes", "mfu")
+    return {seqlen: {name: plan[name] for name in wanted} for seqlen, plan in made.items()}
 
 
 def line(step: dict[str, Any]) -> str:

@@ -8,14 +8,18 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.device_time import IDLE
-from benchmarks.train_steps import Step, StepTimes, line, schedule
+from benchmarks.train_steps import Step, StepTimes, line, plans, schedule
+from ringflash.cli import main as ringflash
 from ringflash.flops import training_flops
+from ringflash.memory import Memory
 from ringflash.plan.shape import shape_of
 from tests.recipes.launching import ROOT, run_ranks
 from tests.recipes.test_8b_recipes import SMALL
@@ -60,6 +64,22 @@ def test_a_trace_without_a_device_is_all_idle() -> None:
     found = times._traced(2.0)
     assert found["parts"].pop(IDLE) == 2.0 and not any(found["parts"].values()) and found["kernels"] == []
     assert times._trace is None
+
+
+def test_plans_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """For a GPU that it knows; of others and of other precisions there are none."""
+    recipe = ROOT / "recipes" / "lightning" / "qwen3_8b_pretrain.yaml"
+    config = yaml.safe_load(recipe.read_text())["model"]["model"]
+    job: dict[str, Any] = {"model": shape_of(config), "cp_size": 4, "dp_size": 1, "precision": "bf16-mixed"}
+    memory = Memory("attention_kept", offload_checkpoints=True, mlp_tile_tokens=8192, liger=True)
+    found = plans([1 << 17, 1 << 19], "NVIDIA H200", memory=memory, **job)
+    for seqlen in (1 << 17, 1 << 19):
+        flags = ["--seqlen", str(seqlen), "--gpus", "4", "--offload_checkpoints", "--json"]
+        assert ringflash(["plan", str(recipe), *flags]) == 0
+        want = json.loads(capsys.readouterr().out)
+        assert found[str(seqlen)] == {name: want[name] for name in ("step_seconds", "memory_bytes", "mfu")}
+    assert plans([1 << 17], "CPU", memory=memory, **job) == {}
+    assert plans([1 << 17], "NVIDIA H200", memory=memory, **{**job, "precision": "32-true"}) == {}
 
 
 def test_schedule() -> None:
