@@ -90,6 +90,7 @@ class Headwise:
 
         def begin(section: int) -> None:
             mine = gathered.query_heads(section)
+            passes.pop(section % 2, None)  # which has ended: its fp32 dQ makes room for the new one
             passes[section % 2] = begin_backward(
                 dout[:, :, mine], q[:, :, mine], out[:, :, mine], lse[:, mine], impl=self.impl,
                 softmax_scale=self.softmax_scale, dlse=None if dlse is None else dlse[:, mine],
