@@ -140,7 +140,7 @@ def _for_the_cpu() -> list[Any]:
     return [
         copy_engine(),
         mock.patch("tests.helpers.peer_memory.TIMEOUT_S", FOR_EVER_S),
-        mock.patch("ringflash.watch.board.ANSWER_S", 2.0),
+        mock.patch("ringflash.watch.board.ANSWER_S", 4.0),
         mock.patch("ringflash.watch.thread.END_S", 8.0),
     ]
 

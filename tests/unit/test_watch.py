@@ -343,6 +343,19 @@ def test_a_device_that_failed_is_said_once_and_told_to_who_asks() -> None:
     assert broken.watch.stalled == waiting.watch.stalled
 
 
+def test_a_device_may_fail_between_two_places() -> None:
+    """The host has issued no more than what the device has done."""
+    rank = World(1).ranks[0]
+    with rank.begin() as call:
+        start = Token()
+        call.reach(start, "for all ranks to begin")
+        start.done = True
+        rank.look()
+    start.error = DeviceLost("CUDA error 700")
+    rank.look()
+    assert rank.said == ["rank 0 lost its device (CUDA error 700) when it waited in forward call 1 over copy_engine"]
+
+
 def test_a_fault_of_its_own_ends_the_watch_alone(caplog: pytest.LogCaptureFixture) -> None:
     watch = Watch(say=pytest.fail, end=pytest.fail)
     watch.look = mock.Mock(side_effect=ValueError("a mistake"))  # type: ignore[method-assign]
