@@ -28,6 +28,7 @@ from ringflash.schedule import Gathering, Piece
 from ringflash.transport.buffers import buffer
 from ringflash.transport.peer_memory import PeerMemory, Token
 from ringflash.waiting import measuring, waiting
+from ringflash.watch import Call, Unwatched, watching
 from ringflash_kernels.api import BackwardPass, begin_backward, collect, implementation, publish, state_dtype
 
 T = TypeVar("T")
@@ -108,8 +109,14 @@ class Headwise:
         self._run("backward", gathered, differentiate, begin, end)
         return dq, dk, dv
 
-    def _run(
+    def _run(self, way: str, gathered: Gathered, *work: Callable[[int], None]) -> None:
+        """Compute all sections, while the watch looks on."""
+        with watching(self.memory, way, gathered.device) as call:
+            self._run_sections(call, way, gathered, *work)
+
+    def _run_sections(
         self,
+        call: Call | Unwatched,
         way: str,
         gathered: Gathered,
         compute: Callable[[int], None],
@@ -123,6 +130,7 @@ class Headwise:
                 otherwise queue behind all of the next section's. A section begins when the last but one has ended.
         """
         device, start = gathered.device, self.memory.mark()
+        call.reach(start, "for all ranks to begin")
         in_order = self._is_first(way, device) or measuring()
         computed: list[Token] = []
         ended: list[Token] = []
@@ -143,8 +151,10 @@ class Headwise:
             after = [start, *(computed[-1:] if in_order else [])]
             lane = "odd" if section % 2 else "even"
             computed.append(self.memory.beside(lane, partial(work, section, *tokens), after))
+            call.reach(computed[-1], "for section {}", section)
             if end is not None:
                 ended.append(self.memory.beside("end", partial(end, section), computed[-1:], urgent=True))
+                call.reach(ended[-1], "for the gradients of section {}", section)
         for token in computed[-2:]:
             token.wait()
         with waiting(device):
