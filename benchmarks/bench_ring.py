@@ -141,11 +141,26 @@ def run(entry: Built, backward: bool) -> None:
         torch.autograd.grad(out, entry.inputs, out.detach())
 
 
+def capture(entry: Built, backward: bool) -> Callable[[], object]:
+    """A call as a graph, to be replayed."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run(entry, backward)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        run(entry, backward)
+    return graph.replay
+
+
 def measure(
     built: dict[str, Built], setting: Setting, rounds: int, sample_ms: float, backward: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median milliseconds and host microseconds of a call, by contender, in an order that all ranks draw alike."""
-    runs = {name: partial(run, entry, backward) for name, entry in built.items()}
+    runs = {
+        name: capture(entry, backward) if entry.captured else partial(run, entry, backward)
+        for name, entry in built.items()
+    }
     calls = {name: max(1, round(sample_ms / timed(call, setting)[0])) for name, call in runs.items()}
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in built}
     order = random.Random(str(setting.row))

@@ -70,11 +70,17 @@ class Setting(NamedTuple):
 
 
 class Built(NamedTuple):
-    """A call and what it is called with. `around` holds during the call and its backward."""
+    """A call and what it is called with.
+
+    Args:
+        around: holds during the call and its backward.
+        captured: the call is replayed from a CUDA graph: no host in it.
+    """
 
     call: Attention
     inputs: tuple[torch.Tensor, ...]
     around: Callable[[], AbstractContextManager] = nullcontext
+    captured: bool = False
 
 
 def one_device(setting: Setting) -> Built | str:
@@ -96,6 +102,18 @@ def ours(transport: str) -> Callable[[Setting], Built | str]:
         if transport not in able:
             return f"does not carry tensors on {setting.device.type}"
         return Built(_ours(setting, setting.group, transport), setting.inputs())
+
+    return build
+
+
+def captured(transport: str) -> Callable[[Setting], Built | str]:
+    """`ours`, replayed from CUDA graphs."""
+
+    def build(setting: Setting) -> Built | str:
+        if setting.device.type == "cpu":
+            return "needs CUDA graphs"
+        built = ours(transport)(setting)
+        return built if isinstance(built, str) else built._replace(captured=True)
 
     return build
 
@@ -199,6 +217,7 @@ IDEALS: dict[str, Callable[[Setting], Built | str]] = {
 }
 CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
     **{f"ringflash, {transport}": ours(transport) for transport in ringflash.transport.TRANSPORTS},
+    "ringflash, copy_engine, CUDA graph": captured("copy_engine"),
     "Ulysses": ulysses,
     "ring-flash-attention": ring_flash_attention,
     "torch context_parallel (MHA)": torch_context_parallel,

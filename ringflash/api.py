@@ -128,7 +128,9 @@ def _steps(plan: ops.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
     """What the rank computes, launch by launch."""
     if plan.transport == "copy_engine":
         gathering = plan.gathering
-        heads = sections_of(k.shape[2], q.shape[2] // k.shape[2], k.shape[0] * gathering.capacity)
+        heads = sections_of(
+            k.shape[2], q.shape[2] // k.shape[2], k.shape[0] * k.shape[1], k.shape[0] * gathering.capacity
+        )
         owners = sorted({piece.owner for piece in gathering.pieces})
         return (
             f"{len(heads)} section(s) of {', '.join(map(str, heads))} KV head(s): {gathering.num_rows} keys of ranks "

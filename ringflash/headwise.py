@@ -35,6 +35,7 @@ T = TypeVar("T")
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
 WHOLE_BYTES = 1 << 30  # K/V of the whole sequence, gathered at once up to so many
 _WORK_OF_A_SECTION = 1 << 18  # query heads times keys; with less a section takes the host longer than the GPU
+_WORK_OF_A_LONG_CALL = 1 << 33  # heads times queries times keys; with less two more sections would, too
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class Gathered:
     def __init__(self, memory: PeerMemory, gathering: Gathering, k: torch.Tensor, num_heads: int) -> None:
         self.memory, self.gathering, self.device = memory, gathering, k.device
         batch, rows, num_kv_heads, head_dim = k.shape
-        self.heads = sections_of(num_kv_heads, num_heads // num_kv_heads, batch * gathering.capacity)
+        self.heads = sections_of(num_kv_heads, num_heads // num_kv_heads, batch * rows, batch * gathering.capacity)
         self.sections, self.group = len(self.heads), num_heads // num_kv_heads
         self.first = [0, *accumulate(self.heads)]
         self.turns = 2 * batch * gathering.capacity * num_kv_heads * head_dim * k.itemsize > WHOLE_BYTES
@@ -348,19 +349,21 @@ def _sections(
     return tuple(part.view(*places, count, 2, head_dim) for part, count in zip(parts, heads, strict=True))
 
 
-def sections_of(num_kv_heads: int, group: int, keys: int) -> tuple[int, ...]:
-    """KV heads of each section: the fewest that give a launch enough work, a quarter of them at both ends.
+def sections_of(num_kv_heads: int, group: int, rows: int, keys: int) -> tuple[int, ...]:
+    """KV heads of each section: the fewest that give a launch enough work, and fewer at both ends of long calls.
 
     The same on every rank.
 
     Args:
         group: query heads that share a KV head.
-        keys: most that any rank gathers, of all sequences of the batch.
+        rows: queries of a rank, of all sequences of the batch.
+        keys: most that any rank gathers, likewise.
     """
     whole = max(1, -(-_WORK_OF_A_SECTION // (group * keys)))
-    end = -(-whole // 4)
-    between = num_kv_heads - 2 * end
-    if whole >= num_kv_heads or between < 0:
+    if whole >= num_kv_heads:
         return (num_kv_heads,)
+    end = -(-whole // 4) if num_kv_heads * group * rows * keys >= _WORK_OF_A_LONG_CALL else 0
+    between = max(0, num_kv_heads - 2 * end)
     count = -(-between // whole)
-    return (end, *(between // count + (index < between % count) for index in range(count)), end)
+    middle = (between // count + (index < between % count) for index in range(count))
+    return tuple(heads for heads in (end, *middle, num_kv_heads - between - end) if heads > 0)

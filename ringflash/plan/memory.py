@@ -110,7 +110,7 @@ def _gathered_keys(job: Job, rank: int) -> int:
 def _section_heads(job: Job) -> int:
     """KV heads that the copy engine gathers at a time, at most."""
     model = job.model
-    return max(sections_of(model.num_kv_heads, model.num_heads // model.num_kv_heads, job.seqlen))
+    return max(sections_of(model.num_kv_heads, model.num_heads // model.num_kv_heads, job.local_tokens, job.seqlen))
 
 
 def _checkpoints(job: Job) -> int:
