@@ -30,6 +30,7 @@ _MANY_TILES = 192  # so many tiles of unequal length, longest first, keep the SM
 _STEPS_OF_A_TILE = 10  # what entering and leaving a tile costs, in blocks of queries; measured between 9 and 14
 # Q and dO of the heads that run side by side should stay in L2 (50 MB) with their dQ; larger sections measured slower.
 _L2_BYTES_OF_A_SECTION = 16 * 2**20
+_QUERIES = 128  # of a CTA where dQ is computed apart
 _STAGGER = 8  # full masks: a key tile starts 8 / 4 query blocks after the one before, to add to other dQ blocks
 
 
@@ -38,7 +39,8 @@ class Backward:
 
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
-        deterministic: equal bits on repeat: dQ in a second kernel and the heads of a group summed by one CTA.
+        deterministic: equal bits on repeat: dQ in a second kernel, which wide heads use in any case, and the heads of
+            a group summed by one CTA.
         num_sms: CTAs of a launch, to leave the other SMs to something else; default one CTA for each tile.
     Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
     """
@@ -60,8 +62,8 @@ class Backward:
         # A gradient may arrive expanded (a sum's has stride 0); only such tensors are copied.
         self.dout = dout if misaligned(dout) is None else dout.contiguous()
         out = out if out.stride(-1) == 1 else out.contiguous()
-        dq_dim = self.tiles.query_dim if deterministic else q.shape[-1]
-        self.stats, self.dq = preprocess(self.dout, out, lse, dlse, dq_dim)
+        self.dq_apart = deterministic or self.tiles.dq_apart
+        self.stats, self.dq = preprocess(self.dout, out, lse, dlse)
         self._views: dict[tuple[int, int], _Queries] = {}
 
     def add(
@@ -96,13 +98,11 @@ class Backward:
                 x[:, : hop.k_start].zero_()
                 x[:, hop.k_stop :].zero_()
         if hop.num_rows:
-            works = _Works(self.q.shape[0] * self.q.shape[2] // group, self._heads_together(group, hop))
-            grid = self._grid(mask, hop, self.tiles.block_n, works)
-            self._launch(k, v, dk, dv, hop, grid, group, works.heads_together, accumulate)
-            if self.deterministic:
-                hop = _hop(mask, k.device, transposed=True)
-                works = _Works(self.q.shape[0] * self.q.shape[2], 1)
-                self._launch_queries(k, v, hop, self._grid(mask, hop, 128, works))
+            num_heads = self.q.shape[0] * self.q.shape[2] // group
+            works = _Works(num_heads, self._heads_together(num_heads, hop), self.tiles.block_n, 64)
+            self._launch(k, v, dk, dv, hop, self._grid(mask, hop, works), group, works.heads_together, accumulate)
+            if self.dq_apart:
+                self._add_dq(k, v, mask)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given, unit last stride."""
@@ -133,22 +133,23 @@ class Backward:
         apart = -(-works * group // _SMS) * (steps + _STEPS_OF_A_TILE)
         return group if together < apart else 1
 
-    def _heads_together(self, group: int, hop: _Hop) -> int:
-        """How many heads (groups of them) run side by side, longest tiles first: a divisor of their number."""
-        if self.tiles.wide:
-            return 1
-        num_heads = self.q.shape[0] * self.q.shape[2] // group
-        limit = _L2_BYTES_OF_A_SECTION // (hop.num_rows * self.q.shape[3] * 2 * self.q.element_size())
+    def _heads_together(self, num_heads: int, hop: _Hop) -> int:
+        """How many of `num_heads` heads (groups of them) run side by side, longest tiles first."""
+        return 1 if self.tiles.wide else self._section(num_heads, hop.num_rows)
+
+    def _section(self, num_heads: int, num_rows: int) -> int:
+        """A divisor of num_heads: as many heads as keep two operands of num_rows in their part of L2, or one."""
+        limit = _L2_BYTES_OF_A_SECTION // (num_rows * self.q.shape[3] * 2 * self.q.element_size())
         return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
 
-    def _grid(self, mask: Mask, hop: _Hop, block: int, works: _Works) -> tuple[int]:
-        """CTAs of a launch over tiles of `block` keys (or, by queries, of `block` queries)."""
-        num_works = -(-hop.num_keys // block) * works.num_heads
+    def _grid(self, mask: Mask, hop: _Hop, works: _Works) -> tuple[int]:
+        """CTAs of a launch."""
+        num_works = -(-hop.num_keys // works.tile) * works.num_heads
         if self.num_sms is None or num_works <= self.num_sms:
             return (num_works,)
-        key = ("backward grid", hop.q_start, hop.k_start, block, works, self.num_sms)
+        key = ("backward grid", hop.q_start, hop.k_start, works, self.num_sms)
         if key not in mask._cache:
-            mask._cache[key] = _balanced(_lengths(hop, block), works, self.num_sms)
+            mask._cache[key] = _balanced(_lengths(hop, works), works, self.num_sms)
         return (mask._cache[key],)  # type: ignore[return-value]
 
     def _launch(
@@ -179,7 +180,7 @@ class Backward:
         loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
         choices = dict(
             SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds,
-            WITH_DQ=not self.deterministic, ACCUMULATE=accumulate, num_warps=4,
+            WITH_DQ=not self.dq_apart, ACCUMULATE=accumulate, num_warps=4,
         )  # fmt: skip
         if tiles.wide:
             stores = [_tile(x, 64, 64) for x in keys[2:]]
@@ -194,28 +195,29 @@ class Backward:
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *scalars,
                 # Without dQ in the loop ptxas (12.8) overwrites K's registers: wrong dK and dV.
-                KV_IN_REGISTERS=tiles.kv_in_registers and not self.deterministic, **choices,
+                KV_IN_REGISTERS=tiles.kv_in_registers and not self.dq_apart, **choices,
             )  # fmt: skip
 
-    def _launch_queries(self, k: torch.Tensor, v: torch.Tensor, hop: _Hop, grid: tuple[int]) -> None:
-        """dQ by itself; `hop` seen from the queries: its rows are the keys."""
+    def _add_dq(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
+        """dQ of a hop by itself."""
+        hop = _hop(mask, k.device, transposed=True)  # seen from the queries: its rows are the keys
+        tiles, choices = self.tiles, self.tiles.queries
         batch, _, num_heads, _ = self.q.shape
-        dim = self.tiles.query_dim
-        num_tiles = -(-hop.num_keys // 128)
-        works = num_tiles * batch * num_heads
-        q, dout, keys, values = (
-            _tile(x[:, start:stop], 64, dim)
-            for x, start, stop in (
-                (self.q, hop.k_start, hop.k_stop), (self.dout, hop.k_start, hop.k_stop),
-                (k, hop.q_start, hop.q_stop), (v, hop.q_start, hop.q_stop),
-            )
-        )  # fmt: skip
-        backward_queries[grid](
-            q, keys, values, dout, _descriptor(self.dq.flatten(0, 1), (64, dim // 2)), self.stats,
-            *self._bounds(hop), self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
-            num_heads, k.shape[2], num_tiles, 1, works, hop.first_shift, hop.stop_shift,
-            self.softmax_scale * math.log2(math.e), self.softmax_scale,
-            BLOCK=64, HEAD_DIM=dim, STAGES=self.tiles.query_stages, BOUNDS=hop.has_bounds, num_warps=4,
+        num_kv_heads = k.shape[2]
+        # The heads of a group read the same keys.
+        together = num_heads // num_kv_heads * self._section(batch * num_kv_heads, hop.num_rows)
+        works = _Works(batch * num_heads, together, _QUERIES, choices.block, from_last=True)
+        num_tiles = -(-hop.num_keys // _QUERIES)
+        queries = self._queries(hop.k_start, hop.k_stop)
+        keys = [_tiles(x[:, hop.q_start : hop.q_stop], tiles.pieces, choices.block) for x in (k, v)]
+        backward_queries[self._grid(mask, hop, works)](
+            *queries.q, *keys[0], *keys[1], *queries.dout,
+            _descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
+            self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
+            num_heads, num_kv_heads, num_tiles, works.heads_together, num_tiles * works.num_heads,
+            hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
+            BLOCK=choices.block, SPLIT=tiles.pieces[0], REST=tiles.rest, SLOTS=choices.slots,
+            SCHEDULE=choices.schedule, TURNS=choices.turns, BOUNDS=hop.has_bounds, num_warps=4,
         )  # fmt: skip
 
     def _bounds(self, hop: _Hop) -> tuple[torch.Tensor, torch.Tensor]:
@@ -283,10 +285,19 @@ class _Queries(NamedTuple):
 
 
 class _Works(NamedTuple):
-    """The tiles of a launch: of so many heads (groups of heads, all batches), `heads_together` side by side."""
+    """The tiles of a launch.
+
+    Args:
+        num_heads: (groups of) heads of all batches, `heads_together` of them side by side.
+        tile, step: keys of a tile, queries of a step; where dQ is computed apart, the other way round.
+        from_last: the last tile of a head comes first.
+    """
 
     num_heads: int
     heads_together: int
+    tile: int
+    step: int
+    from_last: bool = False
 
 
 class _Hop(NamedTuple):
@@ -352,10 +363,10 @@ def _second_band(mask: Mask) -> Region | None:
     return below
 
 
-def _lengths(hop: _Hop, block: int) -> torch.Tensor:
-    """Steps of each tile of a head: what `Problem.blocks` visits, on the host."""
-    first_key = torch.arange(0, hop.num_keys, block)
-    last_key = (first_key + block).clamp(max=hop.num_keys) - 1
+def _lengths(hop: _Hop, works: _Works) -> torch.Tensor:
+    """Steps of each tile of a head in the order of the launch: what `Problem.blocks` visits, on the host."""
+    first_key = torch.arange(0, hop.num_keys, works.tile)
+    last_key = (first_key + works.tile).clamp(max=hop.num_keys) - 1
     if hop.has_bounds:
         first, stop = (x.cpu() for x in hop.bounds)
         first, stop = first[first_key], stop[last_key]
@@ -363,7 +374,8 @@ def _lengths(hop: _Hop, block: int) -> torch.Tensor:
         first = (first_key + hop.first_shift).clamp(hop.min_row, hop.split)
         first = first + (first_key + hop.second_shift).clamp(hop.split, hop.num_rows) - hop.split
         stop = (last_key + hop.stop_shift).clamp(0, hop.num_rows)
-    return (-(-stop // 64) - first // 64).clamp(min=0)
+    steps = (-(-stop // works.step) - first // works.step).clamp(min=0)
+    return steps.flip(0) if works.from_last else steps
 
 
 def _balanced(lengths: torch.Tensor, works: _Works, num_sms: int) -> int:
@@ -391,9 +403,9 @@ def _tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return _descriptor(x.transpose(1, 2), (1, 1, rows, columns))
 
 
-def _tiles(x: torch.Tensor, columns: tuple[int, ...]) -> _Pieces:
-    """Descriptors of 64 rows of one head of x and each piece of its columns."""
-    return _padded([_tile(x, 64, n) for n in columns])
+def _tiles(x: torch.Tensor, columns: tuple[int, ...], rows: int = 64) -> _Pieces:
+    """Descriptors of so many rows of one head of x and each piece of its columns."""
+    return _padded([_tile(x, rows, n) for n in columns])
 
 
 def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
