@@ -174,7 +174,8 @@ class Backward:
         scalars = (
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             num_kv_heads, num_tiles, heads_together, works, group,
-            hop.first_shift, hop.split, hop.second_shift, hop.stop_shift, _STAGGER if hop.full else 0,
+            hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
+            _STAGGER if hop.full and not self.dq_apart else 0,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
         loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
@@ -186,7 +187,7 @@ class Backward:
             stores = [_tile(x, 64, 64) for x in keys[2:]]
             backward_wide[grid](
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, queries.dq[0], *stores,
-                *scalars, **choices,
+                *scalars, DOUT_STAGES=tiles.dout_stages, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)

@@ -29,7 +29,7 @@ class BackwardTiles:
     Args:
         pieces: columns of the tiles, in one piece or two, since tiles are powers of two.
         block_n: keys of a CTA: 128 in `backward_keys`, 64 in `backward_wide`. A step is 64 queries in both.
-        stages: buffers of Q (and, in `backward_keys`, of dO).
+        stages: buffers of Q (and, in `backward_keys`, of dO). dout_stages: of dO in `backward_wide`.
         queries: of the kernel that computes dQ apart.
         dq_apart: compute dQ apart also where it need not be deterministic.
         kv_in_registers: K and V are kept as register operands.
@@ -39,6 +39,7 @@ class BackwardTiles:
     block_n: int
     stages: int
     queries: QueryTiles
+    dout_stages: int = 0
     dq_apart: bool = False
     kv_in_registers: bool = False
 
@@ -63,7 +64,7 @@ BACKWARD_TILES = {
     128: BackwardTiles((128,), 128, 2, _FOUR_SLOTS),
     # dK and dV of 64 keys take 96 or 128 registers each, so each consumer holds one of them. Every step would add a
     # whole dQ block for half the products of head_dim 128: dQ apart costs two more products and is faster.
-    192: BackwardTiles((128, 64), 64, 2, QueryTiles(5, "early", "before exp"), dq_apart=True),
+    192: BackwardTiles((128, 64), 64, 3, QueryTiles(5, "early", "before exp"), dout_stages=2, dq_apart=True),
     # Q and dO of 128 queries leave room for three blocks of 64 keys.
-    256: BackwardTiles((128, 128), 64, 2, QueryTiles(3, "early", "before exp"), dq_apart=True),
+    256: BackwardTiles((128, 128), 64, 2, QueryTiles(3, "early", "before exp"), dout_stages=2, dq_apart=True),
 }

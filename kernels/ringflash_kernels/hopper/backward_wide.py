@@ -54,6 +54,7 @@ class WideShared:
     SPLIT: gl.constexpr
     REST: gl.constexpr
     STAGES: gl.constexpr
+    DOUT_STAGES: gl.constexpr
     WITH_DQ: gl.constexpr
     ACCUMULATE: gl.constexpr
 
@@ -85,6 +86,7 @@ class WideShared:
         SPLIT,
         REST,
         STAGES,
+        DOUT_STAGES,
         WITH_DQ,
         ACCUMULATE,
     ):
@@ -113,6 +115,7 @@ class WideShared:
         self.SPLIT = gl.constexpr(SPLIT)
         self.REST = gl.constexpr(REST)
         self.STAGES = gl.constexpr(STAGES)
+        self.DOUT_STAGES = gl.constexpr(DOUT_STAGES)
         self.WITH_DQ = gl.constexpr(WITH_DQ)
         self.ACCUMULATE = gl.constexpr(ACCUMULATE)
 
@@ -128,15 +131,15 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, _full_start, _full_stop = problem.blocks(key)
         block = problem.first_block(key, start, stop)
-        if start < stop:
-            kv_full = sm.kv_full.index(0)
-            mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
-            mbarrier.expect(kv_full, 2 * nbytes)
-            tma_load(k0_desc, [batch, kv_head, key, 0], kv_full, sm.k0)
-            tma_load(k1_desc, [batch, kv_head, key, C], kv_full, sm.k1)
-            tma_load(v0_desc, [batch, kv_head, key, 0], kv_full, sm.v0)
-            tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
-            round += 1
+        # Tiles that no query sees take part too: their zeros may be written from the buffers of K and V.
+        kv_full = sm.kv_full.index(0)
+        mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        mbarrier.expect(kv_full, 2 * nbytes)
+        tma_load(k0_desc, [batch, kv_head, key, 0], kv_full, sm.k0)
+        tma_load(k1_desc, [batch, kv_head, key, C], kv_full, sm.k1)
+        tma_load(v0_desc, [batch, kv_head, key, 0], kv_full, sm.v0)
+        tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
+        round += 1
         for g in range(problem.group):
             head = first_head + g
             for _ in range(start, stop):
@@ -149,10 +152,12 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
                 tma_load(q1_desc, [batch, head, row, C], q_full, sm.q1.index(slot))
                 stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
                 tma_load(stats_desc, stats_coord, q_full, sm.stats.index(slot))
-                mbarrier.wait(sm.dout_empty.index(0), (step & 1) ^ 1)
-                mbarrier.expect(sm.dout_full.index(0), nbytes)
-                tma_load(dout0_desc, [batch, head, row, 0], sm.dout_full.index(0), sm.dout0)
-                tma_load(dout1_desc, [batch, head, row, C], sm.dout_full.index(0), sm.dout1)
+                slot, parity = slot_of(step, sm.DOUT_STAGES)
+                dout_full = sm.dout_full.index(slot)
+                mbarrier.wait(sm.dout_empty.index(slot), parity ^ 1)
+                mbarrier.expect(dout_full, nbytes)
+                tma_load(dout0_desc, [batch, head, row, 0], dout_full, sm.dout0.index(slot))
+                tma_load(dout1_desc, [batch, head, row, C], dout_full, sm.dout1.index(slot))
                 block = problem.next_block(block, start, stop)
                 step += 1
 
@@ -183,7 +188,13 @@ def _add_dq(sm, dq_desc, k, ds, dq_row, column, W: gl.constexpr, CHUNKS: gl.cons
 def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
     """Add or store 64 columns of dK or dV."""
     at = [coord[0], coord[1], coord[2], column]
-    staged = sm.staging.index(W)._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
+    # Without dQ in the loop a consumer reads K or V alone, and their buffers are free for what it writes.
+    if sm.WITH_DQ:
+        staged = sm.staging.index(W)._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
+    elif W == 0:
+        staged = sm.k0._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
+    else:
+        staged = sm.v0._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
     tma_store_wait(0)
     staged.reshape([64, 64]).store(x.to(desc.dtype))
     fence_async_shared()
@@ -241,13 +252,14 @@ def _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row
     mbarrier.arrive(sm.p_full.index(0), count=1)
 
     # dV += P^T dO
-    mbarrier.wait(sm.dout_full.index(0), step & 1)
+    slot, parity = slot_of(step, sm.DOUT_STAGES)
+    mbarrier.wait(sm.dout_full.index(slot), parity)
     p0 = gl.convert_layout(p, gl.DotOperandLayout(0, layout0, 2))
     p1 = gl.convert_layout(p, gl.DotOperandLayout(0, layout1, 2))
-    dv0 = warpgroup_mma(p0, sm.dout0.reshape([64, C]), dv0, is_async=True)
-    dv1 = warpgroup_mma(p1, sm.dout1.reshape([64, R]), dv1, is_async=True)
+    dv0 = warpgroup_mma(p0, sm.dout0.index(slot).reshape([64, C]), dv0, is_async=True)
+    dv1 = warpgroup_mma(p1, sm.dout1.index(slot).reshape([64, R]), dv1, is_async=True)
     dv0, dv1, p0, p1 = warpgroup_mma_wait(0, deps=(dv0, dv1, p0, p1))
-    mbarrier.arrive(sm.dout_empty.index(0), count=1)
+    mbarrier.arrive(sm.dout_empty.index(slot), count=1)
 
     # dQ = dS K
     if sm.WITH_DQ:
@@ -266,20 +278,21 @@ def _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row):
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     slot, parity = slot_of(step, sm.STAGES)
+    dout_slot, dout_parity = slot_of(step, sm.DOUT_STAGES)
     q0 = sm.q0.index(slot).reshape([64, C])
     q1 = sm.q1.index(slot).reshape([64, R])
 
     # dS = P (dP - delta)
-    mbarrier.wait(sm.dout_full.index(0), step & 1)
+    mbarrier.wait(sm.dout_full.index(dout_slot), dout_parity)
     dp = gl.zeros([64, 64], gl.float32, s_layout)
-    dout0 = sm.dout0.reshape([64, C]).permute((1, 0))
-    dout1 = sm.dout1.reshape([64, R]).permute((1, 0))
+    dout0 = sm.dout0.index(dout_slot).reshape([64, C]).permute((1, 0))
+    dout1 = sm.dout1.index(dout_slot).reshape([64, R]).permute((1, 0))
     dp = warpgroup_mma(sm.v0.reshape([64, C]), dout0, dp, use_acc=False, is_async=True)
     dp = warpgroup_mma(sm.v1.reshape([64, R]), dout1, dp, is_async=True)
     mbarrier.wait(sm.q_full.index(slot), parity)
     delta = sm.stats.index(slot).reshape([2, 64]).slice(1, 1, dim=0).load(s_layout)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    mbarrier.arrive(sm.dout_empty.index(0), count=1)
+    mbarrier.arrive(sm.dout_empty.index(dout_slot), count=1)
     mbarrier.wait(sm.p_full.index(0), step & 1)
     p = sm.p.load(s_layout).to(gl.float32)
     mbarrier.arrive(sm.p_empty.index(0), count=1)
@@ -317,8 +330,7 @@ def _consume_scores(sm, problem, dq_desc, dk_desc, dv_desc):
         block = problem.first_block(key, start, stop)
         dv0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dv1 = gl.zeros([64, sm.REST], gl.float32, layout1)
-        if start < stop:
-            mbarrier.wait(sm.kv_full.index(0), round & 1)
+        mbarrier.wait(sm.kv_full.index(0), round & 1)
         for g in range(problem.group):
             dq_row = problem.dq_row(batch, first_head + g)
             for _ in range(start, stop):
@@ -326,14 +338,10 @@ def _consume_scores(sm, problem, dq_desc, dk_desc, dv_desc):
                 dv0, dv1 = _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row + block * 64)
                 block = problem.next_block(block, start, stop)
                 step += 1
-        if start < stop:
-            mbarrier.arrive(sm.kv_empty.index(0), count=1)
-            round += 1
-        if sm.ACCUMULATE:
-            if start < stop:
-                _write_wide(sm, dv_desc, dv0, dv1, batch, key, kv_head, 0)
-        else:
+        if (not sm.ACCUMULATE) | (start < stop):
             _write_wide(sm, dv_desc, dv0, dv1, batch, key, kv_head, 0)
+        mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        round += 1
 
 
 @gluon.jit
@@ -349,24 +357,17 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
         block = problem.first_block(key, start, stop)
         dk0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dk1 = gl.zeros([64, sm.REST], gl.float32, layout1)
-        if start < stop:
-            mbarrier.wait(sm.kv_full.index(0), round & 1)
+        mbarrier.wait(sm.kv_full.index(0), round & 1)
         for g in range(problem.group):
             dq_row = problem.dq_row(batch, first_head + g)
             for _ in range(start, stop):
                 dk0, dk1 = _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row + block * 64)
                 block = problem.next_block(block, start, stop)
                 step += 1
-        if start < stop:
-            mbarrier.arrive(sm.kv_empty.index(0), count=1)
-            round += 1
-        dk0 = dk0 * problem.softmax_scale
-        dk1 = dk1 * problem.softmax_scale
-        if sm.ACCUMULATE:
-            if start < stop:
-                _write_wide(sm, dk_desc, dk0, dk1, batch, key, kv_head, 1)
-        else:
-            _write_wide(sm, dk_desc, dk0, dk1, batch, key, kv_head, 1)
+        if (not sm.ACCUMULATE) | (start < stop):
+            _write_wide(sm, dk_desc, dk0 * problem.softmax_scale, dk1 * problem.softmax_scale, batch, key, kv_head, 1)
+        mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        round += 1
 
 
 @gluon.jit(
@@ -411,6 +412,7 @@ def backward_wide(
     SPLIT: gl.constexpr,
     REST: gl.constexpr,
     STAGES: gl.constexpr,
+    DOUT_STAGES: gl.constexpr,
     BOUNDS: gl.constexpr,
     WITH_DQ: gl.constexpr,
     ACCUMULATE: gl.constexpr,
@@ -423,8 +425,8 @@ def backward_wide(
     kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    dout_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    dout_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], barrier)
+    dout_empty = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], barrier)
     p_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     p_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     ds_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
@@ -434,25 +436,33 @@ def backward_wide(
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-    mbarrier.init(dout_full.index(0), count=1)
-    mbarrier.init(dout_empty.index(0), count=2)
+    for i in gl.static_range(DOUT_STAGES):
+        mbarrier.init(dout_full.index(i), count=1)
+        mbarrier.init(dout_empty.index(i), count=2)
     mbarrier.init(p_full.index(0), count=1)
     mbarrier.init(p_empty.index(0), count=1)
     mbarrier.init(ds_full.index(0), count=1)
     mbarrier.init(ds_empty.index(0), count=1)
+    p = gl.allocate_shared_memory(dtype, [64, 64], s_layout)
+    if WITH_DQ:
+        ds = gl.allocate_shared_memory(dtype, [64, 64], s_layout)
+        staging = gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq_desc.layout)
+    else:
+        ds = p
+        staging = p
     sm = WideShared(
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], q1_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], dout0_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 1, 64, REST], dout1_desc.layout),
+        gl.allocate_shared_memory(dtype, [DOUT_STAGES, 1, 1, 64, SPLIT], dout0_desc.layout),
+        gl.allocate_shared_memory(dtype, [DOUT_STAGES, 1, 1, 64, REST], dout1_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], k0_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, REST], k1_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], v0_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, REST], v1_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
-        gl.allocate_shared_memory(dtype, [64, 64], s_layout),
-        gl.allocate_shared_memory(dtype, [64, 64], s_layout),
-        gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq_desc.layout),
+        p,
+        ds,
+        staging,
         kv_full,
         kv_empty,
         q_full,
@@ -466,6 +476,7 @@ def backward_wide(
         SPLIT,
         REST,
         STAGES,
+        DOUT_STAGES,
         WITH_DQ,
         ACCUMULATE,
     )
