@@ -28,7 +28,7 @@ BACKWARD = [x for x in ATTENTION if x.name.startswith("backward")]
 
 # Where ptxas has not been brought to avoid spills in the path of an unmasked tile: (kernel, head_dim) and the most
 # instructions a consumer spends on them. Reported as expected failures; lower a number, or drop a line, as they go.
-KNOWN_SPILLS = {("backward_keys", "hd96"): 2, ("backward_keys", "hd128"): 6, ("backward_queries", "hd256"): 21}
+KNOWN_SPILLS = {("backward_keys", "hd96"): 2, ("backward_keys", "hd128"): 6, ("backward_queries", "hd256"): 6}
 
 
 def _name(launch: Launch) -> str:
@@ -74,14 +74,15 @@ def test_hopper_instructions(launch, compiled):
     """Tensor cores, TMA loads, and in the backward TMA reductions wherever dQ, dK or dV is summed."""
     counts = Program(compiled[launch].sass).counts
     assert counts["HGMMA"] and counts["UTMALDG"]
-    assert counts["UTMAREDG"] if launch in BACKWARD else counts["UTMASTG"]
+    sums = launch in BACKWARD and not (launch.name == "backward_wide" and "store" in launch.variant)
+    assert counts["UTMAREDG"] if sums else counts["UTMASTG"]
 
 
 @_of([launch for launch in BACKWARD if "store" in launch.variant])
 def test_stored_gradients_are_not_summed(launch, compiled):
-    """dK and dV leave by TMA stores, also in fp32; at most four reductions are left, those of dQ."""
+    """dK and dV leave by TMA stores, also in fp32; at most four reductions are left, those of dQ in the loop."""
     counts = Program(compiled[launch].sass).counts
-    assert counts["UTMASTG"] and counts["UTMAREDG"] <= 4
+    assert counts["UTMASTG"] and counts["UTMAREDG"] <= (0 if launch.name == "backward_wide" else 4)
 
 
 @_of(ATTENTION)

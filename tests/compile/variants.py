@@ -15,7 +15,7 @@ from ringflash_kernels.hopper import backward, collect, forward
 from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
 
-HEAD_DIMS = (64, 128, 96, 256, 192)  # where 96 is padded to 128, the shared kernel is named after 128
+HEAD_DIMS = (64, 96, 128, 192, 256)
 _TOKENS = 256
 _MASKS = {
     "full": Mask.full(_TOKENS, _TOKENS),
@@ -77,7 +77,8 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
             _backward(recorder, head_dim, mask, accumulate=accumulate)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
-    _backward(recorder, head_dim, "band", deterministic=True)
+    for mask in ("band", "bounds"):
+        _backward(recorder, head_dim, mask, deterministic=True)
 
 
 def _backward(

@@ -1,7 +1,10 @@
 """The production backward kernels, from their own source and launcher, on the CPU emulator, against fp64. CPU.
 
-The grid is thin: every mask runs at head_dim 64, every head_dim with one mask; lengths are a few tiles.
+The grid is thin: every mask runs at head_dim 64 (dQ in the loop) and 192 (dQ apart), every head_dim with a few masks;
+lengths are a few tiles.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,9 +65,10 @@ def _chunks(mask: Mask) -> int:
     return 2 if min(mask.seqlen_q, mask.seqlen_k) >= 128 else 1
 
 
+@pytest.mark.parametrize("head_dim", [64, 192])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-def test_masks(mask):
-    assert_close(*_gradients(mask, Shape()), num_chunks=_chunks(mask))
+def test_masks(mask, head_dim):
+    assert_close(*_gradients(mask, Shape(head_dim)), num_chunks=_chunks(mask))
 
 
 @pytest.mark.parametrize(
@@ -130,8 +134,9 @@ def test_gradient_through_lse(head_dim):
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, None], ids=["one", "three", "all"])
-def test_grid_sizes(num_sms):
-    assert_close(*_gradients(MASKS["window"], Shape(batch=2), num_sms=num_sms))
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_grid_sizes(head_dim, num_sms):
+    assert_close(*_gradients(MASKS["window"], Shape(head_dim, batch=2), num_sms=num_sms))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -141,13 +146,15 @@ def test_interleavings(head_dim):
         assert_close(*_gradients(_CAUSAL, Shape(head_dim), emulator=Emulator(seed, resident=3), num_sms=3))
 
 
-def test_hops_add_up():
+@pytest.mark.parametrize("head_dim, deterministic", [(64, False), (96, True), (192, False), (256, True)])
+def test_hops_add_up(head_dim, deterministic):
     """Keys in three hops give the gradients of one call."""
-    mask, shape = Mask.band(200, 300, causal=True), Shape()
+    mask, shape = Mask.band(200, 300, causal=True), Shape(head_dim)
     q, k, v, dout = inputs(mask, shape)
     exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, dout=dout)
     out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
-    run = Emulator().load("backward").Backward(dout, q, out, lse, softmax_scale=shape.scale, num_sms=2)
+    module = Emulator().load("backward")
+    run = module.Backward(dout, q, out, lse, softmax_scale=shape.scale, num_sms=2, deterministic=deterministic)
     dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
     for start, stop in ((0, 70), (70, 230), (230, 300)):
         hop = Mask.of(200, stop - start, [Region(0, 200, 0, stop - start, upper=100 - start)])
@@ -180,7 +187,7 @@ def test_whole_groups(mask, head_dim, accumulate):
 
 
 @pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["band", "bounds"])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_deterministic(mask, head_dim):
     """Equal bits for every interleaving and order of reductions, and within the budget."""
     runs = [
@@ -191,6 +198,43 @@ def test_deterministic(mask, head_dim):
     for other in runs[1:]:
         for name, gradient in runs[0][0].items():
             assert torch.equal(gradient, other[0][name]), name
+
+
+def _with_tiles(head_dim: int, seed: int = 0, **changes) -> Emulator:
+    """An emulator whose kernels use other tiles."""
+    emulator = Emulator(seed, resident=3)
+    tiles = emulator.load("backward_tiles").BACKWARD_TILES
+    tiles[head_dim] = replace(tiles[head_dim], **changes)
+    return emulator
+
+
+@pytest.mark.parametrize("turns", ["none", "before exp", "after exp"])
+@pytest.mark.parametrize(
+    "head_dim, slots, schedule, block",
+    [
+        (64, 4, "under", 128),
+        (64, 4, "early", 128),
+        (96, 4, "together", 64),
+        (192, 5, "under", 64),
+        (192, 4, "early", 64),
+        (256, 3, "together", 64),
+        (256, 3, "early", 64),
+    ],
+)
+def test_schedules_of_dq(head_dim, slots, schedule, block, turns):
+    """Every order of products and turns gives the same gradients."""
+    queries = Emulator().load("backward_tiles").QueryTiles(slots, schedule, turns, block)
+    for seed, mask in enumerate((MASKS["wide window"], MASKS["documents"])):
+        emulator = _with_tiles(head_dim, seed, queries=queries)
+        assert_close(*_gradients(mask, Shape(head_dim, 4, 2), emulator=emulator, deterministic=True, num_sms=3))
+
+
+@pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"], _GAP], ids=["band", "bounds", "gap"])
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_wide_with_dq_in_the_loop(mask, head_dim):
+    """What wide heads do where dQ is not computed apart."""
+    emulator = _with_tiles(head_dim, stages=2, dout_stages=1, dq_apart=False)
+    assert_close(*_gradients(mask, Shape(head_dim, 4, 2), emulator=emulator), num_chunks=2)
 
 
 def _far_apart(tmp_path, emulator: Emulator | None = None):
@@ -245,11 +289,49 @@ FAULTS = {
 }
 
 
-def _fails(fault: tuple[str, str, str], mask: Mask) -> bool:
+# The same for dQ apart, and for the keys kernel beside it.
+FAULTS_APART = {
+    "a partly masked block runs unmasked": (
+        "backward_queries",
+        "(block < full_start) | (block >= full_stop)",
+        "(block < full_start)",
+    ),
+    "a tile's last block runs unmasked": ("backward_queries", "| (stop - 1 >= full_stop)", ""),
+    "tiles are shifted by one": ("backward_queries", "(problem.num_tiles - 1)", "problem.num_tiles"),
+    "phase of K and V is inverted": (
+        "backward_queries",
+        "mbarrier.wait(sm.full.index(slot), parity)",
+        "mbarrier.wait(sm.full.index(slot), parity ^ 1)",
+    ),
+    "phase of Q is inverted": (
+        "backward_queries",
+        "(sm.q_full.index(0), round & 1)",
+        "(sm.q_full.index(0), ~round & 1)",
+    ),
+    "buffers are filled too early": ("backward_queries", "mbarrier.wait(sm.empty.index(slot), parity ^ 1)", "pass"),
+    "K is given back while dQ needs it": ("backward_queries", "last_slot, 2 * pieces)", "last_slot, 3 * pieces)"),
+    "an arrival is missing": ("backward_queries", "mbarrier.arrive(sm.empty.index(v_slot), count=1)", "pass"),
+    "dQ is staged over what leaves": ("backward_queries", "    tma_store_wait(1)\n", ""),
+    "Q is given back while dQ leaves": ("backward_queries", "    tma_store_wait(0)\n", ""),
+    "proxy fence is missing": (
+        "backward_queries",
+        "    fence_async_shared()\n    tma_reduce_add",
+        "    tma_reduce_add",
+    ),
+    "phase of dO is inverted": (
+        "backward_wide",
+        "(sm.dout_full.index(slot), parity)",
+        "(sm.dout_full.index(slot), parity ^ 1)",
+    ),
+    "K is given back while dK leaves": ("backward_wide", "tma_store_wait(0)", "pass"),
+}
+
+
+def _fails(fault: tuple[str, str, str], mask: Mask, shape: Shape) -> bool:
     """Whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
     for seed in range(3):
         try:
-            assert_close(*_gradients(mask, Shape(), emulator=Emulator(seed, faults=[fault])))
+            assert_close(*_gradients(mask, shape, emulator=Emulator(seed, faults=[fault])))
         except (AssertionError, EmulationError):
             return True
     return False
@@ -257,7 +339,12 @@ def _fails(fault: tuple[str, str, str], mask: Mask) -> bool:
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_planted_faults_are_caught(fault):
-    assert any(_fails(fault, MASKS[name]) for name in ("wide window", "window", "causal, ragged"))
+    assert any(_fails(fault, MASKS[name], Shape()) for name in ("wide window", "window", "causal, ragged"))
+
+
+@pytest.mark.parametrize("fault", FAULTS_APART.values(), ids=FAULTS_APART.keys())
+def test_planted_faults_are_caught_with_dq_apart(fault):
+    assert any(_fails(fault, MASKS[name], Shape(192)) for name in ("wide window", "window", "causal, ragged"))
 
 
 @pytest.mark.parametrize("head_dim, ranks", [(64, 3), (96, 1), (128, 0)])
