@@ -210,23 +210,36 @@ def _with_tiles(head_dim: int, seed: int = 0, **changes) -> Emulator:
 
 @pytest.mark.parametrize("turns", ["none", "before exp", "after exp"])
 @pytest.mark.parametrize(
-    "head_dim, slots, schedule, block",
+    "head_dim, slots, schedule, block, held",
     [
-        (64, 4, "under", 128),
-        (64, 4, "early", 128),
-        (96, 4, "together", 64),
-        (192, 5, "under", 64),
-        (192, 4, "early", 64),
-        (256, 3, "together", 64),
-        (256, 3, "early", 64),
+        (64, 4, "under", 128, 64),
+        (64, 4, "early", 128, 0),
+        (96, 4, "together", 64, 64),
+        (128, 4, "under", 64, 128),
+        (128, 4, "together", 64, 64),
+        (192, 5, "under", 64, 0),
+        (192, 5, "early", 64, 64),
+        (192, 4, "early", 64, 0),
+        (256, 3, "together", 64, 0),
+        (256, 3, "early", 64, 0),
     ],
 )
-def test_schedules_of_dq(head_dim, slots, schedule, block, turns):
+def test_schedules_of_dq(head_dim, slots, schedule, block, held, turns):
     """Every order of products and turns gives the same gradients."""
-    queries = Emulator().load("backward_tiles").QueryTiles(slots, schedule, turns, block)
+    queries = Emulator().load("backward_tiles").QueryTiles(slots, schedule, turns, block, held)
     for seed, mask in enumerate((MASKS["wide window"], MASKS["documents"])):
         emulator = _with_tiles(head_dim, seed, queries=queries)
         assert_close(*_gradients(mask, Shape(head_dim, 4, 2), emulator=emulator, deterministic=True, num_sms=3))
+
+
+@pytest.mark.parametrize("accumulate", [True, False], ids=["added", "stored"])
+@pytest.mark.parametrize("mask", [_CAUSAL, _GAP], ids=["band", "gap"])
+@pytest.mark.parametrize("head_dim, held", [(192, 64), (192, 128), (256, 64)])
+def test_wide_keys_in_registers(head_dim, held, mask, accumulate):
+    """K and V as register operands, their buffers overwritten by what leaves."""
+    emulator = _with_tiles(head_dim, held=held)
+    result = _gradients(mask, Shape(head_dim, 2, 2), emulator=emulator, accumulate=accumulate, num_sms=1)
+    assert_close(*result, num_chunks=2)
 
 
 @pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"], _GAP], ids=["band", "bounds", "gap"])
@@ -309,7 +322,7 @@ FAULTS_APART = {
         "(sm.q_full.index(0), ~round & 1)",
     ),
     "buffers are filled too early": ("backward_queries", "mbarrier.wait(sm.empty.index(slot), parity ^ 1)", "pass"),
-    "K is given back while dQ needs it": ("backward_queries", "last_slot, 2 * pieces)", "last_slot, 3 * pieces)"),
+    "K is given back while dQ needs it": ("backward_queries", "last_slot, 2 * sm.PARTS)", "last_slot, 3 * sm.PARTS)"),
     "an arrival is missing": ("backward_queries", "mbarrier.arrive(sm.empty.index(v_slot), count=1)", "pass"),
     "dQ is staged over what leaves": ("backward_queries", "    tma_store_wait(1)\n", ""),
     "Q is given back while dQ leaves": ("backward_queries", "    tma_store_wait(0)\n", ""),

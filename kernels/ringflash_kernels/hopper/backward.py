@@ -187,7 +187,7 @@ class Backward:
             stores = [_tile(x, 64, 64) for x in keys[2:]]
             backward_wide[grid](
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, queries.dq[0], *stores,
-                *scalars, DOUT_STAGES=tiles.dout_stages, **choices,
+                *scalars, DOUT_STAGES=tiles.dout_stages, HELD=tiles.held, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
@@ -218,7 +218,7 @@ class Backward:
             num_heads, num_kv_heads, num_tiles, works.heads_together, num_tiles * works.num_heads,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
             BLOCK=choices.block, SPLIT=tiles.pieces[0], REST=tiles.rest, SLOTS=choices.slots,
-            SCHEDULE=choices.schedule, TURNS=choices.turns, BOUNDS=hop.has_bounds, num_warps=4,
+            SCHEDULE=choices.schedule, TURNS=choices.turns, HELD=choices.held, BOUNDS=hop.has_bounds, num_warps=4,
         )  # fmt: skip
 
     def _bounds(self, hop: _Hop) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,10 +49,29 @@ class QueryShared:
     SLOTS: gl.constexpr
     SCHEDULE: gl.constexpr
     TURNS: gl.constexpr
+    HELD: gl.constexpr
+    PARTS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, BLOCK, SPLIT, REST, SLOTS, SCHEDULE, TURNS
+        self,
+        q0,
+        q1,
+        dout0,
+        dout1,
+        kv0,
+        kv1,
+        q_full,
+        q_empty,
+        full,
+        empty,
+        BLOCK,
+        SPLIT,
+        REST,
+        SLOTS,
+        SCHEDULE,
+        TURNS,
+        HELD,
     ):
         self.q0 = q0
         self.q1 = q1
@@ -70,6 +89,8 @@ class QueryShared:
         self.SLOTS = gl.constexpr(SLOTS)
         self.SCHEDULE = gl.constexpr(SCHEDULE)
         self.TURNS = gl.constexpr(TURNS)
+        self.HELD = gl.constexpr(HELD)
+        self.PARTS = gl.constexpr((2 if 0 < HELD < SPLIT else 1) + (1 if REST else 0))  # wgmma groups of S or dP
 
 
 @gluon.jit
@@ -153,19 +174,39 @@ def _pass_turn(sm, token, W: gl.constexpr):
 
 
 @gluon.jit
-def _product(sm, held0, held1, slot, parity, W: gl.constexpr):
-    """S (Q held, K in `slot`) or dP (dO and V) of consumer W's queries, on its way."""
+def _kept(sm, piece, W: gl.constexpr):
+    """The first HELD columns of Q or dO as an operand in registers: shared memory is then read for the keys alone."""
+    if sm.HELD:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.BLOCK, 16])
+        part = piece.index(W).reshape([64, sm.SPLIT]).slice(0, sm.HELD, dim=1)
+        kept = part.load(gl.DotOperandLayout(0, layout, 2))
+    else:
+        kept = 0
+    return kept
+
+
+@gluon.jit
+def _product(sm, kept, piece0, piece1, slot, parity, W: gl.constexpr):
+    """S (of Q and of K in `slot`) or dP (of dO and V) of consumer W's queries, on its way."""
     N: gl.constexpr = sm.BLOCK
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
+    H: gl.constexpr = sm.HELD
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     mbarrier.wait(sm.full.index(slot), parity)
     x = gl.zeros([64, N], gl.float32, layout)
-    keys = sm.kv0.index(slot).reshape([N, C]).permute((1, 0))
-    x = warpgroup_mma(held0.index(W).reshape([64, C]), keys, x, use_acc=False, is_async=True)
+    rows = piece0.index(W).reshape([64, C])
+    keys = sm.kv0.index(slot).reshape([N, C])
+    if H == 0:
+        x = warpgroup_mma(rows, keys.permute((1, 0)), x, use_acc=False, is_async=True)
+    else:
+        x = warpgroup_mma(kept, keys.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
+        if H < C:
+            keys = keys.slice(H, C - H, dim=1).permute((1, 0))
+            x = warpgroup_mma(rows.slice(H, C - H, dim=1), keys, x, is_async=True)
     if R:
-        keys = sm.kv1.index(slot).reshape([N, R]).permute((1, 0))
-        x = warpgroup_mma(held1.index(W).reshape([64, R]), keys, x, is_async=True)
+        last = sm.kv1.index(slot).reshape([N, R]).permute((1, 0))
+        x = warpgroup_mma(piece1.index(W).reshape([64, R]), last, x, is_async=True)
     return x
 
 
@@ -216,21 +257,21 @@ def _added(sm, dq0, dq1, ds0, ds1, slot, OTHERS: gl.constexpr):
 
 
 @gluon.jit
-def _step(sm, problem, dq0, dq1, lse, delta, step, block, row, masked, W: gl.constexpr):
+def _step(sm, problem, q, dout, dq0, dq1, lse, delta, step, block, row, masked, W: gl.constexpr):
     """One block of keys, nothing of the next: schedules "together" and "under"."""
     k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
     _take_turn(sm, step, W)
     if sm.SCHEDULE == "under":
-        s = _product(sm, sm.q0, sm.q1, k_slot, k_parity, W)
-        dp = _product(sm, sm.dout0, sm.dout1, v_slot, v_parity, W)
-        s = warpgroup_mma_wait(2 if sm.REST else 1, deps=(s,))
+        s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
+        dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
+        s = warpgroup_mma_wait(sm.PARTS, deps=(s,))
         if sm.TURNS == "before exp":
             _pass_turn(sm, step, W)
         ds = _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W, True)
         mbarrier.arrive(sm.empty.index(v_slot), count=1)
     else:
-        dp = _product(sm, sm.dout0, sm.dout1, v_slot, v_parity, W)
-        s = _product(sm, sm.q0, sm.q1, k_slot, k_parity, W)
+        dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
+        s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         mbarrier.arrive(sm.empty.index(v_slot), count=1)
         if sm.TURNS == "before exp":
@@ -241,14 +282,13 @@ def _step(sm, problem, dq0, dq1, lse, delta, step, block, row, masked, W: gl.con
 
 
 @gluon.jit
-def _walk_early(sm, problem, dq0, dq1, lse, delta, step, row, W: gl.constexpr):
+def _walk_early(sm, problem, q, dout, dq0, dq1, lse, delta, step, row, W: gl.constexpr):
     """All blocks of a tile: schedule "early"."""
     start, stop, full_start, full_stop = problem.blocks(row)
-    pieces: gl.constexpr = 2 if sm.REST else 1
     k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
     _take_turn(sm, step, W)
-    dp = _product(sm, sm.dout0, sm.dout1, v_slot, v_parity, W)
-    s = _product(sm, sm.q0, sm.q1, k_slot, k_parity, W)
+    dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
+    s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
     s, dp = warpgroup_mma_wait(0, deps=(s, dp))
     mbarrier.arrive(sm.empty.index(v_slot), count=1)
     if sm.TURNS == "before exp":
@@ -260,10 +300,10 @@ def _walk_early(sm, problem, dq0, dq1, lse, delta, step, row, W: gl.constexpr):
         k_slot, k_parity, v_slot, v_parity = _slots(sm, step + 1)
         _take_turn(sm, step, W)
         dq0, dq1, ds0, ds1 = _add_product(sm, ds, dq0, dq1, last_slot)
-        dp = _product(sm, sm.dout0, sm.dout1, v_slot, v_parity, W)
-        s = _product(sm, sm.q0, sm.q1, k_slot, k_parity, W)
-        dq0, dq1 = _added(sm, dq0, dq1, ds0, ds1, last_slot, 2 * pieces)
-        dp = warpgroup_mma_wait(pieces, deps=(dp,))
+        dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
+        s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
+        dq0, dq1 = _added(sm, dq0, dq1, ds0, ds1, last_slot, 2 * sm.PARTS)
+        dp = warpgroup_mma_wait(sm.PARTS, deps=(dp,))
         mbarrier.arrive(sm.empty.index(v_slot), count=1)
         s = warpgroup_mma_wait(0, deps=(s,))
         if sm.TURNS == "before exp":
@@ -351,12 +391,14 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
             else:
                 dq1 = 0
             mbarrier.wait(sm.q_full.index(0), round & 1)
+            q = _kept(sm, sm.q0, W)
+            dout = _kept(sm, sm.dout0, W)
             if sm.SCHEDULE == "early":
-                dq0, dq1, step = _walk_early(sm, problem, dq0, dq1, lse, delta, step, row, W)
+                dq0, dq1, step = _walk_early(sm, problem, q, dout, dq0, dq1, lse, delta, step, row, W)
             else:
                 for block in range(start, stop):
                     masked = (block < full_start) | (block >= full_stop)
-                    dq0, dq1 = _step(sm, problem, dq0, dq1, lse, delta, step, block, row, masked, W)
+                    dq0, dq1 = _step(sm, problem, q, dout, dq0, dq1, lse, delta, step, block, row, masked, W)
                     step += 1
             _add_queries(sm, dq_desc, dq0, dq1, problem.dq_row(batch, head) + row + W * 64, W)
             mbarrier.arrive(sm.q_empty.index(0), count=1)
@@ -414,12 +456,14 @@ def backward_queries(
     SLOTS: gl.constexpr,
     SCHEDULE: gl.constexpr,
     TURNS: gl.constexpr,
+    HELD: gl.constexpr,
     BOUNDS: gl.constexpr,
 ):
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
 
     The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
-    TURNS: "none", or when a consumer lets the other one issue its products, "before exp" or "after exp".
+    TURNS: "none", or when a consumer lets the other one issue its products, "before exp" or "after exp". HELD: columns
+    of Q and dO kept in registers, 64 or 128 of the first piece or none.
     """
     dtype: gl.constexpr = q0_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -444,7 +488,7 @@ def backward_queries(
         dout1 = dout0
         kv1 = kv0
     sm = QueryShared(
-        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, BLOCK, SPLIT, REST, SLOTS, SCHEDULE, TURNS
+        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, BLOCK, SPLIT, REST, SLOTS, SCHEDULE, TURNS, HELD
     )
     problem = Problem(
         gl.to_tensor(0),

@@ -14,12 +14,14 @@ class QueryTiles:
         schedule: which products are issued together (see the module).
         turns: "none", or when a consumer lets the other issue its products: "before exp" or "after exp".
         block: keys of a step.
+        held: columns of Q and dO kept in registers, of the first piece.
     """
 
     slots: int
     schedule: str
     turns: str
     block: int = 64
+    held: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class BackwardTiles:
         block_n: keys of a CTA: 128 in `backward_keys`, 64 in `backward_wide`. A step is 64 queries in both.
         stages: buffers of Q (and, in `backward_keys`, of dO). dout_stages: of dO in `backward_wide`.
         queries: of the kernel that computes dQ apart.
+        held: columns of K and V kept in registers in `backward_wide`, of the first piece.
         dq_apart: compute dQ apart also where it need not be deterministic.
         kv_in_registers: K and V are kept as register operands.
     """
@@ -40,6 +43,7 @@ class BackwardTiles:
     stages: int
     queries: QueryTiles
     dout_stages: int = 0
+    held: int = 0
     dq_apart: bool = False
     kv_in_registers: bool = False
 

@@ -55,6 +55,7 @@ class WideShared:
     REST: gl.constexpr
     STAGES: gl.constexpr
     DOUT_STAGES: gl.constexpr
+    HELD: gl.constexpr
     WITH_DQ: gl.constexpr
     ACCUMULATE: gl.constexpr
 
@@ -87,6 +88,7 @@ class WideShared:
         REST,
         STAGES,
         DOUT_STAGES,
+        HELD,
         WITH_DQ,
         ACCUMULATE,
     ):
@@ -116,6 +118,7 @@ class WideShared:
         self.REST = gl.constexpr(REST)
         self.STAGES = gl.constexpr(STAGES)
         self.DOUT_STAGES = gl.constexpr(DOUT_STAGES)
+        self.HELD = gl.constexpr(HELD)
         self.WITH_DQ = gl.constexpr(WITH_DQ)
         self.ACCUMULATE = gl.constexpr(ACCUMULATE)
 
@@ -221,7 +224,39 @@ def _write_wide(sm, desc, x0, x1, batch, key, head, W: gl.constexpr):
 
 
 @gluon.jit
-def _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row):
+def _kept(sm, piece):
+    """The first HELD columns of K or V as an operand in registers."""
+    if sm.HELD:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+        part = piece.reshape([64, sm.SPLIT]).slice(0, sm.HELD, dim=1)
+        kept = part.load(gl.DotOperandLayout(0, layout, 2))
+    else:
+        kept = 0
+    return kept
+
+
+@gluon.jit
+def _product(sm, kept, keys0, keys1, rows0, rows1):
+    """S^T (of K and Q) or dP^T (of V and dO), on its way."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    H: gl.constexpr = sm.HELD
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    x = gl.zeros([64, 64], gl.float32, layout)
+    keys = keys0.reshape([64, C])
+    rows = rows0.reshape([64, C])
+    if H == 0:
+        x = warpgroup_mma(keys, rows.permute((1, 0)), x, use_acc=False, is_async=True)
+    else:
+        x = warpgroup_mma(kept, rows.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
+        if H < C:
+            rows = rows.slice(H, C - H, dim=1).permute((1, 0))
+            x = warpgroup_mma(keys.slice(H, C - H, dim=1), rows, x, is_async=True)
+    return warpgroup_mma(keys1.reshape([64, R]), rows1.reshape([64, R]).permute((1, 0)), x, is_async=True)
+
+
+@gluon.jit
+def _score_step(sm, problem, dq_desc, k, dv0, dv1, step, block, key, masked, dq_row):
     """S, P, dV and the first columns of dQ for one block of queries."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -229,16 +264,10 @@ def _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     slot, parity = slot_of(step, sm.STAGES)
-    k0 = sm.k0.reshape([64, C])
-    k1 = sm.k1.reshape([64, R])
-    q0 = sm.q0.index(slot).reshape([64, C])
-    q1 = sm.q1.index(slot).reshape([64, R])
 
     # P = exp(S - lse)
     mbarrier.wait(sm.q_full.index(slot), parity)
-    s = gl.zeros([64, 64], gl.float32, s_layout)
-    s = warpgroup_mma(k0, q0.permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma(k1, q1.permute((1, 0)), s, is_async=True)
+    s = _product(sm, k, sm.k0, sm.k1, sm.q0.index(slot), sm.q1.index(slot))
     lse = sm.stats.index(slot).reshape([2, 64]).slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
@@ -264,13 +293,13 @@ def _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row
     # dQ = dS K
     if sm.WITH_DQ:
         mbarrier.wait(sm.ds_full.index(0), step & 1)
-        _add_dq(sm, dq_desc, k0, sm.ds, dq_row, 0, 0, C // 64)
+        _add_dq(sm, dq_desc, sm.k0.reshape([64, C]), sm.ds, dq_row, 0, 0, C // 64)
         mbarrier.arrive(sm.ds_empty.index(0), count=1)
     return dv0, dv1
 
 
 @gluon.jit
-def _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row):
+def _gradient_step(sm, dq_desc, v, dk0, dk1, step, dq_row):
     """dP, dS, dK and the last columns of dQ for one block of queries."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -284,11 +313,7 @@ def _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row):
 
     # dS = P (dP - delta)
     mbarrier.wait(sm.dout_full.index(dout_slot), dout_parity)
-    dp = gl.zeros([64, 64], gl.float32, s_layout)
-    dout0 = sm.dout0.index(dout_slot).reshape([64, C]).permute((1, 0))
-    dout1 = sm.dout1.index(dout_slot).reshape([64, R]).permute((1, 0))
-    dp = warpgroup_mma(sm.v0.reshape([64, C]), dout0, dp, use_acc=False, is_async=True)
-    dp = warpgroup_mma(sm.v1.reshape([64, R]), dout1, dp, is_async=True)
+    dp = _product(sm, v, sm.v0, sm.v1, sm.dout0.index(dout_slot), sm.dout1.index(dout_slot))
     mbarrier.wait(sm.q_full.index(slot), parity)
     delta = sm.stats.index(slot).reshape([2, 64]).slice(1, 1, dim=0).load(s_layout)
     dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -331,11 +356,12 @@ def _consume_scores(sm, problem, dq_desc, dk_desc, dv_desc):
         dv0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dv1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         mbarrier.wait(sm.kv_full.index(0), round & 1)
+        k = _kept(sm, sm.k0)
         for g in range(problem.group):
             dq_row = problem.dq_row(batch, first_head + g)
             for _ in range(start, stop):
                 masked = (block < full_start) | (block >= full_stop)
-                dv0, dv1 = _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row + block * 64)
+                dv0, dv1 = _score_step(sm, problem, dq_desc, k, dv0, dv1, step, block, key, masked, dq_row + block * 64)
                 block = problem.next_block(block, start, stop)
                 step += 1
         if (not sm.ACCUMULATE) | (start < stop):
@@ -358,10 +384,11 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
         dk0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dk1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         mbarrier.wait(sm.kv_full.index(0), round & 1)
+        v = _kept(sm, sm.v0)
         for g in range(problem.group):
             dq_row = problem.dq_row(batch, first_head + g)
             for _ in range(start, stop):
-                dk0, dk1 = _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row + block * 64)
+                dk0, dk1 = _gradient_step(sm, dq_desc, v, dk0, dk1, step, dq_row + block * 64)
                 block = problem.next_block(block, start, stop)
                 step += 1
         if (not sm.ACCUMULATE) | (start < stop):
@@ -413,6 +440,7 @@ def backward_wide(
     REST: gl.constexpr,
     STAGES: gl.constexpr,
     DOUT_STAGES: gl.constexpr,
+    HELD: gl.constexpr,
     BOUNDS: gl.constexpr,
     WITH_DQ: gl.constexpr,
     ACCUMULATE: gl.constexpr,
@@ -477,6 +505,7 @@ def backward_wide(
         REST,
         STAGES,
         DOUT_STAGES,
+        HELD,
         WITH_DQ,
         ACCUMULATE,
     )
