@@ -1,4 +1,4 @@
-"""dQ, dK, dV for head_dim 192 and 256: one CTA holds 64 keys and streams the queries past them.
+"""dK and dV, or dQ too, for head_dim 192 and 256: one CTA holds 64 keys and streams the queries past them.
 
 dK and dV of 64 keys fill the registers of a consumer each, so the consumers share the work by product:
 
@@ -6,7 +6,8 @@ dK and dV of 64 keys fill the registers of a consumer each, so the consumers sha
     grads    dP^T = V dO^T, dS = P (dP - delta) -> shared memory, dK += dS^T Q, dQ[:, SPLIT:] = dS K[:, SPLIT:]
 
 The columns of every operand are two pieces, SPLIT = 128 and 128 (head_dim 256) or 64 (192): tiles are powers of two.
-dQ leaves by TMA reduce-add in chunks of 64 columns, in the order of `backward_keys`.
+WITH_DQ: dQ leaves by TMA reduce-add in chunks of 64 columns, in the order of `backward_keys`; that, a whole block for
+64 keys, is then the limit. Without it a consumer reads K or V alone, and stages dV or dK in its buffer.
 """
 
 from ringflash_kernels.hopper.backward_problem import Problem, slot_of
@@ -191,7 +192,6 @@ def _add_dq(sm, dq_desc, k, ds, dq_row, column, W: gl.constexpr, CHUNKS: gl.cons
 def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
     """Add or store 64 columns of dK or dV."""
     at = [coord[0], coord[1], coord[2], column]
-    # Without dQ in the loop a consumer reads K or V alone, and their buffers are free for what it writes.
     if sm.WITH_DQ:
         staged = sm.staging.index(W)._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
     elif W == 0:
@@ -445,7 +445,10 @@ def backward_wide(
     WITH_DQ: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):
-    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`."""
+    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
+
+    HELD: columns of K and V kept in registers, 64 or 128 of the first piece or none.
+    """
     dtype: gl.constexpr = q0_desc.dtype
     s_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
