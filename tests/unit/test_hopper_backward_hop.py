@@ -71,8 +71,9 @@ def test_rows_start_on_16_bytes():
     assert hop.q_start == 12 and hop.min_row == 1
 
 
-@pytest.mark.parametrize("block", [64, 128])
-def test_lengths_count_the_blocks_with_a_visible_pair(block):
+@pytest.mark.parametrize("transposed", [False, True], ids=["by keys", "by queries"])
+@pytest.mark.parametrize("tile, step", [(64, 64), (128, 64), (128, 128)])
+def test_lengths_count_the_blocks_with_a_visible_pair(tile, step, transposed):
     for mask in (
         Mask.band(700, 700, causal=True),
         Mask.band(500, 611, window_size=(70, 33)),
@@ -80,17 +81,19 @@ def test_lengths_count_the_blocks_with_a_visible_pair(block):
         Mask.of(500, 600, [Region(101, 407, 50, 333, None, 170)]),
         Mask.of(600, 900, [Region(0, 300, 0, 450, None, 150), Region(300, 600, 0, 900, None, 300)]),
     ):
-        hop = _hop(mask, torch.device("cpu"))
-        seen = mask.dense()[hop.q_start : hop.q_stop, hop.k_start : hop.k_stop]
-        for tile, length in enumerate(_lengths(hop, block).tolist()):
-            rows = seen[:, tile * block : (tile + 1) * block].any(1).nonzero()
-            assert length == (rows.max() // 64 - rows.min() // 64 + 1 if len(rows) else 0)
+        hop = _hop(mask, torch.device("cpu"), transposed=transposed)
+        dense = mask.dense().T if transposed else mask.dense()
+        seen = dense[hop.q_start : hop.q_stop, hop.k_start : hop.k_stop]
+        lengths = _lengths(hop, _Works(1, 1, tile, step, from_last=transposed)).tolist()
+        for index, length in enumerate(reversed(lengths) if transposed else lengths):
+            rows = seen[:, index * tile : (index + 1) * tile].any(1).nonzero()
+            assert length == (rows.max() // step - rows.min() // step + 1 if len(rows) else 0)
 
 
 def test_fewer_sms_share_causal_work_evenly():
     """124 CTAs in steps of 124 over heads of 128 tiles would leave the slowest with 1.47 times its share."""
     lengths = torch.arange(256, 0, -2)
-    num_ctas = _balanced(lengths, _Works(16, 1), 124)
+    num_ctas = _balanced(lengths, _Works(16, 1, 128, 64), 124)
     steps = (lengths + 1.5).repeat(16)
     slowest = torch.bincount(torch.arange(len(steps)) % num_ctas, weights=steps).max().item()
     assert 108 < num_ctas <= 124
