@@ -12,11 +12,11 @@ from types import ModuleType
 
 import pytest
 
-from ringflash_kernels.hopper import forward
+from ringflash_kernels.hopper import backward, backward_queries, forward
 from tests.compile.compiler import Compiled, Launch, compile_launch
 from tests.compile.report import compile_all
-from tests.compile.sass import Program, share_of_exp_before_last_wait
-from tests.compile.variants import forward_launch, production_launches
+from tests.compile.sass import Loop, Program, exp_within_turns, share_of_exp_before_last_wait
+from tests.compile.variants import dq_launch, forward_launch, production_launches
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -108,14 +108,29 @@ def test_softmax_runs_under_the_products(launch, compiled):
     assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
 
 
-@pytest.fixture
-def faulty_forward(tmp_path, monkeypatch):
-    """Makes the forward module with a change in its source."""
+def _unmasked_loops(launch: Launch) -> list[Loop]:
+    return [loop for loop in Program(compile_launch(launch).sass).loops if not loop.masked]
 
-    def make(pattern: str, new: str) -> ModuleType:
-        source, count = re.subn(pattern, new, Path(forward.__file__).read_text())
+
+@_of([launch for launch in BACKWARD if launch.name == "backward_queries"])
+def test_exp_of_dq_is_where_the_schedule_has_it(launch, compiled):
+    """Under dP, or outside of the turn in which a consumer issues all its products."""
+    loops = [loop for loop in Program(compiled[launch].sass).loops if not loop.masked]
+    schedules = {x for x in launch.constants.values() if x in ("under", "early")}
+    if schedules == {"under"}:
+        assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
+    if schedules == {"early"}:
+        assert loops and all(exp_within_turns(loop) == 0 for loop in loops)
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    """Makes a module with a change in its source."""
+
+    def make(module: ModuleType, pattern: str, new: str) -> ModuleType:
+        source, count = re.subn(pattern, new, Path(module.__file__).read_text())
         assert count, f"fault does not apply: {pattern!r}; plant what is there now"
-        path = tmp_path / "faulty_forward.py"
+        path = tmp_path / f"faulty_{module.__name__.split('.')[-1]}.py"
         path.write_text(source)
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
@@ -126,12 +141,24 @@ def faulty_forward(tmp_path, monkeypatch):
     return make
 
 
-def test_hoisted_wait_is_seen(faulty_forward):
+def test_hoisted_wait_is_seen(faulty):
     """Without the barrier wait that ends the basic block, ptxas waits for the products before the softmax."""
     wait = r" +mbarrier\.wait\(barriers\.k_full\.index\(after_index\).*\n"
-    launch = forward_launch(faulty_forward(wait, ""), 128, "full")
-    loops = [loop for loop in Program(compile_launch(launch).sass).loops if not loop.masked]
+    loops = _unmasked_loops(forward_launch(faulty(forward, wait, ""), 128, "full"))
     assert loops and all(share_of_exp_before_last_wait(loop) < 0.5 for loop in loops)
+
+
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_moved_exp_is_seen(head_dim, faulty, monkeypatch):
+    """Without the waits that end its basic block, ptxas computes exp after the products or after taking the turn."""
+    wait = r" +if \(sm\.SCHEDULE == .*\n +mbarrier\.wait\(sm\.full\.index\(k_slot\), k_parity\)\n"
+    kernel = faulty(backward_queries, wait, "").backward_queries
+    monkeypatch.setattr(backward, "backward_queries", kernel)
+    loops = _unmasked_loops(dq_launch(head_dim, "band"))
+    if head_dim == 128:
+        assert loops and all(share_of_exp_before_last_wait(loop) < 0.5 for loop in loops)
+    else:
+        assert loops and all(exp_within_turns(loop) > 16 for loop in loops)
 
 
 def test_spills_and_serialised_products_are_seen():

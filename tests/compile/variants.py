@@ -52,6 +52,13 @@ def forward_launch(module: ModuleType, head_dim: int, mask: str) -> Launch:
     return next(iter(recorder.launches.values()))
 
 
+def dq_launch(head_dim: int, mask: str) -> Launch:
+    """The launch that computes dQ apart."""
+    with recorded_launches() as recorder:
+        _backward(recorder, head_dim, mask, deterministic=True)
+    return next(x for x in recorder.launches.values() if x.name == "backward_queries")
+
+
 def _forward(
     recorder: Recorder,
     head_dim: int,

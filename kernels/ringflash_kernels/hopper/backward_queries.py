@@ -211,8 +211,12 @@ def _product(sm, kept, piece0, piece1, slot, parity, W: gl.constexpr):
 
 
 @gluon.jit
-def _differences(sm, problem, s, dp, lse, delta, token, block, row, masked, W: gl.constexpr, WAIT: gl.constexpr):
-    """dS = P (dP - delta), P = exp(S - lse), in the inputs' dtype. WAIT: dP is still on its way."""
+def _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W: gl.constexpr):
+    """dS = P (dP - delta), P = exp(S - lse), in the inputs' dtype.
+
+    ptxas moves exp behind named barriers and waits for products, but not into another basic block: hence the waits for
+    K, which is there.
+    """
     N: gl.constexpr = sm.BLOCK
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     if masked:  # a second, masked loop would make ptxas spill in the first
@@ -220,11 +224,17 @@ def _differences(sm, problem, s, dp, lse, delta, token, block, row, masked, W: g
         keys = block * N + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
         s = gl.where(problem.visible(rows, keys), s, float("-inf"))
     p = gl.exp2(s * problem.scale_log2 - lse[:, None])
+    k_slot, k_parity, _v_slot, _v_parity = _slots(sm, step)
+    if (sm.SCHEDULE == "under") | (sm.TURNS == "after exp"):
+        mbarrier.wait(sm.full.index(k_slot), k_parity)
     if sm.TURNS == "after exp":
-        _pass_turn(sm, token, W)
-    if WAIT:
+        _pass_turn(sm, step, W)
+    if sm.SCHEDULE == "under":
         dp = warpgroup_mma_wait(0, deps=(dp,))
-    return (p * (dp - delta[:, None])).to(sm.q0.dtype)
+    ds = (p * (dp - delta[:, None])).to(sm.q0.dtype)
+    if (sm.SCHEDULE == "early") & (sm.TURNS != "none"):
+        mbarrier.wait(sm.full.index(k_slot), k_parity)
+    return ds
 
 
 @gluon.jit
@@ -267,7 +277,7 @@ def _step(sm, problem, q, dout, dq0, dq1, lse, delta, step, block, row, masked, 
         s = warpgroup_mma_wait(sm.PARTS, deps=(s,))
         if sm.TURNS == "before exp":
             _pass_turn(sm, step, W)
-        ds = _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W, True)
+        ds = _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W)
         mbarrier.arrive(sm.empty.index(v_slot), count=1)
     else:
         dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
@@ -276,7 +286,7 @@ def _step(sm, problem, q, dout, dq0, dq1, lse, delta, step, block, row, masked, 
         mbarrier.arrive(sm.empty.index(v_slot), count=1)
         if sm.TURNS == "before exp":
             _pass_turn(sm, step, W)
-        ds = _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W, False)
+        ds = _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W)
     dq0, dq1, ds0, ds1 = _add_product(sm, ds, dq0, dq1, k_slot)
     return _added(sm, dq0, dq1, ds0, ds1, k_slot, 0)
 
@@ -295,7 +305,7 @@ def _walk_early(sm, problem, q, dout, dq0, dq1, lse, delta, step, row, W: gl.con
         _pass_turn(sm, step, W)
     for block in range(start, stop - 1):
         masked = (block < full_start) | (block >= full_stop)
-        ds = _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W, False)
+        ds = _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W)
         last_slot, _last_parity, _v_slot, _v_parity = _slots(sm, step)
         k_slot, k_parity, v_slot, v_parity = _slots(sm, step + 1)
         _take_turn(sm, step, W)
@@ -311,7 +321,7 @@ def _walk_early(sm, problem, q, dout, dq0, dq1, lse, delta, step, row, W: gl.con
         step += 1
     k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
     masked = (stop - 1 < full_start) | (stop - 1 >= full_stop)
-    ds = _differences(sm, problem, s, dp, lse, delta, step, stop - 1, row, masked, W, False)
+    ds = _differences(sm, problem, s, dp, lse, delta, step, stop - 1, row, masked, W)
     _take_turn(sm, step, W)
     dq0, dq1, ds0, ds1 = _add_product(sm, ds, dq0, dq1, k_slot)
     dq0, dq1 = _added(sm, dq0, dq1, ds0, ds1, k_slot, 0)
