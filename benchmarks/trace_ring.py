@@ -26,18 +26,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 from benchmarks.bench_ring import ROWS, TOY, join, run  # noqa: E402
+from benchmarks.device_time import MESSAGE, WAIT, device_events, span_of  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
 from benchmarks.ring_contenders import Built, Setting, ring_over  # noqa: E402
 
 _HOP = re.compile(r"ringflash::(forward|backward)_(?:step|section)(\d+)$")
-_MESSAGE, _WAIT = r"ncclDevKernel|Memcpy PtoP", r"barrier_kernel|_signal_kernel"
-_COMMUNICATION = re.compile(rf"{_MESSAGE}|{_WAIT}|ringflash::arrive")
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_COMMUNICATION = re.compile(rf"{MESSAGE}|{WAIT}|ringflash::arrive")
 _KINDS = {
     "forward": re.compile(r"^forward_kernel"),
     "backward": re.compile(r"^backward_"),
-    "message": re.compile(_MESSAGE),
-    "wait": re.compile(_WAIT),
+    "message": re.compile(MESSAGE),
+    "wait": re.compile(WAIT),
 }
 
 
@@ -95,13 +94,13 @@ def hops(events: list[dict]) -> list[Hop]:
     on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in timed)
     ranges = [event for event in timed if event.get("cat") == ("gpu_user_annotation" if on_gpu else "user_annotation")]
     others = [event for event in timed if event.get("cat") in ("kernel", "gpu_memcpy")] if on_gpu else ranges
-    busy = _united([_span(event) for event in others if _COMMUNICATION.search(event["name"])])
+    busy = _united([span_of(event) for event in others if _COMMUNICATION.search(event["name"])])
     found, last = [], {}
     for event in sorted(ranges, key=lambda event: event["ts"]):
         match = _HOP.search(event["name"])
         if match is None:
             continue
-        direction, (begin, end) = match[1], _span(event)
+        direction, (begin, end) = match[1], span_of(event)
         gap = (last.get(direction, begin), begin)
         exposed = sum(max(0.0, min(gap[1], stop) - max(gap[0], start)) for start, stop in busy)
         found.append(Hop(direction, int(match[2]), end - begin, exposed, max(0.0, gap[1] - gap[0]) - exposed))
@@ -111,10 +110,10 @@ def hops(events: list[dict]) -> list[Hop]:
 
 def timeline(events: list[dict]) -> list[dict[str, object]]:
     """What the device did, in order, in microseconds since it began: our kernels, messages, waits and the rest."""
-    timed = [event for event in events if event.get("ph") == "X" and event.get("cat") in _ON_DEVICE]
-    begin = min((float(event["ts"]) for event in timed), default=0.0)
+    timed = device_events(events)
+    begin = float(timed[0]["ts"]) if timed else 0.0
     spans = []
-    for event in sorted(timed, key=lambda event: float(event["ts"])):
+    for event in timed:
         name = event["name"]
         kind = next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), "other")
         spans.append(

@@ -24,7 +24,11 @@ def main() -> None:
     for path in sorted(RESULTS.glob("ring_*.json")):
         replace(PERFORMANCE, path.stem, ring_table(json.loads(path.read_text())))
     for path in sorted(RESULTS.glob("training_*.json")):
-        replace(PLAN, path.stem, training_table(json.loads(path.read_text())))
+        result = json.loads(path.read_text())
+        if path.stem.startswith("training_whole"):
+            replace(PERFORMANCE, path.stem, steps_tables(result))
+        else:
+            replace(PLAN, path.stem, training_table(result))
 
 
 def replace(page: Path, name: str, table: str) -> None:
@@ -109,6 +113,66 @@ def training_table(result: dict) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([source, "", *head, *rows])
+
+
+def steps_tables(result: dict) -> str:
+    """What `benchmarks/train_steps.py` measured of each length beside its plan, and the parts of a step."""
+    lengths = list(dict.fromkeys(step["seqlen"] for step in result["steps"] if step["kind"] == "timed"))
+    of_kind = {
+        kind: {seqlen: [x for x in result["steps"] if (x["kind"], x["seqlen"]) == (kind, seqlen)] for seqlen in lengths}
+        for kind in ("timed", "waits")
+    }
+    plans = result["plans"]
+    rows = [
+        _steps_row(of_kind["timed"][seqlen], of_kind["waits"][seqlen], plans.get(str(seqlen))) for seqlen in lengths
+    ]
+    packages = ("torch", "triton", "lightning", "transformers", "liger-kernel")
+    versions = ", ".join(f"{name} {result[name]}" for name in packages)
+    source = (
+        f"`torchrun --nproc-per-node {result['ranks']} {result['command']}` on {result['device']}, {versions}, commit "
+        f"{result['commit']}. {result['about']} The model was built in {result['built_seconds']:.0f} s."
+    )
+    head = [
+        "| tokens | s of each step | planned | tokens/s a GPU | MFU | GiB | planned | ring waits, ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join([source, "", *head, *rows, *_parts_table([of_kind["timed"][seqlen][-1] for seqlen in lengths])])
+
+
+def _steps_row(steps: list[dict], waits: list[dict], plan: dict | None) -> str:
+    """One length: all its steps' seconds, and of the last one the rest."""
+    last = steps[-1]
+    gib, seconds = last["allocated_gib"] + last["areas_gib"], ", ".join(f"{step['seconds']:.2f}" for step in steps)
+    planned = {"seconds": "", "gib": ""}
+    if plan is not None:
+        uncounted = ("fragmentation", "CUDA and libraries")
+        bytes_ = sum(value for name, value in plan["memory_bytes"].items() if name not in uncounted)
+        of_step = sum(plan["step_seconds"].values())
+        planned = {
+            "seconds": f"{of_step:.2f} ({100 * (of_step / last['seconds'] - 1):+.0f}%)",
+            "gib": f"{bytes_ / 2**30:.1f} ({100 * (bytes_ / 2**30 / gib - 1):+.0f}%)",
+        }
+    mfu = "" if last["mfu_percent"] is None else f"{last['mfu_percent']:.1f}%"
+    waited = ", ".join(f"{step['exposed_communication_ms']:.0f}" for step in waits)
+    return (
+        f"| {last['seqlen']:,} | {seconds} | {planned['seconds']} | {last['tokens_per_second_per_gpu']:,.0f} | {mfu} | "
+        f"{gib:.1f} | {planned['gib']} | {waited} |"
+    )
+
+
+def _parts_table(steps: list[dict]) -> list[str]:
+    """Seconds and percent of each part of the steps that were traced; nothing where none was."""
+    traced = [step for step in steps if "parts" in step]
+    if not traced:
+        return []
+    names = list(traced[0]["parts"])
+    rows = [
+        f"| {step['seqlen']:,} | "
+        + " | ".join(f"{step['parts'][x]:.2f} ({100 * step['parts'][x] / step['seconds']:.1f}%)" for x in names)
+        + f" | {sum(step['parts'].values()):.2f} |"
+        for step in traced
+    ]
+    return ["", f"| s of | {' | '.join(names)} | together |", "|---|" + "---|" * (len(names) + 1), *rows]
 
 
 if __name__ == "__main__":

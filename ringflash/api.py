@@ -10,7 +10,7 @@ from torch import nn
 
 from ringflash import ops
 from ringflash.group import Group, resolve
-from ringflash.headwise import heads_of_a_section
+from ringflash.headwise import sections_of
 from ringflash.mask import check_window_size
 from ringflash.transport import buffer_bytes
 from ringflash.transport.sms import comm_sms
@@ -128,11 +128,11 @@ def _steps(plan: ops.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
     """What the rank computes, launch by launch."""
     if plan.transport == "copy_engine":
         gathering = plan.gathering
-        heads = heads_of_a_section(k.shape[2], q.shape[2] // k.shape[2], k.shape[0] * gathering.capacity)
+        heads = sections_of(k.shape[2], q.shape[2] // k.shape[2], k.shape[0] * gathering.capacity)
         owners = sorted({piece.owner for piece in gathering.pieces})
         return (
-            f"{k.shape[2] // heads} section(s) of {heads} KV head(s): {gathering.num_rows} keys of ranks {owners}, "
-            f"{gathering.mask.num_visible} pairs",
+            f"{len(heads)} section(s) of {', '.join(map(str, heads))} KV head(s): {gathering.num_rows} keys of ranks "
+            f"{owners}, {gathering.mask.num_visible} pairs",
         )
     return tuple(
         f"step {hop.step}: K/V of rank {hop.source}, {hop.mask.num_visible} pairs in {len(hop.mask.regions)} region(s)"

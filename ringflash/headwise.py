@@ -8,6 +8,7 @@
 
 A section is some KV heads with the query heads that share them. All the keys that a rank sees lie before the kernel
 in the order of their positions, so that a section is one launch, as on one device: no state passes from hop to hop.
+The first and the last section are small: nothing hides the pull of the one and the way home of the other.
 Long sequences take turns with two buffers. docs/decisions/0005-copy-engine.md says what waits for what, and why.
 """
 
@@ -17,6 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -26,7 +28,8 @@ from ringflash.schedule import Gathering, Piece
 from ringflash.transport.buffers import buffer
 from ringflash.transport.peer_memory import PeerMemory, Token
 from ringflash.waiting import measuring, waiting
-from ringflash_kernels.api import BackwardPass, begin_backward, collect, implementation, state_dtype
+from ringflash.watch import Call, Unwatched, watching
+from ringflash_kernels.api import BackwardPass, begin_backward, collect, implementation, publish, state_dtype
 
 T = TypeVar("T")
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
@@ -57,10 +60,10 @@ class Headwise:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
             gathered = self._gathered(k, q.shape[2])
-            gathered.publish(k, v)
+            gathered.publish(k, v, self.impl)
 
         def attend(section: int) -> None:
-            mine = gathered.query_heads(section, q.shape[2])
+            mine = gathered.query_heads(section)
             keys, values = gathered.of(section)
             kernel.forward(q[:, :, mine], keys, values, mask, self.softmax_scale, out=out[:, :, mine], lse=lse[:, mine])
 
@@ -82,12 +85,13 @@ class Headwise:
         with waiting(q.device):
             gathered = self._gathered(k, q.shape[2])
             home = self._kept("home", k, q.shape[2], lambda: Home(gathered, k))
-            gathered.publish(k, v)
+            gathered.publish(k, v, self.impl)
 
         passes: dict[int, BackwardPass] = {}
 
         def begin(section: int) -> None:
-            mine = gathered.query_heads(section, q.shape[2])
+            mine = gathered.query_heads(section)
+            passes.pop(section % 2, None)  # which has ended: its fp32 dQ makes room for the new one
             passes[section % 2] = begin_backward(
                 dout[:, :, mine], q[:, :, mine], out[:, :, mine], lse[:, mine], impl=self.impl,
                 softmax_scale=self.softmax_scale, dlse=None if dlse is None else dlse[:, mine],
@@ -99,14 +103,20 @@ class Headwise:
             passes[section % 2].add(keys, values, self.gathering.mask, *home.stage(section), accumulate=False)
 
         def end(section: int) -> None:
-            passes[section % 2].finish(dq[:, :, gathered.query_heads(section, q.shape[2])])
+            passes[section % 2].finish(dq[:, :, gathered.query_heads(section)])
             home.collect(section, dk, dv, self.impl)
 
         self._run("backward", gathered, differentiate, begin, end)
         return dq, dk, dv
 
-    def _run(
+    def _run(self, way: str, gathered: Gathered, *work: Callable[[int], None]) -> None:
+        """Compute all sections, while the watch looks on."""
+        with watching(self.memory, way, gathered.device) as call:
+            self._run_sections(call, way, gathered, *work)
+
+    def _run_sections(
         self,
+        call: Call | Unwatched,
         way: str,
         gathered: Gathered,
         compute: Callable[[int], None],
@@ -120,6 +130,7 @@ class Headwise:
                 otherwise queue behind all of the next section's. A section begins when the last but one has ended.
         """
         device, start = gathered.device, self.memory.mark()
+        call.reach(start, "for all ranks to begin")
         in_order = self._is_first(way, device) or measuring()
         computed: list[Token] = []
         ended: list[Token] = []
@@ -140,8 +151,10 @@ class Headwise:
             after = [start, *(computed[-1:] if in_order else [])]
             lane = "odd" if section % 2 else "even"
             computed.append(self.memory.beside(lane, partial(work, section, *tokens), after))
+            call.reach(computed[-1], "for section {}", section)
             if end is not None:
                 ended.append(self.memory.beside("end", partial(end, section), computed[-1:], urgent=True))
+                call.reach(ended[-1], "for the gradients of section {}", section)
         for token in computed[-2:]:
             token.wait()
         with waiting(device):
@@ -179,43 +192,54 @@ class Gathered:
     def __init__(self, memory: PeerMemory, gathering: Gathering, k: torch.Tensor, num_heads: int) -> None:
         self.memory, self.gathering, self.device = memory, gathering, k.device
         batch, rows, num_kv_heads, head_dim = k.shape
-        self.heads = heads_of_a_section(num_kv_heads, num_heads // num_kv_heads, batch * gathering.capacity)
-        self.sections = num_kv_heads // self.heads
+        self.heads = sections_of(num_kv_heads, num_heads // num_kv_heads, batch * gathering.capacity)
+        self.sections, self.group = len(self.heads), num_heads // num_kv_heads
+        self.first = [0, *accumulate(self.heads)]
         self.turns = 2 * batch * gathering.capacity * num_kv_heads * head_dim * k.itemsize > WHOLE_BYTES
-        rest = (self.heads, 2, head_dim)
-        shape = (self.sections, batch, rows if self.turns else gathering.capacity, *rest)
-        memory.reserve("kv", math.prod(shape) * k.itemsize)
-        areas = {piece.owner: memory.view("kv", piece.owner, shape, k.dtype) for piece in gathering.pieces}
-        own = areas[memory.rank]
+        line = 2 * head_dim
+        places = (batch, rows if self.turns else gathering.capacity)
+        size = math.prod(places) * num_kv_heads * line
+        memory.reserve("kv", size * k.itemsize)
+        areas = {piece.owner: memory.view("kv", piece.owner, (size,), k.dtype) for piece in gathering.pieces}
+        self.own = areas[memory.rank]
+        by_section = {owner: _sections(area, places, self.heads, head_dim) for owner, area in areas.items()}
         if self.turns:
-            slots = [
-                buffer(f"kv.{slot}", (batch, gathering.num_rows, *rest), k.dtype, k.device)
-                for slot in range(min(2, self.sections))
+            shape = (batch, gathering.num_rows)
+            buffers = [
+                buffer(f"kv.{turn}", (math.prod(shape) * max(self.heads) * line,), k.dtype, k.device)
+                for turn in range(min(2, self.sections))
+            ]
+            self.slots = [
+                _sections(buffers[section % 2], shape, (heads,), head_dim)[0]
+                for section, heads in enumerate(self.heads)
             ]
         else:
-            slots = [own[section, :, : gathering.num_rows] for section in range(self.sections)]
-        self.slots = slots
+            self.slots = [area[:, : gathering.num_rows] for area in by_section[memory.rank]]
         self.pulls = [
             [
                 (target[_rows(piece.row, piece)], source[_rows(self._there(piece), piece)])
                 for piece in self._nearest_first()
                 if self.turns or piece.owner != memory.rank
-                for target, source in zip(slots[section % len(slots)], areas[piece.owner][section], strict=True)
+                for target, source in zip(slot, by_section[piece.owner][section], strict=True)
             ]
-            for section in range(self.sections)
+            for section, slot in enumerate(self.slots)
         ]
-        mine = [piece for piece in gathering.pieces if piece.owner == memory.rank]
-        self.own = [
-            (which, _rows(piece.start, piece), _wide(own)[:, :, _rows(self._there(piece), piece), :, which])
-            for piece in mine
-            for which in (0, 1)
-        ]
+        self.lines = torch.tensor(
+            [
+                (math.prod(places) * line * first + head * line, heads * line)
+                for first, heads in zip(self.first, self.heads, strict=False)
+                for head in range(heads)
+            ]
+        ).to(k.device)
+        there = torch.empty(rows, dtype=torch.int32)
+        for piece in gathering.pieces:
+            if piece.owner == memory.rank:
+                there[_rows(piece.start, piece)] = torch.arange(piece.size, dtype=torch.int32) + self._there(piece)
+        self.places, self.there = places, there.to(k.device)
 
-    def publish(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str) -> None:
         """Put this rank's K and V where the others pull them from."""
-        heads = [_wide(x).unflatten(2, (self.sections, self.heads)).permute(2, 0, 1, 3, 4) for x in (k, v)]
-        for which, rows, target in self.own:
-            target.copy_(heads[which][:, :, rows])
+        publish(impl, k, v, self.own, self.lines, self.there, self.places[1])
         self.memory.barrier(BEGIN)
 
     def pull(self, section: int, after: list[Token]) -> Token:
@@ -235,13 +259,12 @@ class Gathered:
 
     def of(self, section: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V: (batch, rows gathered, heads of a section, head_dim)."""
-        slot = self.slots[section % len(self.slots)]
-        return slot[..., 0, :], slot[..., 1, :]
+        keys, values = self.slots[section].unbind(3)
+        return keys, values
 
-    def query_heads(self, section: int, num_heads: int) -> slice:
+    def query_heads(self, section: int) -> slice:
         """The query heads that share the section's K/V."""
-        count = num_heads // self.sections
-        return slice(section * count, (section + 1) * count)
+        return slice(self.first[section] * self.group, self.first[section + 1] * self.group)
 
     def _there(self, piece: Piece) -> int:
         """First row of a piece in its owner's area."""
@@ -260,39 +283,42 @@ class Home:
     """
 
     def __init__(self, gathered: Gathered, k: torch.Tensor) -> None:
-        self.gathering = gathering = gathered.gathering
-        self.memory = memory = gathered.memory
-        self.heads, self.sections = gathered.heads, gathered.sections
-        dtype, batch, row = state_dtype(k.dtype), k.shape[0], (gathered.heads, 2, k.shape[3])
-        shape = (min(2, gathered.sections), batch, gathering.capacity, *row)
-        memory.reserve("dkv", math.prod(shape) * dtype.itemsize)
-        size = gathering.pieces[0].size
-        others = [[reader for reader in readers if reader.rank != memory.rank] for readers in gathering.readers]
-        arrived = buffer("dkv.in", (sum(map(len, others)), batch, size, *row), dtype, k.device)
-        by_chunk = arrived.split(list(map(len, others)))
-        own = memory.view("dkv", memory.rank, shape, dtype)
-        self.stages = [(stage[..., 0, :], stage[..., 1, :]) for stage in own[:, :, : gathering.num_rows]]
-        self.pulls = [
-            [
+        gathering = gathered.gathering
+        self.gathered, self.memory = gathered, gathered.memory
+        rank, dtype, batch, head_dim = gathered.memory.rank, state_dtype(k.dtype), k.shape[0], k.shape[3]
+        places, most, size = (batch, gathering.capacity), max(gathered.heads), gathering.pieces[0].size
+        stage = math.prod(places) * most * 2 * head_dim
+        turns = min(2, gathered.sections)
+        self.memory.reserve("dkv", turns * stage * dtype.itemsize)
+        others = [[reader for reader in readers if reader.rank != rank] for readers in gathering.readers]
+        counts = list(map(len, others))
+        arrived = buffer("dkv.in", (sum(counts) * batch * size * most * 2 * head_dim,), dtype, k.device)
+        areas = {
+            reader.rank: self.memory.view("dkv", reader.rank, (turns, stage), dtype)
+            for readers in gathering.readers
+            for reader in readers
+        }
+        rows = [dict(readers)[rank] for readers in gathering.readers]
+        self.stages, self.pulls, self.sums = [], [], []
+        for section, heads in enumerate(gathered.heads):
+            there = {peer: _sections(area[section % 2], places, (heads,), head_dim)[0] for peer, area in areas.items()}
+            own = there[rank][:, : gathering.num_rows]
+            self.stages.append((own[..., 0, :], own[..., 1, :]))
+            come = _sections(arrived, (sum(counts), batch, size), (heads,), head_dim)[0].split(counts)
+            self.pulls.append([
                 (target, source[reader.row : reader.row + size])
-                for chunk, readers in zip(by_chunk, others, strict=True)
+                for chunk, readers in zip(come, others, strict=True)
                 for targets, reader in zip(chunk, readers, strict=True)
-                for target, source in zip(targets, memory.view("dkv", reader.rank, shape, dtype)[slot], strict=True)
-            ]
-            for slot in range(shape[0])
-        ]
-        rows = [dict(readers)[memory.rank] for readers in gathering.readers]
-        self.sums = [
-            [
-                (slice(chunk.row, chunk.row + size), stage[:, row : row + size], came)
-                for chunk, row, came in zip(gathering.chunks, rows, by_chunk, strict=True)
-            ]
-            for stage in own
-        ]
+                for target, source in zip(targets, there[reader.rank], strict=True)
+            ])  # fmt: skip
+            self.sums.append([
+                (slice(chunk.row, chunk.row + size), there[rank][:, row : row + size], partial)
+                for chunk, row, partial in zip(gathering.chunks, rows, come, strict=True)
+            ])  # fmt: skip
 
     def stage(self, section: int) -> tuple[torch.Tensor, torch.Tensor]:
         """dk and dv of a section's gathered keys, for the kernel to write."""
-        return self.stages[section % 2]
+        return self.stages[section]
 
     def collect(self, section: int, dk: torch.Tensor, dv: torch.Tensor, impl: str) -> None:
         """dk and dv of this rank's own keys and a section's heads, from all ranks that see them.
@@ -300,12 +326,12 @@ class Home:
         Copied before they are added: an addition that reads a peer's memory would hold SMs for as long.
         """
         self.memory.barrier(READY)
-        for target, source in self.pulls[section % 2]:
+        for target, source in self.pulls[section]:
             target.copy_(source, non_blocking=True)
-        if section + 2 < self.sections:  # of the last two, the next call's BEGIN says as much
+        if section + 2 < self.gathered.sections:  # of the last two, the next call's BEGIN says as much
             self.memory.barrier(FREE)
-        heads = slice(section * self.heads, (section + 1) * self.heads)
-        for rows, own, others in self.sums[section % 2]:
+        heads = slice(*self.gathered.first[section : section + 2])
+        for rows, own, others in self.sums[section]:
             collect(impl, own, others, dk[:, rows, heads], dv[:, rows, heads])
 
 
@@ -313,21 +339,28 @@ def _rows(first: int, piece: Piece) -> slice:
     return slice(first, first + piece.size)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """x in words of 8 bytes where a row has them: torch copies what is not contiguous element by element."""
-    if x.shape[-1] * x.itemsize % 8:
-        return x
-    places = (x.storage_offset(), *x.stride()[:-1])
-    aligned = x.stride(-1) == 1 and all(place * x.itemsize % 8 == 0 for place in places)
-    return (x if aligned else x.clone(memory_format=torch.contiguous_format)).view(torch.int64)
+def _sections(
+    area: torch.Tensor, places: tuple[int, ...], heads: tuple[int, ...], head_dim: int
+) -> tuple[torch.Tensor, ...]:
+    """The beginning of an area in parts, one behind another: (*places, heads of a section, 2, head_dim)."""
+    sizes = [math.prod(places) * count * 2 * head_dim for count in heads]
+    parts = area[: sum(sizes)].split(sizes)
+    return tuple(part.view(*places, count, 2, head_dim) for part, count in zip(parts, heads, strict=True))
 
 
-def heads_of_a_section(num_kv_heads: int, group: int, keys: int) -> int:
-    """KV heads of a section: the fewest that give a launch enough work. A divisor, the same on every rank.
+def sections_of(num_kv_heads: int, group: int, keys: int) -> tuple[int, ...]:
+    """KV heads of each section: the fewest that give a launch enough work, a quarter of them at both ends.
+
+    The same on every rank.
 
     Args:
         group: query heads that share a KV head.
         keys: most that any rank gathers, of all sequences of the batch.
     """
-    able = [count for count in range(1, num_kv_heads + 1) if num_kv_heads % count == 0]
-    return next((count for count in able if count * group * keys >= _WORK_OF_A_SECTION), num_kv_heads)
+    whole = max(1, -(-_WORK_OF_A_SECTION // (group * keys)))
+    end = -(-whole // 4)
+    between = num_kv_heads - 2 * end
+    if whole >= num_kv_heads or between < 0:
+        return (num_kv_heads,)
+    count = -(-between // whole)
+    return (end, *(between // count + (index < between % count) for index in range(count)), end)

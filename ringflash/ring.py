@@ -16,10 +16,11 @@ import torch
 from torch.profiler import record_function
 
 from ringflash.exchange import Exchange, GradientExchange
-from ringflash.schedule import Schedule
+from ringflash.schedule import Hop, Schedule
 from ringflash.transport import PointToPoint, buffer, transport_name
 from ringflash.transport.sms import comm_sms
 from ringflash.waiting import waiting
+from ringflash.watch import Call, Unwatched, watching
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
 
 
@@ -57,19 +58,24 @@ class Ring:
         carried = out if single else buffer("out", tuple(out.shape), state, out.device)
         hops = self.schedule.hops
         options = self._kernel_options(q.device)
-        with waiting(q.device):
-            exchange = Exchange(self.transport, hops, k, v)
-        for index, hop in enumerate(hops):
-            with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
-                keys, values = exchange.arrive(index)
-            if hop.source is None:
-                continue
-            target = out if hop.step == computed[-1] else carried
-            acc = None if hop.step == computed[0] else carried
-            with record_function(f"ringflash::forward_step{hop.step}"):
-                kernel.forward(q, keys, values, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **options)
-        with waiting(q.device):
-            exchange.finish()
+        with watching(self.transport, "forward", q.device) as call:
+            with waiting(q.device):
+                exchange = Exchange(self.transport, hops, k, v)
+            for index, hop in enumerate(hops):
+                with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
+                    keys, values = exchange.arrive(index)
+                if hop.source is None:
+                    continue
+                _mark(call, hop)
+                target = out if hop.step == computed[-1] else carried
+                acc = None if hop.step == computed[0] else carried
+                with record_function(f"ringflash::forward_step{hop.step}"):
+                    kernel.forward(
+                        q, keys, values, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **options
+                    )
+            with waiting(q.device):
+                exchange.finish()
+            call.mark("for the last messages")
         return out, lse
 
     def backward(
@@ -99,17 +105,20 @@ class Ring:
             gradients.add(k, v, self.schedule.hops[0].mask, dk, dv, accumulate=False)
             return gradients.finish(), dk, dv
         hops = self.schedule.hops
-        with waiting(q.device):
-            exchange = GradientExchange(self.transport, hops, k, v)
-        for index, hop in enumerate(hops):
-            with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
-                keys, values = exchange.arrive(index)
-            if hop.source is None:
-                continue
-            with record_function(f"ringflash::backward_step{hop.step}"):
-                gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
-        with waiting(q.device):
-            dk, dv = exchange.finish_gradients()
+        with watching(self.transport, "backward", q.device) as call:
+            with waiting(q.device):
+                exchange = GradientExchange(self.transport, hops, k, v)
+            for index, hop in enumerate(hops):
+                with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
+                    keys, values = exchange.arrive(index)
+                if hop.source is None:
+                    continue
+                _mark(call, hop)
+                with record_function(f"ringflash::backward_step{hop.step}"):
+                    gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
+            with waiting(q.device):
+                dk, dv = exchange.finish_gradients()
+            call.mark("for the last gradients")
         return gradients.finish(), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
     def _kernel_options(self, device: torch.device) -> dict[str, int]:
@@ -118,3 +127,13 @@ class Ring:
         if not left:
             return {}
         return {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count - left)}
+
+
+def _mark(call: Call | Unwatched, hop: Hop) -> None:
+    """What the stream waits for before a hop. The messages of a hop end together, sent or received."""
+    if hop.step == 0:
+        call.mark("for its device to come to step 0")
+    elif hop.reader is None:
+        call.mark("for K/V of step {} from rank {}", hop.step, hop.source)
+    else:
+        call.mark("for K/V of step {} from rank {} and to rank {}", hop.step, hop.source, hop.reader)

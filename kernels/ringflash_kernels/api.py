@@ -169,6 +169,35 @@ def attention_backward(
     return backward.finish(), dk, dv
 
 
+def publish(
+    impl: str,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    area: torch.Tensor,
+    lines: torch.Tensor,
+    there: torch.Tensor,
+    area_rows: int,
+) -> None:
+    """Copy k and v side by side into `area`, where each head has its own place.
+
+    Args:
+        k, v: (batch, rows, num_kv_heads, head_dim).
+        area: flat, dtype of k.
+        lines: (num_kv_heads, 2), int64: of each head, where its first row begins and how far apart its rows are.
+        there: (rows,), int32: the row of the area that each row goes to, of `area_rows` a sequence.
+    """
+    fused = getattr(_module(impl), "publish", None)
+    if fused is not None and k.stride(-1) == v.stride(-1) == 1:
+        fused(k, v, area, lines, there, area_rows)
+        return
+    batch, _, num_kv_heads, head_dim = k.shape
+    for head in range(num_kv_heads):
+        first, step = lines[head].tolist()
+        shape, strides = (batch, area_rows, 2, head_dim), (area_rows * step, step, head_dim, 1)
+        place = area.as_strided(shape, strides, area.storage_offset() + first)
+        place[:, there] = torch.stack([k[:, :, head], v[:, :, head]], dim=2)
+
+
 def collect(impl: str, own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """dk, dv = own + others[0] + others[1] + ..., in this order, cast once: the sum over ranks.
 

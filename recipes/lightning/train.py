@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -77,11 +78,12 @@ def launched_ranks() -> dict[str, int]:
     return {"devices": local_size, "num_nodes": world_size // local_size}
 
 
-def main(args: list[str] | None = None) -> None:
+def main(args: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> None:
     """Read the recipe and run the subcommand.
 
     Args:
         args: flags; default those of the command line.
+        callbacks: beside the recipe's.
     """
     # Lightning 2.6 asks newer torch about a tree in the old way, once in every process.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)", category=FutureWarning)
@@ -89,7 +91,7 @@ def main(args: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")
     # DeepSpeed 0.19 calls collectives by names that newer torch deprecates, on every step.
     warnings.filterwarnings("ignore", message=r".*distributed\.\w+_tensor. is deprecated", category=FutureWarning)
-    defaults = {**launched_ranks(), "callbacks": [StopOnSignal()]}
+    defaults = {**launched_ranks(), "callbacks": [StopOnSignal(), *callbacks]}
     RecipeCLI(
         CausalLM, SequenceData, subclass_mode_data=True, args=args, trainer_defaults=defaults, seed_everything_default=0
     )

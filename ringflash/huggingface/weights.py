@@ -43,7 +43,9 @@ def read_config(directory: Path) -> dict[str, Any]:
 def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
     """Give a transformers model on the meta device its first values, by the model's own rules, in place.
 
-    A parameter's values depend on the seed and its name alone: equal for every number of ranks, sharded or not.
+    A parameter's values depend on the seed and its name alone: equal for every number of ranks, sharded or not. They
+    are drawn on the GPU where there is one, since billions of them would take minutes on the CPU; on another kind of
+    device they are others.
 
     Args:
         device: where the parameters, or this rank's shards of them, will be.
@@ -51,12 +53,14 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
     """
     materialize(model, device)
     tied = _tied(model)
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    drawn_on = torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
     for name, module in model.named_modules():
         if name in tied or not module._parameters:
             continue
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=gpus):
             torch.manual_seed(_seed_of(seed, name))
-            whole = _drawn(model, module)
+            whole = _drawn(model, module, drawn_on)
         for key, parameter in module.named_parameters(recurse=False):
             _fill(parameter, whole[key])
 
@@ -110,11 +114,13 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
 
 
-def _drawn(model: nn.Module, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole parameters of one module, on the CPU, initialised by the model's rules."""
+def _drawn(model: nn.Module, module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Whole parameters of one module, initialised by the model's rules."""
     twin = copy.copy(module)
     twin._parameters = {
-        key: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=False)
+        key: None
+        if p is None
+        else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), requires_grad=False)
         for key, p in module._parameters.items()
     }
     model._init_weights(twin)  # type: ignore[operator]

@@ -31,7 +31,7 @@ class CausalLM(lightning.LightningModule):
     """A transformers model with ring attention, AdamW, and a cosine schedule with warm-up.
 
     Parameters are read from a checkpoint directory, or drawn from `seed` and their names alone: equal for every number
-    of ranks. With FSDP2 no rank ever holds all of them.
+    of ranks of one kind of device. With FSDP2 no rank ever holds all of them.
 
     Args:
         model: keywords of `transformers.AutoConfig.for_model`: model_type, hidden_size, ...; with `pretrained` those
@@ -184,7 +184,7 @@ def build_model(
 
     Args:
         config: as `CausalLM`'s model.
-        seed: of the parameters, on the CPU; the caller's generators are left as they were.
+        seed: of the parameters; the caller's generators are left as they were.
         memory: as `CausalLM`.
     """
     model = empty_model(config, group, memory)

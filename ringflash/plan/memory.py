@@ -6,7 +6,7 @@ gradients and transients, and the gradient that the loss left; or, where it take
 
 from __future__ import annotations
 
-from ringflash.headwise import heads_of_a_section
+from ringflash.headwise import WHOLE_BYTES, sections_of
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
 
@@ -16,15 +16,17 @@ _LOGITS = 1 << 26  # alive at a time in ringflash.loss
 
 def memory_bytes(job: Job, machine: Machine) -> dict[str, int]:
     """Bytes by part, what is lost to fragmentation included; their sum is to be at most the GPU's."""
+    one_host = job.cp_size <= machine.gpus_per_host
+    layer = layer_bytes(job, one_host=one_host)
     parts = {
         "weights": job.model.parameters * _weight_bytes(job) // job.world_size,
         "gradients": job.model.parameters * _weight_bytes(job) // job.world_size,
         "optimizer": job.model.parameters * 2 * _weight_bytes(job) // job.world_size,
         "gathered parameters": _gathered(job),
         "checkpoints": _checkpoints(job),
-        "one layer at work": layer_bytes(job),
-        "loss": job.local_tokens * job.model.hidden_size * BF16 + max(0, _loss(job) - layer_bytes(job)),
-        "transport buffers": transport_bytes(job, one_host=job.cp_size <= machine.gpus_per_host),
+        "one layer at work": layer,
+        "loss": job.local_tokens * job.model.hidden_size * BF16 + max(0, _loss(job) - layer),
+        "transport buffers": transport_bytes(job, one_host=one_host),
     }
     if job.offload_optimizer:
         parts["optimizer"] = 0
@@ -63,11 +65,17 @@ def activation_bytes(job: Job) -> int:
     return norms + attention + mlp
 
 
-def layer_bytes(job: Job) -> int:
-    """One layer's activations made again, and what its backward holds beside them: attention's or the MLP's."""
+def layer_bytes(job: Job, *, one_host: bool = False) -> int:
+    """One layer's activations made again, and what its backward holds beside them: attention's or the MLP's.
+
+    `one_host`: the copy engine, whose dQ is in fp32 for two sections of heads; otherwise for all of them.
+    """
     model, tokens = job.model, job.local_tokens
     kept = 0 if job.checkpointing == "none" else activation_bytes(job)
-    attention = tokens * (model.q_size * (FP32 + 2 * BF16) + 2 * model.kv_size * BF16)  # dq twice, dout, dk, dv
+    summed = model.q_size
+    if one_host and job.cp_size > 1:
+        summed = min(2 * _section_heads(job), model.num_kv_heads) * model.q_size // model.num_kv_heads
+    attention = tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)  # dq twice, dout, dk, dv
     tile = min(job.mlp_tile_tokens or tokens, tokens)
     mlp = tile * model.intermediate_size * BF16 * (3 + (4 if job.mlp_tile_tokens else 0))
     return kept + max(attention, mlp) + 2 * layer_input_bytes(job)
@@ -76,9 +84,9 @@ def layer_bytes(job: Job) -> int:
 def transport_bytes(job: Job, *, one_host: bool = False) -> int:
     """The buffers that all layers share; nothing on one rank.
 
-    `one_host`: the copy engine. A rank's own K/V, the gathered K/V of two sections of heads with their gradients, and
-    the gradients of one that come home. Otherwise own K/V and two that arrive; own gradients, two that leave and one
-    that arrives; and the state that a rank's hops hand on.
+    `one_host`: the copy engine. K/V of the whole sequence where they are small, or else a rank's own and those of two
+    sections of heads; the gradients of two sections, and those of one that come home. Otherwise own K/V and two that
+    arrive; own gradients, two that leave and one that arrives; and the state that a rank's hops hand on.
     """
     if job.cp_size == 1:
         return 0
@@ -86,11 +94,23 @@ def transport_bytes(job: Job, *, one_host: bool = False) -> int:
     shard = 2 * rows * model.kv_size
     if not one_host:
         return shard * (3 * BF16 + 4 * FP32) + rows * model.q_size * FP32
-    capacity = rows * job.cp_size
-    heads = heads_of_a_section(model.num_kv_heads, model.num_heads // model.num_kv_heads, capacity)
-    gathered = 2 * capacity * heads * model.head_dim
-    sections = min(2, model.num_kv_heads // heads)
-    return shard * BF16 + sections * gathered * (BF16 + FP32) + (gathered - gathered // job.cp_size) * FP32
+    return max(_gathered_keys(job, rank) for rank in (0, job.cp_size - 1))
+
+
+def _gathered_keys(job: Job, rank: int) -> int:
+    """The copy engine's buffers on a rank of a zigzag layout: the first sees most keys, to the last most return."""
+    chunks, seen, returning = 2 * job.cp_size, 2 * job.cp_size - rank, job.cp_size - 1 + rank
+    whole = 2 * job.seqlen * job.model.kv_size
+    section = whole * _section_heads(job) // job.model.num_kv_heads
+    two = min(2 * section, whole)
+    keys = whole if whole * BF16 <= WHOLE_BYTES else whole // job.cp_size + two * seen // chunks
+    return keys * BF16 + (two + section * returning // chunks) * FP32
+
+
+def _section_heads(job: Job) -> int:
+    """KV heads that the copy engine gathers at a time, at most."""
+    model = job.model
+    return max(sections_of(model.num_kv_heads, model.num_heads // model.num_kv_heads, job.seqlen))
 
 
 def _checkpoints(job: Job) -> int:

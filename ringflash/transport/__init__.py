@@ -12,7 +12,7 @@ from ringflash.group import backend_of
 from ringflash.transport import buffers
 from ringflash.transport.buffers import buffer
 from ringflash.transport.peer_memory import NoPeerMemory, OutOfReach, PeerMemory, SymmetricMemory
-from ringflash.transport.point_to_point import Message, Pending, PointToPoint, set_timeout, timeout_ms
+from ringflash.transport.point_to_point import Message, Pending, PointToPoint, device_timeout, set_timeout, timeout
 
 TRANSPORTS = ("gloo", "nccl", "copy_engine")
 UNDECIDED = "copy_engine or nccl"  # what auto stands for until the ranks of a group have compared their places
@@ -32,6 +32,7 @@ __all__ = [
     "open_transport",
     "release_buffers",
     "set_timeout",
+    "timeout",
     "transport_name",
 ]
 
@@ -88,7 +89,9 @@ def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
 
 
 def _opened(name: str, group: dist.ProcessGroup) -> Transport:
-    return SymmetricMemory(group, timeout_ms()) if name == "copy_engine" else PointToPoint(name, group)
+    if name != "copy_engine":
+        return PointToPoint(name, group)
+    return SymmetricMemory(group, int(device_timeout().total_seconds() * 1000))
 
 
 def _decide(group: dist.ProcessGroup) -> str:

@@ -58,6 +58,9 @@ class Token(Protocol):
     def wait(self) -> None:
         """Order the current stream after it."""
 
+    def query(self) -> bool:
+        """Whether it has ended."""
+
 
 class PeerMemory(Protocol):
     """One per group and process. Areas have names; all ranks reserve the same ones in the same order.
@@ -66,6 +69,7 @@ class PeerMemory(Protocol):
     """
 
     rank: int
+    group: dist.ProcessGroup
 
     def reserve(self, name: str, num_bytes: int) -> None:
         """Make the area at least so large; collective where it is not yet."""
@@ -108,7 +112,7 @@ class SymmetricMemory:
     def __init__(self, group: dist.ProcessGroup, timeout_ms: int) -> None:
         # Multicast objects are never used; without this torch makes one for every area.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self.rank, self._group, self._timeout_ms = group.rank(), group, timeout_ms
+        self.rank, self.group, self._timeout_ms = group.rank(), group, timeout_ms
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._areas: dict[str, torch.Tensor] = {}
         self._handles: dict[str, torch.distributed._symmetric_memory._SymmetricMemory] = {}
@@ -128,7 +132,7 @@ class SymmetricMemory:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         torch.cuda.synchronize(self._device)
-        gather(self._group, None)  # nor do the streams of the others still read what is given up here
+        gather(self.group, None)  # nor do the streams of the others still read what is given up here
         self._kept.drop()
         self._handles.pop(name, None)
         self._areas.pop(name, None)
@@ -137,13 +141,13 @@ class SymmetricMemory:
             area = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
             problem = str(error)[:500]
-        _raise_together(gather(self._group, problem))
+        _raise_together(gather(self.group, problem))
         assert area is not None
         try:
-            handle = symmetric_memory.rendezvous(area, self._group)
+            handle = symmetric_memory.rendezvous(area, self.group)
         except RuntimeError as error:
             handle, problem = None, str(error)[:500]
-        _raise_together(gather(self._group, problem))
+        _raise_together(gather(self.group, problem))
         assert handle is not None
         self._areas[name], self._handles[name] = area, handle
 

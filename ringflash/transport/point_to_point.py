@@ -15,10 +15,15 @@ from ringflash.communicator import communicator
 
 _TAG = 0
 _timeout = timedelta(minutes=10)  # torch's default for NCCL
+_GRACE = timedelta(seconds=15)
 
 
 def set_timeout(seconds: float) -> None:
-    """How long a message may take before its rank gives its peer up, default 600 seconds.
+    """How long a rank waits for another before it gives it up, default 600 seconds.
+
+    Every rank of the group then ends with an error that names the ranks and what each waits for. Over gloo, the call
+    raises it. Over NCCL and the copy engine, where a host may be stuck in a synchronisation, it is printed, and the
+    process ends up to 30 seconds later.
 
     Holds for gloo at once, for NCCL and the copy engine in groups whose first ring comes later.
     """
@@ -28,9 +33,14 @@ def set_timeout(seconds: float) -> None:
     _timeout = timedelta(seconds=seconds)
 
 
-def timeout_ms() -> int:
+def timeout() -> timedelta:
     """What `set_timeout` set."""
-    return int(_timeout.total_seconds() * 1000)
+    return _timeout
+
+
+def device_timeout() -> timedelta:
+    """When what waits on a device ends by itself: after the watch has said why, as CUDA's and NCCL's errors do not."""
+    return _timeout + _GRACE
 
 
 class Message(NamedTuple):
@@ -98,8 +108,8 @@ class PointToPoint:
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
-        self.name, self.rank = name, group.rank()
-        self._channel = communicator(group, "ring", "nccl", _timeout) if name == "nccl" else group
+        self.name, self.rank, self.group = name, group.rank(), group
+        self._channel = communicator(group, "ring", "nccl", device_timeout()) if name == "nccl" else group
         if name == "nccl":  # every rank must take part in a communicator's first operation; hops may leave some out
             self._channel.allreduce([torch.zeros(1, device="cuda")]).wait()
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from ringflash_kernels.hopper import backward, collect, forward
+from ringflash_kernels.hopper import backward, exchange, forward
 from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
 
@@ -32,7 +32,7 @@ def production_launches() -> list[Launch]:
             _backwards(recorder, head_dim)
         _forward(recorder, 128, "band", torch.float16)
         _backward(recorder, 128, "band", torch.float16)
-        _collect(recorder, 128)
+        _exchange(recorder, 128)
     return list(recorder.launches.values())
 
 
@@ -117,11 +117,14 @@ def _backward(
     run.finish()
 
 
-def _collect(recorder: Recorder, head_dim: int) -> None:
+def _exchange(recorder: Recorder, head_dim: int) -> None:
     recorder.variant = f"hd{head_dim} bfloat16 sum of four ranks"
     own, others = torch.zeros(1, _TOKENS, 2, 2, head_dim), torch.zeros(3, 1, _TOKENS, 2, 2, head_dim)
     dk, dv = torch.empty(2, 1, _TOKENS, 2, head_dim, dtype=torch.bfloat16)
-    collect.collect(own, others, dk, dv)
+    exchange.collect(own, others, dk, dv)
+    recorder.variant = f"hd{head_dim} bfloat16 to the peers"
+    lines, there = torch.zeros(2, 2, dtype=torch.int64), torch.arange(_TOKENS, dtype=torch.int32)
+    exchange.publish(dk, dv, torch.zeros(dk.numel() * 2, dtype=dk.dtype), lines, there, _TOKENS)
 
 
 def _operands(head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ buffers have to survive. Controls leave out one thing each and must be noticed.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -41,7 +42,7 @@ def taking_turns(turns: bool) -> Iterator[None]:
 
 def one_head_a_section() -> AbstractContextManager:
     """Short calls have many sections too."""
-    return mock.patch.object(headwise, "heads_of_a_section", lambda *_: 1)
+    return mock.patch.object(headwise, "sections_of", lambda num_kv_heads, *_: (1,) * num_kv_heads)
 
 
 def check_all(ctx: Context) -> int:
@@ -50,6 +51,13 @@ def check_all(ctx: Context) -> int:
         for number, case in enumerate(CASES):
             with taking_turns(number % 2 == 0):
                 ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
+        for number, heads in enumerate([(1, 2, 2, 1), (1, 5), (3, 1, 2)]):  # as long calls have them
+            case = Case(num_heads=12, num_kv_heads=6, batch=2, causal=number == 1)
+            with (
+                taking_turns(number % 2 == 0),
+                mock.patch.object(headwise, "sections_of", lambda *_, heads=heads: heads),
+            ):
+                ring_check.check(ctx, case, 4 + number)
         return ringflash.buffer_bytes()
 
 
@@ -98,30 +106,33 @@ def test_buffers_are_kept_counted_and_released(pool: Pool, turns: bool) -> None:
 @pytest.mark.parametrize(
     "shape, heads",
     [
-        ((8, 4, 16384), 4),
-        ((8, 4, 65536), 1),
-        ((8, 4, 1 << 20), 1),
-        ((8, 4, 64), 8),
-        ((32, 1, 32768), 8),
-        ((6, 2, 50000), 3),
+        ((8, 4, 16384), (1, 3, 3, 1)),
+        ((8, 4, 32768), (1, 2, 2, 2, 1)),
+        ((8, 4, 65536), (1,) * 8),
+        ((8, 4, 1 << 20), (1,) * 8),
+        ((8, 4, 64), (8,)),
+        ((32, 1, 32768), (2, 7, 7, 7, 7, 2)),
+        ((6, 2, 50000), (1, 2, 2, 1)),
+        ((1, 8, 10**6), (1,)),
+        ((2, 4, 10**6), (1, 1)),
+        ((3, 2, 1 << 16), (1, 1, 1)),
     ],
 )
-def test_heads_of_a_section(shape: tuple[int, int, int], heads: int) -> None:
-    assert _heads_of_a_section(*shape) == heads
+def test_sections(shape: tuple[int, int, int], heads: tuple[int, ...]) -> None:
+    assert _sections_of(*shape) == heads
 
 
-_heads_of_a_section = headwise.heads_of_a_section
+def test_sections_have_every_head_once() -> None:
+    """And no middle one more than what is enough."""
+    for num_kv_heads, group, keys in itertools.product(range(1, 40), (1, 3, 8), (100, 9000, 70000, 10**6)):
+        heads = _sections_of(num_kv_heads, group, keys)
+        enough = max(1, -(-headwise._WORK_OF_A_SECTION // (group * keys)))
+        assert sum(heads) == num_kv_heads and min(heads) >= 1
+        assert heads == heads[::-1] or max(heads) - min(heads[1:-1]) <= 1
+        assert max(heads) <= max(enough, 1) or len(heads) == 1
 
 
-@pytest.mark.parametrize("head_dim", [4, 3])
-@pytest.mark.parametrize("start", [0, 1])
-def test_words_have_the_same_bits(head_dim: int, start: int) -> None:
-    """Of rows that are whole words, whatever the strides of a dimension of one element and wherever they begin."""
-    x = torch.randn(2 + 3 * 10 * head_dim).bfloat16()
-    x = x[start:].as_strided((1, 3, 2, head_dim), (7, 2 * 5 * head_dim, 5 * head_dim, 1))
-    got = headwise._wide(x)
-    assert got.dtype == (torch.int64 if head_dim == 4 else torch.bfloat16)
-    assert torch.equal(got.view(torch.bfloat16), x)
+_sections_of = headwise.sections_of
 
 
 def without(*channels: int) -> Callable[..., None]:

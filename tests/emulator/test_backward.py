@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ringflash_kernels.api import publish
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
 from tests.emulator.oracle import MASKS, Shape, far_apart, inputs, oracle_and_baseline, random_problem
@@ -29,12 +30,14 @@ def _gradients(
     with_dlse: bool = False,
     num_sms: int | None = 2,
     whole_groups: bool = False,
+    in_step: bool = False,
 ):
     """dq, dk, dv of the kernels, of the oracle, and of the baseline.
 
     Args:
         fp32: what is stored, not added, is fp32 all the same, in strided views.
         whole_groups: a CTA walks all heads of a group although the launch is small.
+        in_step: tiles begin where the others are although the queries are few.
     """
     q, k, v, dout = inputs(mask, shape)
     dlse = torch.randn(shape.batch, shape.num_heads, mask.seqlen_q) if with_dlse else None
@@ -43,7 +46,9 @@ def _gradients(
     out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
     module = (emulator or Emulator()).load("backward")
     if whole_groups:
-        module._MANY_TILES = module._SMS = 1
+        module._MANY_TILES = module.SMS = 1
+    if in_step:
+        module._L2_BYTES_OF_A_GROUP = 0
     run = module.Backward(
         dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic, num_sms=num_sms
     )
@@ -186,6 +191,16 @@ def test_whole_groups(mask, head_dim, accumulate):
     assert_close(*_gradients(mask, shape, accumulate=accumulate, num_sms=3, whole_groups=True), num_chunks=2)
 
 
+@pytest.mark.parametrize("num_sms", [3, None])
+@pytest.mark.parametrize("mask", ["full, ragged", "wide window", "zigzag chunks before all keys", "rectangle inside"])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_tiles_that_begin_where_the_others_are(mask, head_dim, num_sms):
+    """Rounds over the queries that begin anywhere give the same gradients."""
+    shape = Shape(head_dim, 4, 2, batch=2)
+    got = _gradients(MASKS[mask], shape, num_sms=num_sms, whole_groups=True, in_step=True)
+    assert_close(*got, num_chunks=_chunks(MASKS[mask]))
+
+
 @pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["band", "bounds"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_deterministic(mask, head_dim):
@@ -296,6 +311,11 @@ FAULTS = {
         "(sm.q_full.index(slot), parity)",
         "(sm.q_full.index(slot), parity ^ 1)",
     ),
+    "consumers and producer begin at different blocks": (
+        "backward_keys",
+        "                block = problem.first_block(index, g, start)",  # deeper in than the producer's
+        "                block = start",
+    ),
     "an arrival is missing": ("backward_keys", "mbarrier.arrive(sm.q_empty.index(slot), count=1)", "pass"),
     "staging buffers are overwritten while they leave": ("backward_keys", "tma_store_wait(0)", "pass"),
     "proxy fences are missing": ("backward_keys", "fence_async_shared()", "pass"),
@@ -344,7 +364,7 @@ def _fails(fault: tuple[str, str, str], mask: Mask, shape: Shape) -> bool:
     """Whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
     for seed in range(3):
         try:
-            assert_close(*_gradients(mask, shape, emulator=Emulator(seed, faults=[fault])))
+            assert_close(*_gradients(mask, shape, emulator=Emulator(seed, faults=[fault]), in_step=True))
         except (AssertionError, EmulationError):
             return True
     return False
@@ -371,6 +391,23 @@ def test_sum_over_ranks(head_dim: int, ranks: int) -> None:
         want += partial
     gradients = torch.full((2, 2, 40, 5, head_dim), torch.nan, dtype=torch.bfloat16)
     dk, dv = gradients[:, :, 1:38, 2:]
-    Emulator().load("collect").collect(own, others, dk, dv)
+    Emulator().load("exchange").collect(own, others, dk, dv)
     assert torch.equal(torch.stack((dk, dv), -2), want.bfloat16())
     assert int(gradients.isnan().sum()) == gradients.numel() - dk.numel() - dv.numel()
+
+
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_to_the_peers(head_dim: int) -> None:
+    """K and V from strided views to their places, as `api.publish` does it head by head; nothing else is written."""
+    torch.manual_seed(head_dim)
+    k, v = torch.randn(2, 2, 50, 5, head_dim, dtype=torch.bfloat16)[:, :, 7:44, 2:]
+    line, area_rows = 2 * head_dim, 40
+    first = [0, 2 * area_rows * line, 2 * area_rows * line + line]  # sections of one head and of two
+    lines = torch.tensor([[at, step] for at, step in zip(first, (line, 2 * line, 2 * line), strict=True)])
+    there = torch.cat([torch.arange(20), torch.arange(23, 40)]).int()
+    areas = torch.full((2, 3 * 2 * area_rows * line), torch.nan, dtype=torch.bfloat16)
+    publish("reference", k, v, areas[0], lines, there, area_rows)
+    Emulator().load("exchange").publish(k, v, areas[1], lines, there, area_rows)
+    assert torch.equal(areas[0].nan_to_num(), areas[1].nan_to_num())
+    assert int(areas[1].isfinite().sum()) == k.numel() + v.numel()
+    assert torch.equal(areas[0].view(3, -1)[0].view(2, area_rows, 2, head_dim)[:, there.long(), 1], v[:, :, 0])

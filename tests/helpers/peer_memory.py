@@ -38,6 +38,9 @@ class Later:
     def wait(self) -> None:
         self._future.result(TIMEOUT_S)
 
+    def query(self) -> bool:
+        return self._future.done()
+
 
 class SharedMemory:
     """As ringflash.transport.PeerMemory."""

@@ -24,13 +24,40 @@ def test_figures_are_those_the_code_draws(name: str) -> None:
 
 
 def test_tables_are_those_of_the_committed_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NUMERICS", "PERFORMANCE"):
+    for name in ("NUMERICS", "PERFORMANCE", "PLAN"):
         page = getattr(write_tables, name)
         (tmp_path / page.name).write_text(page.read_text())
         monkeypatch.setattr(write_tables, name, tmp_path / page.name)
     write_tables.main()
     for page in tmp_path.iterdir():
         assert page.read_text() == (ROOT / "docs" / page.name).read_text()
+
+
+def test_whole_steps_are_written_beside_their_plan() -> None:
+    """Seconds of every timed step, the rest of the last one, and parts that add up to it."""
+    parts = {"attention": 9.0, "linear": 2.5, "communication": 0.25, "idle": 0.25}
+    step = {
+        "kind": "timed", "seqlen": 131072, "seconds": 12.5, "allocated_gib": 40.0, "areas_gib": 2.0,
+        "mfu_percent": 44.44, "tokens_per_second_per_gpu": 2730.7,
+    }  # fmt: skip
+    versions = {x: "1" for x in ("torch", "triton", "lightning", "transformers", "liger-kernel", "commit", "device")}
+    memory = {"weights": 35 << 30, "fragmentation": 1 << 30, "CUDA and libraries": 3 << 30}
+    result = {
+        **versions, "command": "benchmarks/train_steps.py --lengths 131072x2", "ranks": 4, "about": "Said.",
+        "built_seconds": 61.2, "plans": {"131072": {"memory_bytes": memory, "step_seconds": {"linear": 2, "rest": 7}}},
+        "steps": [
+            {**step, "kind": "warm_up", "seqlen": 16384},
+            step, {**step, "seconds": 12.0, "parts": parts},
+            {**step, "kind": "waits", "exposed_communication_ms": 31.4},
+        ],
+    }  # fmt: skip
+    lines = write_tables.steps_tables(result).splitlines()
+    assert lines[0].startswith("`torchrun --nproc-per-node 4 benchmarks/train_steps.py") and "in 61 s" in lines[0]
+    assert lines[4] == "| 131,072 | 12.50, 12.00 | 9.00 (-25%) | 2,731 | 44.4% | 42.0 | 35.0 (-17%) | 31 |"
+    assert lines[6] == "| s of | attention | linear | communication | idle | together |"
+    assert lines[8:] == ["| 131,072 | 9.00 (75.0%) | 2.50 (20.8%) | 0.25 (2.1%) | 0.25 (2.1%) | 12.00 |"]
+    untraced = {**result, "plans": {}, "steps": [{**step, "mfu_percent": None}]}
+    assert write_tables.steps_tables(untraced).splitlines()[4:] == ["| 131,072 | 12.50 |  | 2,731 |  | 42.0 |  |  |"]
 
 
 def test_links_lead_to_files() -> None:

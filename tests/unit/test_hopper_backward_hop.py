@@ -1,5 +1,6 @@
 """How the Hopper backward hands a mask to its kernels, replayed on the host against the dense mask; no GPU."""
 
+import heapq
 import random
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from ringflash_kernels.hopper.backward import _balanced, _hop, _lengths, _Works
+from ringflash_kernels.hopper.backward import _blocks, _hop
+from ringflash_kernels.hopper.backward_order import SMS, STEPS_OF_A_TILE, Blocks, Works, balanced, first_blocks
 from ringflash_kernels.mask import Mask, Region
 
 
@@ -84,7 +86,7 @@ def test_lengths_count_the_blocks_with_a_visible_pair(tile, step, transposed):
         hop = _hop(mask, torch.device("cpu"), transposed=transposed)
         dense = mask.dense().T if transposed else mask.dense()
         seen = dense[hop.q_start : hop.q_stop, hop.k_start : hop.k_stop]
-        lengths = _lengths(hop, _Works(1, 1, tile, step, from_last=transposed)).tolist()
+        lengths = _blocks(hop, Works(1, 1, tile, step, from_last=transposed)).lengths.tolist()
         for index, length in enumerate(reversed(lengths) if transposed else lengths):
             rows = seen[:, index * tile : (index + 1) * tile].any(1).nonzero()
             assert length == (rows.max() // step - rows.min() // step + 1 if len(rows) else 0)
@@ -92,9 +94,35 @@ def test_lengths_count_the_blocks_with_a_visible_pair(tile, step, transposed):
 
 def test_fewer_sms_share_causal_work_evenly():
     """124 CTAs in steps of 124 over heads of 128 tiles would leave the slowest with 1.47 times its share."""
-    lengths = torch.arange(256, 0, -2)
-    num_ctas = _balanced(lengths, _Works(16, 1, 128, 64), 124)
-    steps = (lengths + 1.5).repeat(16)
+    start = torch.arange(0, 256, 2)
+    num_ctas = balanced(Blocks(start, torch.full_like(start, 256)), Works(16, 1, 128, 64), 124)
+    steps = (256 - start + 1.5).repeat(16)
     slowest = torch.bincount(torch.arange(len(steps)) % num_ctas, weights=steps).max().item()
     assert 108 < num_ctas <= 124
     assert slowest < 1.15 * steps.sum().item() / 124
+
+
+@pytest.mark.parametrize("num_ctas", [7, 10**6])
+@pytest.mark.parametrize("together", [1, 2])
+def test_every_round_begins_at_a_block_of_the_tile(num_ctas, together):
+    start, stop = torch.tensor([0, 3, 3, 5, 9]), torch.tensor([9, 9, 7, 5, 10])  # the fourth sees nothing
+    table = first_blocks(Blocks(start, stop), Works(40, together, 128, 64), 3, num_ctas)
+    assert table.shape == (200, 3) and table.dtype == torch.int32
+    tile = torch.arange(200) % (5 * together) // together
+    assert (table >= start[tile, None]).all()
+    assert (table < stop[tile, None].clamp(min=start[tile, None] + 1)).all()
+
+
+def test_tiles_that_run_at_one_time_are_at_one_block():
+    """Keys of the first rank of four see 512 blocks or 256; tiles that began at their first would be anywhere."""
+    start = torch.cat([torch.arange(0, 256, 2), torch.full((768,), 256), torch.arange(256, 512, 2)])
+    stop = torch.full_like(start, 512)
+    table = first_blocks(Blocks(start, stop), Works(1, 1, 128, 64), 4, 10**6)
+    lengths, free, apart = stop - start, [0] * SMS, []
+    for index, length in enumerate(lengths.tolist()):  # once more, by hand: one CTA for each tile
+        time = heapq.heappop(free)
+        heapq.heappush(free, time + 4 * length + STEPS_OF_A_TILE)
+        if length == 256 and time % 512 >= 256:
+            apart.append(abs(table[index, 0].item() - time % 512))
+    assert len(apart) > 200 and max(apart) == 0
+    assert len(set(table[128:896, 0].tolist())) > 32  # they do not all begin at one

@@ -80,6 +80,13 @@ def test_auto_says_why_it_does_without_the_copy_engine() -> None:
         assert transport.transport_name(opened) == "nccl"
 
 
+def test_barriers_give_up_after_the_watch_has_reported() -> None:
+    with mock.patch.object(transport, "SymmetricMemory") as memory:
+        transport.open_transport("copy_engine", mock.Mock())
+    (_, timeout_ms), _ = memory.call_args
+    assert timeout_ms > transport.timeout().total_seconds() * 1000 == 600_000
+
+
 def test_auto_hides_no_other_error() -> None:
     """A rank that does not answer, or a call that is captured before its first: not a matter of the transport."""
     memory = mock.Mock()

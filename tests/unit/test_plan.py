@@ -17,16 +17,18 @@ from hypothesis import strategies as st
 
 from ringflash import huggingface
 from ringflash.cli import main
+from ringflash.headwise import Gathered, Home
 from ringflash.lightning.module import build_model
 from ringflash.mask import SequenceMask
 from ringflash.plan.command import _in_window
 from ringflash.plan.job import Job
 from ringflash.plan.machine import GIB, GPUS, Machine
-from ringflash.plan.memory import activation_bytes, checkpoint_bytes, memory_bytes, transport_bytes
+from ringflash.plan.memory import activation_bytes, checkpoint_bytes, layer_bytes, memory_bytes, transport_bytes
 from ringflash.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
 from ringflash.plan.shape import FAMILIES, shape_of
 from ringflash.plan.timing import attention_flops, linear_flops, step_time
-from ringflash.schedule import build
+from ringflash.schedule import build, gather
+from ringflash.transport.buffers import buffer_bytes, release_buffers
 from tests.recipes.launching import ROOT
 
 SMALL = {
@@ -102,10 +104,51 @@ def test_transport_buffers_are_those_the_ring_allocates() -> None:
     kv = 2 * tokens * shape.num_kv_heads * shape.head_dim
     assert transport_bytes(JOB) == 3 * kv * 2 + 4 * kv * 4 + tokens * shape.num_heads * shape.head_dim * 4
     assert transport_bytes(replace(JOB, cp_size=1)) == 0
-    # Copy engine, a head a section: K/V and gradients of two sections, gradients of one that come home.
-    two = Job(replace(shape, num_kv_heads=4), 1 << 20, cp_size=4)
-    shard = 2 * (1 << 18) * 4 * shape.head_dim
-    assert transport_bytes(two, one_host=True) == shard * 2 + 2 * shard * (2 + 4) + shard * 3 // 4 * 4
+
+
+class Areas:
+    """A peer memory that only notes how large its areas are."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.sizes = rank, dict[str, int]()
+
+    def reserve(self, name: str, num_bytes: int) -> None:
+        self.sizes[name] = num_bytes
+
+    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def copy_engine_bytes(job: Job, rank: int) -> int:
+    """Bytes of a rank's areas and buffers, made without memory."""
+    mask = SequenceMask(job.seqlen)
+    areas, gathering = Areas(rank), gather(mask, job.cp_size, rank, "zigzag")
+    k = torch.empty(
+        1, job.local_tokens, job.model.num_kv_heads, job.model.head_dim, dtype=torch.bfloat16, device="meta"
+    )
+    release_buffers()
+    gathered = Gathered(areas, gathering, k, job.model.num_heads)  # type: ignore[arg-type]
+    Home(gathered, k)
+    held = sum(areas.sizes.values()) + buffer_bytes()
+    release_buffers()
+    return held
+
+
+@pytest.mark.parametrize("seqlen", [1 << 12, 1 << 17, 1 << 18, 1 << 19, 1 << 20], ids=str)
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_transport_buffers_are_those_the_copy_engine_makes(seqlen: int, cp_size: int) -> None:
+    """On the rank with most, from one section of all heads to sections that take turns."""
+    job = replace(JOB, seqlen=seqlen, cp_size=cp_size)
+    assert transport_bytes(job, one_host=True) == max(copy_engine_bytes(job, rank) for rank in range(cp_size))
+
+
+def test_copy_engine_sums_dq_of_two_sections() -> None:
+    """Of 8 query heads in place of 32 at a head a section; of all where a section has all heads."""
+    assert layer_bytes(JOB) - layer_bytes(JOB, one_host=True) == JOB.local_tokens * (32 - 8) * 128 * 4
+    for job in (replace(JOB, seqlen=1 << 12), replace(JOB, cp_size=1)):
+        assert layer_bytes(job) == layer_bytes(job, one_host=True)
+    parts = [memory_bytes(JOB, replace(HOST, gpus_per_host=gpus)) for gpus in (8, 4)]
+    assert [part["one layer at work"] for part in parts] == [layer_bytes(JOB, one_host=True), layer_bytes(JOB)]
 
 
 def test_flops_are_counted_by_hand() -> None:

@@ -16,22 +16,24 @@ from typing import NamedTuple
 import torch
 
 from ringflash_kernels.hopper.backward_keys import backward_keys
+from ringflash_kernels.hopper.backward_order import SMS, STEPS_OF_A_TILE, Blocks, Works, balanced, first_blocks
 from ringflash_kernels.hopper.backward_queries import backward_queries
 from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.backward_wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import block_layout, misaligned
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.preprocess import postprocess, preprocess
 from ringflash_kernels.mask import Mask, Region
 
 _FAR = 1 << 29  # an open side of a band
-_SMS = 132
 _MANY_TILES = 192  # so many tiles of unequal length, longest first, keep the SMs busy to the end
-_STEPS_OF_A_TILE = 10  # what entering and leaving a tile costs, in blocks of queries; measured between 9 and 14
 # Q and dO of the heads that run side by side should stay in L2 (50 MB) with their dQ; larger sections measured slower.
 _L2_BYTES_OF_A_SECTION = 16 * 2**20
-_QUERIES = 128  # of a CTA where dQ is computed apart
-_STAGGER = 8  # full masks: a key tile starts 8 / 4 query blocks after the one before, to add to other dQ blocks
+_L2_BYTES_OF_A_GROUP = 8 * 2**20  # Q, dO and dQ of a group; with less it does not matter who is where
+_HELD_QUERIES = 128  # of a CTA where dQ is computed apart
+
+_KEYS, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_wide, backward_queries))
 
 
 class Backward:
@@ -94,15 +96,13 @@ class Backward:
                 dv.copy_(totals[1])
             return
         if not accumulate:
-            for x in (dk, dv):
-                x[:, : hop.k_start].zero_()
-                x[:, hop.k_stop :].zero_()
+            for unseen in (slice(0, hop.k_start), slice(hop.k_stop, k.shape[1])):
+                if unseen.start < unseen.stop:
+                    dk[:, unseen] = dv[:, unseen] = 0
         if hop.num_rows:
-            num_heads = self.q.shape[0] * self.q.shape[2] // group
-            works = _Works(num_heads, self._heads_together(num_heads, hop), self.tiles.block_n, 64)
-            self._launch(k, v, dk, dv, hop, self._grid(mask, hop, works), group, works.heads_together, accumulate)
+            self._add_keys(k, v, mask, hop, group, dk, dv, accumulate)
             if self.dq_apart:
-                self._add_dq(k, v, mask)
+                self._add_queries(k, v, mask)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given, unit last stride."""
@@ -129,96 +129,111 @@ class Backward:
         if not hop.full:
             return group if works >= _MANY_TILES else 1
         steps = -(-hop.num_rows // 64)
-        together = -(-works // _SMS) * (steps * group + _STEPS_OF_A_TILE)
-        apart = -(-works * group // _SMS) * (steps + _STEPS_OF_A_TILE)
+        together = -(-works // SMS) * (steps * group + STEPS_OF_A_TILE)
+        apart = -(-works * group // SMS) * (steps + STEPS_OF_A_TILE)
         return group if together < apart else 1
-
-    def _heads_together(self, num_heads: int, hop: _Hop) -> int:
-        """How many of `num_heads` heads (groups of them) run side by side, longest tiles first."""
-        return 1 if self.tiles.wide else self._section(num_heads, hop.num_rows)
 
     def _section(self, num_heads: int, num_rows: int) -> int:
         """A divisor of num_heads: as many heads as keep two operands of num_rows in their part of L2, or one."""
         limit = _L2_BYTES_OF_A_SECTION // (num_rows * self.q.shape[3] * 2 * self.q.element_size())
         return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
 
-    def _grid(self, mask: Mask, hop: _Hop, works: _Works) -> tuple[int]:
+    def _num_ctas(self, mask: Mask, hop: _Hop, works: Works) -> int:
         """CTAs of a launch."""
         num_works = -(-hop.num_keys // works.tile) * works.num_heads
         if self.num_sms is None or num_works <= self.num_sms:
-            return (num_works,)
+            return num_works
         key = ("backward grid", hop.q_start, hop.k_start, works, self.num_sms)
         if key not in mask._cache:
-            mask._cache[key] = _balanced(_lengths(hop, works), works, self.num_sms)
-        return (mask._cache[key],)  # type: ignore[return-value]
+            mask._cache[key] = balanced(_blocks(hop, works), works, self.num_sms)
+        return mask._cache[key]  # type: ignore[return-value]
 
-    def _launch(
+    def _begins(self, mask: Mask, hop: _Hop, works: Works, group: int, num_ctas: int) -> torch.Tensor | None:
+        """Where tiles begin, made once a mask; None where each may begin at its first block.
+
+        Packed documents bring another mask every step, and few of them are long.
+        """
+        if hop.has_bounds or hop.num_rows * self.q.shape[3] * 8 * group <= _L2_BYTES_OF_A_GROUP:
+            return None
+        key = ("begins", hop.q_start, hop.k_start, works, group, num_ctas, self.q.device)
+        if key not in mask._cache:
+            if self.q.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
+            mask._cache[key] = first_blocks(_blocks(hop, works), works, group, num_ctas).to(self.q.device)
+        return mask._cache[key]  # type: ignore[return-value]
+
+    def _add_keys(
         self,
         k: torch.Tensor,
         v: torch.Tensor,
+        mask: Mask,
+        hop: _Hop,
+        group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
-        hop: _Hop,
-        grid: tuple[int],
-        group: int,
-        heads_together: int,
         accumulate: bool,
     ) -> None:
-        tiles = self.tiles
-        batch, _, num_heads, _ = self.q.shape
-        num_kv_heads = k.shape[2]
-        num_tiles = -(-hop.num_keys // tiles.block_n)
-        works = num_tiles * batch * num_heads // group
+        """dK and dV of a hop and, unless it is computed apart, dQ."""
+        tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
+        num_groups = batch * num_heads // group
+        heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows)
+        works = Works(num_groups, heads_together, tiles.block_n, 64)
+        num_tiles = -(-hop.num_keys // works.tile)
+        num_ctas = self._num_ctas(mask, hop, works)
+        begins = self._begins(mask, hop, works, group, num_ctas)
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [x[:, hop.k_start : hop.k_stop] for x in (k, v, dk, dv)]
         scalars = (
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
-            num_kv_heads, num_tiles, heads_together, works, group,
+            k.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            _STAGGER if hop.full and not self.dq_apart else 0,
+            int(begins is not None), self.stats.view(torch.int32) if begins is None else begins,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
         loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
         choices = dict(
             SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds,
-            WITH_DQ=not self.dq_apart, ACCUMULATE=accumulate, num_warps=4,
+            WITH_DQ=not self.dq_apart, ACCUMULATE=accumulate,
         )  # fmt: skip
+        variant = (head_dim, self.q.dtype, dk.dtype, hop.has_bounds, self.dq_apart, accumulate)
         if tiles.wide:
             stores = [_tile(x, 64, 64) for x in keys[2:]]
-            backward_wide[grid](
+            _WIDE(
+                variant, num_ctas,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, queries.dq[0], *stores,
                 *scalars, DOUT_STAGES=tiles.dout_stages, HELD=tiles.held, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
             stores = [_tiles(x, halves if x.dtype == torch.float32 else tiles.pieces) for x in keys[2:]]
-            backward_keys[grid](
+            _KEYS(
+                variant, num_ctas,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *scalars,
                 # Without dQ in the loop ptxas (12.8) overwrites K's registers: wrong dK and dV.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not self.dq_apart, **choices,
             )  # fmt: skip
 
-    def _add_dq(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
+    def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
         """dQ of a hop by itself."""
         hop = _hop(mask, k.device, transposed=True)  # seen from the queries: its rows are the keys
         tiles, choices = self.tiles, self.tiles.queries
-        batch, _, num_heads, _ = self.q.shape
-        num_kv_heads = k.shape[2]
+        batch, _, num_heads, head_dim = self.q.shape
         # The heads of a group read the same keys.
-        together = num_heads // num_kv_heads * self._section(batch * num_kv_heads, hop.num_rows)
-        works = _Works(batch * num_heads, together, _QUERIES, choices.block, from_last=True)
-        num_tiles = -(-hop.num_keys // _QUERIES)
+        heads_together = num_heads // k.shape[2] * self._section(batch * k.shape[2], hop.num_rows)
+        works = Works(batch * num_heads, heads_together, _HELD_QUERIES, choices.block, from_last=True)
+        num_tiles = -(-hop.num_keys // works.tile)
         queries = self._queries(hop.k_start, hop.k_stop)
         keys = [_tiles(x[:, hop.q_start : hop.q_stop], tiles.pieces, choices.block) for x in (k, v)]
-        backward_queries[self._grid(mask, hop, works)](
+        _QUERIES(
+            (head_dim, self.q.dtype, hop.has_bounds), self._num_ctas(mask, hop, works),
             *queries.q, *keys[0], *keys[1], *queries.dout,
             _descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
-            num_heads, num_kv_heads, num_tiles, works.heads_together, num_tiles * works.num_heads,
+            num_heads, k.shape[2], num_tiles, heads_together, num_tiles * works.num_heads,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
             BLOCK=choices.block, SPLIT=tiles.pieces[0], REST=tiles.rest, SLOTS=choices.slots,
-            SCHEDULE=choices.schedule, TURNS=choices.turns, HELD=choices.held, BOUNDS=hop.has_bounds, num_warps=4,
+            SCHEDULE=choices.schedule, TURNS=choices.turns, HELD=choices.held, BOUNDS=hop.has_bounds,
         )  # fmt: skip
 
     def _bounds(self, hop: _Hop) -> tuple[torch.Tensor, torch.Tensor]:
@@ -285,22 +300,6 @@ class _Queries(NamedTuple):
     dq: _Pieces
 
 
-class _Works(NamedTuple):
-    """The tiles of a launch.
-
-    Args:
-        num_heads: (groups of) heads of all batches, `heads_together` of them side by side.
-        tile, step: keys of a tile, queries of a step; where dQ is computed apart, the other way round.
-        from_last: the last tile of a head comes first.
-    """
-
-    num_heads: int
-    heads_together: int
-    tile: int
-    step: int
-    from_last: bool = False
-
-
 class _Hop(NamedTuple):
     """A mask as the kernels take it: a rectangle, and which of its rows see a key (see `Problem`)."""
 
@@ -364,8 +363,8 @@ def _second_band(mask: Mask) -> Region | None:
     return below
 
 
-def _lengths(hop: _Hop, works: _Works) -> torch.Tensor:
-    """Steps of each tile of a head in the order of the launch: what `Problem.blocks` visits, on the host."""
+def _blocks(hop: _Hop, works: Works) -> Blocks:
+    """What `Problem.blocks` visits for each tile of a head in the order of the launch, on the host."""
     first_key = torch.arange(0, hop.num_keys, works.tile)
     last_key = (first_key + works.tile).clamp(max=hop.num_keys) - 1
     if hop.has_bounds:
@@ -375,20 +374,9 @@ def _lengths(hop: _Hop, works: _Works) -> torch.Tensor:
         first = (first_key + hop.first_shift).clamp(hop.min_row, hop.split)
         first = first + (first_key + hop.second_shift).clamp(hop.split, hop.num_rows) - hop.split
         stop = (last_key + hop.stop_shift).clamp(0, hop.num_rows)
-    steps = (-(-stop // works.step) - first // works.step).clamp(min=0)
-    return steps.flip(0) if works.from_last else steps
-
-
-def _balanced(lengths: torch.Tensor, works: _Works, num_sms: int) -> int:
-    """How many CTAs, up to num_sms, finish first when CTA i of n takes the tiles i, i + n, i + 2n, ...
-
-    A causal head of 128 tiles gives 124 CTAs the same part of every head; 121 finish 1.3 times sooner.
-    """
-    # Entering and leaving a tile costs about a step and a half.
-    steps = (lengths + 1.5).repeat_interleave(works.heads_together).repeat(works.num_heads // works.heads_together)
-    order = torch.arange(len(steps))
-    candidates = range(num_sms, num_sms - max(1, num_sms // 8), -1)
-    return min(candidates, key=lambda n: torch.bincount(order % n, weights=steps).max().item())
+    start = first // works.step
+    stop = torch.where(first < stop, -(-stop // works.step), start)
+    return Blocks(start.flip(0), stop.flip(0)) if works.from_last else Blocks(start, stop)
 
 
 def _kept_transpose(mask: Mask) -> Mask:

@@ -135,9 +135,9 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
             mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
             mbarrier.arrive(sm.q_full.index(slot), count=1)
             step += 1
-        block = problem.first_block(key, start, stop)
         for g in range(problem.group):
             head = first_head + g
+            block = problem.first_block(index, g, start)
             for _ in range(start, stop):
                 row = block * 64
                 slot, parity = slot_of(step, sm.STAGES)
@@ -421,10 +421,10 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
             else:
                 k = sm.k0.index(W).reshape([64, C])
                 v = sm.v0.index(W).reshape([64, C])
-            block = problem.first_block(key, start, stop)
             head_row = problem.dq_row(batch, first_head)
-            dq_row = head_row + block * 64
-            for _g in range(problem.group):
+            dq_row = head_row + start * 64
+            for g in range(problem.group):
+                block = problem.first_block(index, g, start)
                 for _ in range(start, stop):
                     masked = (block < full_start) | (block >= full_stop)
                     dk0, dk1, dv0, dv1 = _step(
@@ -463,8 +463,9 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 
 @gluon.jit(
     do_not_specialize=[
-        "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles",
-        "heads_together", "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "stagger",
+        "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
+        "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
+        "stop_shift", "has_begins", "begin_ptr",
     ]
 )  # fmt: skip
 def backward_keys(
@@ -500,7 +501,8 @@ def backward_keys(
     split,
     second_shift,
     stop_shift,
-    stagger,
+    has_begins,
+    begin_ptr,
     scale_log2,
     softmax_scale,
     SPLIT: gl.constexpr,
@@ -587,7 +589,8 @@ def backward_keys(
         split,
         second_shift,
         stop_shift,
-        stagger,
+        has_begins,
+        begin_ptr,
         first_ptr,
         stop_ptr,
         scale_log2,

@@ -33,8 +33,9 @@ class Problem:
         heads_together: heads (with group > 1: groups of them) whose tiles take turns in the order of the launch.
         first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle ...
         split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
-        stagger: how much later, in quarter blocks of queries, each key tile starts than the one before.
         first_ptr, stop_ptr: instead of the shifts when BOUNDS: (num_keys,), int32.
+        begin_ptr: query block at which a tile begins its round over those of a head, (num_works, group), int32; read
+            only if has_begins, else the first that it sees.
     """
 
     min_row: gl.tensor
@@ -52,7 +53,8 @@ class Problem:
     split: gl.tensor
     second_shift: gl.tensor
     stop_shift: gl.tensor
-    stagger: gl.tensor
+    has_begins: gl.tensor
+    begin_ptr: gl.tensor
     first_ptr: gl.tensor
     stop_ptr: gl.tensor
     scale_log2: gl.tensor
@@ -79,7 +81,8 @@ class Problem:
         split,
         second_shift,
         stop_shift,
-        stagger,
+        has_begins,
+        begin_ptr,
         first_ptr,
         stop_ptr,
         scale_log2,
@@ -103,7 +106,8 @@ class Problem:
         self.split = split
         self.second_shift = second_shift
         self.stop_shift = stop_shift
-        self.stagger = stagger
+        self.has_begins = has_begins
+        self.begin_ptr = begin_ptr
         self.first_ptr = first_ptr
         self.stop_ptr = stop_ptr
         self.scale_log2 = scale_log2
@@ -165,9 +169,9 @@ class Problem:
         return start, stop, gl.cdiv(full_start_row, self.BLOCK_M), full_stop_row // self.BLOCK_M
 
     @gluon.jit
-    def first_block(self, key, start, stop):
-        """Where a tile begins its round over the query blocks [start, stop)."""
-        return start + ((key // self.BLOCK_N) * self.stagger // 4) % gl.maximum(stop - start, 1)
+    def first_block(self, index, head, start):
+        """Where a tile begins its round over the query blocks of a head of its group."""
+        return gl.load(self.begin_ptr + index * self.group + head, mask=self.has_begins != 0, other=start)
 
     @gluon.jit
     def next_block(self, block, start, stop):

@@ -429,8 +429,8 @@ def _hold_second(sm, problem, stats_ptr, stats_stride, dq_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "stats_stride", "row_start", "dq_rows", "num_rows", "num_keys", "num_heads", "num_kv_heads", "num_tiles",
-        "heads_together", "num_works", "first_shift", "stop_shift",
+        "stats_ptr", "first_ptr", "stop_ptr", "stats_stride", "row_start", "dq_rows", "num_rows", "num_keys",
+        "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "first_shift", "stop_shift",
     ]
 )  # fmt: skip
 def backward_queries(
@@ -517,6 +517,7 @@ def backward_queries(
         num_rows,
         stop_shift,
         gl.to_tensor(0),
+        first_ptr,  # not read
         first_ptr,
         stop_ptr,
         scale_log2,

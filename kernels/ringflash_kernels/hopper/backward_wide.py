@@ -134,7 +134,6 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, _full_start, _full_stop = problem.blocks(key)
-        block = problem.first_block(key, start, stop)
         # Tiles that no query sees take part too: their zeros may be written from the buffers of K and V.
         kv_full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
@@ -146,6 +145,7 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
         round += 1
         for g in range(problem.group):
             head = first_head + g
+            block = problem.first_block(index, g, start)
             for _ in range(start, stop):
                 row = block * 64
                 slot, parity = slot_of(step, sm.STAGES)
@@ -352,13 +352,13 @@ def _consume_scores(sm, problem, dq_desc, dk_desc, dv_desc):
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
-        block = problem.first_block(key, start, stop)
         dv0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dv1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         mbarrier.wait(sm.kv_full.index(0), round & 1)
         k = _kept(sm, sm.k0)
         for g in range(problem.group):
             dq_row = problem.dq_row(batch, first_head + g)
+            block = problem.first_block(index, g, start)
             for _ in range(start, stop):
                 masked = (block < full_start) | (block >= full_stop)
                 dv0, dv1 = _score_step(sm, problem, dq_desc, k, dv0, dv1, step, block, key, masked, dq_row + block * 64)
@@ -380,13 +380,13 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, _full_start, _full_stop = problem.blocks(key)
-        block = problem.first_block(key, start, stop)
         dk0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dk1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         mbarrier.wait(sm.kv_full.index(0), round & 1)
         v = _kept(sm, sm.v0)
         for g in range(problem.group):
             dq_row = problem.dq_row(batch, first_head + g)
+            block = problem.first_block(index, g, start)
             for _ in range(start, stop):
                 dk0, dk1 = _gradient_step(sm, dq_desc, v, dk0, dk1, step, dq_row + block * 64)
                 block = problem.next_block(block, start, stop)
@@ -399,8 +399,9 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles",
-        "heads_together", "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "stagger",
+        "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
+        "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
+        "stop_shift", "has_begins", "begin_ptr",
     ]
 )  # fmt: skip
 def backward_wide(
@@ -433,7 +434,8 @@ def backward_wide(
     split,
     second_shift,
     stop_shift,
-    stagger,
+    has_begins,
+    begin_ptr,
     scale_log2,
     softmax_scale,
     SPLIT: gl.constexpr,
@@ -528,7 +530,8 @@ def backward_wide(
         split,
         second_shift,
         stop_shift,
-        stagger,
+        has_begins,
+        begin_ptr,
         first_ptr,
         stop_ptr,
         scale_log2,

@@ -41,6 +41,7 @@ from ringflash_kernels.hopper.compat import (
 )
 from ringflash_kernels.hopper.descriptors import misaligned, tile_descriptor, tile_layout
 from ringflash_kernels.hopper.environment import check_environment
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.tiles import FORWARD_TILES, ForwardTiles
 from ringflash_kernels.mask import Mask, Region
 
@@ -848,9 +849,13 @@ class ForwardConfig(NamedTuple):
     out_dtype: torch.dtype | None = None
 
 
-class Launch(NamedTuple):
-    """A kernel launch: number of programs and arguments, in the order of `forward_kernel`."""
+_LAUNCHER = Launcher(forward_kernel)
 
+
+class Launch(NamedTuple):
+    """A kernel launch: what tells its compiled variant apart, number of programs, arguments of `forward_kernel`."""
+
+    variant: tuple
     num_programs: int
     arguments: tuple
 
@@ -908,7 +913,7 @@ def forward(
         with _on(q.device):
             launch = plan(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc,
                           num_sms=num_sms or _num_sms(q.device), counter=_counter(q.device))  # fmt: skip
-            forward_kernel[(launch.num_programs,)](*launch.arguments, num_warps=4)
+            _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
 
 
 def plan(
@@ -957,7 +962,7 @@ def plan(
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1),
         softmax_scale / _LN2, variant,
     )  # fmt: skip
-    return Launch(min(num_sms, num_tiles), arguments)
+    return Launch((head_dim, kind, acc is not None, q.dtype, out.dtype), min(num_sms, num_tiles), arguments)
 
 
 def warmup(configs: Iterable[ForwardConfig], report: Callable[[str], None] | None = None) -> None:

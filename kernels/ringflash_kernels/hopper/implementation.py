@@ -52,8 +52,17 @@ def Backward(*args: Any, **kwargs: Any) -> Any:
     return backward.Backward(*args, **kwargs)
 
 
+def publish(
+    k: torch.Tensor, v: torch.Tensor, area: torch.Tensor, lines: torch.Tensor, there: torch.Tensor, area_rows: int
+) -> None:
+    """See `api.publish`."""
+    from ringflash_kernels.hopper import exchange
+
+    exchange.publish(k, v, area, lines, there, area_rows)
+
+
 def collect(own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """See `api.collect`."""
-    from ringflash_kernels.hopper import collect
+    from ringflash_kernels.hopper import exchange
 
-    collect.collect(own, others, dk, dv)
+    exchange.collect(own, others, dk, dv)

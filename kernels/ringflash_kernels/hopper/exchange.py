@@ -1,4 +1,6 @@
-"""The sum of what several ranks computed of one rank's dK and dV, cast and put where it belongs, in one pass."""
+"""What a rank gives to the others and what it gets from them, each in one pass: its K and V put where they pull them
+from, and the sum of what they computed of its dK and dV, cast and put where it belongs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,41 @@ import triton
 import triton.language as tl
 
 LINES = 32  # (row, head) pairs of a program
+
+
+@triton.jit
+def _publish(
+    k_ptr, v_ptr, area_ptr, lines_ptr, there_ptr, num_lines, rows, heads, area_rows,
+    k_batch, k_row, k_head, v_batch, v_row, v_head,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    line = (tl.program_id(0) * LINES + tl.arange(0, LINES)).to(tl.int64)
+    column = tl.arange(0, COLUMNS)[None, :]
+    exists = line < num_lines
+    inside = exists[:, None]
+    if HEAD_DIM < COLUMNS:
+        inside &= column < HEAD_DIM
+    head, row, batch = line % heads, line // heads % rows, line // heads // rows
+    first = tl.load(lines_ptr + 2 * head, mask=exists, other=0)
+    step = tl.load(lines_ptr + 2 * head + 1, mask=exists, other=0)
+    place = batch * area_rows + tl.load(there_ptr + row, mask=exists, other=0)
+    area_at = area_ptr + (first + place * step)[:, None] + column
+    k_at = k_ptr + (batch * k_batch + row * k_row + head * k_head)[:, None] + column
+    v_at = v_ptr + (batch * v_batch + row * v_row + head * v_head)[:, None] + column
+    tl.store(area_at, tl.load(k_at, mask=inside), mask=inside)
+    tl.store(area_at + HEAD_DIM, tl.load(v_at, mask=inside), mask=inside)
+
+
+def publish(
+    k: torch.Tensor, v: torch.Tensor, area: torch.Tensor, lines: torch.Tensor, there: torch.Tensor, area_rows: int
+) -> None:
+    """As `api.publish`; k and v with unit last stride."""
+    batch, rows, heads, head_dim = k.shape
+    num_lines = batch * rows * heads
+    _publish[(triton.cdiv(num_lines, LINES),)](
+        k, v, area, lines, there, num_lines, rows, heads, area_rows, *k.stride()[:3], *v.stride()[:3],
+        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), LINES=LINES,
+    )  # fmt: skip
 
 
 @triton.jit

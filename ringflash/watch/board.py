@@ -1,0 +1,112 @@
+"""What the ranks of a group tell one another when one of them is stuck, over the store that they met in.
+
+Nothing is read or written while all goes well. A store may be gone, with the process that kept it, and a request to it
+may never come back; neither may keep a rank from its end, nor end one. So each request has its own thread and a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+from typing import TypeVar
+from weakref import ref
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+T = TypeVar("T")
+ANSWER_S = 5.0  # for the other ranks to answer: they look once a second
+_PATIENCE_S = 2.0  # with the store itself
+_PAUSE_S = 0.25
+_ASKED = "asked"
+
+
+class StoreGone(RuntimeError):
+    """No answer from the store."""
+
+
+class Board:
+    """One group's.
+
+    Args:
+        group: not kept alive.
+        patience: seconds that a request to the store may take beyond what it waits for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, patience: float = _PATIENCE_S) -> None:
+        self._group, self._patience = ref(group), patience
+        self.rank, self.size = group.rank(), group.size()
+        self._store: dist.Store | None = None
+        self._gone = False
+
+    def is_open(self) -> bool:
+        """Whether the group is still there."""
+        return _store(self._group()) is not None
+
+    def is_asked(self) -> bool:
+        """Whether a rank of the group has found a stall. A store that is gone asks nobody."""
+        if self._gone:
+            return False
+        try:
+            return self._within(0.0, lambda: self._opened().check([_ASKED]))
+        except StoreGone:
+            self._gone = True
+            return False
+
+    def exchange(self, own: str, clock: Callable[[], float], pause: Callable[[float], object]) -> dict[int, str]:
+        """What each rank says, of those that answer in time, after telling them what this one does.
+
+        Raises:
+            StoreGone: nobody could be asked.
+        """
+        answers: dict[int, str] = {}
+
+        def exchange() -> None:
+            store, deadline = self._opened(), clock() + ANSWER_S
+            store.set(str(self.rank), own)
+            store.set(_ASKED, "")
+            while len(answers) < self.size:
+                for rank in range(self.size):
+                    if rank not in answers and store.check([str(rank)]):
+                        answers[rank] = store.get(str(rank)).decode()
+                if clock() >= deadline:
+                    break
+                pause(_PAUSE_S)
+
+        self._within(ANSWER_S, exchange)
+        return dict(answers)
+
+    def _opened(self) -> dist.Store:
+        """A connection of its own: the working thread may hold the group's for as long as it waits for a key."""
+        if self._store is None:
+            store = _store(self._group())
+            if store is None:
+                raise StoreGone("the group was destroyed")
+            self._store = dist.PrefixStore("ringflash/watch", store.clone())  # type: ignore[attr-defined]
+        return self._store
+
+    def _within(self, seconds: float, request: Callable[[], T]) -> T:
+        results: list[T] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                results.append(request())
+            except Exception as error:  # a store raises what its kind raises
+                errors.append(error)
+
+        thread = Thread(target=run, name="ringflash-watch-store", daemon=True)
+        thread.start()
+        thread.join(seconds + self._patience)
+        if not results:
+            raise StoreGone(str(errors[0]) if errors else "no answer")
+        return results[0]
+
+
+def _store(group: dist.ProcessGroup | None) -> dist.Store | None:
+    if group is None:
+        return None
+    try:
+        return _get_process_group_store(group)
+    except KeyError:
+        return None

@@ -1,0 +1,101 @@
+"""Ranks that die or sleep in a ring whose host does not wait: the others end and say who is the cause. 3 processes.
+
+Over the shared memory of CPU processes, by the watch as it runs on GPUs but for the driver's events. And what a ring of
+hops tells the watch, in gloo's processes.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from tests.helpers import ring_check
+from tests.helpers.cases import Case
+from tests.helpers.faulty_job import GOOD_STEPS, Job
+from tests.helpers.pool import Context, Pool
+
+TIMEOUT_S = 4
+LIMIT_S = 120.0  # of a busy machine; the ranks end seconds after they began
+BACKWARD = f"in backward call {2 * (GOOD_STEPS + 1)}"
+
+
+def end_of(fault: str, victim: int = 1, timeout_s: float = TIMEOUT_S) -> tuple[list[int | None], list[str]]:
+    job = Job(
+        3, transport="copy_engine", fault=fault, device="cpu", impl="reference", victim=victim, timeout_s=timeout_s
+    )
+    return job.finish(LIMIT_S)
+
+
+def test_a_rank_that_dies_is_named_by_all_others() -> None:
+    codes, texts = end_of("dies")
+    assert codes == [1, -9, 1], texts
+    for rank in (0, 2):
+        assert f"rank {rank} has done {GOOD_STEPS} steps" in texts[rank]
+        report = next(line for line in texts[rank].splitlines() if "must get on" in line and "asking" not in line)
+        assert f"ring attention over copy_engine must get on within {TIMEOUT_S} s, got: rank 0 has waited " in report
+        assert report.count(f"s for the gradients of section 0 {BACKWARD};") == 2
+        assert "; rank 1 says nothing: it died, or its host is stuck; " in report
+
+
+def test_a_rank_that_sleeps_ends_too() -> None:
+    codes, texts = end_of("sleeps")
+    assert codes == [1, 1, 1], texts
+    for text in texts:
+        assert re.search(rf"; rank 1 has waited \d+ s for section 0 {BACKWARD}; rank 2 has", text), text
+    assert "in _fail" in texts[1]  # where Python was
+
+
+def test_the_rank_that_keeps_the_store_may_be_the_one_that_dies() -> None:
+    codes, texts = end_of("dies", victim=0)
+    assert codes == [-9, 1, 1], texts
+    for rank in (1, 2):
+        assert f"got: rank {rank} has waited" in texts[rank]
+        assert f"s for the gradients of section 0 {BACKWARD}; no other rank could be asked" in texts[rank]
+        assert "the process that keeps the group's store, often rank 0, may be gone" in texts[rank]
+
+
+def test_ranks_without_a_fault_end_well() -> None:
+    codes, texts = end_of("none", timeout_s=60)
+    assert codes == [0, 0, 0], texts
+    assert all("has ended well" in text and "must get on" not in text for text in texts)
+
+
+class Recorder(AbstractContextManager):
+    """A call that is watched, without a device to look at."""
+
+    def __init__(self, transport: Any, way: str, device: Any) -> None:
+        self.marks = [way]
+        recorded.append(self.marks)
+
+    def mark(self, what: str, *values: object) -> None:
+        self.marks.append(what.format(*values))
+
+    def __exit__(self, *error: object) -> None:
+        self.marks.append("issued")
+
+
+recorded: list[list[str]] = []
+
+
+def marks(ctx: Context, case: Case) -> list[list[str]]:
+    """Of the forward and the backward."""
+    recorded.clear()
+    with mock.patch("ringflash.ring.watching", Recorder):
+        ring_check.check(ctx, case, 4)
+    return recorded
+
+
+def test_a_ring_of_hops_says_which_rank_it_waits_for(pool: Pool) -> None:
+    for rank, (forward, backward) in enumerate(pool.run(marks, Case(causal=False), size=3)):
+        hops = [f"for K/V of step {t} from rank {(rank - t) % 3} and to rank {(rank + t) % 3}" for t in (1, 2)]
+        start = "for its device to come to step 0"
+        assert forward == ["forward", start, *hops, "for the last messages", "issued"]
+        assert backward == ["backward", start, *hops, "for the last gradients", "issued"]
+
+
+def test_a_hop_whose_keys_nobody_else_reads(pool: Pool) -> None:
+    """Contiguous and causal: rank 2 of 3 reads all keys, and nobody reads its own."""
+    *_, (forward, _) = pool.run(marks, Case(layout="contiguous"), size=3)
+    assert forward[2:4] == ["for K/V of step 1 from rank 1", "for K/V of step 2 from rank 0"]

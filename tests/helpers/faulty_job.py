@@ -1,0 +1,222 @@
+"""A job of ranks in processes of their own, one of which meets a fault in its rings, and what each rank leaves behind.
+
+    job = Job(2, transport="copy_engine", fault="dies", device="cuda")
+    codes, texts = job.finish()
+
+The ranks begin with calls that succeed; then one of them dies or sleeps, before its next call or, over the shared
+memory of CPU processes, in the middle of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import ringflash
+from ringflash_kernels import reference
+from tests.helpers.peer_memory import copy_engine
+from tests.helpers.pool import _free_port
+from tests.recipes.launching import ROOT
+
+GOOD_STEPS = 3
+FOR_EVER_S = 3600.0
+
+
+class Task(NamedTuple):
+    """What a rank is told."""
+
+    rank: int
+    size: int
+    port: int
+    transport: str
+    fault: str  # dies, sleeps, or none
+    device: str
+    impl: str
+    victim: int
+    timeout_s: float
+
+
+class Job:
+    """Started at once.
+
+    Args:
+        size: ranks; on GPUs one each.
+        victim: the rank that meets the fault.
+        timeout_s: for `ringflash.set_timeout`.
+    """
+
+    def __init__(
+        self, size: int, *, transport: str, fault: str, device: str, impl: str, victim: int = 1, timeout_s: float
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ringflash-faults-")
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        env = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        port = _free_port()
+        for rank in range(size):
+            task = Task(rank, size, port, transport, fault, device, impl, victim, timeout_s)
+            with self._log(rank).open("wb") as log:
+                command = [sys.executable, "-m", "tests.helpers.faulty_job", json.dumps(task._asdict())]
+                self._ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log))
+
+    def finish(self, limit_s: float) -> tuple[list[int | None], list[str]]:
+        """Exit codes and all that was printed, by rank; a rank that does not end in time has no code and is killed."""
+        deadline = time.monotonic() + limit_s
+        codes: list[int | None] = []
+        for rank in self._ranks:
+            try:
+                codes.append(rank.wait(max(0.0, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+        self.close()
+        return codes, [self._log(rank).read_text(errors="replace") for rank in range(len(codes))]
+
+    def close(self) -> None:
+        """End what still runs."""
+        for rank in self._ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}"
+
+
+def main(task: Task) -> None:
+    """The life of a rank."""
+    torch.set_num_threads(1)
+    device = torch.device(task.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", task.rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        init_method=f"tcp://127.0.0.1:{task.port}",
+        rank=task.rank,
+        world_size=task.size,
+        timeout=timedelta(minutes=10),
+    )
+    ringflash.set_timeout(task.timeout_s)
+    with ExitStack() as patches:
+        if device.type == "cpu":
+            for patch in _for_the_cpu():
+                patches.enter_context(patch)
+        elif task.fault == "none":
+            patches.enter_context(mock.patch("ringflash.watch.thread._PERIOD_S", 0.005))
+        step = _Step(task, device)
+        for _ in range(GOOD_STEPS):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        print(f"rank {task.rank} has done {GOOD_STEPS} steps", flush=True)
+        if task.fault == "none" and device.type == "cuda":
+            step.with_graphs()
+        elif task.fault != "none" and task.rank == task.victim:
+            _plant(task, device)
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    print(f"rank {task.rank} has ended well", flush=True)
+    if task.fault == "none":
+        dist.barrier()  # rank 0 keeps the store
+        dist.destroy_process_group()
+
+
+def _for_the_cpu() -> list[Any]:
+    """Rings over shared memory, whose barriers do not give up before the watch; and a watch in a hurry."""
+    return [
+        copy_engine(),
+        mock.patch("tests.helpers.peer_memory.TIMEOUT_S", FOR_EVER_S),
+        mock.patch("ringflash.watch.board.ANSWER_S", 4.0),
+        mock.patch("ringflash.watch.thread.END_S", 8.0),
+    ]
+
+
+def _plant(task: Task, device: torch.device) -> None:
+    """The fault: at once on GPUs, whose hosts do not wait; elsewhere in the first section of the next backward."""
+    if device.type == "cuda":
+        return _fail(task)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        _fail(task)
+
+    reference.Backward.add = fail  # type: ignore[method-assign]
+
+
+def _fail(task: Task) -> None:
+    if task.fault == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(FOR_EVER_S)
+
+
+class _Step:
+    """A forward and backward, on the same values each time."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self.task, self.device = task, device
+        head_dim, dtype = (128, torch.bfloat16) if device.type == "cuda" else (16, torch.float32)
+        self.qkv = tuple(
+            torch.zeros(1, 512 if device.type == "cuda" else 8, heads, head_dim, device=device, dtype=dtype)
+            .normal_()
+            .requires_grad_()
+            for heads in (4, 2, 2)
+        )
+
+    def __call__(self) -> torch.Tensor:
+        transport = self.task.transport if self.device.type == "cuda" else "auto"
+        out = ringflash.ring_attention(
+            *self.qkv, group=dist.group.WORLD, transport=transport, impl=self.task.impl, deterministic=True
+        )
+        assert isinstance(out, torch.Tensor)
+        torch.autograd.grad(out, self.qkv, torch.ones_like(out))
+        return out.detach()
+
+    def with_graphs(self) -> None:
+        """Calls under way while something is captured, and calls that are captured, with the watch asking meanwhile."""
+        side, other = torch.cuda.Stream(), torch.cuda.Stream()
+        number = torch.zeros(1, device=self.device).add_(1)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(2_000_000_000)  # the ring behind it is under way until then
+            self()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            graph.capture_begin()
+            number.add_(1)
+            time.sleep(0.3)
+            number.add_(1)
+            graph.capture_end()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert number.item() == 3.0
+
+        with torch.cuda.stream(side):
+            want = self()
+        torch.cuda.synchronize()
+        ring = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(ring, stream=side):
+            captured = self()
+            time.sleep(0.1)
+        ring.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, want)
+        for _ in range(50):
+            self()
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(Task(**json.loads(sys.argv[1])))

@@ -1,0 +1,72 @@
+"""A rank that dies or sleeps ends the others with an error that names it: copy engine and NCCL. Two GPUs or more.
+
+Ranks are processes of their own, since they end. All jobs run at once on the same GPUs: each of them mostly waits. Two
+have no fault, a watch that looks all the time, captured calls, and calls under way while something else is captured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.faulty_job import GOOD_STEPS, Job
+from tests.multi_gpu.conftest import Setup
+
+pytestmark = pytest.mark.multi_gpu
+
+TIMEOUT_S = 15.0
+LIMIT_S = 100.0  # for processes that start, the timeout, and the 30 seconds that docs/troubleshooting.md promises
+FAULTS = [(transport, fault) for transport in ("copy_engine", "nccl") for fault in ("dies", "sleeps")]
+HEALTHY = [(transport, "none") for transport in ("copy_engine", "nccl")]
+CALL = 2 * GOOD_STEPS + 1  # forward and backward of the good steps, then the one that the victim does not make
+
+Ends = dict[tuple[str, str], tuple[list[int | None], list[str]]]
+
+
+@pytest.fixture(scope="module")
+def ends(setup: Setup) -> Iterator[Ends]:
+    """Codes and output of the ranks of every job."""
+    if setup.backend != "nccl":
+        pytest.skip("needs GPUs")
+    jobs = {
+        (transport, fault): Job(
+            setup.ranks, transport=transport, fault=fault, device="cuda", impl=setup.impl, timeout_s=TIMEOUT_S
+        )
+        for transport, fault in FAULTS + HEALTHY
+    }
+    try:
+        yield {which: job.finish(LIMIT_S) for which, job in jobs.items()}
+    finally:
+        for job in jobs.values():
+            job.close()
+
+
+@pytest.mark.parametrize("transport, fault", FAULTS)
+def test_the_others_end_with_the_name_of_the_rank(ends: Ends, transport: str, fault: str) -> None:
+    codes, texts = ends[transport, fault]
+    shown = f"{codes}\n" + "\n---\n".join(texts)
+    assert all(code not in (0, None) for code in codes), shown
+    silent = "says nothing: it died" if fault == "dies" else f"has not begun call {CALL} (its last, backward call"
+    place = (
+        "for all ranks to begin"
+        if transport == "copy_engine"
+        else r"for K/V of step \d+ from rank \d+( and to rank \d+)?"
+    )
+    for rank, text in enumerate(texts):
+        assert f"rank {rank} has done {GOOD_STEPS} steps" in text, shown
+        if rank == 1:
+            continue
+        assert f"ring attention over {transport} must get on within {TIMEOUT_S:.0f} s, got: rank 0 has" in text, shown
+        assert re.search(rf"rank {rank} has waited \d+ s {place} in forward call {CALL}; ", text), shown
+        assert f"; rank 1 {silent}" in text, shown
+
+
+@pytest.mark.parametrize("transport, fault", HEALTHY)
+def test_a_healthy_job_and_its_captures_are_left_alone(ends: Ends, transport: str, fault: str) -> None:
+    codes, texts = ends[transport, fault]
+    assert codes == [0] * len(codes), "\n---\n".join(texts)
+    for text in texts:
+        assert "has ended well" in text
+        assert "must get on within" not in text and "lost its device" not in text and "the watch over rings" not in text

@@ -1,0 +1,467 @@
+"""What the watch calls a stall, what it says of it on which rank, and what it leaves alone. One process, no real time.
+
+The ranks of a group are watches side by side with one clock and one store; tokens end when the test says so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringflash.transport import PointToPoint
+from ringflash.watch import RingStalled, Watch, thread, watching
+from ringflash.watch.board import Board, StoreGone
+from ringflash.watch.calls import Call, Unwatched
+from ringflash.watch.events import DeviceLost, Events
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 600.0
+
+
+class Token:
+    """Ends when it is told to, or raises what a failed device answers."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: Exception | None = None
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+
+class Group:
+    """As a process group; `store` is None once it was destroyed."""
+
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.place, self.store = (rank, size), store
+
+    def rank(self) -> int:
+        return self.place[0]
+
+    def size(self) -> int:
+        return self.place[1]
+
+
+class Memory:
+    """A transport that is neither gloo nor NCCL."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+
+class Rank:
+    """A process of the world."""
+
+    def __init__(self, world: World, rank: int, size: int, store: Any) -> None:
+        self.said: list[str] = []
+        self.ends: list[float] = []
+        self.looking = False
+        self.watch = Watch(lambda: world.now, world.pass_time, self.said.append, self.ends.append)
+        self.memory = Memory(Group(rank, size, store))
+        self.watch.add(self.memory, CPU)  # type: ignore[arg-type]
+
+    def begin(self, way: str = "forward", memory: Memory | None = None) -> Call:
+        return self.watch.begin(memory or self.memory, way, CPU)  # type: ignore[arg-type]
+
+    def issue(self, sections: int, way: str = "forward", memory: Memory | None = None) -> list[Token]:
+        """A call as `Headwise` issues it: the tokens of its beginning and of its sections."""
+        tokens = [Token() for _ in range(sections + 1)]
+        with self.begin(way, memory) as call:
+            call.reach(tokens[0], "for all ranks to begin")
+            for section, token in enumerate(tokens[1:]):
+                call.reach(token, "for section {}", section)
+        return tokens
+
+    def look(self) -> None:
+        if not self.looking and not self.watch.stalled:
+            self.looking = True
+            self.watch.look()
+            self.looking = False
+
+
+class World:
+    """Ranks that look whenever time passes, but for those that died."""
+
+    def __init__(self, size: int) -> None:
+        self.now = 0.0
+        self.store: Any = dist.HashStore()
+        self.ranks = [Rank(self, rank, size, self.store) for rank in range(size)]
+        self.living = list(self.ranks)
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for rank in self.living:
+            rank.look()
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.pass_time(1.0)
+
+    def is_quiet(self) -> bool:
+        return not any(rank.said or rank.ends for rank in self.ranks)
+
+
+@pytest.fixture(autouse=True)
+def groups_without_torch() -> Iterator[None]:
+    with (
+        mock.patch("ringflash.watch.board._store", lambda group: group and group.store),
+        mock.patch.object(dist, "get_process_group_ranks", lambda group: range(group.size())),
+    ):
+        yield
+
+
+def finish(*calls: list[Token]) -> None:
+    for tokens in calls:
+        for token in tokens:
+            token.done = True
+
+
+def stalled_world() -> World:
+    """Of four ranks: 0 waits in a section of its second call, 1 made one call, 2 waits to begin, 3 died."""
+    world = World(4)
+    for rank in world.ranks[:3]:
+        finish(rank.issue(2))
+    world.run(3)
+    world.living.pop()
+    first = world.ranks[0].issue(4, "backward")
+    world.ranks[2].issue(4, "backward")
+    world.run(10)
+    finish(first[:3])
+    world.run(TIMEOUT_S + 10)
+    return world
+
+
+def test_every_rank_names_who_waits_for_what() -> None:
+    world = stalled_world()
+    for rank in world.living:
+        assert rank.watch.stalled == rank.said[-1]
+        text = rank.watch.stalled
+        assert "ring attention over copy_engine must get on within 600 s, got: rank 0 has waited" in text
+        assert "s for section 2 in backward call 2; " in text
+        assert "; rank 1 has not begun call 2 (its last, forward call 1, is done); " in text
+        assert " s for all ranks to begin in backward call 2; " in text
+        assert "; rank 3 says nothing: it died, or its host is stuck; " in text
+        assert "ringflash.set_timeout waits longer" in text
+    assert world.ranks[3].said == []
+
+
+def test_who_found_it_says_so_before_it_asks() -> None:
+    first = stalled_world().ranks[2].said
+    assert len(first) == 2
+    assert "rank 2 has waited 600 s for all ranks to begin in backward call 2; asking the other ranks" in first[0]
+
+
+def test_each_process_is_ended_once() -> None:
+    assert [rank.ends for rank in stalled_world().ranks] == [[thread.END_S]] * 3 + [[]]
+
+
+def test_the_next_call_raises_the_report() -> None:
+    rank = stalled_world().ranks[1]
+    with pytest.raises(RingStalled, match="rank 3 says nothing"):
+        rank.begin()
+
+
+def test_a_rank_outside_the_ring_is_named_by_both_its_numbers() -> None:
+    with mock.patch.object(dist, "get_process_group_ranks", lambda group: [4, 5]):
+        world = World(2)
+    world.ranks[0].issue(1)
+    world.run(TIMEOUT_S + 5)
+    assert "rank 0 (4) has waited" in world.ranks[1].watch.stalled
+    assert "rank 1 (5) has not begun call 1 (it has made none)" in world.ranks[0].watch.stalled
+
+
+def test_a_long_queue_is_no_stall() -> None:
+    """Each call takes most of the timeout; the last waits many times as long for its turn."""
+    world = World(2)
+    queues = [[rank.issue(1) for _ in range(5)] for rank in world.ranks]
+    for calls in zip(*queues, strict=True):
+        world.run(TIMEOUT_S - 5)
+        finish(*calls)
+        world.run(2)
+    assert world.is_quiet()
+
+
+def test_sections_that_end_one_by_one_are_no_stall() -> None:
+    world = World(2)
+    calls = [rank.issue(5) for rank in world.ranks]
+    for tokens in zip(*calls, strict=True):
+        world.run(TIMEOUT_S - 5)
+        finish(list(tokens))
+    world.run(2)
+    assert world.is_quiet()
+
+
+def test_nothing_to_do_is_no_stall() -> None:
+    world = World(2)
+    finish(*(rank.issue(2) for rank in world.ranks))
+    world.run(10 * TIMEOUT_S)
+    assert world.is_quiet()
+
+
+def test_a_host_that_compiles_is_no_stall() -> None:
+    world = World(1)
+    with world.ranks[0].begin() as call:
+        start = Token()
+        call.reach(start, "for all ranks to begin")
+        start.done = True
+        world.run(2 * TIMEOUT_S)
+        last = Token()
+        call.reach(last, "for section 0")
+    world.run(TIMEOUT_S - 5)
+    assert world.is_quiet()
+    last.done = True
+    world.run(TIMEOUT_S)
+    assert world.is_quiet()
+
+
+def test_the_host_of_another_rank_may_be_what_is_waited_for() -> None:
+    world = World(2)
+    world.ranks[0].issue(1)
+    with world.ranks[1].begin():
+        world.run(TIMEOUT_S + 5)
+    assert "rank 1 still issues forward call 1: its host is busy" in world.ranks[0].watch.stalled
+
+
+def test_a_call_that_raised_is_no_stall() -> None:
+    world = World(1)
+    with pytest.raises(MemoryError), world.ranks[0].begin() as call:
+        call.reach(Token(), "for all ranks to begin")
+        raise MemoryError
+    world.run(2 * TIMEOUT_S)
+    assert world.is_quiet()
+
+
+def test_a_group_that_was_destroyed_is_left_alone() -> None:
+    world = World(2)
+    for rank in world.ranks:
+        rank.issue(1)
+        rank.memory.group.store = None
+    world.run(2 * TIMEOUT_S)
+    assert world.is_quiet()
+
+
+def test_a_transport_that_was_dropped_is_left_alone() -> None:
+    world = World(1)
+    world.ranks[0].issue(1)
+    world.ranks[0].memory = Memory(Group(0, 1, world.store))
+    world.run(2 * TIMEOUT_S)
+    assert world.is_quiet()
+
+
+def test_time_in_which_nobody_could_look_does_not_count() -> None:
+    """Processes that were stopped and go on later."""
+    world = World(2)
+    calls = [rank.issue(1) for rank in world.ranks]
+    world.run(5)
+    world.pass_time(2 * TIMEOUT_S)
+    world.run(TIMEOUT_S - 5)
+    finish(*calls)
+    world.run(5)
+    assert world.is_quiet()
+
+
+def test_calls_of_two_groups_wait_for_one_another() -> None:
+    """The second group's call is behind one of the first, which moves on; then it is stuck itself."""
+    world = World(1)
+    rank, other = world.ranks[0], Memory(Group(0, 1, dist.HashStore()))
+    first = rank.issue(3)
+    rank.issue(1, memory=other)
+    for token in first:
+        world.run(TIMEOUT_S - 5)
+        token.done = True
+    world.run(TIMEOUT_S - 5)
+    assert world.is_quiet()
+    world.run(10)
+    assert "for all ranks to begin in forward call 1" in rank.watch.stalled
+
+
+def test_later_calls_of_another_group_hide_no_stall() -> None:
+    world = World(1)
+    rank, other = world.ranks[0], Memory(Group(0, 1, dist.HashStore()))
+    rank.issue(1)
+    for _ in range(6):
+        finish(rank.issue(1, memory=other))
+        world.run(100)
+    assert "rank 0 has waited 600 s" in rank.watch.stalled
+
+
+def test_a_store_that_is_gone_ends_nobody() -> None:
+    world = World(2)
+    gone = mock.Mock(**{"clone.side_effect": RuntimeError("connection reset\nframe #0")})
+    for rank in world.ranks:
+        finish(rank.issue(1))
+        rank.memory.group.store = gone
+    world.run(3 * TIMEOUT_S)
+    assert world.is_quiet()
+    assert gone.clone.call_count == 2  # and is left alone
+
+
+def test_a_stall_is_reported_without_the_store() -> None:
+    world = World(2)
+    rank = world.ranks[0]
+    rank.issue(1)
+    rank.memory.group.store = mock.Mock(**{"clone.side_effect": RuntimeError("connection reset\nframe #0")})
+    world.run(TIMEOUT_S + 5)
+    assert "rank 0 has waited 600 s for all ranks to begin in forward call 1; no other rank" in rank.watch.stalled
+    assert "could be asked (connection reset): the process that keeps the group's store" in rank.watch.stalled
+    assert rank.ends == [thread.END_S]
+
+
+def test_a_store_that_never_answers_is_given_up() -> None:
+    never = threading.Event()
+    group = Group(0, 2, mock.Mock(**{"clone.side_effect": never.wait}))
+    board = Board(group, patience=0.01)  # type: ignore[arg-type]
+    with mock.patch("ringflash.watch.board.ANSWER_S", 0.0), pytest.raises(StoreGone, match="no answer"):
+        board.exchange("waits", lambda: 0.0, never.wait)
+    assert board.is_asked() is False
+    never.set()
+
+
+def test_a_device_that_failed_is_said_once_and_told_to_who_asks() -> None:
+    world = World(2)
+    broken, waiting = world.ranks
+    for rank in world.ranks:
+        finish(rank.issue(1))
+    world.run(2)
+    broken.issue(1)[0].error = DeviceLost("CUDA error 719")
+    world.run(5)
+    assert len(broken.said) == 1 and not broken.ends
+    waiting.issue(1)
+    world.run(TIMEOUT_S + 5)
+    told = "rank 0 lost its device (CUDA error 719) when it waited for all ranks to begin in forward call 2"
+    assert told in waiting.watch.stalled
+    assert broken.watch.stalled == waiting.watch.stalled
+
+
+def test_a_device_may_fail_between_two_places() -> None:
+    """The host has issued no more than what the device has done."""
+    rank = World(1).ranks[0]
+    with rank.begin() as call:
+        start = Token()
+        call.reach(start, "for all ranks to begin")
+        start.done = True
+        rank.look()
+    start.error = DeviceLost("CUDA error 700")
+    rank.look()
+    assert rank.said == ["rank 0 lost its device (CUDA error 700) when it waited in forward call 1 over copy_engine"]
+
+
+def test_a_fault_of_its_own_ends_the_watch_alone(caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch(say=pytest.fail, end=pytest.fail)
+    watch.look = mock.Mock(side_effect=ValueError("a mistake"))  # type: ignore[method-assign]
+    watch._wake.set()
+    watch._run()
+    assert "a rank that stalls may go unnoticed" in caplog.text
+
+
+def test_the_thread_looks_until_it_is_stopped() -> None:
+    looked = threading.Event()
+    watch = Watch()
+    watch.look = looked.set  # type: ignore[method-assign]
+    watch._wake.set()
+    watch.start()
+    assert looked.wait(10)
+    watch.stop()
+    assert watch._thread is not None and not watch._thread.is_alive()
+
+
+def test_many_calls_are_looked_at_before_the_period_is_over() -> None:
+    """Or a fast device would leave thousands of events."""
+    rank = World(1).ranks[0]
+    for _ in range(thread._MANY - 1):
+        rank.issue(1)
+    assert not rank.watch._wake.is_set()
+    rank.issue(1)
+    assert rank.watch._wake.is_set()
+
+
+def test_few_tokens_are_asked_however_many_calls_wait() -> None:
+    rank = World(1).ranks[0]
+    calls = [rank.issue(8) for _ in range(200)]
+    finish(*calls[:150])
+    asked = mock.Mock(side_effect=lambda token: token.done)
+    rank.watch._events[CPU] = asked
+    rank.look()
+    assert asked.call_count < 15
+    assert [call.number for call in rank.watch._watched[rank.memory].line.calls] == list(range(151, 201))  # type: ignore[index]
+
+
+@pytest.fixture
+def the_watch(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """In place of this process's."""
+    watch = mock.Mock()
+    monkeypatch.setattr(thread, "_watch", watch)
+    return watch
+
+
+def test_what_raises_by_itself_is_not_watched(the_watch: mock.Mock) -> None:
+    gloo = object.__new__(PointToPoint)
+    gloo.name = "gloo"
+    for transport in (None, gloo):
+        with watching(transport, "forward", CPU) as call:
+            call.reach(Token(), "for section {}", 0)
+            call.mark("for the last messages")
+        assert isinstance(call, Unwatched)
+    assert the_watch.mock_calls == []
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_captured_calls_are_not_watched(the_watch: mock.Mock, capturing: bool) -> None:
+    memory, device = Memory(Group(0, 2, None)), torch.device("cuda", 0)
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing):
+        call = watching(memory, "forward", device)  # type: ignore[arg-type]
+    assert isinstance(call, Unwatched) == capturing
+    assert the_watch.begin.called != capturing
+
+
+def test_a_forked_process_starts_its_own(the_watch: mock.Mock) -> None:
+    child = os.fork()
+    if not child:
+        os._exit(0 if thread._watch is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert thread._watch is the_watch
+
+
+class Driver:
+    """libcuda, as far as it is asked: events by their handle, other functions by what they return."""
+
+    def __init__(self, answers: dict[int, int], codes: dict[str, int]) -> None:
+        self.answers, self.codes = answers, codes
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def function(*args: Any) -> int:
+            self.called.append(name)
+            return self.answers[args[0].value] if name == "cuEventQuery" else self.codes.get(name, 0)
+
+        return function
+
+
+def events(answers: dict[int, int], **codes: int) -> tuple[Events, Driver]:
+    driver = Driver(answers, codes)
+    with mock.patch("ctypes.CDLL", lambda name: driver):
+        return Events(torch.device("cuda", 0)), driver
+
+
+def test_events_are_asked_of_the_driver_out_of_the_way_of_captures() -> None:
+    found, driver = events({1: 0, 2: 600, 3: 719})
+    assert driver.called[-1] == "cuThreadExchangeStreamCaptureMode"
+    assert found.ended(SimpleNamespace(cuda_event=1)) is True  # type: ignore[arg-type]
+    assert found.ended(SimpleNamespace(cuda_event=2)) is False  # type: ignore[arg-type]
+    with pytest.raises(DeviceLost, match="CUDA error 719"):
+        found.ended(SimpleNamespace(cuda_event=3))  # type: ignore[arg-type]
+
+
+def test_a_driver_that_refuses_is_heard() -> None:
+    with pytest.raises(DeviceLost, match="CUDA error 3"):
+        events({}, cuDevicePrimaryCtxRetain=3)
