@@ -64,7 +64,7 @@ class Backward:
         # A gradient may arrive expanded (a sum's has stride 0); only such tensors are copied.
         self.dout = dout if misaligned(dout) is None else dout.contiguous()
         out = out if out.stride(-1) == 1 else out.contiguous()
-        self.dq_apart = deterministic or self.tiles.dq_apart
+        self.dq_apart = deterministic or self.tiles.wide
         self.stats, self.dq = preprocess(self.dout, out, lse, dlse)
         self._views: dict[tuple[int, int], _Queries] = {}
 
@@ -192,16 +192,15 @@ class Backward:
         )  # fmt: skip
         loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
         choices = dict(
-            SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds,
-            WITH_DQ=not self.dq_apart, ACCUMULATE=accumulate,
+            SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
         )  # fmt: skip
         variant = (head_dim, self.q.dtype, dk.dtype, hop.has_bounds, self.dq_apart, accumulate)
         if tiles.wide:
             stores = [_tile(x, 64, 64) for x in keys[2:]]
             _WIDE(
                 variant, num_ctas,
-                *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, queries.dq[0], *stores,
-                *scalars, DOUT_STAGES=tiles.dout_stages, HELD=tiles.held, **choices,
+                *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
+                *scalars, HELD=tiles.held, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
@@ -211,7 +210,7 @@ class Backward:
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *scalars,
                 # Without dQ in the loop ptxas (12.8) overwrites K's registers: wrong dK and dV.
-                KV_IN_REGISTERS=tiles.kv_in_registers and not self.dq_apart, **choices,
+                KV_IN_REGISTERS=tiles.kv_in_registers and not self.dq_apart, WITH_DQ=not self.dq_apart, **choices,
             )  # fmt: skip
 
     def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
@@ -233,7 +232,7 @@ class Backward:
             num_heads, k.shape[2], num_tiles, heads_together, num_tiles * works.num_heads,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
             BLOCK=choices.block, SPLIT=tiles.pieces[0], REST=tiles.rest, SLOTS=choices.slots,
-            SCHEDULE=choices.schedule, TURNS=choices.turns, HELD=choices.held, BOUNDS=hop.has_bounds,
+            EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held, BOUNDS=hop.has_bounds,
         )  # fmt: skip
 
     def _bounds(self, hop: _Hop) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,7 +244,7 @@ class Backward:
         if (start, stop) not in self._views:
             tiles = self.tiles
             q, dout = (_tiles(x[:, start:stop], tiles.pieces) for x in (self.q, self.dout))
-            columns = (64,) if tiles.wide else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
+            columns = tiles.pieces if tiles.rest and not tiles.wide else (tiles.pieces[0] // 2,)
             dq = [_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
             stats = _descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))

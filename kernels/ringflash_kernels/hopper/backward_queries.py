@@ -6,11 +6,7 @@ bring a whole dQ block for every key tile. S and dP are computed a second time (
 
 A producer warp loads by TMA; two consumers of four warps own 64 queries each. K and V of a block of keys pass through
 one ring of buffers in turn: V is given back after dP, K after dQ += dS K, so three buffers are enough where no more fit
-(head_dim 256). SCHEDULE says which products a consumer leaves to the tensor cores together:
-
-    "together"  dP and S, then dQ
-    "under"     S and dP, exp while dP runs, then dQ; K before V in the ring
-    "early"     dQ of this block with dP and S of the next
+(head_dim 256). A step is dP and S, exp, dQ; or, EXP_UNDER_DP, S and dP, exp while dP is on its way, dQ.
 """
 
 from ringflash_kernels.hopper.backward_problem import Problem, slot_of
@@ -47,10 +43,9 @@ class QueryShared:
     SPLIT: gl.constexpr
     REST: gl.constexpr
     SLOTS: gl.constexpr
-    SCHEDULE: gl.constexpr
+    EXP_UNDER_DP: gl.constexpr
     TURNS: gl.constexpr
     HELD: gl.constexpr
-    PARTS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -69,7 +64,7 @@ class QueryShared:
         SPLIT,
         REST,
         SLOTS,
-        SCHEDULE,
+        EXP_UNDER_DP,
         TURNS,
         HELD,
     ):
@@ -87,10 +82,9 @@ class QueryShared:
         self.SPLIT = gl.constexpr(SPLIT)
         self.REST = gl.constexpr(REST)
         self.SLOTS = gl.constexpr(SLOTS)
-        self.SCHEDULE = gl.constexpr(SCHEDULE)
+        self.EXP_UNDER_DP = gl.constexpr(EXP_UNDER_DP)
         self.TURNS = gl.constexpr(TURNS)
         self.HELD = gl.constexpr(HELD)
-        self.PARTS = gl.constexpr((2 if 0 < HELD < SPLIT else 1) + (1 if REST else 0))  # wgmma groups of S or dP
 
 
 @gluon.jit
@@ -103,7 +97,7 @@ def _tile_of(problem, index):
 @gluon.jit
 def _slots(sm, step):
     """Buffers of K and of V of a step, and the parities their barriers have then."""
-    if sm.SCHEDULE == "under":
+    if sm.EXP_UNDER_DP:
         k_slot, k_parity = slot_of(2 * step, sm.SLOTS)
         v_slot, v_parity = slot_of(2 * step + 1, sm.SLOTS)
     else:
@@ -150,7 +144,7 @@ def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k
         for block in range(start, stop):
             coord = [batch, kv_head, block * sm.BLOCK]
             k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
-            if sm.SCHEDULE == "under":
+            if sm.EXP_UNDER_DP:
                 _load_block(sm, k0_desc, k1_desc, coord, k_slot, k_parity)
                 _load_block(sm, v0_desc, v1_desc, coord, v_slot, v_parity)
             else:
@@ -162,14 +156,14 @@ def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k
 @gluon.jit
 def _take_turn(sm, token, W: gl.constexpr):
     """Wait until the other consumer has passed its turn to consumer W."""
-    if sm.TURNS != "none":
+    if sm.TURNS:
         named_barrier(token, 8 + W, 256, False)
 
 
 @gluon.jit
 def _pass_turn(sm, token, W: gl.constexpr):
     """Let the other consumer issue its products."""
-    if sm.TURNS != "none":
+    if sm.TURNS:
         named_barrier(token, 9 - W, 256, True)
 
 
@@ -197,13 +191,12 @@ def _product(sm, kept, piece0, piece1, slot, parity, W: gl.constexpr):
     x = gl.zeros([64, N], gl.float32, layout)
     rows = piece0.index(W).reshape([64, C])
     keys = sm.kv0.index(slot).reshape([N, C])
-    if H == 0:
-        x = warpgroup_mma(rows, keys.permute((1, 0)), x, use_acc=False, is_async=True)
-    else:
+    if H:
         x = warpgroup_mma(kept, keys.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
-        if H < C:
-            keys = keys.slice(H, C - H, dim=1).permute((1, 0))
-            x = warpgroup_mma(rows.slice(H, C - H, dim=1), keys, x, is_async=True)
+        keys = keys.slice(H, C - H, dim=1)
+        x = warpgroup_mma(rows.slice(H, C - H, dim=1), keys.permute((1, 0)), x, is_async=True)
+    else:
+        x = warpgroup_mma(rows, keys.permute((1, 0)), x, use_acc=False, is_async=True)
     if R:
         last = sm.kv1.index(slot).reshape([N, R]).permute((1, 0))
         x = warpgroup_mma(piece1.index(W).reshape([64, R]), last, x, is_async=True)
@@ -211,35 +204,19 @@ def _product(sm, kept, piece0, piece1, slot, parity, W: gl.constexpr):
 
 
 @gluon.jit
-def _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W: gl.constexpr):
-    """dS = P (dP - delta), P = exp(S - lse), in the inputs' dtype.
-
-    ptxas moves exp behind named barriers and waits for products, but not into another basic block: hence the waits for
-    K, which is there.
-    """
+def _probabilities(sm, problem, s, lse, first, stop, block, masked):
+    """P = exp(S - lse)."""
     N: gl.constexpr = sm.BLOCK
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     if masked:  # a second, masked loop would make ptxas spill in the first
-        rows = row + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         keys = block * N + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-        s = gl.where(problem.visible(rows, keys), s, float("-inf"))
-    p = gl.exp2(s * problem.scale_log2 - lse[:, None])
-    k_slot, k_parity, _v_slot, _v_parity = _slots(sm, step)
-    if (sm.SCHEDULE == "under") | (sm.TURNS == "after exp"):
-        mbarrier.wait(sm.full.index(k_slot), k_parity)
-    if sm.TURNS == "after exp":
-        _pass_turn(sm, step, W)
-    if sm.SCHEDULE == "under":
-        dp = warpgroup_mma_wait(0, deps=(dp,))
-    ds = (p * (dp - delta[:, None])).to(sm.q0.dtype)
-    if (sm.SCHEDULE == "early") & (sm.TURNS != "none"):
-        mbarrier.wait(sm.full.index(k_slot), k_parity)
-    return ds
+        s = gl.where(problem.within(keys, first, stop), s, float("-inf"))
+    return gl.exp2(s * problem.scale_log2 - lse[:, None])
 
 
 @gluon.jit
 def _add_product(sm, ds, dq0, dq1, slot):
-    """dQ += dS K, on its way; the operands made of dS must live until it is done."""
+    """dQ += dS K; then K goes back to the producer."""
     N: gl.constexpr = sm.BLOCK
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -250,83 +227,38 @@ def _add_product(sm, ds, dq0, dq1, slot):
         layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
         ds1 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout1, 2))
         dq1 = warpgroup_mma(ds1, sm.kv1.index(slot).reshape([N, R]), dq1, is_async=True)
+        dq0, dq1, ds0, ds1 = warpgroup_mma_wait(0, deps=(dq0, dq1, ds0, ds1))
     else:
-        ds1 = 0
-    return dq0, dq1, ds0, ds1
-
-
-@gluon.jit
-def _added(sm, dq0, dq1, ds0, ds1, slot, OTHERS: gl.constexpr):
-    """dQ when the product is done, OTHERS issued after it may not be; K goes back to the producer."""
-    if sm.REST:
-        dq0, dq1, ds0, ds1 = warpgroup_mma_wait(OTHERS, deps=(dq0, dq1, ds0, ds1))
-    else:
-        dq0, ds0 = warpgroup_mma_wait(OTHERS, deps=(dq0, ds0))
+        dq0, ds0 = warpgroup_mma_wait(0, deps=(dq0, ds0))
     mbarrier.arrive(sm.empty.index(slot), count=1)
     return dq0, dq1
 
 
 @gluon.jit
-def _step(sm, problem, q, dout, dq0, dq1, lse, delta, step, block, row, masked, W: gl.constexpr):
-    """One block of keys, nothing of the next: schedules "together" and "under"."""
+def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, step, block, masked, W: gl.constexpr):
+    """dQ of one block of keys."""
     k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
     _take_turn(sm, step, W)
-    if sm.SCHEDULE == "under":
+    if sm.EXP_UNDER_DP:
+        products_of_dp: gl.constexpr = (2 if sm.HELD else 1) + (1 if sm.REST else 0)
         s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
         dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
-        s = warpgroup_mma_wait(sm.PARTS, deps=(s,))
-        if sm.TURNS == "before exp":
-            _pass_turn(sm, step, W)
-        ds = _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W)
+        s = warpgroup_mma_wait(products_of_dp, deps=(s,))
+        _pass_turn(sm, step, W)
+        p = _probabilities(sm, problem, s, lse, first_seen, stop_seen, block, masked)
+        # ptxas moves exp behind the wait for dP, but not into another basic block: hence a wait for K, which is there.
+        mbarrier.wait(sm.full.index(k_slot), k_parity)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
         mbarrier.arrive(sm.empty.index(v_slot), count=1)
     else:
         dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
         s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         mbarrier.arrive(sm.empty.index(v_slot), count=1)
-        if sm.TURNS == "before exp":
-            _pass_turn(sm, step, W)
-        ds = _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W)
-    dq0, dq1, ds0, ds1 = _add_product(sm, ds, dq0, dq1, k_slot)
-    return _added(sm, dq0, dq1, ds0, ds1, k_slot, 0)
-
-
-@gluon.jit
-def _walk_early(sm, problem, q, dout, dq0, dq1, lse, delta, step, row, W: gl.constexpr):
-    """All blocks of a tile: schedule "early"."""
-    start, stop, full_start, full_stop = problem.blocks(row)
-    k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
-    _take_turn(sm, step, W)
-    dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
-    s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
-    s, dp = warpgroup_mma_wait(0, deps=(s, dp))
-    mbarrier.arrive(sm.empty.index(v_slot), count=1)
-    if sm.TURNS == "before exp":
         _pass_turn(sm, step, W)
-    for block in range(start, stop - 1):
-        masked = (block < full_start) | (block >= full_stop)
-        ds = _differences(sm, problem, s, dp, lse, delta, step, block, row, masked, W)
-        last_slot, _last_parity, _v_slot, _v_parity = _slots(sm, step)
-        k_slot, k_parity, v_slot, v_parity = _slots(sm, step + 1)
-        _take_turn(sm, step, W)
-        dq0, dq1, ds0, ds1 = _add_product(sm, ds, dq0, dq1, last_slot)
-        dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
-        s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
-        dq0, dq1 = _added(sm, dq0, dq1, ds0, ds1, last_slot, 2 * sm.PARTS)
-        dp = warpgroup_mma_wait(sm.PARTS, deps=(dp,))
-        mbarrier.arrive(sm.empty.index(v_slot), count=1)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        if sm.TURNS == "before exp":
-            _pass_turn(sm, step, W)
-        step += 1
-    k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
-    masked = (stop - 1 < full_start) | (stop - 1 >= full_stop)
-    ds = _differences(sm, problem, s, dp, lse, delta, step, stop - 1, row, masked, W)
-    _take_turn(sm, step, W)
-    dq0, dq1, ds0, ds1 = _add_product(sm, ds, dq0, dq1, k_slot)
-    dq0, dq1 = _added(sm, dq0, dq1, ds0, ds1, k_slot, 0)
-    _pass_turn(sm, step, W)
-    return dq0, dq1, step + 1
+        p = _probabilities(sm, problem, s, lse, first_seen, stop_seen, block, masked)
+    ds = (p * (dp - delta[:, None])).to(sm.q0.dtype)
+    return _add_product(sm, ds, dq0, dq1, k_slot)
 
 
 @gluon.jit
@@ -390,6 +322,7 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
         if start < stop:
             batch_head = batch * problem.num_heads + head
             rows = row + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+            first_seen, stop_seen = problem.rows_seeing(rows)
             inside = rows < problem.num_keys
             stats = stats_ptr + batch_head.to(gl.int64) * 2 * stats_stride + problem.row_start
             lse = gl.load(stats + rows, mask=inside, other=float("inf"))
@@ -403,13 +336,12 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
             mbarrier.wait(sm.q_full.index(0), round & 1)
             q = _kept(sm, sm.q0, W)
             dout = _kept(sm, sm.dout0, W)
-            if sm.SCHEDULE == "early":
-                dq0, dq1, step = _walk_early(sm, problem, q, dout, dq0, dq1, lse, delta, step, row, W)
-            else:
-                for block in range(start, stop):
-                    masked = (block < full_start) | (block >= full_stop)
-                    dq0, dq1 = _step(sm, problem, q, dout, dq0, dq1, lse, delta, step, block, row, masked, W)
-                    step += 1
+            for block in range(start, stop):
+                masked = (block < full_start) | (block >= full_stop)
+                dq0, dq1 = _step(
+                    sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, step, block, masked, W
+                )
+                step += 1
             _add_queries(sm, dq_desc, dq0, dq1, problem.dq_row(batch, head) + row + W * 64, W)
             mbarrier.arrive(sm.q_empty.index(0), count=1)
             round += 1
@@ -464,7 +396,7 @@ def backward_queries(
     SPLIT: gl.constexpr,
     REST: gl.constexpr,
     SLOTS: gl.constexpr,
-    SCHEDULE: gl.constexpr,
+    EXP_UNDER_DP: gl.constexpr,
     TURNS: gl.constexpr,
     HELD: gl.constexpr,
     BOUNDS: gl.constexpr,
@@ -472,8 +404,8 @@ def backward_queries(
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
 
     The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
-    TURNS: "none", or when a consumer lets the other one issue its products, "before exp" or "after exp". HELD: columns
-    of Q and dO kept in registers, 64 or 128 of the first piece or none.
+    TURNS: a consumer lets the other one issue its products once its own S is done. HELD: columns of the first piece of
+    Q and dO kept in registers.
     """
     dtype: gl.constexpr = q0_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -498,7 +430,23 @@ def backward_queries(
         dout1 = dout0
         kv1 = kv0
     sm = QueryShared(
-        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, BLOCK, SPLIT, REST, SLOTS, SCHEDULE, TURNS, HELD
+        q0,
+        q1,
+        dout0,
+        dout1,
+        kv0,
+        kv1,
+        q_full,
+        q_empty,
+        full,
+        empty,
+        BLOCK,
+        SPLIT,
+        REST,
+        SLOTS,
+        EXP_UNDER_DP,
+        TURNS,
+        HELD,
     )
     problem = Problem(
         gl.to_tensor(0),

@@ -1,13 +1,13 @@
-"""dK and dV, or dQ too, for head_dim 192 and 256: one CTA holds 64 keys and streams the queries past them.
+"""dK and dV for head_dim 192 and 256: one CTA holds 64 keys and streams the queries past them.
 
 dK and dV of 64 keys fill the registers of a consumer each, so the consumers share the work by product:
 
-    scores   S^T = K Q^T,  P = exp(S - lse) -> shared memory,  dV += P^T dO,  dQ[:, :SPLIT]  = dS K[:, :SPLIT]
-    grads    dP^T = V dO^T, dS = P (dP - delta) -> shared memory, dK += dS^T Q, dQ[:, SPLIT:] = dS K[:, SPLIT:]
+    scores   S^T = K Q^T,  P = exp(S - lse) -> shared memory, dV += P^T dO
+    grads    dP^T = V dO^T, dS = P (dP - delta),              dK += dS^T Q
 
 The columns of every operand are two pieces, SPLIT = 128 and 128 (head_dim 256) or 64 (192): tiles are powers of two.
-WITH_DQ: dQ leaves by TMA reduce-add in chunks of 64 columns, in the order of `backward_keys`; that, a whole block for
-64 keys, is then the limit. Without it a consumer reads K or V alone, and stages dV or dK in its buffer.
+A consumer reads K or V alone, and stages dV or dK in its buffer. dQ is left to `backward_queries`: every step would add
+a whole block of it here, for half the products of `backward_keys`.
 """
 
 from ringflash_kernels.hopper.backward_problem import Problem, slot_of
@@ -40,8 +40,6 @@ class WideShared:
     v1: gl.shared_memory_descriptor
     stats: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor
-    staging: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
     kv_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -50,14 +48,10 @@ class WideShared:
     dout_empty: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
     p_empty: gl.shared_memory_descriptor
-    ds_full: gl.shared_memory_descriptor
-    ds_empty: gl.shared_memory_descriptor
     SPLIT: gl.constexpr
     REST: gl.constexpr
     STAGES: gl.constexpr
-    DOUT_STAGES: gl.constexpr
     HELD: gl.constexpr
-    WITH_DQ: gl.constexpr
     ACCUMULATE: gl.constexpr
 
     @gluon.constexpr_function
@@ -73,8 +67,6 @@ class WideShared:
         v1,
         stats,
         p,
-        ds,
-        staging,
         kv_full,
         kv_empty,
         q_full,
@@ -83,14 +75,10 @@ class WideShared:
         dout_empty,
         p_full,
         p_empty,
-        ds_full,
-        ds_empty,
         SPLIT,
         REST,
         STAGES,
-        DOUT_STAGES,
         HELD,
-        WITH_DQ,
         ACCUMULATE,
     ):
         self.q0 = q0
@@ -103,8 +91,6 @@ class WideShared:
         self.v1 = v1
         self.stats = stats
         self.p = p
-        self.ds = ds
-        self.staging = staging
         self.kv_full = kv_full
         self.kv_empty = kv_empty
         self.q_full = q_full
@@ -113,14 +99,10 @@ class WideShared:
         self.dout_empty = dout_empty
         self.p_full = p_full
         self.p_empty = p_empty
-        self.ds_full = ds_full
-        self.ds_empty = ds_empty
         self.SPLIT = gl.constexpr(SPLIT)
         self.REST = gl.constexpr(REST)
         self.STAGES = gl.constexpr(STAGES)
-        self.DOUT_STAGES = gl.constexpr(DOUT_STAGES)
         self.HELD = gl.constexpr(HELD)
-        self.WITH_DQ = gl.constexpr(WITH_DQ)
         self.ACCUMULATE = gl.constexpr(ACCUMULATE)
 
 
@@ -156,7 +138,6 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
                 tma_load(q1_desc, [batch, head, row, C], q_full, sm.q1.index(slot))
                 stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
                 tma_load(stats_desc, stats_coord, q_full, sm.stats.index(slot))
-                slot, parity = slot_of(step, sm.DOUT_STAGES)
                 dout_full = sm.dout_full.index(slot)
                 mbarrier.wait(sm.dout_empty.index(slot), parity ^ 1)
                 mbarrier.expect(dout_full, nbytes)
@@ -167,34 +148,10 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
 
 
 @gluon.jit
-def _interleave_chunk(x):
-    """Columns (j, t, e) of each 32 stored as (t, j, e), as `backward_keys` does."""
-    return x.reshape([64, 2, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, 64])
-
-
-@gluon.jit
-def _add_dq(sm, dq_desc, k, ds, dq_row, column, W: gl.constexpr, CHUNKS: gl.constexpr):
-    """Add dS k to the dQ columns from `column` on, 64 at a time: the next chunk is computed while one leaves."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    zeros = gl.zeros([64, 64], gl.float32, layout)
-    staged = sm.staging.index(W)
-    a = ds.permute((1, 0))
-    for c in gl.static_range(CHUNKS):
-        dq = warpgroup_mma(a, k.slice(c * 64, 64, dim=1), zeros, use_acc=False, is_async=True)
-        tma_store_wait(0)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        staged.store(_interleave_chunk(dq))
-        fence_async_shared()
-        tma_reduce_add(dq_desc, [dq_row, column + c * 64], staged)
-
-
-@gluon.jit
 def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
     """Add or store 64 columns of dK or dV."""
     at = [coord[0], coord[1], coord[2], column]
-    if sm.WITH_DQ:
-        staged = sm.staging.index(W)._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
-    elif W == 0:
+    if W == 0:
         staged = sm.k0._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
     else:
         staged = sm.v0._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
@@ -226,13 +183,9 @@ def _write_wide(sm, desc, x0, x1, batch, key, head, W: gl.constexpr):
 @gluon.jit
 def _kept(sm, piece):
     """The first HELD columns of K or V as an operand in registers."""
-    if sm.HELD:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-        part = piece.reshape([64, sm.SPLIT]).slice(0, sm.HELD, dim=1)
-        kept = part.load(gl.DotOperandLayout(0, layout, 2))
-    else:
-        kept = 0
-    return kept
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    part = piece.reshape([64, sm.SPLIT]).slice(0, sm.HELD, dim=1)
+    return part.load(gl.DotOperandLayout(0, layout, 2))
 
 
 @gluon.jit
@@ -245,19 +198,16 @@ def _product(sm, kept, keys0, keys1, rows0, rows1):
     x = gl.zeros([64, 64], gl.float32, layout)
     keys = keys0.reshape([64, C])
     rows = rows0.reshape([64, C])
-    if H == 0:
-        x = warpgroup_mma(keys, rows.permute((1, 0)), x, use_acc=False, is_async=True)
-    else:
-        x = warpgroup_mma(kept, rows.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
-        if H < C:
-            rows = rows.slice(H, C - H, dim=1).permute((1, 0))
-            x = warpgroup_mma(keys.slice(H, C - H, dim=1), rows, x, is_async=True)
+    x = warpgroup_mma(kept, rows.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
+    if H < C:
+        rows = rows.slice(H, C - H, dim=1).permute((1, 0))
+        x = warpgroup_mma(keys.slice(H, C - H, dim=1), rows, x, is_async=True)
     return warpgroup_mma(keys1.reshape([64, R]), rows1.reshape([64, R]).permute((1, 0)), x, is_async=True)
 
 
 @gluon.jit
-def _score_step(sm, problem, dq_desc, k, dv0, dv1, step, block, key, masked, dq_row):
-    """S, P, dV and the first columns of dQ for one block of queries."""
+def _score_step(sm, problem, k, dv0, dv1, step, block, key, masked):
+    """S, P and dV for one block of queries."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -281,7 +231,6 @@ def _score_step(sm, problem, dq_desc, k, dv0, dv1, step, block, key, masked, dq_
     mbarrier.arrive(sm.p_full.index(0), count=1)
 
     # dV += P^T dO
-    slot, parity = slot_of(step, sm.DOUT_STAGES)
     mbarrier.wait(sm.dout_full.index(slot), parity)
     p0 = gl.convert_layout(p, gl.DotOperandLayout(0, layout0, 2))
     p1 = gl.convert_layout(p, gl.DotOperandLayout(0, layout1, 2))
@@ -289,44 +238,32 @@ def _score_step(sm, problem, dq_desc, k, dv0, dv1, step, block, key, masked, dq_
     dv1 = warpgroup_mma(p1, sm.dout1.index(slot).reshape([64, R]), dv1, is_async=True)
     dv0, dv1, p0, p1 = warpgroup_mma_wait(0, deps=(dv0, dv1, p0, p1))
     mbarrier.arrive(sm.dout_empty.index(slot), count=1)
-
-    # dQ = dS K
-    if sm.WITH_DQ:
-        mbarrier.wait(sm.ds_full.index(0), step & 1)
-        _add_dq(sm, dq_desc, sm.k0.reshape([64, C]), sm.ds, dq_row, 0, 0, C // 64)
-        mbarrier.arrive(sm.ds_empty.index(0), count=1)
     return dv0, dv1
 
 
 @gluon.jit
-def _gradient_step(sm, dq_desc, v, dk0, dk1, step, dq_row):
-    """dP, dS, dK and the last columns of dQ for one block of queries."""
+def _gradient_step(sm, v, dk0, dk1, step):
+    """dP, dS and dK for one block of queries."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     slot, parity = slot_of(step, sm.STAGES)
-    dout_slot, dout_parity = slot_of(step, sm.DOUT_STAGES)
     q0 = sm.q0.index(slot).reshape([64, C])
     q1 = sm.q1.index(slot).reshape([64, R])
 
     # dS = P (dP - delta)
-    mbarrier.wait(sm.dout_full.index(dout_slot), dout_parity)
-    dp = _product(sm, v, sm.v0, sm.v1, sm.dout0.index(dout_slot), sm.dout1.index(dout_slot))
+    mbarrier.wait(sm.dout_full.index(slot), parity)
+    dp = _product(sm, v, sm.v0, sm.v1, sm.dout0.index(slot), sm.dout1.index(slot))
     mbarrier.wait(sm.q_full.index(slot), parity)
     delta = sm.stats.index(slot).reshape([2, 64]).slice(1, 1, dim=0).load(s_layout)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    mbarrier.arrive(sm.dout_empty.index(dout_slot), count=1)
+    mbarrier.arrive(sm.dout_empty.index(slot), count=1)
     mbarrier.wait(sm.p_full.index(0), step & 1)
     p = sm.p.load(s_layout).to(gl.float32)
     mbarrier.arrive(sm.p_empty.index(0), count=1)
     ds = (p * (dp - delta)).to(sm.p.dtype)
-    if sm.WITH_DQ:
-        mbarrier.wait(sm.ds_empty.index(0), (step & 1) ^ 1)
-        sm.ds.store(ds)
-        fence_async_shared()
-        mbarrier.arrive(sm.ds_full.index(0), count=1)
 
     # dK += dS^T Q
     ds0 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout0, 2))
@@ -335,16 +272,12 @@ def _gradient_step(sm, dq_desc, v, dk0, dk1, step, dq_row):
     dk1 = warpgroup_mma(ds1, q1, dk1, is_async=True)
     dk0, dk1, ds0, ds1 = warpgroup_mma_wait(0, deps=(dk0, dk1, ds0, ds1))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
-
-    # dQ = dS K
-    if sm.WITH_DQ:
-        _add_dq(sm, dq_desc, sm.k1.reshape([64, R]), sm.ds, dq_row, C, 1, R // 64)
     return dk0, dk1
 
 
 @gluon.jit
-def _consume_scores(sm, problem, dq_desc, dk_desc, dv_desc):
-    """First consumer: dV, and dQ[:, :SPLIT]."""
+def _consume_scores(sm, problem, dv_desc):
+    """First consumer: dV."""
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.SPLIT, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.REST, 16])
     step = 0
@@ -357,11 +290,10 @@ def _consume_scores(sm, problem, dq_desc, dk_desc, dv_desc):
         mbarrier.wait(sm.kv_full.index(0), round & 1)
         k = _kept(sm, sm.k0)
         for g in range(problem.group):
-            dq_row = problem.dq_row(batch, first_head + g)
             block = problem.first_block(index, g, start)
             for _ in range(start, stop):
                 masked = (block < full_start) | (block >= full_stop)
-                dv0, dv1 = _score_step(sm, problem, dq_desc, k, dv0, dv1, step, block, key, masked, dq_row + block * 64)
+                dv0, dv1 = _score_step(sm, problem, k, dv0, dv1, step, block, key, masked)
                 block = problem.next_block(block, start, stop)
                 step += 1
         if (not sm.ACCUMULATE) | (start < stop):
@@ -371,8 +303,8 @@ def _consume_scores(sm, problem, dq_desc, dk_desc, dv_desc):
 
 
 @gluon.jit
-def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
-    """Second consumer: dK, and dQ[:, SPLIT:]."""
+def _consume_gradients(sm, problem, dk_desc):
+    """Second consumer: dK."""
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.SPLIT, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.REST, 16])
     step = 0
@@ -385,10 +317,9 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
         mbarrier.wait(sm.kv_full.index(0), round & 1)
         v = _kept(sm, sm.v0)
         for g in range(problem.group):
-            dq_row = problem.dq_row(batch, first_head + g)
             block = problem.first_block(index, g, start)
             for _ in range(start, stop):
-                dk0, dk1 = _gradient_step(sm, dq_desc, v, dk0, dk1, step, dq_row + block * 64)
+                dk0, dk1 = _gradient_step(sm, v, dk0, dk1, step)
                 block = problem.next_block(block, start, stop)
                 step += 1
         if (not sm.ACCUMULATE) | (start < stop):
@@ -414,7 +345,6 @@ def backward_wide(
     dout0_desc,
     dout1_desc,
     stats_desc,
-    dq_desc,
     dk_desc,
     dv_desc,
     first_ptr,
@@ -441,15 +371,13 @@ def backward_wide(
     SPLIT: gl.constexpr,
     REST: gl.constexpr,
     STAGES: gl.constexpr,
-    DOUT_STAGES: gl.constexpr,
     HELD: gl.constexpr,
     BOUNDS: gl.constexpr,
-    WITH_DQ: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
 
-    HELD: columns of K and V kept in registers, 64 or 128 of the first piece or none.
+    HELD: columns of the first piece of K and V kept in registers.
     """
     dtype: gl.constexpr = q0_desc.dtype
     s_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
@@ -458,44 +386,31 @@ def backward_wide(
     kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], barrier)
-    dout_empty = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], barrier)
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    dout_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     p_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     p_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    ds_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_empty.index(0), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-    for i in gl.static_range(DOUT_STAGES):
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(dout_empty.index(i), count=2)
     mbarrier.init(p_full.index(0), count=1)
     mbarrier.init(p_empty.index(0), count=1)
-    mbarrier.init(ds_full.index(0), count=1)
-    mbarrier.init(ds_empty.index(0), count=1)
     p = gl.allocate_shared_memory(dtype, [64, 64], s_layout)
-    if WITH_DQ:
-        ds = gl.allocate_shared_memory(dtype, [64, 64], s_layout)
-        staging = gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq_desc.layout)
-    else:
-        ds = p
-        staging = p
     sm = WideShared(
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], q1_desc.layout),
-        gl.allocate_shared_memory(dtype, [DOUT_STAGES, 1, 1, 64, SPLIT], dout0_desc.layout),
-        gl.allocate_shared_memory(dtype, [DOUT_STAGES, 1, 1, 64, REST], dout1_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], dout0_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], dout1_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], k0_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, REST], k1_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], v0_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, REST], v1_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         p,
-        ds,
-        staging,
         kv_full,
         kv_empty,
         q_full,
@@ -504,14 +419,10 @@ def backward_wide(
         dout_empty,
         p_full,
         p_empty,
-        ds_full,
-        ds_empty,
         SPLIT,
         REST,
         STAGES,
-        DOUT_STAGES,
         HELD,
-        WITH_DQ,
         ACCUMULATE,
     )
     problem = Problem(
@@ -543,8 +454,8 @@ def backward_wide(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume_scores, (sm, problem, dq_desc, dk_desc, dv_desc)),
-            (_consume_gradients, (sm, problem, dq_desc, dk_desc, dv_desc)),
+            (_consume_scores, (sm, problem, dv_desc)),
+            (_consume_gradients, (sm, problem, dk_desc)),
             (
                 _load_wide,
                 (sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc),
