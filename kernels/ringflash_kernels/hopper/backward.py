@@ -244,7 +244,7 @@ class Backward:
         if (start, stop) not in self._views:
             tiles = self.tiles
             q, dout = (_tiles(x[:, start:stop], tiles.pieces) for x in (self.q, self.dout))
-            columns = tiles.pieces if tiles.rest and not tiles.wide else (tiles.pieces[0] // 2,)
+            columns = () if tiles.wide else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
             dq = [_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
             stats = _descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))
@@ -291,7 +291,7 @@ _Pieces = list["TensorDescriptor | None"]  # of one operand: two, the second Non
 
 
 class _Queries(NamedTuple):
-    """Descriptors of the query side of a hop."""
+    """Descriptors of the query side of a hop; dQ as `backward_keys` adds it."""
 
     q: _Pieces
     dout: _Pieces
