@@ -182,5 +182,18 @@ def share_of_exp_before_last_wait(loop: Loop) -> float:
     return best / total if total else 0.0
 
 
+def exp_within_turns(loop: Loop) -> int:
+    """exp2 between taking a turn (waiting at named barrier 8 or 9) and passing it, round the loop."""
+    count, within = 0, False
+    for x in loop.instructions * 2:
+        if x.opcode.startswith("BAR.SYNC") and x.operands.startswith(("0x8", "0x9")):
+            count, within = 0, True
+        elif x.opcode.startswith("BAR.ARV"):
+            within = False
+        elif within and x.opcode.startswith("MUFU.EX2"):
+            count += 1
+    return count
+
+
 def _products_left(wait: Instruction) -> int:
     return int(wait.operands.split(",")[1], 16)

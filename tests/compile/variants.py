@@ -15,7 +15,7 @@ from ringflash_kernels.hopper import backward, exchange, forward
 from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
 
-HEAD_DIMS = (64, 128, 96, 256, 192)  # where 96 is padded to 128, the shared kernel is named after 128
+HEAD_DIMS = (64, 96, 128, 192, 256)
 _TOKENS = 256
 _MASKS = {
     "full": Mask.full(_TOKENS, _TOKENS),
@@ -52,6 +52,13 @@ def forward_launch(module: ModuleType, head_dim: int, mask: str) -> Launch:
     return next(iter(recorder.launches.values()))
 
 
+def dq_launch(head_dim: int, mask: str) -> Launch:
+    """The launch that computes dQ apart."""
+    with recorded_launches() as recorder:
+        _backward(recorder, head_dim, mask, deterministic=True)
+    return next(x for x in recorder.launches.values() if x.name == "backward_queries")
+
+
 def _forward(
     recorder: Recorder,
     head_dim: int,
@@ -77,7 +84,8 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
             _backward(recorder, head_dim, mask, accumulate=accumulate)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
-    _backward(recorder, head_dim, "band", deterministic=True)
+    for mask in ("band", "bounds"):
+        _backward(recorder, head_dim, mask, deterministic=True)
 
 
 def _backward(

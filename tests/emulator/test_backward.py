@@ -1,6 +1,7 @@
 """The production backward kernels, from their own source and launcher, on the CPU emulator, against fp64. CPU.
 
-The grid is thin: every mask runs at head_dim 64, every head_dim with one mask; lengths are a few tiles.
+The grid is thin: every mask runs at head_dim 64 (dQ in the loop) and 192 (dQ apart), every head_dim with a few masks;
+lengths are a few tiles.
 """
 
 import pytest
@@ -67,9 +68,10 @@ def _chunks(mask: Mask) -> int:
     return 2 if min(mask.seqlen_q, mask.seqlen_k) >= 128 else 1
 
 
+@pytest.mark.parametrize("shape", [Shape(64), Shape(192, 1)], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
-def test_masks(mask):
-    assert_close(*_gradients(mask, Shape()), num_chunks=_chunks(mask))
+def test_masks(mask, shape):
+    assert_close(*_gradients(mask, shape), num_chunks=_chunks(mask))
 
 
 @pytest.mark.parametrize(
@@ -135,8 +137,9 @@ def test_gradient_through_lse(head_dim):
 
 
 @pytest.mark.parametrize("num_sms", [1, 3, None], ids=["one", "three", "all"])
-def test_grid_sizes(num_sms):
-    assert_close(*_gradients(MASKS["window"], Shape(batch=2), num_sms=num_sms))
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_grid_sizes(head_dim, num_sms):
+    assert_close(*_gradients(MASKS["window"], Shape(head_dim, 1, batch=2), num_sms=num_sms))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -146,13 +149,15 @@ def test_interleavings(head_dim):
         assert_close(*_gradients(_CAUSAL, Shape(head_dim), emulator=Emulator(seed, resident=3), num_sms=3))
 
 
-def test_hops_add_up():
+@pytest.mark.parametrize("head_dim, deterministic", [(64, False), (96, True), (192, False), (256, True)])
+def test_hops_add_up(head_dim, deterministic):
     """Keys in three hops give the gradients of one call."""
-    mask, shape = Mask.band(200, 300, causal=True), Shape()
+    mask, shape = Mask.band(200, 300, causal=True), Shape(head_dim)
     q, k, v, dout = inputs(mask, shape)
     exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, dout=dout)
     out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
-    run = Emulator().load("backward").Backward(dout, q, out, lse, softmax_scale=shape.scale, num_sms=2)
+    module = Emulator().load("backward")
+    run = module.Backward(dout, q, out, lse, softmax_scale=shape.scale, num_sms=2, deterministic=deterministic)
     dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
     for start, stop in ((0, 70), (70, 230), (230, 300)):
         hop = Mask.of(200, stop - start, [Region(0, 200, 0, stop - start, upper=100 - start)])
@@ -180,13 +185,12 @@ def test_dq_into_a_view(head_dim):
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_whole_groups(mask, head_dim, accumulate):
     """One CTA sums dK and dV of the heads that share them."""
-    shape = Shape(head_dim, 4, 2, batch=2)
+    shape = Shape(head_dim, 4, 2)
     assert_close(*_gradients(mask, shape, accumulate=accumulate, num_sms=3, whole_groups=True), num_chunks=2)
 
 
-@pytest.mark.parametrize("num_sms", [3, None])
 @pytest.mark.parametrize("mask", ["full, ragged", "wide window", "zigzag chunks before all keys", "rectangle inside"])
-@pytest.mark.parametrize("head_dim", [64, 96, 256])
+@pytest.mark.parametrize("head_dim, num_sms", [(64, 3), (64, None), (96, 3), (256, 3)])
 def test_tiles_that_begin_where_the_others_are(mask, head_dim, num_sms):
     """Rounds over the queries that begin anywhere give the same gradients."""
     shape = Shape(head_dim, 4, 2, batch=2)
@@ -194,12 +198,16 @@ def test_tiles_that_begin_where_the_others_are(mask, head_dim, num_sms):
     assert_close(*got, num_chunks=_chunks(MASKS[mask]))
 
 
-@pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["band", "bounds"])
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_deterministic(mask, head_dim):
+@pytest.mark.parametrize(
+    "head_dim, mask",
+    [(64, "causal, ragged"), (96, "documents"), (128, "wide window"), (192, "window"), (256, "documents")],
+)
+def test_deterministic(head_dim, mask):
     """Equal bits for every interleaving and order of reductions, and within the budget."""
     runs = [
-        _gradients(mask, Shape(head_dim, 4, 2), emulator=Emulator(seed, resident=3), deterministic=True, num_sms=3)
+        _gradients(
+            MASKS[mask], Shape(head_dim, 4, 2), emulator=Emulator(seed, resident=3), deterministic=True, num_sms=3
+        )
         for seed in range(3)
     ]
     assert_close(*runs[0], num_chunks=2)
@@ -265,11 +273,53 @@ FAULTS = {
 }
 
 
-def _fails(fault: tuple[str, str, str], mask: Mask) -> bool:
+# The same for dQ apart, and for the keys kernel beside it.
+FAULTS_APART = {
+    "a partly masked block runs unmasked": (
+        "backward_queries",
+        "(block < full_start) | (block >= full_stop)",
+        "(block < full_start)",
+    ),
+    "tiles are shifted by one": ("backward_queries", "(problem.num_tiles - 1)", "problem.num_tiles"),
+    "phase of K and V is inverted": (
+        "backward_queries",
+        "mbarrier.wait(sm.full.index(slot), parity)",
+        "mbarrier.wait(sm.full.index(slot), parity ^ 1)",
+    ),
+    "phase of Q is inverted": (
+        "backward_queries",
+        "(sm.q_full.index(0), round & 1)",
+        "(sm.q_full.index(0), ~round & 1)",
+    ),
+    "buffers are filled too early": ("backward_queries", "mbarrier.wait(sm.empty.index(slot), parity ^ 1)", "pass"),
+    "K is given back while dQ needs it": (
+        "backward_queries",
+        "dq0, dq1, ds0, ds1 = warpgroup_mma_wait(0,",
+        "dq0, dq1, ds0, ds1 = warpgroup_mma_wait(2,",
+    ),
+    "exp does not wait for S": ("backward_queries", "wait(products_of_dp,", "wait(products_of_dp + 3,"),
+    "an arrival is missing": ("backward_queries", "mbarrier.arrive(sm.empty.index(v_slot), count=1)", "pass"),
+    "dQ is staged over what leaves": ("backward_queries", "    tma_store_wait(1)\n", ""),
+    "Q is given back while dQ leaves": ("backward_queries", "    tma_store_wait(0)\n", ""),
+    "proxy fence is missing": (
+        "backward_queries",
+        "    fence_async_shared()\n    tma_reduce_add",
+        "    tma_reduce_add",
+    ),
+    "phase of dO is inverted": (
+        "backward_wide",
+        "(sm.dout_full.index(slot), parity)",
+        "(sm.dout_full.index(slot), parity ^ 1)",
+    ),
+    "K is given back while dK leaves": ("backward_wide", "tma_store_wait(0)", "pass"),
+}
+
+
+def _fails(fault: tuple[str, str, str], mask: Mask, shape: Shape) -> bool:
     """Whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
     for seed in range(3):
         try:
-            assert_close(*_gradients(mask, Shape(), emulator=Emulator(seed, faults=[fault]), in_step=True))
+            assert_close(*_gradients(mask, shape, emulator=Emulator(seed, faults=[fault]), in_step=True))
         except (AssertionError, EmulationError):
             return True
     return False
@@ -277,7 +327,12 @@ def _fails(fault: tuple[str, str, str], mask: Mask) -> bool:
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_planted_faults_are_caught(fault):
-    assert any(_fails(fault, MASKS[name]) for name in ("wide window", "window", "causal, ragged"))
+    assert any(_fails(fault, MASKS[name], Shape()) for name in ("wide window", "window", "causal, ragged"))
+
+
+@pytest.mark.parametrize("fault", FAULTS_APART.values(), ids=FAULTS_APART.keys())
+def test_planted_faults_are_caught_with_dq_apart(fault):
+    assert any(_fails(fault, MASKS[name], Shape(192)) for name in ("wide window", "window", "causal, ragged"))
 
 
 @pytest.mark.parametrize("head_dim, ranks", [(64, 3), (96, 1), (128, 0)])

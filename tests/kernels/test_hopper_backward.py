@@ -1,6 +1,7 @@
 """The Hopper backward against fp64, on one Hopper GPU: every head_dim, both dtypes, masks, ragged lengths, GQA,
 strides, several hops, rows that see nothing, repeat runs. Every head_dim meets every mask in bf16; fp16 and the
-deterministic path meet a subset, since they differ in the operands' type and in the dQ kernel only.
+deterministic path meet a subset, since they differ in the operands' type and in the dQ kernel only (which head_dim 192
+and 256 use in any case).
 """
 
 import math
@@ -38,6 +39,9 @@ MASKS = {
     "documents": documents(1, 130, 64, 7, 300, 65),
     "full documents": documents(200, 3, 190, 120, causal=False),
     "gap": Mask.of(300, 700, [Region(0, 150, 0, 100), Region(150, 300, 500, 633)]),  # whole tiles nobody sees
+    "chunks before all keys": Mask.of(
+        256, 640, [Region(0, 128, 0, 320, upper=192), Region(128, 256, 0, 640, upper=384)]
+    ),
     "three keys": Mask.full(70, 3),
     "one query": Mask.full(1, 300),
 }
@@ -161,6 +165,16 @@ def test_deterministic(head_dim, name, accumulate):
     for _ in range(3):
         again = case.run(accumulate, deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("name", ["causal", "documents"])
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_dq_of_wide_heads_repeats(head_dim, name):
+    """It is computed apart, in a fixed order, in any case."""
+    case = Case(MASKS[name], head_dim, 4, 2)
+    first = case.run(True)
+    case.check(first)
+    assert all(torch.equal(first[0], case.run(True)[0]) for _ in range(3))
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "window", "documents"])

@@ -73,8 +73,9 @@ def test_rows_start_on_16_bytes():
     assert hop.q_start == 12 and hop.min_row == 1
 
 
-@pytest.mark.parametrize("block", [64, 128])
-def test_lengths_count_the_blocks_with_a_visible_pair(block):
+@pytest.mark.parametrize("transposed", [False, True], ids=["by keys", "by queries"])
+@pytest.mark.parametrize("tile, step", [(64, 64), (128, 64), (128, 128)])
+def test_lengths_count_the_blocks_with_a_visible_pair(tile, step, transposed):
     for mask in (
         Mask.band(700, 700, causal=True),
         Mask.band(500, 611, window_size=(70, 33)),
@@ -82,17 +83,19 @@ def test_lengths_count_the_blocks_with_a_visible_pair(block):
         Mask.of(500, 600, [Region(101, 407, 50, 333, None, 170)]),
         Mask.of(600, 900, [Region(0, 300, 0, 450, None, 150), Region(300, 600, 0, 900, None, 300)]),
     ):
-        hop = _hop(mask, torch.device("cpu"))
-        seen = mask.dense()[hop.q_start : hop.q_stop, hop.k_start : hop.k_stop]
-        for tile, length in enumerate(_blocks(hop, block).lengths.tolist()):
-            rows = seen[:, tile * block : (tile + 1) * block].any(1).nonzero()
-            assert length == (rows.max() // 64 - rows.min() // 64 + 1 if len(rows) else 0)
+        hop = _hop(mask, torch.device("cpu"), transposed=transposed)
+        dense = mask.dense().T if transposed else mask.dense()
+        seen = dense[hop.q_start : hop.q_stop, hop.k_start : hop.k_stop]
+        lengths = _blocks(hop, Works(1, 1, tile, step, from_last=transposed)).lengths.tolist()
+        for index, length in enumerate(reversed(lengths) if transposed else lengths):
+            rows = seen[:, index * tile : (index + 1) * tile].any(1).nonzero()
+            assert length == (rows.max() // step - rows.min() // step + 1 if len(rows) else 0)
 
 
 def test_fewer_sms_share_causal_work_evenly():
     """124 CTAs in steps of 124 over heads of 128 tiles would leave the slowest with 1.47 times its share."""
     start = torch.arange(0, 256, 2)
-    num_ctas = balanced(Blocks(start, torch.full_like(start, 256)), Works(16, 1), 124)
+    num_ctas = balanced(Blocks(start, torch.full_like(start, 256)), Works(16, 1, 128, 64), 124)
     steps = (256 - start + 1.5).repeat(16)
     slowest = torch.bincount(torch.arange(len(steps)) % num_ctas, weights=steps).max().item()
     assert 108 < num_ctas <= 124
@@ -103,7 +106,7 @@ def test_fewer_sms_share_causal_work_evenly():
 @pytest.mark.parametrize("together", [1, 2])
 def test_every_round_begins_at_a_block_of_the_tile(num_ctas, together):
     start, stop = torch.tensor([0, 3, 3, 5, 9]), torch.tensor([9, 9, 7, 5, 10])  # the fourth sees nothing
-    table = first_blocks(Blocks(start, stop), Works(40, together), 3, num_ctas)
+    table = first_blocks(Blocks(start, stop), Works(40, together, 128, 64), 3, num_ctas)
     assert table.shape == (200, 3) and table.dtype == torch.int32
     tile = torch.arange(200) % (5 * together) // together
     assert (table >= start[tile, None]).all()
@@ -114,7 +117,7 @@ def test_tiles_that_run_at_one_time_are_at_one_block():
     """Keys of the first rank of four see 512 blocks or 256; tiles that began at their first would be anywhere."""
     start = torch.cat([torch.arange(0, 256, 2), torch.full((768,), 256), torch.arange(256, 512, 2)])
     stop = torch.full_like(start, 512)
-    table = first_blocks(Blocks(start, stop), Works(1, 1), 4, 10**6)
+    table = first_blocks(Blocks(start, stop), Works(1, 1, 128, 64), 4, 10**6)
     lengths, free, apart = stop - start, [0] * SMS, []
     for index, length in enumerate(lengths.tolist()):  # once more, by hand: one CTA for each tile
         time = heapq.heappop(free)

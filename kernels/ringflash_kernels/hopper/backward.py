@@ -31,6 +31,7 @@ _MANY_TILES = 192  # so many tiles of unequal length, longest first, keep the SM
 # Q and dO of the heads that run side by side should stay in L2 (50 MB) with their dQ; larger sections measured slower.
 _L2_BYTES_OF_A_SECTION = 16 * 2**20
 _L2_BYTES_OF_A_GROUP = 8 * 2**20  # Q, dO and dQ of a group; with less it does not matter who is where
+_HELD_QUERIES = 128  # of a CTA where dQ is computed apart
 
 _KEYS, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_wide, backward_queries))
 
@@ -40,7 +41,8 @@ class Backward:
 
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
-        deterministic: equal bits on repeat: dQ in a second kernel and the heads of a group summed by one CTA.
+        deterministic: equal bits on repeat: dQ in a second kernel, which wide heads use in any case, and the heads of
+            a group summed by one CTA.
         num_sms: CTAs of a launch, to leave the other SMs to something else; default one CTA for each tile.
     Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
     """
@@ -62,8 +64,8 @@ class Backward:
         # A gradient may arrive expanded (a sum's has stride 0); only such tensors are copied.
         self.dout = dout if misaligned(dout) is None else dout.contiguous()
         out = out if out.stride(-1) == 1 else out.contiguous()
-        dq_dim = self.tiles.query_dim if deterministic else q.shape[-1]
-        self.stats, self.dq = preprocess(self.dout, out, lse, dlse, dq_dim)
+        self.dq_apart = deterministic or self.tiles.wide
+        self.stats, self.dq = preprocess(self.dout, out, lse, dlse)
         self._views: dict[tuple[int, int], _Queries] = {}
 
     def add(
@@ -98,14 +100,9 @@ class Backward:
                 if unseen.start < unseen.stop:
                     dk[:, unseen] = dv[:, unseen] = 0
         if hop.num_rows:
-            works = Works(self.q.shape[0] * self.q.shape[2] // group, self._heads_together(group, hop))
-            grid = self._grid(mask, hop, self.tiles.block_n, works)
-            begins = self._begins(mask, hop, works, group, grid)
-            self._launch(k, v, dk, dv, hop, grid, group, works, begins, accumulate)
-            if self.deterministic:
-                hop = _hop(mask, k.device, transposed=True)
-                works = Works(self.q.shape[0] * self.q.shape[2], 1)
-                self._launch_queries(k, v, hop, self._grid(mask, hop, 128, works))
+            self._add_keys(k, v, mask, hop, group, dk, dv, accumulate)
+            if self.dq_apart:
+                self._add_queries(k, v, mask)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given, unit last stride."""
@@ -136,108 +133,106 @@ class Backward:
         apart = -(-works * group // SMS) * (steps + STEPS_OF_A_TILE)
         return group if together < apart else 1
 
-    def _heads_together(self, group: int, hop: _Hop) -> int:
-        """How many heads (groups of them) run side by side, longest tiles first: a divisor of their number."""
-        if self.tiles.wide:
-            return 1
-        num_heads = self.q.shape[0] * self.q.shape[2] // group
-        limit = _L2_BYTES_OF_A_SECTION // (hop.num_rows * self.q.shape[3] * 2 * self.q.element_size())
+    def _section(self, num_heads: int, num_rows: int) -> int:
+        """A divisor of num_heads: as many heads as keep two operands of num_rows in their part of L2, or one."""
+        limit = _L2_BYTES_OF_A_SECTION // (num_rows * self.q.shape[3] * 2 * self.q.element_size())
         return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
 
-    def _grid(self, mask: Mask, hop: _Hop, block: int, works: Works) -> tuple[int]:
-        """CTAs of a launch over tiles of `block` keys (or, by queries, of `block` queries)."""
-        num_works = -(-hop.num_keys // block) * works.num_heads
+    def _num_ctas(self, mask: Mask, hop: _Hop, works: Works) -> int:
+        """CTAs of a launch."""
+        num_works = -(-hop.num_keys // works.tile) * works.num_heads
         if self.num_sms is None or num_works <= self.num_sms:
-            return (num_works,)
-        key = ("backward grid", hop.q_start, hop.k_start, block, works, self.num_sms)
+            return num_works
+        key = ("backward grid", hop.q_start, hop.k_start, works, self.num_sms)
         if key not in mask._cache:
-            mask._cache[key] = balanced(_blocks(hop, block), works, self.num_sms)
-        return (mask._cache[key],)  # type: ignore[return-value]
+            mask._cache[key] = balanced(_blocks(hop, works), works, self.num_sms)
+        return mask._cache[key]  # type: ignore[return-value]
 
-    def _begins(self, mask: Mask, hop: _Hop, works: Works, group: int, grid: tuple[int]) -> torch.Tensor | None:
+    def _begins(self, mask: Mask, hop: _Hop, works: Works, group: int, num_ctas: int) -> torch.Tensor | None:
         """Where tiles begin, made once a mask; None where each may begin at its first block.
 
         Packed documents bring another mask every step, and few of them are long.
         """
         if hop.has_bounds or hop.num_rows * self.q.shape[3] * 8 * group <= _L2_BYTES_OF_A_GROUP:
             return None
-        key = ("begins", hop.q_start, hop.k_start, self.tiles.block_n, works, group, grid, self.q.device)
+        key = ("begins", hop.q_start, hop.k_start, works, group, num_ctas, self.q.device)
         if key not in mask._cache:
             if self.q.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
-            table = first_blocks(_blocks(hop, self.tiles.block_n), works, group, grid[0])
-            mask._cache[key] = table.to(self.q.device)
+            mask._cache[key] = first_blocks(_blocks(hop, works), works, group, num_ctas).to(self.q.device)
         return mask._cache[key]  # type: ignore[return-value]
 
-    def _launch(
+    def _add_keys(
         self,
         k: torch.Tensor,
         v: torch.Tensor,
+        mask: Mask,
+        hop: _Hop,
+        group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
-        hop: _Hop,
-        grid: tuple[int],
-        group: int,
-        works: Works,
-        begins: torch.Tensor | None,
         accumulate: bool,
     ) -> None:
-        tiles = self.tiles
-        num_heads, num_kv_heads = self.q.shape[2], k.shape[2]
-        num_tiles = -(-hop.num_keys // tiles.block_n)
+        """dK and dV of a hop and, unless it is computed apart, dQ."""
+        tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
+        num_groups = batch * num_heads // group
+        heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows)
+        works = Works(num_groups, heads_together, tiles.block_n, 64)
+        num_tiles = -(-hop.num_keys // works.tile)
+        num_ctas = self._num_ctas(mask, hop, works)
+        begins = self._begins(mask, hop, works, group, num_ctas)
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [x[:, hop.k_start : hop.k_stop] for x in (k, v, dk, dv)]
         scalars = (
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
-            num_kv_heads, num_tiles, works.heads_together, num_tiles * works.num_heads, group,
+            k.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
             int(begins is not None), self.stats.view(torch.int32) if begins is None else begins,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
         loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
         choices = dict(
-            SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds,
-            WITH_DQ=not self.deterministic, ACCUMULATE=accumulate,
+            SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
         )  # fmt: skip
-        variant = (self.q.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, self.deterministic, accumulate)
+        variant = (head_dim, self.q.dtype, dk.dtype, hop.has_bounds, self.dq_apart, accumulate)
         if tiles.wide:
             stores = [_tile(x, 64, 64) for x in keys[2:]]
             _WIDE(
-                variant, grid[0],
-                *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, queries.dq[0], *stores,
-                *scalars, **choices,
+                variant, num_ctas,
+                *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
+                *scalars, HELD=tiles.held, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
             stores = [_tiles(x, halves if x.dtype == torch.float32 else tiles.pieces) for x in keys[2:]]
             _KEYS(
-                variant, grid[0],
+                variant, num_ctas,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *scalars,
                 # Without dQ in the loop ptxas (12.8) overwrites K's registers: wrong dK and dV.
-                KV_IN_REGISTERS=tiles.kv_in_registers and not self.deterministic, **choices,
+                KV_IN_REGISTERS=tiles.kv_in_registers and not self.dq_apart, WITH_DQ=not self.dq_apart, **choices,
             )  # fmt: skip
 
-    def _launch_queries(self, k: torch.Tensor, v: torch.Tensor, hop: _Hop, grid: tuple[int]) -> None:
-        """dQ by itself; `hop` seen from the queries: its rows are the keys."""
-        batch, _, num_heads, _ = self.q.shape
-        dim = self.tiles.query_dim
-        num_tiles = -(-hop.num_keys // 128)
-        works = num_tiles * batch * num_heads
-        q, dout, keys, values = (
-            _tile(x[:, start:stop], 64, dim)
-            for x, start, stop in (
-                (self.q, hop.k_start, hop.k_stop), (self.dout, hop.k_start, hop.k_stop),
-                (k, hop.q_start, hop.q_stop), (v, hop.q_start, hop.q_stop),
-            )
-        )  # fmt: skip
+    def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
+        """dQ of a hop by itself."""
+        hop = _hop(mask, k.device, transposed=True)  # seen from the queries: its rows are the keys
+        tiles, choices = self.tiles, self.tiles.queries
+        batch, _, num_heads, head_dim = self.q.shape
+        # The heads of a group read the same keys.
+        heads_together = num_heads // k.shape[2] * self._section(batch * k.shape[2], hop.num_rows)
+        works = Works(batch * num_heads, heads_together, _HELD_QUERIES, choices.block, from_last=True)
+        num_tiles = -(-hop.num_keys // works.tile)
+        queries = self._queries(hop.k_start, hop.k_stop)
+        keys = [_tiles(x[:, hop.q_start : hop.q_stop], tiles.pieces, choices.block) for x in (k, v)]
         _QUERIES(
-            (self.q.shape[3], self.q.dtype, hop.has_bounds), grid[0],
-            q, keys, values, dout, _descriptor(self.dq.flatten(0, 1), (64, dim // 2)), self.stats,
-            *self._bounds(hop), self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
-            num_heads, k.shape[2], num_tiles, 1, works, hop.first_shift, hop.stop_shift,
-            self.softmax_scale * math.log2(math.e), self.softmax_scale,
-            BLOCK=64, HEAD_DIM=dim, STAGES=self.tiles.query_stages, BOUNDS=hop.has_bounds,
+            (head_dim, self.q.dtype, hop.has_bounds), self._num_ctas(mask, hop, works),
+            *queries.q, *keys[0], *keys[1], *queries.dout,
+            _descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
+            self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
+            num_heads, k.shape[2], num_tiles, heads_together, num_tiles * works.num_heads,
+            hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
+            BLOCK=choices.block, SPLIT=tiles.pieces[0], REST=tiles.rest, SLOTS=choices.slots,
+            EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held, BOUNDS=hop.has_bounds,
         )  # fmt: skip
 
     def _bounds(self, hop: _Hop) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,7 +244,7 @@ class Backward:
         if (start, stop) not in self._views:
             tiles = self.tiles
             q, dout = (_tiles(x[:, start:stop], tiles.pieces) for x in (self.q, self.dout))
-            columns = (64,) if tiles.wide else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
+            columns = () if tiles.wide else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
             dq = [_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
             stats = _descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))
@@ -296,7 +291,7 @@ _Pieces = list["TensorDescriptor | None"]  # of one operand: two, the second Non
 
 
 class _Queries(NamedTuple):
-    """Descriptors of the query side of a hop."""
+    """Descriptors of the query side of a hop; dQ as `backward_keys` adds it."""
 
     q: _Pieces
     dout: _Pieces
@@ -367,10 +362,10 @@ def _second_band(mask: Mask) -> Region | None:
     return below
 
 
-def _blocks(hop: _Hop, block: int) -> Blocks:
-    """What `Problem.blocks` visits, on the host, for tiles of `block` keys."""
-    first_key = torch.arange(0, hop.num_keys, block)
-    last_key = (first_key + block).clamp(max=hop.num_keys) - 1
+def _blocks(hop: _Hop, works: Works) -> Blocks:
+    """What `Problem.blocks` visits for each tile of a head in the order of the launch, on the host."""
+    first_key = torch.arange(0, hop.num_keys, works.tile)
+    last_key = (first_key + works.tile).clamp(max=hop.num_keys) - 1
     if hop.has_bounds:
         first, stop = (x.cpu() for x in hop.bounds)
         first, stop = first[first_key], stop[last_key]
@@ -378,8 +373,9 @@ def _blocks(hop: _Hop, block: int) -> Blocks:
         first = (first_key + hop.first_shift).clamp(hop.min_row, hop.split)
         first = first + (first_key + hop.second_shift).clamp(hop.split, hop.num_rows) - hop.split
         stop = (last_key + hop.stop_shift).clamp(0, hop.num_rows)
-    start = first // 64
-    return Blocks(start, torch.where(first < stop, -(-stop // 64), start))
+    start = first // works.step
+    stop = torch.where(first < stop, -(-stop // works.step), start)
+    return Blocks(start.flip(0), stop.flip(0)) if works.from_last else Blocks(start, stop)
 
 
 def _kept_transpose(mask: Mask) -> Mask:
@@ -395,9 +391,9 @@ def _tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return _descriptor(x.transpose(1, 2), (1, 1, rows, columns))
 
 
-def _tiles(x: torch.Tensor, columns: tuple[int, ...]) -> _Pieces:
-    """Descriptors of 64 rows of one head of x and each piece of its columns."""
-    return _padded([_tile(x, 64, n) for n in columns])
+def _tiles(x: torch.Tensor, columns: tuple[int, ...], rows: int = 64) -> _Pieces:
+    """Descriptors of so many rows of one head of x and each piece of its columns."""
+    return _padded([_tile(x, rows, n) for n in columns])
 
 
 def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:

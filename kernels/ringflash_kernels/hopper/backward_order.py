@@ -19,14 +19,23 @@ STEPS_OF_A_TILE = 10  # what entering and leaving a tile costs, in blocks of que
 
 
 class Works(NamedTuple):
-    """The tiles of a launch: of so many heads (groups of heads, all batches), `heads_together` side by side."""
+    """The tiles of a launch.
+
+    Args:
+        num_heads: heads (or groups of heads) of all batches, `heads_together` of them side by side.
+        tile, step: keys of a tile, queries of a block; by queries, the other way round.
+        from_last: the last tile of a head comes first.
+    """
 
     num_heads: int
     heads_together: int
+    tile: int
+    step: int
+    from_last: bool = False
 
 
 class Blocks(NamedTuple):
-    """The query blocks [start, stop) that each tile of a head visits."""
+    """The query blocks [start, stop) that each tile of a head visits, in the order of the launch."""
 
     start: torch.Tensor
     stop: torch.Tensor

@@ -153,6 +153,11 @@ class Problem:
     def visible(self, keys, rows):
         """Which of `rows` (a row of numbers) see which of `keys` (a column)."""
         first, stop = self.rows_seeing(keys)
+        return self.within(rows, first, stop)
+
+    @gluon.jit
+    def within(self, rows, first, stop):
+        """Which of `rows` (a row of numbers) lie in [first, stop) (a column each)."""
         # One unsigned comparison for both ends: a negative difference is large.
         passed = (rows[None, :] - first[:, None]).to(gl.uint32, bitcast=True)
         return passed < gl.maximum(stop - first, 0).to(gl.uint32, bitcast=True)[:, None]

@@ -1,12 +1,13 @@
-"""dQ, dK, dV for head_dim 192 and 256: one CTA holds 64 keys and streams the queries past them.
+"""dK and dV for head_dim 192 and 256: one CTA holds 64 keys and streams the queries past them.
 
 dK and dV of 64 keys fill the registers of a consumer each, so the consumers share the work by product:
 
-    scores   S^T = K Q^T,  P = exp(S - lse) -> shared memory,  dV += P^T dO,  dQ[:, :SPLIT]  = dS K[:, :SPLIT]
-    grads    dP^T = V dO^T, dS = P (dP - delta) -> shared memory, dK += dS^T Q, dQ[:, SPLIT:] = dS K[:, SPLIT:]
+    scores   S^T = K Q^T,  P = exp(S - lse) -> shared memory, dV += P^T dO
+    grads    dP^T = V dO^T, dS = P (dP - delta),              dK += dS^T Q
 
 The columns of every operand are two pieces, SPLIT = 128 and 128 (head_dim 256) or 64 (192): tiles are powers of two.
-dQ leaves by TMA reduce-add in chunks of 64 columns, in the order of `backward_keys`.
+A consumer reads K or V alone, and stages dV or dK in its buffer. dQ is left to `backward_queries`: every step would add
+a whole block of it here, for half the products of `backward_keys`.
 """
 
 from ringflash_kernels.hopper.backward_problem import Problem, slot_of
@@ -39,8 +40,6 @@ class WideShared:
     v1: gl.shared_memory_descriptor
     stats: gl.shared_memory_descriptor
     p: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor
-    staging: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
     kv_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -49,12 +48,10 @@ class WideShared:
     dout_empty: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
     p_empty: gl.shared_memory_descriptor
-    ds_full: gl.shared_memory_descriptor
-    ds_empty: gl.shared_memory_descriptor
     SPLIT: gl.constexpr
     REST: gl.constexpr
     STAGES: gl.constexpr
-    WITH_DQ: gl.constexpr
+    HELD: gl.constexpr
     ACCUMULATE: gl.constexpr
 
     @gluon.constexpr_function
@@ -70,8 +67,6 @@ class WideShared:
         v1,
         stats,
         p,
-        ds,
-        staging,
         kv_full,
         kv_empty,
         q_full,
@@ -80,12 +75,10 @@ class WideShared:
         dout_empty,
         p_full,
         p_empty,
-        ds_full,
-        ds_empty,
         SPLIT,
         REST,
         STAGES,
-        WITH_DQ,
+        HELD,
         ACCUMULATE,
     ):
         self.q0 = q0
@@ -98,8 +91,6 @@ class WideShared:
         self.v1 = v1
         self.stats = stats
         self.p = p
-        self.ds = ds
-        self.staging = staging
         self.kv_full = kv_full
         self.kv_empty = kv_empty
         self.q_full = q_full
@@ -108,12 +99,10 @@ class WideShared:
         self.dout_empty = dout_empty
         self.p_full = p_full
         self.p_empty = p_empty
-        self.ds_full = ds_full
-        self.ds_empty = ds_empty
         self.SPLIT = gl.constexpr(SPLIT)
         self.REST = gl.constexpr(REST)
         self.STAGES = gl.constexpr(STAGES)
-        self.WITH_DQ = gl.constexpr(WITH_DQ)
+        self.HELD = gl.constexpr(HELD)
         self.ACCUMULATE = gl.constexpr(ACCUMULATE)
 
 
@@ -127,15 +116,15 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, _full_start, _full_stop = problem.blocks(key)
-        if start < stop:
-            kv_full = sm.kv_full.index(0)
-            mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
-            mbarrier.expect(kv_full, 2 * nbytes)
-            tma_load(k0_desc, [batch, kv_head, key, 0], kv_full, sm.k0)
-            tma_load(k1_desc, [batch, kv_head, key, C], kv_full, sm.k1)
-            tma_load(v0_desc, [batch, kv_head, key, 0], kv_full, sm.v0)
-            tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
-            round += 1
+        # Tiles that no query sees take part too: their zeros may be written from the buffers of K and V.
+        kv_full = sm.kv_full.index(0)
+        mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        mbarrier.expect(kv_full, 2 * nbytes)
+        tma_load(k0_desc, [batch, kv_head, key, 0], kv_full, sm.k0)
+        tma_load(k1_desc, [batch, kv_head, key, C], kv_full, sm.k1)
+        tma_load(v0_desc, [batch, kv_head, key, 0], kv_full, sm.v0)
+        tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
+        round += 1
         for g in range(problem.group):
             head = first_head + g
             block = problem.first_block(index, g, start)
@@ -149,41 +138,23 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
                 tma_load(q1_desc, [batch, head, row, C], q_full, sm.q1.index(slot))
                 stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
                 tma_load(stats_desc, stats_coord, q_full, sm.stats.index(slot))
-                mbarrier.wait(sm.dout_empty.index(0), (step & 1) ^ 1)
-                mbarrier.expect(sm.dout_full.index(0), nbytes)
-                tma_load(dout0_desc, [batch, head, row, 0], sm.dout_full.index(0), sm.dout0)
-                tma_load(dout1_desc, [batch, head, row, C], sm.dout_full.index(0), sm.dout1)
+                dout_full = sm.dout_full.index(slot)
+                mbarrier.wait(sm.dout_empty.index(slot), parity ^ 1)
+                mbarrier.expect(dout_full, nbytes)
+                tma_load(dout0_desc, [batch, head, row, 0], dout_full, sm.dout0.index(slot))
+                tma_load(dout1_desc, [batch, head, row, C], dout_full, sm.dout1.index(slot))
                 block = problem.next_block(block, start, stop)
                 step += 1
-
-
-@gluon.jit
-def _interleave_chunk(x):
-    """Columns (j, t, e) of each 32 stored as (t, j, e), as `backward_keys` does."""
-    return x.reshape([64, 2, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, 64])
-
-
-@gluon.jit
-def _add_dq(sm, dq_desc, k, ds, dq_row, column, W: gl.constexpr, CHUNKS: gl.constexpr):
-    """Add dS k to the dQ columns from `column` on, 64 at a time: the next chunk is computed while one leaves."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    zeros = gl.zeros([64, 64], gl.float32, layout)
-    staged = sm.staging.index(W)
-    a = ds.permute((1, 0))
-    for c in gl.static_range(CHUNKS):
-        dq = warpgroup_mma(a, k.slice(c * 64, 64, dim=1), zeros, use_acc=False, is_async=True)
-        tma_store_wait(0)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        staged.store(_interleave_chunk(dq))
-        fence_async_shared()
-        tma_reduce_add(dq_desc, [dq_row, column + c * 64], staged)
 
 
 @gluon.jit
 def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
     """Add or store 64 columns of dK or dV."""
     at = [coord[0], coord[1], coord[2], column]
-    staged = sm.staging.index(W)._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
+    if W == 0:
+        staged = sm.k0._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
+    else:
+        staged = sm.v0._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
     tma_store_wait(0)
     staged.reshape([64, 64]).store(x.to(desc.dtype))
     fence_async_shared()
@@ -210,24 +181,43 @@ def _write_wide(sm, desc, x0, x1, batch, key, head, W: gl.constexpr):
 
 
 @gluon.jit
-def _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row):
-    """S, P, dV and the first columns of dQ for one block of queries."""
+def _kept(sm, piece):
+    """The first HELD columns of K or V as an operand in registers."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    part = piece.reshape([64, sm.SPLIT]).slice(0, sm.HELD, dim=1)
+    return part.load(gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def _product(sm, kept, keys0, keys1, rows0, rows1):
+    """S^T (of K and Q) or dP^T (of V and dO), on its way."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    H: gl.constexpr = sm.HELD
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    x = gl.zeros([64, 64], gl.float32, layout)
+    keys = keys0.reshape([64, C])
+    rows = rows0.reshape([64, C])
+    x = warpgroup_mma(kept, rows.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
+    if H < C:
+        rows = rows.slice(H, C - H, dim=1).permute((1, 0))
+        x = warpgroup_mma(keys.slice(H, C - H, dim=1), rows, x, is_async=True)
+    return warpgroup_mma(keys1.reshape([64, R]), rows1.reshape([64, R]).permute((1, 0)), x, is_async=True)
+
+
+@gluon.jit
+def _score_step(sm, problem, k, dv0, dv1, step, block, key, masked):
+    """S, P and dV for one block of queries."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     slot, parity = slot_of(step, sm.STAGES)
-    k0 = sm.k0.reshape([64, C])
-    k1 = sm.k1.reshape([64, R])
-    q0 = sm.q0.index(slot).reshape([64, C])
-    q1 = sm.q1.index(slot).reshape([64, R])
 
     # P = exp(S - lse)
     mbarrier.wait(sm.q_full.index(slot), parity)
-    s = gl.zeros([64, 64], gl.float32, s_layout)
-    s = warpgroup_mma(k0, q0.permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma(k1, q1.permute((1, 0)), s, is_async=True)
+    s = _product(sm, k, sm.k0, sm.k1, sm.q0.index(slot), sm.q1.index(slot))
     lse = sm.stats.index(slot).reshape([2, 64]).slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
@@ -241,25 +231,19 @@ def _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row
     mbarrier.arrive(sm.p_full.index(0), count=1)
 
     # dV += P^T dO
-    mbarrier.wait(sm.dout_full.index(0), step & 1)
+    mbarrier.wait(sm.dout_full.index(slot), parity)
     p0 = gl.convert_layout(p, gl.DotOperandLayout(0, layout0, 2))
     p1 = gl.convert_layout(p, gl.DotOperandLayout(0, layout1, 2))
-    dv0 = warpgroup_mma(p0, sm.dout0.reshape([64, C]), dv0, is_async=True)
-    dv1 = warpgroup_mma(p1, sm.dout1.reshape([64, R]), dv1, is_async=True)
+    dv0 = warpgroup_mma(p0, sm.dout0.index(slot).reshape([64, C]), dv0, is_async=True)
+    dv1 = warpgroup_mma(p1, sm.dout1.index(slot).reshape([64, R]), dv1, is_async=True)
     dv0, dv1, p0, p1 = warpgroup_mma_wait(0, deps=(dv0, dv1, p0, p1))
-    mbarrier.arrive(sm.dout_empty.index(0), count=1)
-
-    # dQ = dS K
-    if sm.WITH_DQ:
-        mbarrier.wait(sm.ds_full.index(0), step & 1)
-        _add_dq(sm, dq_desc, k0, sm.ds, dq_row, 0, 0, C // 64)
-        mbarrier.arrive(sm.ds_empty.index(0), count=1)
+    mbarrier.arrive(sm.dout_empty.index(slot), count=1)
     return dv0, dv1
 
 
 @gluon.jit
-def _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row):
-    """dP, dS, dK and the last columns of dQ for one block of queries."""
+def _gradient_step(sm, v, dk0, dk1, step):
+    """dP, dS and dK for one block of queries."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -270,25 +254,16 @@ def _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row):
     q1 = sm.q1.index(slot).reshape([64, R])
 
     # dS = P (dP - delta)
-    mbarrier.wait(sm.dout_full.index(0), step & 1)
-    dp = gl.zeros([64, 64], gl.float32, s_layout)
-    dout0 = sm.dout0.reshape([64, C]).permute((1, 0))
-    dout1 = sm.dout1.reshape([64, R]).permute((1, 0))
-    dp = warpgroup_mma(sm.v0.reshape([64, C]), dout0, dp, use_acc=False, is_async=True)
-    dp = warpgroup_mma(sm.v1.reshape([64, R]), dout1, dp, is_async=True)
+    mbarrier.wait(sm.dout_full.index(slot), parity)
+    dp = _product(sm, v, sm.v0, sm.v1, sm.dout0.index(slot), sm.dout1.index(slot))
     mbarrier.wait(sm.q_full.index(slot), parity)
     delta = sm.stats.index(slot).reshape([2, 64]).slice(1, 1, dim=0).load(s_layout)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    mbarrier.arrive(sm.dout_empty.index(0), count=1)
+    mbarrier.arrive(sm.dout_empty.index(slot), count=1)
     mbarrier.wait(sm.p_full.index(0), step & 1)
     p = sm.p.load(s_layout).to(gl.float32)
     mbarrier.arrive(sm.p_empty.index(0), count=1)
     ds = (p * (dp - delta)).to(sm.p.dtype)
-    if sm.WITH_DQ:
-        mbarrier.wait(sm.ds_empty.index(0), (step & 1) ^ 1)
-        sm.ds.store(ds)
-        fence_async_shared()
-        mbarrier.arrive(sm.ds_full.index(0), count=1)
 
     # dK += dS^T Q
     ds0 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout0, 2))
@@ -297,16 +272,12 @@ def _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row):
     dk1 = warpgroup_mma(ds1, q1, dk1, is_async=True)
     dk0, dk1, ds0, ds1 = warpgroup_mma_wait(0, deps=(dk0, dk1, ds0, ds1))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
-
-    # dQ = dS K
-    if sm.WITH_DQ:
-        _add_dq(sm, dq_desc, sm.k1.reshape([64, R]), sm.ds, dq_row, C, 1, R // 64)
     return dk0, dk1
 
 
 @gluon.jit
-def _consume_scores(sm, problem, dq_desc, dk_desc, dv_desc):
-    """First consumer: dV, and dQ[:, :SPLIT]."""
+def _consume_scores(sm, problem, dv_desc):
+    """First consumer: dV."""
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.SPLIT, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.REST, 16])
     step = 0
@@ -316,29 +287,24 @@ def _consume_scores(sm, problem, dq_desc, dk_desc, dv_desc):
         start, stop, full_start, full_stop = problem.blocks(key)
         dv0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dv1 = gl.zeros([64, sm.REST], gl.float32, layout1)
-        if start < stop:
-            mbarrier.wait(sm.kv_full.index(0), round & 1)
+        mbarrier.wait(sm.kv_full.index(0), round & 1)
+        k = _kept(sm, sm.k0)
         for g in range(problem.group):
-            dq_row = problem.dq_row(batch, first_head + g)
             block = problem.first_block(index, g, start)
             for _ in range(start, stop):
                 masked = (block < full_start) | (block >= full_stop)
-                dv0, dv1 = _score_step(sm, problem, dq_desc, dv0, dv1, step, block, key, masked, dq_row + block * 64)
+                dv0, dv1 = _score_step(sm, problem, k, dv0, dv1, step, block, key, masked)
                 block = problem.next_block(block, start, stop)
                 step += 1
-        if start < stop:
-            mbarrier.arrive(sm.kv_empty.index(0), count=1)
-            round += 1
-        if sm.ACCUMULATE:
-            if start < stop:
-                _write_wide(sm, dv_desc, dv0, dv1, batch, key, kv_head, 0)
-        else:
+        if (not sm.ACCUMULATE) | (start < stop):
             _write_wide(sm, dv_desc, dv0, dv1, batch, key, kv_head, 0)
+        mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        round += 1
 
 
 @gluon.jit
-def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
-    """Second consumer: dK, and dQ[:, SPLIT:]."""
+def _consume_gradients(sm, problem, dk_desc):
+    """Second consumer: dK."""
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.SPLIT, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.REST, 16])
     step = 0
@@ -348,25 +314,18 @@ def _consume_gradients(sm, problem, dq_desc, dk_desc, dv_desc):
         start, stop, _full_start, _full_stop = problem.blocks(key)
         dk0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dk1 = gl.zeros([64, sm.REST], gl.float32, layout1)
-        if start < stop:
-            mbarrier.wait(sm.kv_full.index(0), round & 1)
+        mbarrier.wait(sm.kv_full.index(0), round & 1)
+        v = _kept(sm, sm.v0)
         for g in range(problem.group):
-            dq_row = problem.dq_row(batch, first_head + g)
             block = problem.first_block(index, g, start)
             for _ in range(start, stop):
-                dk0, dk1 = _gradient_step(sm, dq_desc, dk0, dk1, step, dq_row + block * 64)
+                dk0, dk1 = _gradient_step(sm, v, dk0, dk1, step)
                 block = problem.next_block(block, start, stop)
                 step += 1
-        if start < stop:
-            mbarrier.arrive(sm.kv_empty.index(0), count=1)
-            round += 1
-        dk0 = dk0 * problem.softmax_scale
-        dk1 = dk1 * problem.softmax_scale
-        if sm.ACCUMULATE:
-            if start < stop:
-                _write_wide(sm, dk_desc, dk0, dk1, batch, key, kv_head, 1)
-        else:
-            _write_wide(sm, dk_desc, dk0, dk1, batch, key, kv_head, 1)
+        if (not sm.ACCUMULATE) | (start < stop):
+            _write_wide(sm, dk_desc, dk0 * problem.softmax_scale, dk1 * problem.softmax_scale, batch, key, kv_head, 1)
+        mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        round += 1
 
 
 @gluon.jit(
@@ -386,7 +345,6 @@ def backward_wide(
     dout0_desc,
     dout1_desc,
     stats_desc,
-    dq_desc,
     dk_desc,
     dv_desc,
     first_ptr,
@@ -413,11 +371,14 @@ def backward_wide(
     SPLIT: gl.constexpr,
     REST: gl.constexpr,
     STAGES: gl.constexpr,
+    HELD: gl.constexpr,
     BOUNDS: gl.constexpr,
-    WITH_DQ: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):
-    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`."""
+    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
+
+    HELD: columns of the first piece of K and V kept in registers.
+    """
     dtype: gl.constexpr = q0_desc.dtype
     s_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -425,36 +386,31 @@ def backward_wide(
     kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    dout_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    dout_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    dout_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     p_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     p_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    ds_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_empty.index(0), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-    mbarrier.init(dout_full.index(0), count=1)
-    mbarrier.init(dout_empty.index(0), count=2)
+        mbarrier.init(dout_full.index(i), count=1)
+        mbarrier.init(dout_empty.index(i), count=2)
     mbarrier.init(p_full.index(0), count=1)
     mbarrier.init(p_empty.index(0), count=1)
-    mbarrier.init(ds_full.index(0), count=1)
-    mbarrier.init(ds_empty.index(0), count=1)
+    p = gl.allocate_shared_memory(dtype, [64, 64], s_layout)
     sm = WideShared(
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], q1_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], dout0_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 1, 64, REST], dout1_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], dout0_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], dout1_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], k0_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, REST], k1_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], v0_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, REST], v1_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
-        gl.allocate_shared_memory(dtype, [64, 64], s_layout),
-        gl.allocate_shared_memory(dtype, [64, 64], s_layout),
-        gl.allocate_shared_memory(gl.float32, [2, 64, 64], dq_desc.layout),
+        p,
         kv_full,
         kv_empty,
         q_full,
@@ -463,12 +419,10 @@ def backward_wide(
         dout_empty,
         p_full,
         p_empty,
-        ds_full,
-        ds_empty,
         SPLIT,
         REST,
         STAGES,
-        WITH_DQ,
+        HELD,
         ACCUMULATE,
     )
     problem = Problem(
@@ -500,8 +454,8 @@ def backward_wide(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume_scores, (sm, problem, dq_desc, dk_desc, dv_desc)),
-            (_consume_gradients, (sm, problem, dq_desc, dk_desc, dv_desc)),
+            (_consume_scores, (sm, problem, dv_desc)),
+            (_consume_gradients, (sm, problem, dk_desc)),
             (
                 _load_wide,
                 (sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc),

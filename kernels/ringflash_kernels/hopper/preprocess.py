@@ -19,7 +19,7 @@ def _preprocess(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, dq_ptr, seqlen, padded_seqlen, num_heads, num_blocks,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head,
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row,
-    HEAD_DIM: tl.constexpr, DQ_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -43,59 +43,52 @@ def _preprocess(
     stats_at = stats_ptr + batch_head * 2 * padded_seqlen + row
     tl.store(stats_at, tl.where(empty, float("inf"), lse * 1.4426950408889634))
     tl.store(stats_at + padded_seqlen, tl.where(empty, 0.0, delta))
-    dq_at = (batch_head * seqlen + row[:, None]) * DQ_DIM + column[None, :]
-    zeroed = inside[:, None]
-    if DQ_DIM < COLUMNS:
-        zeroed &= (column < DQ_DIM)[None, :]
-    tl.store(dq_ptr + dq_at, tl.zeros([ROWS, COLUMNS], tl.float32), mask=zeroed)
+    dq_at = (batch_head * seqlen + row[:, None]) * HEAD_DIM + column[None, :]
+    tl.store(dq_ptr + dq_at, tl.zeros([ROWS, COLUMNS], tl.float32), mask=loaded)
 
 
 @triton.jit
 def _postprocess(
     acc_ptr, dq_ptr, scale, seqlen, num_heads, num_blocks, dq_batch, dq_row, dq_head,
-    HEAD_DIM: tl.constexpr, DQ_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
-    acc_at = (batch_head * seqlen + row) * DQ_DIM + column
-    loaded = row < seqlen
-    if DQ_DIM < COLUMNS:
-        loaded &= column < DQ_DIM
-    x = tl.load(acc_ptr + acc_at, mask=loaded, other=0.0) * scale
+    acc_at = (batch_head * seqlen + row) * HEAD_DIM + column
+    inside = row < seqlen
+    if HEAD_DIM < COLUMNS:
+        inside &= column < HEAD_DIM
+    x = tl.load(acc_ptr + acc_at, mask=inside, other=0.0) * scale
     x = tl.permute(tl.reshape(x, [ROWS, COLUMNS // 32, 4, 4, 2]), [0, 1, 3, 2, 4])
     x = tl.reshape(x, [ROWS, COLUMNS]).to(dq_ptr.dtype.element_ty)
     batch, head = batch_head // num_heads, batch_head % num_heads
     dq_at = batch * dq_batch + row * dq_row + head * dq_head + column
-    stored = row < seqlen
-    if HEAD_DIM < COLUMNS:
-        stored &= column < HEAD_DIM
-    tl.store(dq_ptr + dq_at, x, mask=stored)
+    tl.store(dq_ptr + dq_at, x, mask=inside)
 
 
 def preprocess(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, dq_dim: int
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Statistics of every query row, and the dQ accumulator.
 
     Args:
         dout, out: (batch, seqlen_q, num_heads, head_dim), unit last stride. lse, dlse: (batch, num_heads, seqlen_q).
-        dq_dim: columns of the accumulator.
     Returns:
         stats: (batch * num_heads, 2, padded seqlen_q), fp32.
-        dq: (batch * num_heads, seqlen_q, dq_dim), fp32, zeros.
+        dq: (batch * num_heads, seqlen_q, head_dim), fp32, zeros.
     """
     batch, seqlen, num_heads, head_dim = out.shape
     num_blocks = triton.cdiv(seqlen, ROWS)
     stats = out.new_empty(batch * num_heads, 2, num_blocks * ROWS, dtype=torch.float32)
-    dq = out.new_empty(batch * num_heads, seqlen, dq_dim, dtype=torch.float32)
+    dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=torch.float32)
     has_dlse = dlse is not None
     dlse = lse if dlse is None else dlse
     _preprocess[(num_blocks * batch * num_heads,)](
         out, dout, lse, dlse, stats, dq, seqlen, num_blocks * ROWS, num_heads, num_blocks,
         *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
-        HEAD_DIM=head_dim, DQ_DIM=dq_dim, COLUMNS=triton.next_power_of_2(dq_dim), ROWS=ROWS, HAS_DLSE=has_dlse,
+        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=ROWS, HAS_DLSE=has_dlse,
     )  # fmt: skip
     return stats, dq
 
@@ -110,5 +103,5 @@ def postprocess(acc: torch.Tensor, dq: torch.Tensor, softmax_scale: float) -> No
     num_blocks = triton.cdiv(seqlen, ROWS)
     _postprocess[(num_blocks * batch * num_heads,)](
         acc, dq, softmax_scale, seqlen, num_heads, num_blocks, *dq.stride()[:3],
-        HEAD_DIM=head_dim, DQ_DIM=acc.shape[-1], COLUMNS=triton.next_power_of_2(acc.shape[-1]), ROWS=ROWS,
+        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=ROWS,
     )  # fmt: skip
