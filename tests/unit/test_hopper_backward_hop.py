@@ -1,6 +1,5 @@
 """How the Hopper backward hands a mask to its kernels, replayed on the host against the dense mask; no GPU."""
 
-import heapq
 import random
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from ringflash_kernels.hopper.backward import _blocks, _hop
-from ringflash_kernels.hopper.backward_order import SMS, STEPS_OF_A_TILE, Blocks, Works, balanced, first_blocks
+from ringflash_kernels.hopper.backward_order import Blocks, Works, balanced
 from ringflash_kernels.mask import Mask, Region
 
 
@@ -100,29 +99,3 @@ def test_fewer_sms_share_causal_work_evenly():
     slowest = torch.bincount(torch.arange(len(steps)) % num_ctas, weights=steps).max().item()
     assert 108 < num_ctas <= 124
     assert slowest < 1.15 * steps.sum().item() / 124
-
-
-@pytest.mark.parametrize("num_ctas", [7, 10**6])
-@pytest.mark.parametrize("together", [1, 2])
-def test_every_round_begins_at_a_block_of_the_tile(num_ctas, together):
-    start, stop = torch.tensor([0, 3, 3, 5, 9]), torch.tensor([9, 9, 7, 5, 10])  # the fourth sees nothing
-    table = first_blocks(Blocks(start, stop), Works(40, together, 128, 64), 3, num_ctas)
-    assert table.shape == (200, 3) and table.dtype == torch.int32
-    tile = torch.arange(200) % (5 * together) // together
-    assert (table >= start[tile, None]).all()
-    assert (table < stop[tile, None].clamp(min=start[tile, None] + 1)).all()
-
-
-def test_tiles_that_run_at_one_time_are_at_one_block():
-    """Keys of the first rank of four see 512 blocks or 256; tiles that began at their first would be anywhere."""
-    start = torch.cat([torch.arange(0, 256, 2), torch.full((768,), 256), torch.arange(256, 512, 2)])
-    stop = torch.full_like(start, 512)
-    table = first_blocks(Blocks(start, stop), Works(1, 1, 128, 64), 4, 10**6)
-    lengths, free, apart = stop - start, [0] * SMS, []
-    for index, length in enumerate(lengths.tolist()):  # once more, by hand: one CTA for each tile
-        time = heapq.heappop(free)
-        heapq.heappush(free, time + 4 * length + STEPS_OF_A_TILE)
-        if length == 256 and time % 512 >= 256:
-            apart.append(abs(table[index, 0].item() - time % 512))
-    assert len(apart) > 200 and max(apart) == 0
-    assert len(set(table[128:896, 0].tolist())) > 32  # they do not all begin at one

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ringflash_kernels.hopper.backward_keys import backward_keys
-from ringflash_kernels.hopper.backward_order import SMS, STEPS_OF_A_TILE, Blocks, Works, balanced, first_blocks
+from ringflash_kernels.hopper.backward_order import SMS, STEPS_OF_A_TILE, Blocks, Works, balanced
 from ringflash_kernels.hopper.backward_queries import backward_queries
 from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.backward_wide import backward_wide
@@ -66,6 +66,7 @@ class Backward:
         out = out if out.stride(-1) == 1 else out.contiguous()
         self.dq_apart = deterministic or self.tiles.wide
         self.stats, self.dq = preprocess(self.dout, out, lse, dlse)
+        self.clock = q.new_empty(1, dtype=torch.int32)
         self._views: dict[tuple[int, int], _Queries] = {}
 
     def add(
@@ -148,19 +149,9 @@ class Backward:
             mask._cache[key] = balanced(_blocks(hop, works), works, self.num_sms)
         return mask._cache[key]  # type: ignore[return-value]
 
-    def _begins(self, mask: Mask, hop: _Hop, works: Works, group: int, num_ctas: int) -> torch.Tensor | None:
-        """Where tiles begin, made once a mask; None where each may begin at its first block.
-
-        Packed documents bring another mask every step, and few of them are long.
-        """
-        if hop.has_bounds or hop.num_rows * self.q.shape[3] * 8 * group <= _L2_BYTES_OF_A_GROUP:
-            return None
-        key = ("begins", hop.q_start, hop.k_start, works, group, num_ctas, self.q.device)
-        if key not in mask._cache:
-            if self.q.is_cuda and torch.cuda.is_current_stream_capturing():
-                return None
-            mask._cache[key] = first_blocks(_blocks(hop, works), works, group, num_ctas).to(self.q.device)
-        return mask._cache[key]  # type: ignore[return-value]
+    def _in_step(self, hop: _Hop, group: int) -> bool:
+        """Whether it matters that CTAs are at the same query block; `deterministic` cannot have it."""
+        return not self.deterministic and hop.num_rows * self.q.shape[3] * 8 * group > _L2_BYTES_OF_A_GROUP
 
     def _add_keys(
         self,
@@ -180,14 +171,13 @@ class Backward:
         works = Works(num_groups, heads_together, tiles.block_n, 64)
         num_tiles = -(-hop.num_keys // works.tile)
         num_ctas = self._num_ctas(mask, hop, works)
-        begins = self._begins(mask, hop, works, group, num_ctas)
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [x[:, hop.k_start : hop.k_stop] for x in (k, v, dk, dv)]
         scalars = (
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             k.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            int(begins is not None), self.stats.view(torch.int32) if begins is None else begins,
+            int(self._in_step(hop, group)), self.clock,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
         loads = [_tiles(x, tiles.pieces) for x in keys[:2]]

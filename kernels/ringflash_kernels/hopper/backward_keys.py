@@ -10,7 +10,7 @@ instruction schedule (15% apart at head_dim 64). dQ leaves by TMA reduce-add, un
 permuted within 32 (see `_interleave`; the postprocess kernel undoes it).
 """
 
-from ringflash_kernels.hopper.backward_problem import Problem, slot_of
+from ringflash_kernels.hopper.backward_problem import NUMBER, Problem, receive_number, send_number, slot_of
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -48,6 +48,7 @@ class Shared:
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
+    begin: gl.shared_memory_descriptor
     SPLIT: gl.constexpr
     REST: gl.constexpr
     STAGES: gl.constexpr
@@ -75,6 +76,7 @@ class Shared:
         q_full,
         q_empty,
         ds_full,
+        begin,
         SPLIT,
         REST,
         STAGES,
@@ -99,6 +101,7 @@ class Shared:
         self.q_full = q_full
         self.q_empty = q_empty
         self.ds_full = ds_full
+        self.begin = begin
         self.SPLIT = gl.constexpr(SPLIT)
         self.REST = gl.constexpr(REST)
         self.STAGES = gl.constexpr(STAGES)
@@ -135,9 +138,14 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
             mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
             mbarrier.arrive(sm.q_full.index(slot), count=1)
             step += 1
+        block = start
         for g in range(problem.group):
             head = first_head + g
-            block = problem.first_block(index, g, start)
+            if start < stop:
+                block = problem.meeting_block(block, start, stop)
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                send_number(sm.begin.index(slot), block)
             for _ in range(start, stop):
                 row = block * 64
                 slot, parity = slot_of(step, sm.STAGES)
@@ -154,6 +162,7 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
                     tma_load(dout1_desc, [batch, head, row, C], full, sm.dout1.index(slot))
                 block = problem.next_block(block, start, stop)
                 step += 1
+                problem.tick(step)
 
 
 @gluon.jit
@@ -423,8 +432,10 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                 v = sm.v0.index(W).reshape([64, C])
             head_row = problem.dq_row(batch, first_head)
             dq_row = head_row + start * 64
-            for g in range(problem.group):
-                block = problem.first_block(index, g, start)
+            for _g in range(problem.group):
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_full.index(slot), parity)
+                block = receive_number(sm.begin.index(slot))
                 for _ in range(start, stop):
                     masked = (block < full_start) | (block >= full_stop)
                     dk0, dk1, dv0, dv1 = _step(
@@ -465,7 +476,7 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
     do_not_specialize=[
         "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
         "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
-        "stop_shift", "has_begins", "begin_ptr",
+        "stop_shift", "in_step", "clock_ptr",
     ]
 )  # fmt: skip
 def backward_keys(
@@ -501,8 +512,8 @@ def backward_keys(
     split,
     second_shift,
     stop_shift,
-    has_begins,
-    begin_ptr,
+    in_step,
+    clock_ptr,
     scale_log2,
     softmax_scale,
     SPLIT: gl.constexpr,
@@ -530,6 +541,7 @@ def backward_keys(
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+    begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
     q0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout)
@@ -566,6 +578,7 @@ def backward_keys(
         q_full,
         q_empty,
         ds_full,
+        begin,
         SPLIT,
         REST,
         STAGES,
@@ -589,8 +602,8 @@ def backward_keys(
         split,
         second_shift,
         stop_shift,
-        has_begins,
-        begin_ptr,
+        in_step,
+        clock_ptr,
         first_ptr,
         stop_ptr,
         scale_log2,

@@ -1,15 +1,7 @@
-"""In which order the tiles of a backward launch meet the query blocks, worked out on the host once a mask.
-
-Every tile of keys walks all the query blocks that see it, and any order of them is right. What is not free is where
-they come from: if the CTAs that run at one time are at the same block, its Q, dO and dQ move once and wait in L2 for
-all of them; if each is somewhere else, they are fetched again and again. A CTA that takes a new tile therefore begins
-where the others are, and goes round.
-"""
+"""How a backward launch shares its tiles among CTAs, worked out on the host."""
 
 from __future__ import annotations
 
-import heapq
-from itertools import cycle, islice
 from typing import NamedTuple
 
 import torch
@@ -57,39 +49,3 @@ def balanced(blocks: Blocks, works: Works, num_sms: int) -> int:
     order = torch.arange(len(steps))
     candidates = range(num_sms, num_sms - max(1, num_sms // 8), -1)
     return min(candidates, key=lambda n: torch.bincount(order % n, weights=steps).max().item())
-
-
-def first_blocks(blocks: Blocks, works: Works, group: int, num_ctas: int) -> torch.Tensor:
-    """Where each tile begins its round over the query blocks of each head: (tiles of the launch, group), int32.
-
-    Plays the launch through, a block a step, beside a clock that goes round all the blocks: a tile begins each head
-    where the clock stands then or, if it does not see that block, at its own first one or where it just was.
-
-    Args:
-        group: query heads that a tile walks, one after another.
-        num_ctas: of the grid. Fewer than there are tiles: CTA i takes the tiles i, i + num_ctas, ...; otherwise
-            one each, on the SM that is free first.
-    """
-    num_blocks = max(int(blocks.stop.max()), 1)
-    num_works = len(blocks.start) * works.num_heads
-    strided = num_ctas < num_works
-    free = [0] * (num_ctas if strided else SMS)
-    begins: list[int] = []
-    for index, (start, stop) in enumerate(islice(_in_order(blocks, works), num_works)):
-        time = free[index % num_ctas] if strided else heapq.heappop(free)
-        block = start
-        for _ in range(group):
-            block = time % num_blocks if start <= time % num_blocks < stop else block
-            begins.append(block)
-            time += max(stop - start, 0)
-        if strided:
-            free[index % num_ctas] = time + STEPS_OF_A_TILE
-        else:
-            heapq.heappush(free, time + STEPS_OF_A_TILE)
-    return torch.tensor(begins, dtype=torch.int32).view(num_works, group)
-
-
-def _in_order(blocks: Blocks, works: Works) -> cycle[tuple[int, int]]:
-    """Start and stop of each tile as `Problem.work` orders them, over and over."""
-    pairs = zip(blocks.start.tolist(), blocks.stop.tolist(), strict=True)
-    return cycle([pair for pair in pairs for _ in range(works.heads_together)])

@@ -8,6 +8,9 @@ bound the query blocks to visit and the blocks that need no mask.
 
 from ringflash_kernels.hopper.compat import aggregate, gl, gluon
 
+_SMS = gl.constexpr(132)
+_TICK = gl.constexpr(16)
+
 
 @gluon.jit
 def slot_of(step, STAGES: gl.constexpr):
@@ -19,6 +22,21 @@ def slot_of(step, STAGES: gl.constexpr):
     if STAGES == 4:
         return step & 3, (step >> 2) & 1
     return step % STAGES, (step // STAGES) & 1
+
+
+NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of one int32 in shared memory
+
+
+@gluon.jit
+def send_number(place, number):
+    """By a warp; whoever waits for a barrier at which it arrives next can read it."""
+    place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def receive_number(place):
+    """By four warps."""
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @aggregate
@@ -34,8 +52,7 @@ class Problem:
         first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle ...
         split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
         first_ptr, stop_ptr: instead of the shifts when BOUNDS: (num_keys,), int32.
-        begin_ptr: query block at which a tile begins its round over those of a head, (num_works, group), int32; read
-            only if has_begins, else the first that it sees.
+        in_step, clock_ptr: see `meeting_block`; clock_ptr: one int32 of any value.
     """
 
     min_row: gl.tensor
@@ -53,8 +70,8 @@ class Problem:
     split: gl.tensor
     second_shift: gl.tensor
     stop_shift: gl.tensor
-    has_begins: gl.tensor
-    begin_ptr: gl.tensor
+    in_step: gl.tensor
+    clock_ptr: gl.tensor
     first_ptr: gl.tensor
     stop_ptr: gl.tensor
     scale_log2: gl.tensor
@@ -81,8 +98,8 @@ class Problem:
         split,
         second_shift,
         stop_shift,
-        has_begins,
-        begin_ptr,
+        in_step,
+        clock_ptr,
         first_ptr,
         stop_ptr,
         scale_log2,
@@ -106,8 +123,8 @@ class Problem:
         self.split = split
         self.second_shift = second_shift
         self.stop_shift = stop_shift
-        self.has_begins = has_begins
-        self.begin_ptr = begin_ptr
+        self.in_step = in_step
+        self.clock_ptr = clock_ptr
         self.first_ptr = first_ptr
         self.stop_ptr = stop_ptr
         self.scale_log2 = scale_log2
@@ -174,9 +191,26 @@ class Problem:
         return start, stop, gl.cdiv(full_start_row, self.BLOCK_M), full_stop_row // self.BLOCK_M
 
     @gluon.jit
-    def first_block(self, index, head, start):
-        """Where a tile begins its round over the query blocks of a head of its group."""
-        return gl.load(self.begin_ptr + index * self.group + head, mask=self.has_begins != 0, other=start)
+    def tick(self, step):
+        """Count the producer's steps, those of all CTAs together."""
+        if (self.in_step != 0) & (step % _TICK == 0):
+            gl.atomic_add(self.clock_ptr, _TICK)
+
+    @gluon.jit
+    def meeting_block(self, block, start, stop):
+        """Where a round over the query blocks [start, stop) of a head begins: where most CTAs are, or at `block`.
+
+        Any order of the blocks is right. But if the CTAs that run at one time are at the same block, its Q, dO and dQ
+        move once and wait in L2 for all of them; if each is somewhere else, they are fetched again and again. The
+        clock that all go by is the mean of their steps.
+        """
+        if self.in_step != 0:
+            # Not an atomic: its way to all threads of the warp made ptxas spill in the other warps.
+            steps = gl.load(self.clock_ptr, volatile=True).to(gl.uint32, bitcast=True)
+            running = gl.minimum(gl.num_programs(0), _SMS).to(gl.uint32)
+            now = (steps // running % gl.cdiv(self.num_rows, self.BLOCK_M).to(gl.uint32)).to(gl.int32)
+            block = gl.where((start <= now) & (now < stop), now, block)
+        return block
 
     @gluon.jit
     def next_block(self, block, start, stop):

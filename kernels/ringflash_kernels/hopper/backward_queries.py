@@ -465,7 +465,7 @@ def backward_queries(
         num_rows,
         stop_shift,
         gl.to_tensor(0),
-        first_ptr,  # not read
+        first_ptr,  # no clock
         first_ptr,
         stop_ptr,
         scale_log2,

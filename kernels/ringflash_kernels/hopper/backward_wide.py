@@ -10,7 +10,7 @@ A consumer reads K or V alone, and stages dV or dK in its buffer. dQ is left to 
 a whole block of it here, for half the products of `backward_keys`.
 """
 
-from ringflash_kernels.hopper.backward_problem import Problem, slot_of
+from ringflash_kernels.hopper.backward_problem import NUMBER, Problem, receive_number, send_number, slot_of
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -48,6 +48,7 @@ class WideShared:
     dout_empty: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
     p_empty: gl.shared_memory_descriptor
+    begin: gl.shared_memory_descriptor
     SPLIT: gl.constexpr
     REST: gl.constexpr
     STAGES: gl.constexpr
@@ -75,6 +76,7 @@ class WideShared:
         dout_empty,
         p_full,
         p_empty,
+        begin,
         SPLIT,
         REST,
         STAGES,
@@ -99,6 +101,7 @@ class WideShared:
         self.dout_empty = dout_empty
         self.p_full = p_full
         self.p_empty = p_empty
+        self.begin = begin
         self.SPLIT = gl.constexpr(SPLIT)
         self.REST = gl.constexpr(REST)
         self.STAGES = gl.constexpr(STAGES)
@@ -125,9 +128,14 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
         tma_load(v0_desc, [batch, kv_head, key, 0], kv_full, sm.v0)
         tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
         round += 1
+        block = start
         for g in range(problem.group):
             head = first_head + g
-            block = problem.first_block(index, g, start)
+            if start < stop:
+                block = problem.meeting_block(block, start, stop)
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                send_number(sm.begin.index(slot), block)
             for _ in range(start, stop):
                 row = block * 64
                 slot, parity = slot_of(step, sm.STAGES)
@@ -145,6 +153,7 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
                 tma_load(dout1_desc, [batch, head, row, C], dout_full, sm.dout1.index(slot))
                 block = problem.next_block(block, start, stop)
                 step += 1
+                problem.tick(step)
 
 
 @gluon.jit
@@ -289,13 +298,16 @@ def _consume_scores(sm, problem, dv_desc):
         dv1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         mbarrier.wait(sm.kv_full.index(0), round & 1)
         k = _kept(sm, sm.k0)
-        for g in range(problem.group):
-            block = problem.first_block(index, g, start)
-            for _ in range(start, stop):
-                masked = (block < full_start) | (block >= full_stop)
-                dv0, dv1 = _score_step(sm, problem, k, dv0, dv1, step, block, key, masked)
-                block = problem.next_block(block, start, stop)
-                step += 1
+        if start < stop:
+            for _g in range(problem.group):
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_full.index(slot), parity)
+                block = receive_number(sm.begin.index(slot))
+                for _ in range(start, stop):
+                    masked = (block < full_start) | (block >= full_stop)
+                    dv0, dv1 = _score_step(sm, problem, k, dv0, dv1, step, block, key, masked)
+                    block = problem.next_block(block, start, stop)
+                    step += 1
         if (not sm.ACCUMULATE) | (start < stop):
             _write_wide(sm, dv_desc, dv0, dv1, batch, key, kv_head, 0)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
@@ -316,12 +328,9 @@ def _consume_gradients(sm, problem, dk_desc):
         dk1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         mbarrier.wait(sm.kv_full.index(0), round & 1)
         v = _kept(sm, sm.v0)
-        for g in range(problem.group):
-            block = problem.first_block(index, g, start)
-            for _ in range(start, stop):
-                dk0, dk1 = _gradient_step(sm, v, dk0, dk1, step)
-                block = problem.next_block(block, start, stop)
-                step += 1
+        for _ in range(problem.group * (stop - start)):
+            dk0, dk1 = _gradient_step(sm, v, dk0, dk1, step)
+            step += 1
         if (not sm.ACCUMULATE) | (start < stop):
             _write_wide(sm, dk_desc, dk0 * problem.softmax_scale, dk1 * problem.softmax_scale, batch, key, kv_head, 1)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
@@ -332,7 +341,7 @@ def _consume_gradients(sm, problem, dk_desc):
     do_not_specialize=[
         "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
         "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
-        "stop_shift", "has_begins", "begin_ptr",
+        "stop_shift", "in_step", "clock_ptr",
     ]
 )  # fmt: skip
 def backward_wide(
@@ -364,8 +373,8 @@ def backward_wide(
     split,
     second_shift,
     stop_shift,
-    has_begins,
-    begin_ptr,
+    in_step,
+    clock_ptr,
     scale_log2,
     softmax_scale,
     SPLIT: gl.constexpr,
@@ -399,6 +408,7 @@ def backward_wide(
         mbarrier.init(dout_empty.index(i), count=2)
     mbarrier.init(p_full.index(0), count=1)
     mbarrier.init(p_empty.index(0), count=1)
+    begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
     p = gl.allocate_shared_memory(dtype, [64, 64], s_layout)
     sm = WideShared(
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout),
@@ -419,6 +429,7 @@ def backward_wide(
         dout_empty,
         p_full,
         p_empty,
+        begin,
         SPLIT,
         REST,
         STAGES,
@@ -441,8 +452,8 @@ def backward_wide(
         split,
         second_shift,
         stop_shift,
-        has_begins,
-        begin_ptr,
+        in_step,
+        clock_ptr,
         first_ptr,
         stop_ptr,
         scale_log2,
