@@ -276,7 +276,7 @@ def line(result: dict) -> str:
 
 
 def main() -> None:
-    """Print the table as it grows; write JSON at the end."""
+    """Print and write the table as it grows: a run that is cut short keeps what it has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows whose name contains this")
     parser.add_argument("--passes", default="forward,backward", help="comma separated")
@@ -297,8 +297,8 @@ def main() -> None:
             if result is not None:
                 print(line(result), flush=True)
                 results.append(result)
-    if options.json:
-        options.json.write_text(json.dumps({"environment": about, "results": results}, indent=1))
+        if options.json:
+            options.json.write_text(json.dumps({"environment": about, "results": results}, indent=1))
 
 
 if __name__ == "__main__":
