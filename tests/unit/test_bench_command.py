@@ -26,9 +26,9 @@ def write(path: Path, **figures: dict[str, float]) -> Path:
 def test_committed_results_are_read() -> None:
     environment, rows = read_results(COMMITTED)
     assert "H200" in environment.get("device", environment.get("gpu", "")) and len(rows) > 20
-    first = rows[0]
-    assert first.name == "hd128 2k x 8, 16/16, causal, forward" and first.peer == "flash-attn-4"
-    assert first.ratio == pytest.approx(493.218 / 476.772)
+    first, written = rows[0], json.loads(COMMITTED.read_text())["results"][0]
+    assert first.name == f"{written['row']}, {written['pass']}" and first.peer == "flash-attn-4"
+    assert first.ratio == pytest.approx(written["tflops"]["ringflash"] / written["tflops"]["flash-attn-4"])
 
 
 def test_rows_compare_over_the_same_peer_where_there_is_one(tmp_path: Path) -> None:
