@@ -35,9 +35,8 @@ KNOWN_SPILLS = {
     "backward_keys hd128 bfloat16 band store": 4,
     "backward_keys hd128 bfloat16 band store fp32 out": 4,
     "backward_keys hd128 bfloat16 band deterministic": 2,
-    "backward_keys hd128 bfloat16 bounds": 8,
-    "backward_keys hd128 bfloat16 bounds store": 5,
-    "backward_keys hd128 bfloat16 bounds deterministic": 5,
+    "backward_keys hd128 bfloat16 bounds": 4,
+    "backward_keys hd128 bfloat16 bounds store": 4,
     "backward_keys hd128 float16 band": 4,
 }
 

@@ -220,7 +220,7 @@ def _dq_staging(sm, W: gl.constexpr):
 
 
 @gluon.jit
-def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, masked, dq_row, W: gl.constexpr):
+def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W: gl.constexpr):
     """One block of queries: P, dV, dS, dK of this block, dQ of the one before, at `dq_row`."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -257,9 +257,12 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, mask
     lse = stats.slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(2 if R else 1, deps=(s,))
     if masked:  # a second, masked loop would make ptxas spill in the first
-        keys = key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
         rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
-        s = gl.where(problem.visible(keys, rows), s, float("-inf"))
+        if problem.BOUNDS:
+            inside = problem.within(rows, seen[0], seen[1])
+        else:
+            inside = problem.visible(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)), rows)
+        s = gl.where(inside, s, float("-inf"))
     p = gl.exp2(s * problem.scale_log2 - lse)
     p_bits = p.to(dtype)
     p0 = gl.convert_layout(p_bits, operand)
@@ -430,6 +433,10 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
             else:
                 k = sm.k0.index(W).reshape([64, C])
                 v = sm.v0.index(W).reshape([64, C])
+            if problem.BOUNDS:  # read once a tile: in the loop the addresses would take more registers
+                seen = problem.rows_seeing(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)))
+            else:
+                seen = (0, 0)
             head_row = problem.dq_row(batch, first_head)
             dq_row = head_row + start * 64
             for _g in range(problem.group):
@@ -439,7 +446,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                 for _ in range(start, stop):
                     masked = (block < full_start) | (block >= full_stop)
                     dk0, dk1, dv0, dv1 = _step(
-                        sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, masked, dq_row, W
+                        sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W
                     )
                     step += 1
                     dq_row = head_row + block * 64
