@@ -73,7 +73,8 @@ def ring_attention(
     signature = _signature(q, k, cu_seqlens, options, grad_flags, return_lse) if error is None else {}
     agreement.agree(group, signature, error)
     assert plan is not None
-    return plan.open(group).forward(q, k, v)
+    with torch.autocast(q.device.type, enabled=False):  # eager products of an implementation are in the dtype it chose
+        return plan.open(group).forward(q, k, v)
 
 
 @ring_attention.register_fake
@@ -109,7 +110,8 @@ def ring_attention_backward(
     )
     q, k, v, dout = (_addressable(x) for x in (q, k, v, dout))
     plan = _plan(q, k, v, cu_seqlens, options, 0)
-    return plan.open(_group(group_name)).backward(dout, dlse, q, k, v, out, lse)
+    with torch.autocast(q.device.type, enabled=False):
+        return plan.open(_group(group_name)).backward(dout, dlse, q, k, v, out, lse)
 
 
 @ring_attention_backward.register_fake
