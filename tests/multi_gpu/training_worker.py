@@ -46,6 +46,7 @@ from tests.recipes.strategy_worker import Recorder, trainer_with
 
 CLIPPING, LEARNING_RATE, SEED = 0.05, 1.0, 3
 DTYPES = {"64-true": torch.float64, "bf16-mixed": torch.bfloat16}
+GRACE_S = 8.0  # for the other ranks, after one has failed
 STEPS = 3  # of the runs that are compared with each other
 
 Found = dict[str, Any]
@@ -57,14 +58,14 @@ class Task(NamedTuple):
     Args:
         job: one of JOBS.
         impl: kernel of attention in low precision; in fp32 it is what "auto" takes.
-        limit_s: after which a rank prints its stacks and ends.
+        stacks_at: the time (of time.time()) at which a rank that is still at work prints where.
     """
 
     job: str
     out: str
     device_type: str
     impl: str
-    limit_s: float
+    stacks_at: float
 
     @property
     def device(self) -> torch.device:
@@ -398,9 +399,27 @@ def attempt(task: Task, part: Callable[[], Found]) -> Found:
     return {**found, "kernels": sorted(used), "transports": opened, "seconds": time.monotonic() - start}
 
 
+def write(found: dict[str, Found], file: Path) -> None:
+    """In one go, for those that read meanwhile."""
+    partial_file = file.with_suffix(".partial")
+    partial_file.write_text(json.dumps(found))
+    partial_file.replace(file)
+
+
+def all_have_ended(task: Task, name: str) -> bool:
+    """Whether every rank comes to the end of a part soon."""
+    files = [Path(task.out, f"{rank}.json") for rank in range(dist_size())]
+    deadline = time.monotonic() + GRACE_S
+    while time.monotonic() < deadline:
+        if all(file.exists() and name in json.loads(file.read_text()) for file in files):
+            return True
+        time.sleep(0.2)
+    return False
+
+
 def main(task: Task) -> None:
     """All parts of the job, one after the other."""
-    faulthandler.dump_traceback_later(task.limit_s, exit=True)
+    faulthandler.dump_traceback_later(max(1.0, task.stacks_at - time.time()))
     sys.path.insert(0, task.out)
     if task.on_gpus and task.job != "deepspeed":  # which is to choose by itself
         torch.cuda.set_device(task.device)
@@ -409,7 +428,9 @@ def main(task: Task) -> None:
         found[name] = attempt(task, part)
         seconds, error = found[name]["seconds"], found[name].get("error", "")
         print(f"rank {os.environ['RANK']} {task.job} {name}: {seconds:.1f} s {error}", flush=True)
-        Path(task.out, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+        write(found, Path(task.out, f"{os.environ['RANK']}.json"))
+        if error and not all_have_ended(task, name):
+            sys.exit(f"rank {os.environ['RANK']} failed in {name}, and the others did not: they may wait for it")
     faulthandler.cancel_dump_traceback_later()
     if dist.is_initialized() and not any("error" in part for part in found.values()):
         dist.barrier()
