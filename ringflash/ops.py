@@ -9,6 +9,7 @@ attention, and never runs the forward ring again.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from weakref import ref
 
@@ -73,7 +74,8 @@ def ring_attention(
     signature = _signature(q, k, cu_seqlens, options, grad_flags, return_lse) if error is None else {}
     agreement.agree(group, signature, error)
     assert plan is not None
-    return plan.open(group).forward(q, k, v)
+    with _no_autocast(q.device.type):
+        return plan.open(group).forward(q, k, v)
 
 
 @ring_attention.register_fake
@@ -109,12 +111,18 @@ def ring_attention_backward(
     )
     q, k, v, dout = (_addressable(x) for x in (q, k, v, dout))
     plan = _plan(q, k, v, cu_seqlens, options, 0)
-    return plan.open(_group(group_name)).backward(dout, dlse, q, k, v, out, lse)
+    with _no_autocast(q.device.type):
+        return plan.open(_group(group_name)).backward(dout, dlse, q, k, v, out, lse)
 
 
 @ring_attention_backward.register_fake
 def _(dout, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _no_autocast(device_type: str) -> AbstractContextManager[None]:
+    """Eager products of an implementation are in the dtype that it chose."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

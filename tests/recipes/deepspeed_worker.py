@@ -28,14 +28,12 @@ from ringflash.lightning import CausalLM, TextData
 from ringflash.lightning.module import build_model
 from ringflash.lightning.text import PackedSequence, PackedText, is_held_out, text_files
 from ringflash.mesh import CONTEXT_AXIS, DATA_AXIS
-from tests.helpers.tolerance import ratios
+from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.recipes.launching import ROOT
 from tests.recipes.strategy_worker import CONFIG
 
 SEQLEN, STEPS, CLIPPING, LEARNING_RATE = 48, 2, 0.05, 1.0
 CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-
-Tensors = dict[str, torch.Tensor]
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -81,40 +79,41 @@ def _whole(p: nn.Parameter) -> torch.Tensor:
     return p if found is None else found
 
 
-def reference(folder: str, dp_size: int, dtype: torch.dtype) -> dict[str, Tensors]:
+def reference(folder: str, dp_size: int, dtype: torch.dtype) -> Step:
     """Gradients and, after a clipped step of SGD, weights of the mean over the data ranks' first sequences."""
-    model = build_model(CONFIG, None, 0).to(dtype)
-    for sample in islice(samples(folder, 0, 1), dp_size):
-        batch = huggingface.prepare_batch(sample["input_ids"], group=None, cu_seqlens=sample["cu_seqlens"])
-        (model(**batch) / dp_size).backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
-    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-    return {"gradient": grads, "weight": {n.removeprefix("model."): p.detach() for n, p in model.named_parameters()}}
+    batches = (
+        huggingface.prepare_batch(sample["input_ids"], group=None, cu_seqlens=sample["cu_seqlens"])
+        for sample in islice(samples(folder, 0, 1), dp_size)
+    )
+    step = one_process(
+        build_model(CONFIG, None, 0), lambda model, batch: model(**batch), list(batches), dtype,
+        clipping=CLIPPING, learning_rate=LEARNING_RATE,
+    )  # fmt: skip
+    weight = {name.removeprefix("model."): x for name, x in step["weight"].items()}
+    return {"gradient": step["gradient"], "weight": weight}
 
 
-def one_step(name: str, folder: str, mesh: DeviceMesh, loss_scale: float = 1.0) -> dict[str, Tensors]:
+def one_step(name: str, folder: str, mesh: DeviceMesh, loss_scale: float = 1.0) -> Step:
     """The same through DeepSpeed, on data x context ranks."""
     model = build_model(CONFIG, mesh[CONTEXT_AXIS].get_group(), 0)
+    return engine_step(model, config_of(name), next(batches(folder, mesh)), loss_scale)
+
+
+def engine_step(model: nn.Module, config: dict[str, Any], batch: dict[str, Any], loss_scale: float = 1.0) -> Step:
+    """Gradients and weights of a clipped step of SGD on an engine of `ringflash.deepspeed`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    config = {**config_of(name), "gradient_clipping": CLIPPING}
+    config = {**config, "gradient_clipping": CLIPPING}
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
-    engine.backward(engine(**next(batches(folder, mesh))) * loss_scale)
+    batch = {key: x.to(engine.device) if isinstance(x, torch.Tensor) else x for key, x in batch.items()}
+    engine.backward(engine(**batch) * loss_scale)
     found = {"gradient": gradients(engine.module)}
     engine.step()
     return {**found, "weight": weights(engine.module)}
 
 
-def spent(got: dict[str, Tensors], want: dict[str, Tensors], baseline: dict[str, Tensors]) -> dict[str, float]:
+def spent(got: Step, want: Step, baseline: Step) -> dict[str, float]:
     """Largest part of its budget that a parameter spends, at the maximum or in the mean."""
-    return {
-        key: max(
-            max(ratio.maximum, ratio.mean)
-            for name in want[key]
-            for ratio in ratios(name, *(x[key][name].reshape(1, -1) for x in (got, want, baseline)))
-        )
-        for key in want
-    }
+    return {key: part for key, (part, _) in worst(got, want, baseline).items()}
 
 
 class Recorder(lightning.Callback):

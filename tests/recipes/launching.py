@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 import torch
@@ -52,42 +53,69 @@ def interrupt(command: Sequence[str | Path], *, after: str, timeout_s: float = 1
     return output
 
 
-def run_ranks(module: str, *arguments: str | Path, num_ranks: int, timeout_s: float = 150.0, **environment: str) -> str:
-    """As `run` of `torchrun --nproc_per_node <num_ranks> -m <module> <arguments>`, with the imports already done.
+class Ranks:
+    """`torchrun --nproc_per_node <num_ranks> -m <module> <arguments>`, started at once, without the launcher.
 
-    The ranks are forked (tests/helpers/forked.py) and have the variables that torchrun would set.
+    The ranks have the variables that torchrun would set.
 
-    Raises:
-        AssertionError: a rank failed, which ends the others, or no end in time; with the output.
+    Args:
+        processes: how they begin; default forked with the imports already done (tests/helpers/forked.py), on the CPU.
+        environment: variables beside the caller's.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here, as in torchrun
-    rendezvous = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0",
-        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "output")
-        output.touch()
+
+    def __init__(
+        self, module: str, *arguments: str | Path, num_ranks: int, processes: BaseContext | None = None,
+        **environment: str,
+    ) -> None:  # fmt: skip
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here, as in torchrun
+        self._folder = tempfile.TemporaryDirectory()
+        self._output = Path(self._folder.name, "output")
+        self._output.touch()
+        rendezvous = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0",
+            "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+        }  # fmt: skip
         variables = _environment({**rendezvous, **environment})
         places = ({**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks))
         argv = [module, *map(str, arguments)]
-        ranks = [forked().Process(target=_be_rank, args=(output, argv, place)) for place in places]
+        processes = processes or forked()
+        self._ranks = [processes.Process(target=_be_rank, args=(self._output, argv, place)) for place in places]  # type: ignore[attr-defined]
         try:
-            for rank in ranks:
+            for rank in self._ranks:
                 rank.start()
-            left, deadline = {rank.sentinel: rank for rank in ranks}, time.monotonic() + timeout_s
-            while left and not any(rank.exitcode for rank in ranks) and time.monotonic() < deadline:
+        except BaseException:
+            self.close()
+            raise
+
+    def finish(self, timeout_s: float) -> str:
+        """What they printed.
+
+        Raises:
+            AssertionError: a rank failed, which ends the others, or no end in time; with the output.
+        """
+        try:
+            left, deadline = {rank.sentinel: rank for rank in self._ranks}, time.monotonic() + timeout_s
+            while left and not any(rank.exitcode for rank in self._ranks) and time.monotonic() < deadline:
                 for sentinel in wait(list(left), max(0.0, deadline - time.monotonic())):
                     left.pop(sentinel).join()  # type: ignore[call-overload]
         finally:  # one failed, or time is up
-            for rank in ranks:
-                if rank.is_alive():
-                    rank.kill()
-                    rank.join()
-        statuses, printed = [rank.exitcode for rank in ranks], output.read_text()
-    assert not any(statuses), f"exit statuses {statuses}:\n{printed[-8000:]}"
-    return printed
+            self.close()
+        statuses, printed = [rank.exitcode for rank in self._ranks], self._output.read_text(errors="replace")
+        assert not any(statuses), f"exit statuses {statuses}:\n{printed[-8000:]}"
+        return printed
+
+    def close(self) -> None:
+        """End what still runs."""
+        for rank in self._ranks:
+            if rank.is_alive():
+                rank.kill()
+                rank.join()
+
+
+def run_ranks(module: str, *arguments: str | Path, num_ranks: int, timeout_s: float = 150.0, **environment: str) -> str:
+    """What `Ranks` print until they end."""
+    return Ranks(module, *arguments, num_ranks=num_ranks, **environment).finish(timeout_s)
 
 
 def train(recipe: str | Path, *arguments: str | Path, num_ranks: int, **environment: str) -> str:

@@ -70,11 +70,11 @@ def fit(module: CausalLM, folder: str, **options: Any) -> tuple[Recorder, lightn
 
 def trainer_with(**options: Any) -> lightning.Trainer:
     """A trainer on data x context ranks that writes and prints nothing."""
-    options = {"strategy": ContextParallelStrategy(context_parallel_size=CP_SIZE), **options}
+    strategy = ContextParallelStrategy(context_parallel_size=CP_SIZE)
+    options = {"strategy": strategy, "accelerator": "cpu", "max_steps": STEPS, **options}
     return lightning.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_steps=STEPS, logger=False, log_every_n_steps=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **options,
+        devices=int(os.environ["WORLD_SIZE"]), logger=False, log_every_n_steps=1, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **options,
     )  # fmt: skip
 
 

@@ -95,6 +95,19 @@ def test_checkpointing_that_keeps_attention_runs_it_once() -> None:
     assert_close(got, want)
 
 
+def test_autocast_does_not_reach_into_an_implementation() -> None:
+    """It would round what is summed in fp32: eager products of upcast tensors are autocast like any others."""
+    inputs = [x.to(torch.bfloat16) for x in draw(requires_grad=False)]
+
+    def run(autocast: bool) -> list[torch.Tensor]:
+        q, k, v = (x.clone().requires_grad_() for x in inputs)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out, lse = ringflash.ring_attention(q, k, v, group=None, return_lse=True)
+            return [out, lse, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
 def test_lse_is_returned_only_on_request() -> None:
     q, k, v = draw()
     out = ringflash.ring_attention(q, k, v, group=None)
