@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ringflash.agreement import agree
 from ringflash.api import ring_attention
+from ringflash.autocast import autocast
 from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.options import Options
 
@@ -118,7 +119,7 @@ class Interception(TorchFunctionMode):
     ) -> Tensor:
         """torch.nn.functional.scaled_dot_product_attention, over the whole sequence."""
         self._check(query, key, value, attn_mask, dropout_p, enable_gqa)
-        query, key, value = (_autocast(x) for x in (query, key, value))
+        query, key, value = (autocast(x) for x in (query, key, value))
         q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
         self.calls.note(self.layer, q, k, v)
         if self.calls.whole:
@@ -179,14 +180,6 @@ def _kind(func: Any) -> str | None:
     if name == _RING:
         return "ring"
     return name if any(part in name for part in _ATTENTION) else None
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """x in the dtype that autocast gives torch's own attention."""
-    device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
 
 
 def _recomputation() -> tuple[bool, Callable[..., Any] | None] | None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ringflash.api import ring_attention
+from ringflash.autocast import autocast
 from ringflash.group import Group, resolve
 from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.options import NAME, Options, check_lone_process
@@ -143,6 +144,8 @@ def _attention(
         check_together(options, query, attention_mask, kwargs.get("position_ids"), cu_seqlens, error)
     elif error is not None:
         raise error
+    # Under autocast rotary embeddings leave q and k in fp32 beside v.
+    query, key, value = (autocast(x) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
     out = ring_attention(
         q, k, v, group=options.group, causal=causal, softmax_scale=scaling,

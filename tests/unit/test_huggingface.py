@@ -36,6 +36,22 @@ def test_logits_and_gradients_equal_dense(name: str) -> None:
         assert_equal(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_over_fp32_parameters(name: str) -> None:
+    """As transformers' Trainer has it with bf16=True: no further from fp64 than twice what dense attention is."""
+    ids = tokens(2)
+    batch = huggingface.prepare_batch(ids, group=None)
+    exact = build(name, "sdpa")(ids, use_cache=False).logits
+    ring, dense = build(name).float(), build(name, "sdpa").float()
+    huggingface.set_group(ring, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = ring(**batch).logits, dense(ids, use_cache=False).logits
+    assert got.dtype == want.dtype
+    far, near = ((x.double() - exact).abs() for x in (got, want))
+    limit = torch.finfo(torch.bfloat16).eps * exact.abs().max()
+    assert far.max() <= 2 * near.max() + limit and far.mean() <= 2 * near.mean() + limit
+
+
 @pytest.mark.parametrize("positions", ["global", "document"])
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_equal_dense_one_by_one(name: str, positions: str) -> None:
