@@ -37,6 +37,7 @@ KNOWN_SPILLS = {
     "backward_keys hd128 bfloat16 band deterministic": 2,
     "backward_keys hd128 bfloat16 bounds": 4,
     "backward_keys hd128 bfloat16 bounds store": 4,
+    "backward_keys hd128 bfloat16 bounds deterministic": 2,
     "backward_keys hd128 float16 band": 4,
 }
 
