@@ -10,6 +10,7 @@ arXiv:2310.01889; zigzag order as in Zhu's ring-flash-attention.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -61,12 +62,7 @@ class Ring:
         with watching(self.transport, "forward", q.device) as call:
             with waiting(q.device):
                 exchange = Exchange(self.transport, hops, k, v)
-            for index, hop in enumerate(hops):
-                with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
-                    keys, values = exchange.arrive(index)
-                if hop.source is None:
-                    continue
-                _mark(call, hop)
+            for _, hop, keys, values in self._arrivals(exchange, call, q.device):
                 target = out if hop.step == computed[-1] else carried
                 acc = None if hop.step == computed[0] else carried
                 with record_function(f"ringflash::forward_step{hop.step}"):
@@ -108,18 +104,24 @@ class Ring:
         with watching(self.transport, "backward", q.device) as call:
             with waiting(q.device):
                 exchange = GradientExchange(self.transport, hops, k, v)
-            for index, hop in enumerate(hops):
-                with record_function(f"ringflash::arrive_step{hop.step}"), waiting(q.device):
-                    keys, values = exchange.arrive(index)
-                if hop.source is None:
-                    continue
-                _mark(call, hop)
+            for index, hop, keys, values in self._arrivals(exchange, call, q.device):
                 with record_function(f"ringflash::backward_step{hop.step}"):
                     gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
             with waiting(q.device):
                 dk, dv = exchange.finish_gradients()
             call.mark("for the last gradients")
         return gradients.finish(), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+
+    def _arrivals(
+        self, exchange: Exchange, call: Call | Unwatched, device: torch.device
+    ) -> Iterator[tuple[int, Hop, torch.Tensor, torch.Tensor]]:
+        """The hops with something to compute, by index, each when its K and V are there."""
+        for index, hop in enumerate(self.schedule.hops):
+            with record_function(f"ringflash::arrive_step{hop.step}"), waiting(device):
+                keys, values = exchange.arrive(index)
+            if hop.source is not None:
+                _mark(call, hop)
+                yield index, hop, keys, values
 
     def _kernel_options(self, device: torch.device) -> dict[str, int]:
         """The SMs a forward kernel may use, where it shares them with messages."""
