@@ -15,7 +15,7 @@ IDLE = "idle"
 # The first pattern in a name is its kind.
 _KINDS = {
     "communication": re.compile(rf"nccl|{MESSAGE}|{WAIT}"),
-    "attention": re.compile(r"^forward_kernel|^backward_|^_(preprocess|postprocess|collect)$|flash_(fwd|bwd)"),
+    "attention": re.compile(r"^forward_kernel|^backward_|^_(preprocess|postprocess|publish|collect)$|flash_(fwd|bwd)"),
     "linear": re.compile(r"nvjet|gemm|gemv|cutlass|cublas|splitK", re.IGNORECASE),
     "host copies": re.compile(r"Memcpy (DtoH|HtoD)"),
 }

@@ -8,7 +8,7 @@
 
 A section is some KV heads with the query heads that share them. All the keys that a rank sees lie before the kernel
 in the order of their positions, so that a section is one launch, as on one device: no state passes from hop to hop.
-The first and the last section are small: nothing hides the pull of the one and the way home of the other.
+Of long calls the first and the last section are small: nothing hides the pull of the one, the way home of the other.
 Long sequences take turns with two buffers. docs/decisions/0005-copy-engine.md says what waits for what, and why.
 """
 

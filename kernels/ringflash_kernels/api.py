@@ -183,19 +183,18 @@ def publish(
     Args:
         k, v: (batch, rows, num_kv_heads, head_dim).
         area: flat, dtype of k.
-        lines: (num_kv_heads, 2), int64: of each head, where its first row begins and how far apart its rows are.
+        lines: (num_kv_heads, 2), int64: of each head, where its first row begins and how far apart its rows are;
+            multiples of 2 * head_dim.
         there: (rows,), int32: the row of the area that each row goes to, of `area_rows` a sequence.
     """
     fused = getattr(_module(impl), "publish", None)
     if fused is not None and k.stride(-1) == v.stride(-1) == 1:
         fused(k, v, area, lines, there, area_rows)
         return
-    batch, _, num_kv_heads, head_dim = k.shape
-    for head in range(num_kv_heads):
-        first, step = lines[head].tolist()
-        shape, strides = (batch, area_rows, 2, head_dim), (area_rows * step, step, head_dim, 1)
-        place = area.as_strided(shape, strides, area.storage_offset() + first)
-        place[:, there] = torch.stack([k[:, :, head], v[:, :, head]], dim=2)
+    batch, head_dim = k.shape[0], k.shape[3]
+    rows = torch.arange(batch, device=k.device)[:, None] * area_rows + there
+    places = (lines[:, 0] + rows[..., None] * lines[:, 1]) // (2 * head_dim)
+    area.view(-1, 2, head_dim)[places] = torch.stack([k, v], dim=3)
 
 
 def collect(impl: str, own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:

@@ -363,6 +363,7 @@ def test_to_the_peers(head_dim: int) -> None:
     there = torch.cat([torch.arange(20), torch.arange(23, 40)]).int()
     areas = torch.full((2, 3 * 2 * area_rows * line), torch.nan, dtype=torch.bfloat16)
     publish("reference", k, v, areas[0], lines, there, area_rows)
+    publish("reference", *(x.to("meta") for x in (k, v, areas[0], lines, there)), area_rows)  # no value on the host
     Emulator().load("exchange").publish(k, v, areas[1], lines, there, area_rows)
     assert torch.equal(areas[0].nan_to_num(), areas[1].nan_to_num())
     assert int(areas[1].isfinite().sum()) == k.numel() + v.numel()

@@ -29,6 +29,7 @@ def event(name: str, begin: float, end: float, category: str = "kernel") -> dict
         ("backward_keys", "attention"),
         ("_preprocess", "attention"),
         ("_collect", "attention"),
+        ("_publish", "attention"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>", "attention"),
         ("nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NNT", "linear"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "linear"),
