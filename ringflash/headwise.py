@@ -138,8 +138,7 @@ class Headwise:
 
         def work(section: int, *here: Token) -> None:
             with waiting(device):
-                for token in here:
-                    token.wait()
+                self.memory.wait(*here)
             with record_function(f"ringflash::{way}_section{section}"):
                 compute(section)
 
@@ -156,11 +155,9 @@ class Headwise:
             if end is not None:
                 ended.append(self.memory.beside("end", partial(end, section), computed[-1:], urgent=True))
                 call.reach(ended[-1], "for the gradients of section {}", section)
-        for token in computed[-2:]:
-            token.wait()
+        self.memory.wait(*computed[-2:])
         with waiting(device):
-            for token in (arrived, *ended[-1:]):
-                token.wait()
+            self.memory.wait(arrived, *ended[-1:])
 
     def _gathered(self, k: torch.Tensor, num_heads: int) -> Gathered:
         return self._kept("gathered", k, num_heads, lambda: Gathered(self.memory, self.gathering, k, num_heads))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ringflash import agreement, schedule
+from ringflash import agreement, graphs, schedule
 from ringflash.headwise import Headwise
 from ringflash.mask import SequenceMask
 from ringflash.ring import Ring
@@ -75,7 +75,7 @@ def ring_attention(
     agreement.agree(group, signature, error)
     assert plan is not None
     with _no_autocast(q.device.type):
-        return plan.open(group).forward(q, k, v)
+        return plan.open(group, q.device).forward(q, k, v)
 
 
 @ring_attention.register_fake
@@ -112,7 +112,7 @@ def ring_attention_backward(
     q, k, v, dout = (_addressable(x) for x in (q, k, v, dout))
     plan = _plan(q, k, v, cu_seqlens, options, 0)
     with _no_autocast(q.device.type):
-        return plan.open(_group(group_name)).backward(dout, dlse, q, k, v, out, lse)
+        return plan.open(_group(group_name), q.device).backward(dout, dlse, q, k, v, out, lse)
 
 
 @ring_attention_backward.register_fake
@@ -166,11 +166,12 @@ class Plan:
         """The keys that this rank gathers where it can read the memory of the others."""
         return schedule.gather(self.mask, self.cp_size, self.cp_rank, self.options.layout)
 
-    def open(self, group: dist.ProcessGroup | None) -> Ring | Headwise:
+    def open(self, group: dist.ProcessGroup | None, device: torch.device) -> Ring | Headwise:
         """What carries the call out; opens the transport, on all ranks together."""
         channel = None if group is None or self.transport is None else open_transport(self.transport, group)
         rest = self.impl, self.options.softmax_scale, self.options.deterministic
         if channel is None or isinstance(channel, PointToPoint):
+            graphs.hold(self.schedule, device)
             return Ring(self.schedule, channel, *rest)
         return Headwise(self.gathering, channel, *rest)
 

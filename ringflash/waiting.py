@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ringflash.graphs import capturing
+
 
 class Waits:
     """Time between kernels, of all rings while it is the one that is measured."""
@@ -69,7 +71,7 @@ def measuring() -> bool:
 @contextmanager
 def waiting(device: torch.device) -> Iterator[None]:
     """What a ring does here is no kernel of its own. Costs nothing worth counting while nobody measures."""
-    if _measured is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if _measured is None or capturing(device):
         yield
     else:
         with _measured.add(device):

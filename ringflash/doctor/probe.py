@@ -95,7 +95,7 @@ def _pulls(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def copy() -> None:
             got.copy_(memory.view("kv", source, tuple(got.shape), got.dtype))
 
-        memory.beside("pull", copy, [memory.mark()]).wait()
+        memory.wait(memory.beside("pull", copy, [memory.mark()]))
 
     return exchange
 

@@ -123,7 +123,8 @@ def buffer_bytes() -> int:
 def release_buffers() -> None:
     """Give the communication buffers back; the next call allocates them anew.
 
-    With the transport "copy_engine" every rank of its groups must call this, between the same two calls.
+    CUDA graphs of earlier calls must not be replayed after it. With the transport "copy_engine" every rank of its
+    groups must call this, between the same two calls.
     """
     buffers.release_buffers()
     for memory in _peer_memories():

@@ -6,26 +6,32 @@ import math
 
 import torch
 
+from ringflash import graphs
+
 _storage: dict[tuple[torch.device, str], torch.Tensor] = {}
 
 
 def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A contiguous tensor over the pooled storage of this name, with whatever its last user left in it.
 
-    One process computes one ring at a time on a stream, so layers and groups share their buffers.
+    One process computes one ring at a time on a stream, so layers and groups share their buffers. What a CUDA graph
+    captured stays beside a larger one that comes later.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     storage = _storage.get((device, name))
     if storage is None or storage.numel() < num_bytes:
+        graphs.check_growth(name, num_bytes, device)
         storage = _storage[device, name] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    graphs.hold(storage, device)
     return storage[:num_bytes].view(dtype).view(shape)
 
 
 def buffer_bytes() -> int:
     """Bytes of the buffers of this process alone, on all devices."""
-    return sum(storage.numel() for storage in _storage.values())
+    return sum({id(x): x.nbytes for x in (*_storage.values(), *graphs.held_tensors())}.values())
 
 
 def release_buffers() -> None:
     """Give these buffers back; the next call allocates them anew."""
     _storage.clear()
+    graphs.let_go()

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from ringflash import graphs
 from ringflash.agreement import gather
 
 T = TypeVar("T")
@@ -55,9 +56,6 @@ class Kept:
 class Token(Protocol):
     """Work under way."""
 
-    def wait(self) -> None:
-        """Order the current stream after it."""
-
     def query(self) -> bool:
         """Whether it has ended."""
 
@@ -85,6 +83,9 @@ class PeerMemory(Protocol):
 
     def mark(self) -> Token:
         """What the current stream holds so far."""
+
+    def wait(self, *tokens: Token) -> None:
+        """Order the current stream after these."""
 
     def beside(self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False) -> Token:
         """Run `work` after these tokens, in the order of its lane, beside the current stream.
@@ -118,24 +119,25 @@ class SymmetricMemory:
         self._handles: dict[str, torch.distributed._symmetric_memory._SymmetricMemory] = {}
         self._lanes: dict[str, torch.cuda.Stream] = {}
         self._kept = Kept()
+        self._captured: set[str] = set()  # areas that a CUDA graph reads and writes
         _check_places(gather(group, _place(self._device)))
 
     def reserve(self, name: str, num_bytes: int) -> None:
         """As PeerMemory."""
         if name in self._areas and self._areas[name].numel() >= num_bytes:
             return
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"buffers must have their size before a CUDA graph is captured, got {name!r} growing to {num_bytes} "
-                "bytes; run the call once before."
-            )
+        graphs.check_growth(name, num_bytes, self._device)
         import torch.distributed._symmetric_memory as symmetric_memory
 
         torch.cuda.synchronize(self._device)
         gather(self.group, None)  # nor do the streams of the others still read what is given up here
         self._kept.drop()
-        self._handles.pop(name, None)
-        self._areas.pop(name, None)
+        old = self._areas.pop(name, None), self._handles.pop(name, None)
+        if name in self._captured:
+            self._captured.remove(name)
+            for thing in old:
+                graphs.keep(thing)
+        del old
         area, problem = None, ""
         try:
             area = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -157,22 +159,31 @@ class SymmetricMemory:
         return self._handles[name].get_buffer(rank, shape, dtype)
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        return self._kept.get(key, make)
+        thing = self._kept.get(key, make)
+        if graphs.capturing(self._device):
+            graphs.keep(thing)
+            self._captured.update(self._areas)
+        return thing
 
     def barrier(self, channel: int) -> None:
         self._pad.barrier(channel, self._timeout_ms)
 
     def mark(self) -> Token:
-        return torch.cuda.current_stream(self._device).record_event()
+        return self._current().record_event()
+
+    def wait(self, *tokens: Token) -> None:
+        stream = self._current()
+        for token in tokens:
+            token.wait(stream)  # type: ignore[attr-defined]
 
     def beside(self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False) -> Token:
         if lane not in self._lanes:
             self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
-        stream, current = self._lanes[lane], torch.cuda.current_stream(self._device)
+        stream, current = self._lanes[lane], self._current()
         torch.cuda.set_stream(stream)  # the context manager takes several times as long
         try:
             for token in after:
-                token.wait()
+                token.wait(stream)  # type: ignore[attr-defined]
             work()
             return stream.record_event()
         finally:
@@ -184,8 +195,12 @@ class SymmetricMemory:
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
         self._kept.drop()
+        self._captured.clear()
         self._handles.clear()
         self._areas.clear()
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device.index)  # of a device or of none it takes several times as long
 
     @property
     def _pad(self) -> torch.distributed._symmetric_memory._SymmetricMemory:

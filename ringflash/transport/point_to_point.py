@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringflash.communicator import communicator
+from ringflash.graphs import capturing
 
 _TAG = 0
 _timeout = timedelta(minutes=10)  # torch's default for NCCL
@@ -125,7 +126,7 @@ class PointToPoint:
         if not todo:
             return Pending([])
         device = next(m.tensor.device for m in sends + recvs)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing(device):
             check_capture()
         self._channel._start_coalescing(device)
         for start, _ in todo:

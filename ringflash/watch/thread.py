@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ringflash.graphs import capturing
 from ringflash.transport import Transport, timeout, transport_name
 from ringflash.watch.board import ANSWER_S, Board, StoreGone
 from ringflash.watch.calls import Call, Ended, Line, Unwatched
@@ -212,7 +213,7 @@ def watching(transport: Transport | None, way: str, device: torch.device) -> Cal
     global _watch
     if transport_name(transport) in (None, "gloo"):
         return _unwatched
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         return _unwatched
     assert transport is not None
     if _watch is None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash import headwise
-from ringflash.transport.peer_memory import Kept, T, Token
+from ringflash.transport.peer_memory import Kept, T
 
 DELAY_S = 0.004
 TIMEOUT_S = 10.0
@@ -85,14 +85,17 @@ class SharedMemory:
         done.set_result(None)
         return Later(done)
 
-    def beside(self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False) -> Later:
+    def wait(self, *tokens: Later) -> None:
+        for token in tokens:
+            token.wait()
+
+    def beside(self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False) -> Later:
         if lane not in self.lanes:
             self.lanes[lane] = ThreadPoolExecutor(1)
         return Later(self.lanes[lane].submit(self._run, work, tuple(after)))
 
-    def _run(self, work: Callable[[], None], after: tuple[Token, ...]) -> None:
-        for token in after:
-            token.wait()
+    def _run(self, work: Callable[[], None], after: tuple[Later, ...]) -> None:
+        self.wait(*after)
         self._dawdle()
         with torch.no_grad():
             work()

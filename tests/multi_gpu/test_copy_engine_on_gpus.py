@@ -85,30 +85,39 @@ def test_no_call_overtakes_another(pool: Pool, setup: Setup) -> None:
 
 
 def replay(ctx: Context, transport: str, impl: str) -> list[float]:
-    """Largest difference of (out, dq, dk, dv) between a replay on new values and a call on them."""
-    q, k, v = (torch.zeros(1, 512, n, 128, device=ctx.device, dtype=torch.bfloat16) for n in (4, 2, 2))
-    inputs = tuple(x.requires_grad_() for x in (q, k, v))
+    """Largest difference of (out, dq, dk, dv) between a replay on new values and a call on them.
 
-    def step() -> tuple[torch.Tensor, ...]:
+    Longer calls come between the capture and the replay: all buffers grow, other masks take the place of the first.
+    """
+
+    def zeros(rows: int) -> tuple[torch.Tensor, ...]:
+        options = {"device": ctx.device, "dtype": torch.bfloat16, "requires_grad": True}
+        return tuple(torch.zeros(1, rows, n, 128, **options) for n in (4, 2, 2))
+
+    def step(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         out = ringflash.ring_attention(*inputs, group=ctx.group, transport=transport, impl=impl, deterministic=True)
         assert isinstance(out, torch.Tensor)
         return out.detach(), *torch.autograd.grad(out, inputs, torch.ones_like(out))
 
+    inputs = zeros(512)
+
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # compiles, allocates and agrees before the capture
-        step()
-        step()
+        step(inputs)
+        step(inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        captured = step()
+        captured = step(inputs)
+    for rows in range(1024, 16384, 1024):
+        step(zeros(rows))
     with torch.no_grad():
         for x in inputs:
             x.normal_()
     graph.replay()
     torch.cuda.synchronize()
     replayed = [x.clone() for x in captured]
-    return [(a.float() - b.float()).abs().max().item() for a, b in zip(replayed, step(), strict=True)]
+    return [(a.float() - b.float()).abs().max().item() for a, b in zip(replayed, step(inputs), strict=True)]
 
 
 @pytest.mark.parametrize("transport", ["nccl", "copy_engine"])

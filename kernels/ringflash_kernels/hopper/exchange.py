@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ringflash_kernels.hopper.launcher import Launcher
+
 LINES = 32  # (row, head) pairs of a program
 
 
@@ -40,7 +42,8 @@ def publish(
     """As `api.publish`; k and v with unit last stride."""
     batch, rows, heads, head_dim = k.shape
     num_lines = batch * rows * heads
-    _publish[(triton.cdiv(num_lines, LINES),)](
+    _PUBLISH(
+        head_dim, triton.cdiv(num_lines, LINES),
         k, v, area, lines, there, num_lines, rows, heads, area_rows, *k.stride()[:3], *v.stride()[:3],
         HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), LINES=LINES,
     )  # fmt: skip
@@ -71,6 +74,9 @@ def _collect(
     tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
 
 
+_PUBLISH, _COLLECT = (Launcher(kernel, specialised=True) for kernel in (_publish, _collect))
+
+
 def collect(own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """dk, dv = own + others[0] + others[1] + ..., in this order.
 
@@ -81,7 +87,8 @@ def collect(own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch
     """
     batch, rows, heads, _, head_dim = own.shape
     lines = batch * rows * heads
-    _collect[(triton.cdiv(lines, LINES),)](
+    _COLLECT(
+        (head_dim, len(others)), triton.cdiv(lines, LINES),
         own, others, dk, dv, lines, rows, heads, *own.stride()[:3], 2 * lines * head_dim,
         *dk.stride()[:3], *dv.stride()[:3],
         RANKS=len(others), HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), LINES=LINES,

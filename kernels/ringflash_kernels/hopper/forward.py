@@ -1125,7 +1125,12 @@ def _counters(device: torch.device) -> tuple[torch.Tensor, dict[int, int]]:
 
 
 def _counter(device: torch.device) -> torch.Tensor:
-    """Two zeros for the tile counter of a launch. Launches side by side on two streams must not share them."""
+    """Two zeros for the tile counter of a launch. Launches side by side on two streams must not share them.
+
+    A graph's launches have their own: it may be replayed beside other work of the stream that it was captured on.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
     counters, slots = _counters(device)
     stream = torch.cuda.current_stream(device).cuda_stream
     return counters[slots.setdefault(stream, len(slots) % _STREAMS)]

@@ -12,11 +12,12 @@ class Launcher:
     """One kernel's launches.
 
     Args:
-        kernel: a Gluon or Triton function whose integers and pointers are not specialised.
+        kernel: a Gluon or Triton function.
+        specialised: triton compiles it for what it finds in integers and pointers: ones, and multiples of 16.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+    def __init__(self, kernel: Any, *, specialised: bool = False) -> None:
+        self._kernel, self._specialised = kernel, specialised
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, variant: Hashable, num_programs: int, *args: Any, **constants: Any) -> None:
@@ -24,11 +25,13 @@ class Launcher:
 
         Args:
             variant: different for arguments that triton compiles differently: dtypes, boxes of descriptors, which of
-                them are None, constants. Lengths and strides beyond 32 bits are told apart here.
+                them are None, constants. Lengths and strides beyond 32 bits are told apart here, and dtypes too where
+                the kernel is specialised.
             args: of the kernel, all but its constants, which come last.
         """
         wide = any(type(x) is int and not -(1 << 31) <= x < 1 << 31 for x in args)
-        key = (torch.cuda.current_device() if torch.cuda.is_initialized() else None, wide, variant)
+        found = tuple(map(_found_in, args)) if self._specialised else None
+        key = (torch.cuda.current_device() if torch.cuda.is_initialized() else None, wide, variant, found)
         compiled = self._compiled.get(key)
         if compiled is not None:
             launch, names = compiled
@@ -38,3 +41,10 @@ class Launcher:
         if hasattr(compiled, "packed_metadata"):  # neither recorded nor emulated
             names = [parameter.name for parameter in self._kernel.params][len(args) :]
             self._compiled[key] = compiled, names
+
+
+def _found_in(x: Any) -> Hashable:
+    """What triton specialises an argument for. A 1 becomes a constant."""
+    if type(x) is int:
+        return "one" if x == 1 else x % 16 == 0, not -(1 << 31) <= x < 1 << 31
+    return (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else type(x)

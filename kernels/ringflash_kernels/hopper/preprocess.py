@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ringflash_kernels.hopper.launcher import Launcher
+
 ROWS = 64  # rows of a program; also what the statistics are padded to
 
 
@@ -68,6 +70,9 @@ def _postprocess(
     tl.store(dq_ptr + dq_at, x, mask=inside)
 
 
+_PREPROCESS, _POSTPROCESS = (Launcher(kernel, specialised=True) for kernel in (_preprocess, _postprocess))
+
+
 def preprocess(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +90,8 @@ def preprocess(
     dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=torch.float32)
     has_dlse = dlse is not None
     dlse = lse if dlse is None else dlse
-    _preprocess[(num_blocks * batch * num_heads,)](
+    _PREPROCESS(
+        (head_dim, has_dlse), num_blocks * batch * num_heads,
         out, dout, lse, dlse, stats, dq, seqlen, num_blocks * ROWS, num_heads, num_blocks,
         *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
         HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=ROWS, HAS_DLSE=has_dlse,
@@ -101,7 +107,8 @@ def postprocess(acc: torch.Tensor, dq: torch.Tensor, softmax_scale: float) -> No
     """
     batch, seqlen, num_heads, head_dim = dq.shape
     num_blocks = triton.cdiv(seqlen, ROWS)
-    _postprocess[(num_blocks * batch * num_heads,)](
+    _POSTPROCESS(
+        head_dim, num_blocks * batch * num_heads,
         acc, dq, softmax_scale, seqlen, num_heads, num_blocks, *dq.stride()[:3],
         HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=ROWS,
     )  # fmt: skip

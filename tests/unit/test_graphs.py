@@ -1,0 +1,146 @@
+"""What CUDA graphs keep, and launches without triton's look at the arguments, with CUDA played by stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+import ringflash
+from ringflash import graphs
+from ringflash.transport import buffer, buffers, peer_memory
+from ringflash.transport.peer_memory import SymmetricMemory
+from ringflash_kernels.hopper.launcher import Launcher
+
+CPU = torch.device("cpu")
+
+
+class Capture:
+    """Whether a graph is captured, as the test says."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def __call__(self, device: torch.device) -> bool:
+        return self.on
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
+    monkeypatch.setattr(buffers, "_storage", {})
+    capture = Capture()
+    monkeypatch.setattr(graphs, "capturing", capture)
+    yield capture
+    graphs.let_go()
+
+
+def test_a_captured_buffer_outlives_its_growth(capture: Capture) -> None:
+    buffer("kv", (4,), torch.float32, CPU)
+    capture.on = True
+    captured = buffer("kv", (4,), torch.float32, CPU)
+    capture.on = False
+    grown = buffer("kv", (8,), torch.float32, CPU)
+    assert grown.data_ptr() != captured.data_ptr()
+    assert [held.data_ptr() for held in graphs.held_tensors()] == [captured.data_ptr()]
+    assert ringflash.buffer_bytes() == 16 + 32
+    ringflash.release_buffers()
+    assert ringflash.buffer_bytes() == 0 and not graphs.held_tensors()
+
+
+def test_a_buffer_may_not_grow_in_a_capture(capture: Capture) -> None:
+    capture.on = True
+    with pytest.raises(RuntimeError, match="got 'kv' growing to 16 bytes; run the call once before"):
+        buffer("kv", (4,), torch.float32, CPU)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> SymmetricMemory:
+    """Of a group of one, its areas on the CPU."""
+    from torch.distributed import _symmetric_memory
+
+    monkeypatch.setattr(_symmetric_memory, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(peer_memory, "gather", lambda group, said: [said])
+    monkeypatch.setattr(peer_memory, "_check_places", lambda places: None)
+    monkeypatch.setattr(peer_memory, "_place", lambda device: None)
+    for name in ("current_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    return SymmetricMemory(mock.Mock(rank=lambda: 0), 1000)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_captured_areas_outlive_their_growth(capture: Capture, memory: SymmetricMemory, captured: bool) -> None:
+    memory.reserve("kv", 16)
+    old = memory._areas["kv"], memory._handles["kv"]
+    capture.on = captured
+    views = memory.keep("views", lambda: ["of the area"])
+    capture.on = False
+    memory.reserve("kv", 32)
+    assert memory.keep("views", lambda: ["of the new one"]) is not views
+    held = {id(thing) for thing in graphs._held.values()}
+    assert held == ({id(views), *map(id, old)} if captured else set())
+
+
+def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: SymmetricMemory) -> None:
+    memory.reserve("kv", 16)
+    capture.on = True
+    memory.keep("views", lambda: ["of the area"])
+    capture.on = False
+    for size in (32, 64):
+        memory.reserve("kv", size)
+    assert [held.nbytes for held in graphs.held_tensors()] == [16]
+
+
+class Compiled:
+    """A kernel that notes its launches."""
+
+    packed_metadata = ()
+
+    def __init__(self) -> None:
+        self.launches: list[tuple] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):  # type: ignore[no-untyped-def]
+        return lambda *args: self.launches.append(args)
+
+
+class Kernel:
+    """Of triton: compiles at every call."""
+
+    params = tuple(SimpleNamespace(name=name) for name in ("x", "n", "BLOCK"))
+
+    def __init__(self) -> None:
+        self.compiled: list[Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]):  # type: ignore[no-untyped-def]
+        def call(*args: object, **options: object) -> Compiled:
+            self.compiled.append(Compiled())
+            return self.compiled[-1]
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "specialised, lengths, variants",
+    [(True, (32, 48, 1, 1, 33, 35, 1 << 32), 4), (False, (32, 48, 1, 1, 33, 35, 1 << 32), 2)],
+)
+def test_launches_compile_once_for_what_triton_finds(
+    specialised: bool, lengths: tuple[int, ...], variants: int
+) -> None:
+    kernel, x = Kernel(), torch.zeros(8)
+    launch = Launcher(kernel, specialised=specialised)
+    for length in lengths:
+        launch("variant", 1, x, length, BLOCK=64)
+    assert len(kernel.compiled) == variants
+    launches = [args for compiled in kernel.compiled for args in compiled.launches]
+    assert len(launches) == len(lengths) - variants and all(args[2] == 64 for args in launches)
+
+
+def test_an_unaligned_pointer_is_another_kernel() -> None:
+    kernel, x = Kernel(), torch.zeros(8)
+    launch = Launcher(kernel, specialised=True)
+    for tensor in (x, x[1:], x.double()):
+        launch("variant", 1, tensor, 32, BLOCK=64)
+    assert len(kernel.compiled) == 3
