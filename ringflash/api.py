@@ -128,13 +128,14 @@ def _steps(plan: ops.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
     """What the rank computes, launch by launch."""
     if plan.transport == "copy_engine":
         gathering = plan.gathering
-        heads = sections_of(
-            k.shape[2], q.shape[2] // k.shape[2], k.shape[0] * k.shape[1], k.shape[0] * gathering.capacity
-        )
         owners = sorted({piece.owner for piece in gathering.pieces})
+        sections = sections_of(k.shape, q.shape[2], gathering.capacity, k.dtype)
         return (
-            f"{len(heads)} section(s) of {', '.join(map(str, heads))} KV head(s): {gathering.num_rows} keys of ranks "
-            f"{owners}, {gathering.mask.num_visible} pairs",
+            f"{gathering.num_rows} keys of ranks {owners}, {gathering.mask.num_visible} pairs",
+            *(
+                f"{way}: sections of {' + '.join(map(str, heads))} KV heads"
+                for way, heads in sections._asdict().items()
+            ),
         )
     return tuple(
         f"step {hop.step}: K/V of rank {hop.source}, {hop.mask.num_visible} pairs in {len(hop.mask.regions)} region(s)"

@@ -8,7 +8,7 @@
 
 A section is some KV heads with the query heads that share them. All the keys that a rank sees lie before the kernel
 in the order of their positions, so that a section is one launch, as on one device: no state passes from hop to hop.
-Of long calls the first and the last section are small: nothing hides the pull of the one, the way home of the other.
+The first section is small, since nothing hides its pull, and so is the last of a backward, whose gradients go home.
 Long sequences take turns with two buffers. docs/decisions/0005-copy-engine.md says what waits for what, and why.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.profiler import record_function
@@ -35,7 +35,9 @@ T = TypeVar("T")
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
 WHOLE_BYTES = 1 << 30  # K/V of the whole sequence, gathered at once up to so many
 _WORK_OF_A_SECTION = 1 << 18  # query heads times keys; with less a section takes the host longer than the GPU
-_WORK_OF_A_LONG_CALL = 1 << 33  # heads times queries times keys; with less two more sections would, too
+_STAGE_BYTES = 192 << 20  # of a buffer of K/V, or of gradients, where a section may be smaller
+_ROWS_OF_A_PULL = 3000  # query rows whose kernel takes as long as the pull of their keys
+_EXPOSED = 0.05  # of a forward: the pull of the first section, where one section more would shorten it
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Headwise:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
-            gathered = self._gathered(k, q.shape[2])
+            gathered = self._gathered("forward", k, q.shape[2])
             gathered.publish(k, v, self.impl)
 
         def attend(section: int) -> None:
@@ -84,8 +86,8 @@ class Headwise:
         """As `ring.Ring.backward`; dk and dv are summed in the order of the ranks."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         with waiting(q.device):
-            gathered = self._gathered(k, q.shape[2])
-            home = self._kept("home", k, q.shape[2], lambda: Home(gathered, k))
+            gathered = self._gathered("backward", k, q.shape[2])
+            home = self._kept("home", ("kv", "dkv"), k, q.shape[2], lambda: Home(gathered, k))
             gathered.publish(k, v, self.impl)
 
         passes: dict[int, BackwardPass] = {}
@@ -132,7 +134,7 @@ class Headwise:
         """
         device, start = gathered.device, self.memory.mark()
         call.reach(start, "for all ranks to begin")
-        in_order = self._is_first(way, device) or measuring()
+        in_order = self._is_first(way, gathered) or measuring()
         computed: list[Token] = []
         ended: list[Token] = []
 
@@ -159,15 +161,20 @@ class Headwise:
         with waiting(device):
             self.memory.wait(arrived, *ended[-1:])
 
-    def _gathered(self, k: torch.Tensor, num_heads: int) -> Gathered:
-        return self._kept("gathered", k, num_heads, lambda: Gathered(self.memory, self.gathering, k, num_heads))
+    def _gathered(self, way: str, k: torch.Tensor, num_heads: int) -> Gathered:
+        def make() -> Gathered:
+            sections = sections_of(k.shape, num_heads, self.gathering.capacity, k.dtype)
+            return Gathered(self.memory, self.gathering, k, num_heads, getattr(sections, way))
 
-    def _kept(self, what: str, k: torch.Tensor, num_heads: int, make: Callable[[], T]) -> T:
-        return self.memory.keep((what, id(self.gathering), num_heads, k.shape, k.dtype), make)
+        return self._kept(way, ("kv",), k, num_heads, make)
 
-    def _is_first(self, way: str, device: torch.device) -> bool:
+    def _kept(self, what: str, areas: tuple[str, ...], k: torch.Tensor, num_heads: int, make: Callable[[], T]) -> T:
+        return self.memory.keep((what, id(self.gathering), num_heads, k.shape, k.dtype), areas, make)
+
+    def _is_first(self, way: str, gathered: Gathered) -> bool:
         """Whether a mask is new to this kernel: the second section must then find what the first one keeps with it."""
-        kept, key = self.gathering.mask._cache, ("headwise", way, self.impl, self.deterministic, device)
+        kernel = way, self.impl, self.deterministic, gathered.head_dim, gathered.device
+        kept, key = self.gathering.mask._cache, ("headwise", *kernel)
         new = key not in kept
         kept[key] = True
         return new
@@ -185,15 +192,18 @@ class Gathered:
         gathering: the keys that this rank sees.
         k: (batch, seqlen_local, num_kv_heads, head_dim), for its shape, dtype and device.
         num_heads: of the queries.
+        heads: KV heads of each section.
     """
 
-    def __init__(self, memory: PeerMemory, gathering: Gathering, k: torch.Tensor, num_heads: int) -> None:
-        self.memory, self.gathering, self.device = memory, gathering, k.device
+    def __init__(
+        self, memory: PeerMemory, gathering: Gathering, k: torch.Tensor, num_heads: int, heads: tuple[int, ...]
+    ) -> None:
+        self.memory, self.gathering, self.device, self.heads = memory, gathering, k.device, heads
         batch, rows, num_kv_heads, head_dim = k.shape
-        self.heads = sections_of(num_kv_heads, num_heads // num_kv_heads, batch * rows, batch * gathering.capacity)
-        self.sections, self.group = len(self.heads), num_heads // num_kv_heads
-        self.first = [0, *accumulate(self.heads)]
-        self.turns = 2 * batch * gathering.capacity * num_kv_heads * head_dim * k.itemsize > WHOLE_BYTES
+        self.head_dim = head_dim
+        self.sections, self.group = len(heads), num_heads // num_kv_heads
+        self.first = [0, *accumulate(heads)]
+        self.turns = not gathered_whole(k.shape, gathering.capacity, k.dtype)
         line = 2 * head_dim
         places = (batch, rows if self.turns else gathering.capacity)
         size = math.prod(places) * num_kv_heads * line
@@ -204,12 +214,11 @@ class Gathered:
         if self.turns:
             shape = (batch, gathering.num_rows)
             buffers = [
-                buffer(f"kv.{turn}", (math.prod(shape) * max(self.heads) * line,), k.dtype, k.device)
-                for turn in range(min(2, self.sections))
+                buffer(f"kv.{turn}", (math.prod(shape) * most * line,), k.dtype, k.device)
+                for turn, most in enumerate(taking_turns(heads))
             ]
             self.slots = [
-                _sections(buffers[section % 2], shape, (heads,), head_dim)[0]
-                for section, heads in enumerate(self.heads)
+                _sections(buffers[section % 2], shape, (count,), head_dim)[0] for section, count in enumerate(heads)
             ]
         else:
             self.slots = [area[:, : gathering.num_rows] for area in by_section[memory.rank]]
@@ -284,15 +293,15 @@ class Home:
         gathering = gathered.gathering
         self.gathered, self.memory = gathered, gathered.memory
         rank, dtype, batch, head_dim = gathered.memory.rank, state_dtype(k.dtype), k.shape[0], k.shape[3]
-        places, most, size = (batch, gathering.capacity), max(gathered.heads), gathering.pieces[0].size
-        stage = math.prod(places) * most * 2 * head_dim
-        turns = min(2, gathered.sections)
-        self.memory.reserve("dkv", turns * stage * dtype.itemsize)
+        places, size = (batch, gathering.capacity), gathering.pieces[0].size
+        stages = [math.prod(places) * most * 2 * head_dim for most in taking_turns(gathered.heads)]
+        self.memory.reserve("dkv", sum(stages) * dtype.itemsize)
         others = [[reader for reader in readers if reader.rank != rank] for readers in gathering.readers]
         counts = list(map(len, others))
-        arrived = buffer("dkv.in", (sum(counts) * batch * size * most * 2 * head_dim,), dtype, k.device)
+        come_in = sum(counts) * batch * size * max(gathered.heads) * 2 * head_dim
+        arrived = buffer("dkv.in", (come_in,), dtype, k.device)
         areas = {
-            reader.rank: self.memory.view("dkv", reader.rank, (turns, stage), dtype)
+            reader.rank: self.memory.view("dkv", reader.rank, (sum(stages),), dtype).split(stages)
             for readers in gathering.readers
             for reader in readers
         }
@@ -346,21 +355,64 @@ def _sections(
     return tuple(part.view(*places, count, 2, head_dim) for part, count in zip(parts, heads, strict=True))
 
 
-def sections_of(num_kv_heads: int, group: int, rows: int, keys: int) -> tuple[int, ...]:
-    """KV heads of each section: the fewest that give a launch enough work, and fewer at both ends of long calls.
+class Sections(NamedTuple):
+    """KV heads of each section."""
 
-    The same on every rank.
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def sections_of(shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, dtype: torch.dtype) -> Sections:
+    """The same on every rank.
 
     Args:
-        group: query heads that share a KV head.
-        rows: queries of a rank, of all sequences of the batch.
-        keys: most that any rank gathers, likewise.
+        shape: of a rank's k: (batch, rows, num_kv_heads, head_dim).
+        num_heads: of the queries.
+        keys: most that any rank gathers of one sequence.
+        dtype: of k.
     """
-    whole = max(1, -(-_WORK_OF_A_SECTION // (group * keys)))
-    if whole >= num_kv_heads:
-        return (num_kv_heads,)
-    end = -(-whole // 4) if num_kv_heads * group * rows * keys >= _WORK_OF_A_LONG_CALL else 0
-    between = max(0, num_kv_heads - 2 * end)
-    count = -(-between // whole)
+    batch, rows, num_kv_heads, head_dim = shape
+    group = num_heads // num_kv_heads
+    least = max(1, -(-_WORK_OF_A_SECTION // (group * batch * keys)))
+    if least >= num_kv_heads:
+        return Sections((num_kv_heads,), (num_kv_heads,))
+    head = 2 * batch * keys * head_dim
+    most = num_kv_heads if gathered_whole(shape, keys, dtype) else max(least, _STAGE_BYTES // (head * dtype.itemsize))
+    hiding = max(1.0, group * rows / _ROWS_OF_A_PULL)
+    return Sections(
+        _growing(num_kv_heads, hiding, most),
+        _small_at_both_ends(num_kv_heads, max(least, _STAGE_BYTES // (head * state_dtype(dtype).itemsize))),
+    )
+
+
+def gathered_whole(shape: torch.Size | tuple[int, ...], keys: int, dtype: torch.dtype) -> bool:
+    """Whether K/V of all sections lie in the area, or take turns with two buffers. Args: as `sections_of`."""
+    batch, _, num_kv_heads, head_dim = shape
+    return 2 * batch * keys * num_kv_heads * head_dim * dtype.itemsize <= WHOLE_BYTES
+
+
+def taking_turns(heads: tuple[int, ...]) -> tuple[int, ...]:
+    """Most heads of the even and, where there are such, of the odd sections."""
+    return tuple(max(heads[turn::2]) for turn in range(min(2, len(heads))))
+
+
+def _growing(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
+    """Few sections, each of them hiding the pull of the next, `hiding` times its own."""
+    for count in range(2, 5):
+        first = math.ceil(num_heads / sum(hiding**power for power in range(count)))
+        if first <= _EXPOSED * num_heads * hiding:
+            break
+    heads: list[int] = []
+    following = first
+    while sum(heads) < num_heads:
+        heads.append(min(following, most, num_heads - sum(heads)))
+        following = math.floor(heads[-1] * hiding)
+    return tuple(heads)
+
+
+def _small_at_both_ends(num_heads: int, most: int) -> tuple[int, ...]:
+    end = math.ceil(min(num_heads / 16, most))
+    between = max(0, num_heads - 2 * end)
+    count = -(-between // most)
     middle = (between // count + (index < between % count) for index in range(count))
-    return tuple(heads for heads in (end, *middle, num_kv_heads - between - end) if heads > 0)
+    return tuple(heads for heads in (end, *middle, num_heads - between - end) if heads > 0)

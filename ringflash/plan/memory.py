@@ -6,7 +6,11 @@ gradients and transients, and the gradient that the loss left; or, where it take
 
 from __future__ import annotations
 
-from ringflash.headwise import WHOLE_BYTES, sections_of
+from itertools import zip_longest
+
+import torch
+
+from ringflash.headwise import Sections, gathered_whole, sections_of, taking_turns
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
 
@@ -74,7 +78,7 @@ def layer_bytes(job: Job, *, one_host: bool = False) -> int:
     kept = 0 if job.checkpointing == "none" else activation_bytes(job)
     summed = model.q_size
     if one_host and job.cp_size > 1:
-        summed = min(2 * _section_heads(job), model.num_kv_heads) * model.q_size // model.num_kv_heads
+        summed = sum(taking_turns(_sections(job).backward)) * model.q_size // model.num_kv_heads
     attention = tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)  # dq twice, dout, dk, dv
     tile = min(job.mlp_tile_tokens or tokens, tokens)
     mlp = tile * model.intermediate_size * BF16 * (3 + (4 if job.mlp_tile_tokens else 0))
@@ -100,17 +104,23 @@ def transport_bytes(job: Job, *, one_host: bool = False) -> int:
 def _gathered_keys(job: Job, rank: int) -> int:
     """The copy engine's buffers on a rank of a zigzag layout: the first sees most keys, to the last most return."""
     chunks, seen, returning = 2 * job.cp_size, 2 * job.cp_size - rank, job.cp_size - 1 + rank
-    whole = 2 * job.seqlen * job.model.kv_size
-    section = whole * _section_heads(job) // job.model.num_kv_heads
-    two = min(2 * section, whole)
-    keys = whole if whole * BF16 <= WHOLE_BYTES else whole // job.cp_size + two * seen // chunks
-    return keys * BF16 + (two + section * returning // chunks) * FP32
+    head = 2 * job.seqlen * job.model.head_dim
+    sections, keys = _sections(job), head * job.model.num_kv_heads
+    if not gathered_whole(_shape(job), job.seqlen, torch.bfloat16):
+        turns = map(max, zip_longest(*map(taking_turns, sections), fillvalue=0))
+        keys = keys // job.cp_size + sum(turns) * head * seen // chunks
+    gradients = sum(taking_turns(sections.backward)) * head + max(sections.backward) * head * returning // chunks
+    return keys * BF16 + gradients * FP32
 
 
-def _section_heads(job: Job) -> int:
-    """KV heads that the copy engine gathers at a time, at most."""
-    model = job.model
-    return max(sections_of(model.num_kv_heads, model.num_heads // model.num_kv_heads, job.local_tokens, job.seqlen))
+def _sections(job: Job) -> Sections:
+    """KV heads that the copy engine gathers at a time."""
+    return sections_of(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16)
+
+
+def _shape(job: Job) -> tuple[int, ...]:
+    """Of a rank's K."""
+    return 1, job.local_tokens, job.model.num_kv_heads, job.model.head_dim
 
 
 def _checkpoints(job: Job) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -22,7 +22,7 @@ from ringflash import graphs
 from ringflash.agreement import gather
 
 T = TypeVar("T")
-_MOST_KEPT = 8
+_MOST_KEPT = 12
 
 
 class NoPeerMemory(RuntimeError):
@@ -37,20 +37,21 @@ class Kept:
     """A few things made once and kept until they are dropped: views of areas, which must not outlive these."""
 
     def __init__(self) -> None:
-        self._things: dict[Hashable, Any] = {}
+        self._things: dict[Hashable, tuple[Any, Collection[str]]] = {}
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The one of this key; the oldest of others gives way to a new one."""
+    def get(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+        """The one of this key, with views of these areas; the oldest of others gives way to a new one."""
         if key not in self._things:
-            made = make()  # may drop all
+            made = make()  # may drop others
             if len(self._things) == _MOST_KEPT:
                 del self._things[next(iter(self._things))]
-            self._things[key] = made
-        return cast(T, self._things[key])
+            self._things[key] = made, areas
+        return cast(T, self._things[key][0])
 
-    def drop(self) -> None:
-        """All of them."""
-        self._things.clear()
+    def drop(self, area: str | None = None) -> None:
+        """Those with views of an area, default all."""
+        kept = {} if area is None else {key: both for key, both in self._things.items() if area not in both[1]}
+        self._things = kept
 
 
 class Token(Protocol):
@@ -75,8 +76,8 @@ class PeerMemory(Protocol):
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The area of a rank, from its beginning."""
 
-    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returned for this key, made again after an area grew or many other keys came."""
+    def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+        """What `make` returned for this key, made again after one of its areas grew or many other keys came."""
 
     def barrier(self, channel: int) -> None:
         """Order the current streams of all ranks. Barriers of one channel follow one another."""
@@ -131,7 +132,7 @@ class SymmetricMemory:
 
         torch.cuda.synchronize(self._device)
         gather(self.group, None)  # nor do the streams of the others still read what is given up here
-        self._kept.drop()
+        self._kept.drop(name)
         old = self._areas.pop(name, None), self._handles.pop(name, None)
         if name in self._captured:
             self._captured.remove(name)
@@ -158,11 +159,11 @@ class SymmetricMemory:
             return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         return self._handles[name].get_buffer(rank, shape, dtype)
 
-    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        thing = self._kept.get(key, make)
+    def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+        thing = self._kept.get(key, areas, make)
         if graphs.capturing(self._device):
             graphs.keep(thing)
-            self._captured.update(self._areas)
+            self._captured.update(areas)
         return thing
 
     def barrier(self, channel: int) -> None:

@@ -19,6 +19,7 @@ import torch
 
 import ringflash
 from ringflash import headwise, transport
+from ringflash.headwise import Sections
 from ringflash.transport.buffers import buffer
 from ringflash.transport.peer_memory import Token
 from tests.helpers import ring_check
@@ -42,7 +43,7 @@ def taking_turns(turns: bool) -> Iterator[None]:
 
 def one_head_a_section() -> AbstractContextManager:
     """Short calls have many sections too."""
-    return mock.patch.object(headwise, "sections_of", lambda num_kv_heads, *_: (1,) * num_kv_heads)
+    return mock.patch.object(headwise, "sections_of", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2]))
 
 
 def check_all(ctx: Context) -> int:
@@ -51,11 +52,11 @@ def check_all(ctx: Context) -> int:
         for number, case in enumerate(CASES):
             with taking_turns(number % 2 == 0):
                 ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
-        for number, heads in enumerate([(1, 2, 2, 1), (1, 5), (3, 1, 2)]):  # as long calls have them
+        for number, heads in enumerate([((1, 2, 3), (1, 4, 1)), ((1, 5), (1, 2, 2, 1)), ((3, 1, 2), (1, 5))]):
             case = Case(num_heads=12, num_kv_heads=6, batch=2, causal=number == 1)
             with (
                 taking_turns(number % 2 == 0),
-                mock.patch.object(headwise, "sections_of", lambda *_, heads=heads: heads),
+                mock.patch.object(headwise, "sections_of", lambda *_, heads=heads: Sections(*heads)),
             ):
                 ring_check.check(ctx, case, 4 + number)
         return ringflash.buffer_bytes()
@@ -104,33 +105,42 @@ def test_buffers_are_kept_counted_and_released(pool: Pool, turns: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, heads",
+    "rows, num_kv_heads, num_heads, forward, backward",
     [
-        ((8, 4, 4096, 16384), (4, 4)),
-        ((8, 4, 4096, 32768), (2, 2, 2, 2)),
-        ((8, 4, 8192, 32768), (1, 2, 2, 2, 1)),
-        ((8, 4, 16384, 65536), (1,) * 8),
-        ((8, 4, 131072, 1 << 20), (1,) * 8),
-        ((8, 4, 32, 64), (8,)),
-        ((32, 1, 8192, 32768), (2, 7, 7, 7, 7, 2)),
-        ((6, 2, 10000, 50000), (3, 3)),
-        ((1, 8, 10**6, 10**6), (1,)),
-        ((2, 4, 10**6, 10**6), (1, 1)),
-        ((3, 2, 1 << 15, 1 << 16), (1, 1, 1)),
+        (32, 8, 32, (8,), (8,)),
+        (4096, 8, 32, (2, 6), (1, 6, 1)),
+        (8192, 8, 32, (1, 7), (1, 6, 1)),
+        (32768, 8, 32, (1, 7), (1,) * 8),
+        (131072, 8, 32, (1,) * 8, (1,) * 8),
+        (8192, 32, 32, (3, 8, 21), (2, 7, 7, 7, 7, 2)),
+        (8192, 8, 64, (1, 7), (1, 6, 1)),
+        (10000, 6, 12, (1, 5), (1, 4, 1)),
+        (10**6, 1, 8, (1,), (1,)),
+        (10**6, 2, 8, (1, 1), (1, 1)),
+        (1 << 15, 3, 6, (1, 2), (1, 1, 1)),
     ],
 )
-def test_sections(shape: tuple[int, int, int, int], heads: tuple[int, ...]) -> None:
-    assert _sections_of(*shape) == heads
+def test_sections(
+    rows: int, num_kv_heads: int, num_heads: int, forward: tuple[int, ...], backward: tuple[int, ...]
+) -> None:
+    """On 4 ranks."""
+    found = _sections_of((1, rows, num_kv_heads, 128), num_heads, 4 * rows, torch.bfloat16)
+    assert found == (forward, backward)
 
 
 def test_sections_have_every_head_once() -> None:
-    """And none more than what is enough."""
-    cases = itertools.product(range(1, 40), (1, 3, 8), (10, 10**4, 10**6), (100, 9000, 70000, 10**6))
-    for num_kv_heads, group, rows, keys in cases:
-        heads = _sections_of(num_kv_heads, group, rows, keys)
-        enough = max(1, -(-headwise._WORK_OF_A_SECTION // (group * keys)))
-        assert sum(heads) == num_kv_heads and min(heads) >= 1
-        assert max(heads) <= enough or heads == (num_kv_heads,)
+    """And no buffer more than it is to hold, but for those whose least section is larger."""
+    shapes = itertools.product((1, 3), (10, 10**4, 10**6), range(1, 40), (64, 128))
+    for shape, group, ranks in itertools.product(shapes, (1, 3, 8), (2, 16)):
+        batch, rows, num_kv_heads, head_dim = shape
+        keys = ranks * rows
+        sections = _sections_of(shape, group * num_kv_heads, keys, torch.bfloat16)
+        least = max(1, -(-headwise._WORK_OF_A_SECTION // (group * batch * keys)))
+        for heads, stage in zip(sections, (2, 4), strict=True):
+            assert sum(heads) == num_kv_heads and min(heads) >= 1
+            whole = stage == 2 and headwise.gathered_whole(shape, keys, torch.bfloat16)
+            enough = max(least, headwise._STAGE_BYTES // (2 * batch * keys * head_dim * stage))
+            assert whole or max(heads) <= enough or heads == (num_kv_heads,)
 
 
 _sections_of = headwise.sections_of
@@ -262,8 +272,8 @@ def explanation(ctx: Context) -> tuple[str, int]:
 def test_explained(pool: Pool) -> None:
     """Rank 0 of a zigzag sees all chunks, rank 1 all but the last."""
     (first, all_pairs), (second, pairs) = pool.run(explanation, size=2)
-    assert "1 section(s) of 4 KV head(s): 16 keys of ranks [0, 1], " in first
-    assert "1 section(s) of 4 KV head(s): 12 keys of ranks [0, 1], " in second
+    assert "16 keys of ranks [0, 1], " in first and "backward: sections of 4 KV heads" in first
+    assert "12 keys of ranks [0, 1], " in second
     assert all_pairs + pairs == 16 * 17 // 2
 
 

@@ -11,7 +11,7 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +60,7 @@ class SharedMemory:
             return
         paths = [self.folder / f"{name}.{num_bytes}.{rank}" for rank in range(self.group.size())]
         paths[self.rank].write_bytes(bytes(num_bytes))
-        self.kept.drop()
+        self.kept.drop(name)
         dist.barrier(self.group)
         self.areas[name] = [
             torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in paths
@@ -71,8 +71,8 @@ class SharedMemory:
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.areas[name][rank][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        return self.kept.get((key, headwise.WHOLE_BYTES), make)  # which tests change
+    def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+        return self.kept.get((key, headwise.WHOLE_BYTES), areas, make)  # which tests change
 
     def barrier(self, channel: int) -> None:
         self._dawdle()

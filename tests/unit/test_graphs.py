@@ -76,10 +76,10 @@ def test_captured_areas_outlive_their_growth(capture: Capture, memory: Symmetric
     memory.reserve("kv", 16)
     old = memory._areas["kv"], memory._handles["kv"]
     capture.on = captured
-    views = memory.keep("views", lambda: ["of the area"])
+    views = memory.keep("views", ("kv",), lambda: ["of the area"])
     capture.on = False
     memory.reserve("kv", 32)
-    assert memory.keep("views", lambda: ["of the new one"]) is not views
+    assert memory.keep("views", ("kv",), lambda: ["of the new one"]) is not views
     held = {id(thing) for thing in graphs._held.values()}
     assert held == ({id(views), *map(id, old)} if captured else set())
 
@@ -87,7 +87,7 @@ def test_captured_areas_outlive_their_growth(capture: Capture, memory: Symmetric
 def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: SymmetricMemory) -> None:
     memory.reserve("kv", 16)
     capture.on = True
-    memory.keep("views", lambda: ["of the area"])
+    memory.keep("views", ("kv",), lambda: ["of the area"])
     capture.on = False
     for size in (32, 64):
         memory.reserve("kv", size)

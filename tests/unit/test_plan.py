@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ringflash import huggingface
 from ringflash.cli import main
-from ringflash.headwise import Gathered, Home
+from ringflash.headwise import Gathered, Home, sections_of
 from ringflash.lightning.module import build_model
 from ringflash.mask import SequenceMask
 from ringflash.plan.command import _in_window
@@ -127,7 +127,8 @@ def copy_engine_bytes(job: Job, rank: int) -> int:
         1, job.local_tokens, job.model.num_kv_heads, job.model.head_dim, dtype=torch.bfloat16, device="meta"
     )
     release_buffers()
-    gathered = Gathered(areas, gathering, k, job.model.num_heads)  # type: ignore[arg-type]
+    for heads in sections_of(k.shape, job.model.num_heads, gathering.capacity, k.dtype):
+        gathered = Gathered(areas, gathering, k, job.model.num_heads, heads)  # type: ignore[arg-type]
     Home(gathered, k)
     held = sum(areas.sizes.values()) + buffer_bytes()
     release_buffers()
