@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -301,5 +302,6 @@ def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
 
 
+@functools.cache
 def _module(impl: str) -> ModuleType:
     return importlib.import_module(_MODULES[impl])

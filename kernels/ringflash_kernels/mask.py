@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -134,12 +135,12 @@ class Mask:
         """Number of visible (query, key) pairs: attention costs 4 * head_dim FLOPs a pair and head forward."""
         return sum(region.num_visible for region in self.regions)
 
-    @property
+    @cached_property
     def q_span(self) -> tuple[int, int]:
         """Smallest [start, stop) of query rows that holds every row with a visible key."""
         return (min(r.q_start for r in self.regions), max(r.q_stop for r in self.regions)) if self.regions else (0, 0)
 
-    @property
+    @cached_property
     def k_span(self) -> tuple[int, int]:
         """Smallest [start, stop) of key rows that holds every visible key."""
         return (min(r.k_start for r in self.regions), max(r.k_stop for r in self.regions)) if self.regions else (0, 0)

@@ -319,6 +319,13 @@ class _Hop(NamedTuple):
 
 def _hop(mask: Mask, device: torch.device, *, transposed: bool = False) -> _Hop:
     """`mask` by keys (the rows that see each key), or, `transposed`, by queries (the keys that each row sees)."""
+    key = ("hop", device, transposed)
+    if key not in mask._cache:
+        mask._cache[key] = _new_hop(mask, device, transposed)
+    return mask._cache[key]  # type: ignore[return-value]
+
+
+def _new_hop(mask: Mask, device: torch.device, transposed: bool) -> _Hop:
     second = None if transposed else _second_band(mask)
     if len(mask.regions) > 1 and second is None:
         side = mask if transposed else _kept_transpose(mask)

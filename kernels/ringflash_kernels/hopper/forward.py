@@ -1120,8 +1120,8 @@ _STREAMS = 256
 
 
 @functools.cache
-def _counters(device: torch.device) -> tuple[torch.Tensor, dict[int, int]]:
-    return torch.zeros(_STREAMS, 2, dtype=torch.int32, device=device), {}
+def _counters(device: torch.device) -> tuple[tuple[torch.Tensor, ...], dict[int, int]]:
+    return torch.zeros(_STREAMS, 2, dtype=torch.int32, device=device).unbind(), {}
 
 
 def _counter(device: torch.device) -> torch.Tensor:
@@ -1132,5 +1132,5 @@ def _counter(device: torch.device) -> torch.Tensor:
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     counters, slots = _counters(device)
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = torch.cuda.current_stream(device.index).cuda_stream
     return counters[slots.setdefault(stream, len(slots) % _STREAMS)]
