@@ -35,6 +35,7 @@ T = TypeVar("T")
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
 WHOLE_BYTES = 1 << 30  # K/V of the whole sequence, gathered at once up to so many
 _WORK_OF_A_SECTION = 1 << 18  # query heads times keys; with less a section takes the host longer than the GPU
+_WORK_OF_A_LONG_CALL = 1 << 33  # heads times queries times keys; with less, a third section of a backward would, too
 _STAGE_BYTES = 192 << 20  # of a buffer of K/V, or of gradients, where a section may be smaller
 _ROWS_OF_A_PULL = 3000  # query rows whose kernel takes as long as the pull of their keys
 _EXPOSED = 0.05  # of a forward: the pull of the first section, where one section more would shorten it
@@ -378,10 +379,11 @@ def sections_of(shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, 
         return Sections((num_kv_heads,), (num_kv_heads,))
     head = 2 * batch * keys * head_dim
     most = num_kv_heads if gathered_whole(shape, keys, dtype) else max(least, _STAGE_BYTES // (head * dtype.itemsize))
-    hiding = max(1.0, group * rows / _ROWS_OF_A_PULL)
+    forward = _growing(num_kv_heads, max(1.0, group * rows / _ROWS_OF_A_PULL), most)
+    if batch * num_heads * rows * keys < _WORK_OF_A_LONG_CALL:
+        return Sections(forward, _parts(num_kv_heads, least))
     return Sections(
-        _growing(num_kv_heads, hiding, most),
-        _small_at_both_ends(num_kv_heads, max(least, _STAGE_BYTES // (head * state_dtype(dtype).itemsize))),
+        forward, _small_at_both_ends(num_kv_heads, max(least, _STAGE_BYTES // (head * state_dtype(dtype).itemsize)))
     )
 
 
@@ -413,6 +415,10 @@ def _growing(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
 def _small_at_both_ends(num_heads: int, most: int) -> tuple[int, ...]:
     end = math.ceil(min(num_heads / 16, most))
     between = max(0, num_heads - 2 * end)
-    count = -(-between // most)
-    middle = (between // count + (index < between % count) for index in range(count))
-    return tuple(heads for heads in (end, *middle, num_heads - between - end) if heads > 0)
+    return tuple(heads for heads in (end, *_parts(between, most), num_heads - between - end) if heads > 0)
+
+
+def _parts(num_heads: int, most: int) -> tuple[int, ...]:
+    """As few as possible, as equal as possible."""
+    count = -(-num_heads // most)
+    return tuple(num_heads // count + (index < num_heads % count) for index in range(count))
