@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ def describe(*packages: str) -> dict[str, str]:
     cuda = torch.cuda.is_available()
     return {
         "commit": _commit(),
-        "command": " ".join([_script(), *sys.argv[1:]]),
+        "command": shlex.join([_script(), *sys.argv[1:]]),
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
