@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
 import lightning
@@ -55,11 +56,7 @@ class SequenceData(lightning.LightningDataModule):
 
     def train_dataloader(self) -> Loader:
         """Sequences without end, from the first one not consumed yet."""
-        strategy = strategy_of(self.trainer)
-        order = SampleOrder(
-            len(self.train), seed=self.seed, dp_rank=strategy.dp_rank, dp_size=strategy.dp_size, first=self.num_consumed
-        )
-        return _loader(self.train, order)
+        return _loader(self.train, _Unconsumed(self))
 
     def val_dataloader(self) -> dict[str, Loader]:
         """This data rank's share of the sequences to judge by, evenly spaced over the text."""
@@ -106,6 +103,23 @@ class SequenceData(lightning.LightningDataModule):
                 f"num_eval_sequences must be a multiple of the data-parallel size ({dp_size}) from 1 to the number of "
                 f"held-out sequences ({available}), got {count}; change it, or give more text."
             )
+
+
+class _Unconsumed(Sampler[int]):
+    """This data rank's sequences from the first one not consumed yet, each time it is iterated.
+
+    A trainer with epochs of its own (limit_train_batches) iterates it at the start of each of them.
+    """
+
+    def __init__(self, data: SequenceData) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        data, strategy = self.data, strategy_of(self.data.trainer)
+        order = SampleOrder(
+            len(data.train), seed=data.seed, dp_rank=strategy.dp_rank, dp_size=strategy.dp_size, first=data.num_consumed
+        )
+        return iter(order)
 
 
 def _loader(sequences: Sequences, chosen: Sampler[int] | list[int]) -> Loader:

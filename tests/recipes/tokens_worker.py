@@ -63,12 +63,12 @@ def same(got: Any, want: Any) -> bool:
 def fit(data: TokenData, folder: Path, cp_size: int, **options: Any) -> dict[str, Any]:
     """Train on a mesh; the trainer saves nothing by itself."""
     recorder, config = Recorder(folder), options.pop("config", CONFIG)
-    steps, checkpoint, save = (options.get(name) for name in ("steps", "checkpoint", "save"))
+    steps, checkpoint, save = (options.pop(name, None) for name in ("steps", "checkpoint", "save"))
     trainer = lightning.Trainer(
         strategy=ContextParallelStrategy(context_parallel_size=cp_size), accelerator="cpu", logger=False,
         devices=WORLD_SIZE, max_steps=steps or STEPS, callbacks=[recorder], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        check_val_every_n_epoch=None, val_check_interval=STEPS,
+        check_val_every_n_epoch=None, val_check_interval=STEPS, **options,
     )  # fmt: skip
     module = CausalLM(config)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
@@ -106,6 +106,8 @@ def main() -> None:
             found[name] = error_of(lambda where=where: fit(token_data(where), folder, 2))
         small = {**CONFIG, "vocab_size": 100}
         found["vocabulary"] = error_of(lambda: fit(token_data(folder), folder, 2, config=small))
+    else:
+        found["epochs"] = fit(token_data(folder), folder, 1, steps=3 * STEPS, limit_train_batches=STEPS, max_epochs=3)
     found["context"] = fit(token_data(folder), folder, WORLD_SIZE, **checkpoint)
     found["resumed_with_other"] = error_of(
         lambda: fit(token_data(folder, held_out_percent=30.0), folder, WORLD_SIZE, **checkpoint)
