@@ -123,13 +123,18 @@ def test_resume_continues_on_another_number_of_ranks(recipe: Path, folder: Path,
 
 
 def test_signal_ends_a_run_with_a_checkpoint(recipe: Path, folder: Path) -> None:
-    """Sent SIGTERM, both ranks finish a step and write their parts; the place in the data is that of the step."""
+    """Sent SIGTERM, both ranks finish a step with all its batches, write their parts, and evaluate no more.
+
+    The place in the data is that of the step.
+    """
     name, endless = f"{recipe.stem}-interrupted", {"trainer.max_steps": 10**6, "trainer.val_check_interval": 10**6}
-    interrupt(["launch/local.sh", *arguments(recipe, folder, name, **endless)], after="step      3 ", NPROC="2")
+    given = arguments(recipe, folder, name, **endless, **{"trainer.accumulate_grad_batches": 8})
+    output = interrupt(["launch/local.sh", *given], after="step      3 ", NPROC="2")
+    assert output.count("loss over fixed sequences") == 1  # before the first step
     (checkpoint,) = (folder / name / "version_0").glob("interrupted-step=*.ckpt")
     assert {path.name for path in checkpoint.iterdir()} == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
     meta = torch.load(checkpoint / "meta.pt", weights_only=True)
-    assert meta["global_step"] == meta["TextData"]["num_consumed"] == int(checkpoint.stem.rpartition("=")[2])
+    assert meta["global_step"] == meta["TextData"]["num_consumed"] / 8 == int(checkpoint.stem.rpartition("=")[2])
 
 
 def test_one_rank_has_the_losses_of_two(recipe: Path, folder: Path, two_ranks: Run) -> None:
