@@ -194,7 +194,8 @@ def precision(name: str, folder: str) -> dict[str, Any]:
     """What a run in one of Lightning's precisions keeps its parameters in, and what it logs."""
     module = CausalLM(CONFIG)
     recorder, _ = fit(module, folder, precision=name, gradient_clip_val=1.0)
-    return {"dtypes": sorted({str(p.dtype) for p in module.parameters()}), "metrics": recorder.metrics}
+    dtypes, frequencies = {str(p.dtype) for p in module.parameters()}, {str(x.dtype) for x in module.buffers()}
+    return {"dtypes": sorted(dtypes), "frequencies": sorted(frequencies), "metrics": recorder.metrics}
 
 
 def refusal(folder: str) -> dict[str, Any]:

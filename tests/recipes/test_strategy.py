@@ -84,8 +84,9 @@ def test_mesh_has_rings_of_neighbours(ranks: list[dict[str, Any]]) -> None:
     [("32-true", "torch.float32"), ("bf16-mixed", "torch.float32"), ("bf16-true", "torch.bfloat16")],
 )
 def test_precisions_train(ranks: list[dict[str, Any]], precision: str, dtype: str) -> None:
-    """Parameters have the dtype that is asked for; loss and norm are finite and the same on every rank."""
+    """Parameters have the dtype that is asked for, rotary frequencies are exact; metrics are the same on every rank."""
     for rank in ranks:
+        assert rank[precision]["frequencies"] == ["torch.float32"]
         assert rank[precision]["dtypes"] == [dtype]
         assert rank[precision]["metrics"] == ranks[0][precision]["metrics"]
         assert all(math.isfinite(x) for step in rank[precision]["metrics"] for x in step.values())
