@@ -59,6 +59,12 @@ def test_passkeys_are_judged_over_four_ranks_as_on_one(ranks: list[dict[str, Any
         assert max(rank["passkey"]["errors"]) <= RTOL_FP64 and rank["passkey"]["found"] == [0.0, 0.0]
 
 
+def test_tokens_are_counted_with_the_time_they_took(ranks: list[dict[str, Any]]) -> None:
+    """By a clock of a second for each batch, of two sequences of 48: also where an evaluation has begun it anew."""
+    for rank in ranks:
+        assert set(rank["progress"]) == {2 * 48.0}, rank["progress"]
+
+
 def test_sizes_are_refused_before_any_rank_joins(ranks: list[dict[str, Any]]) -> None:
     """Three does not divide four: every rank says so, and no process group was made."""
     for rank in ranks:
