@@ -127,7 +127,7 @@ def _loader(sequences: Sequences, chosen: Sampler[int] | list[int]) -> Loader:
 
 
 class CountConsumed(lightning.Callback):
-    """Counts samples at the end of each batch.
+    """Counts samples at the end of each batch, and those of whole steps in a checkpoint.
 
     A callback, because those of checkpoints run after all others, but before the module's own hook: a count
     kept by the module is one batch behind in the checkpoint.
@@ -136,3 +136,20 @@ class CountConsumed(lightning.Callback):
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         """Every data rank has consumed one sample."""
         trainer.datamodule.num_consumed += strategy_of(trainer).dp_size
+
+    def on_save_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """A place in the middle of a step (accumulate_grad_batches) is kept as the place where the step began.
+
+        The gradients so far are in no checkpoint: who goes on from it makes the whole step.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        if not loop._should_accumulate():
+            return
+        count = loop.batch_progress.current.ready % trainer.accumulate_grad_batches
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for kind in ("current", "total"):
+            progress[kind] = dict.fromkeys(progress[kind], progress[kind]["ready"] - count)
+        data = trainer.datamodule
+        checkpoint[type(data).__qualname__]["num_consumed"] -= count * strategy_of(trainer).dp_size
