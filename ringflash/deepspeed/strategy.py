@@ -111,6 +111,10 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
     def shard_parameters(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Nothing yet: DeepSpeed shards the whole LightningModule once its optimizer is known."""
 
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **keywords: Any) -> None:
+        """DeepSpeed's, without its division by the batches of a step: Lightning has divided the loss by them."""
+        super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **keywords)
+
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **keywords: Any) -> Any:
         """DeepSpeed's step; logs the norm of the whole gradient before clipping as grad_norm."""
 
