@@ -48,7 +48,13 @@ class SequenceData(lightning.LightningDataModule):
         raise NotImplementedError(f"read must be overridden, got none in {type(self).__name__}; return two datasets.")
 
     def setup(self, stage: str) -> None:
-        """Read the sequences; have the trainer count what it consumes."""
+        """Read the sequences; have the trainer count what it consumes.
+
+        Raises:
+            ValueError: a trainer that would share the sequences out a second time; sequences to judge by that do not
+                fit the data ranks.
+        """
+        _check_sampler(self.trainer)
         if not any(isinstance(callback, CountConsumed) for callback in self.trainer.callbacks):
             self.trainer.callbacks.insert(0, CountConsumed())
         self.train, self.held_out = self.read()
@@ -103,6 +109,15 @@ class SequenceData(lightning.LightningDataModule):
                 f"num_eval_sequences must be a multiple of the data-parallel size ({dp_size}) from 1 to the number of "
                 f"held-out sequences ({available}), got {count}; change it, or give more text."
             )
+
+
+def _check_sampler(trainer: lightning.Trainer) -> None:
+    """Refuse Lightning's own sampler: it would give each data rank a share of its share to judge by."""
+    if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
+        raise ValueError(
+            "use_distributed_sampler must be False with sequences that are shared out already, got True, which is "
+            "Lightning's default; pass Trainer(use_distributed_sampler=False)."
+        )
 
 
 class _Unconsumed(Sampler[int]):

@@ -73,10 +73,11 @@ def fit(module: CausalLM, folder: str, **options: Any) -> tuple[Recorder, lightn
 def trainer_with(**options: Any) -> lightning.Trainer:
     """A trainer on data x context ranks that writes and prints nothing."""
     strategy = ContextParallelStrategy(context_parallel_size=CP_SIZE)
-    options = {"strategy": strategy, "accelerator": "cpu", "max_steps": STEPS, "logger": False, **options}
+    defaults = {"accelerator": "cpu", "max_steps": STEPS, "logger": False, "use_distributed_sampler": False}
+    options = {"strategy": strategy, **defaults, **options}
     return lightning.Trainer(
         devices=int(os.environ["WORLD_SIZE"]), log_every_n_steps=1, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **options,
+        enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
 
 
@@ -245,6 +246,15 @@ def refusal(folder: str) -> dict[str, Any]:
     return {}
 
 
+def second_share(folder: str) -> str:
+    """The error of an evaluation for which Lightning would share the sequences out."""
+    try:
+        trainer_with(use_distributed_sampler=True).validate(CausalLM(CONFIG), datamodule=data(folder), verbose=False)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
 def mesh(folder: str) -> dict[str, Any]:
     """Where this rank stands."""
     _, trainer = fit(CausalLM(CONFIG), folder)
@@ -260,6 +270,7 @@ def main() -> None:
     """All of it, one after the other."""
     folder, out = sys.argv[1:]
     found = {"refusal": refusal(folder), "mesh": mesh(folder)}
+    found["second_share"] = second_share(folder)
     found["evaluation"] = evaluation(folder)
     found["passkey"] = passkey(folder)
     found["norm"] = compare(CausalLM, "norm", folder)

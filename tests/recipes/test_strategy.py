@@ -65,6 +65,11 @@ def test_tokens_are_counted_with_the_time_they_took(ranks: list[dict[str, Any]])
         assert set(rank["progress"]) == {2 * 48.0}, rank["progress"]
 
 
+def test_sequences_are_not_shared_out_twice(ranks: list[dict[str, Any]]) -> None:
+    """Lightning's default would judge by half of each data rank's sequences, and say nothing."""
+    assert all("use_distributed_sampler must be False" in rank["second_share"] for rank in ranks)
+
+
 def test_sizes_are_refused_before_any_rank_joins(ranks: list[dict[str, Any]]) -> None:
     """Three does not divide four: every rank says so, and no process group was made."""
     for rank in ranks:
