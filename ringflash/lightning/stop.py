@@ -26,9 +26,9 @@ class StopOnSignal(lightning.Callback):
         self._step = 0  # steps at the end of the last batch
         self._limit_val_batches: int | float | None = None  # the trainer's, while it stops
 
-    def on_sanity_check_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Take the signal over before the first evaluation."""
-        signal.signal(signal.SIGTERM, self._note)
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Have Lightning, which takes the signal next, call this note: before the first step it would send already."""
+        trainer._signal_connector._sigterm_notifier_fn = self._note
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Take the signal over from Lightning, which gives it back when it is done."""
