@@ -46,13 +46,25 @@ class RecipeCLI(LightningCLI):
         asked = self._get(self.config_init, "trainer")
         if asked["precision"] is None and not asked["plugins"] and torch.cuda.is_available():
             kwargs["precision"] = "bf16-mixed"
+        output_dir = self._get(self.config_init, "output_dir")
         if asked["logger"] is None:
-            kwargs["logger"] = _loggers(*(self._get(self.config_init, key) for key in ("loggers", "output_dir")))
+            kwargs["logger"] = _loggers(self._get(self.config_init, "loggers"), output_dir)
+        if asked["default_root_dir"] is None:
+            kwargs["default_root_dir"] = output_dir  # where checkpoints go without a logger
         return super().instantiate_trainer(**kwargs)
 
     def before_fit(self) -> None:
-        """Put the newest checkpoint in the place of `--ckpt_path auto`."""
+        """Put the newest checkpoint in the place of `--ckpt_path auto`.
+
+        Raises:
+            ValueError: `--ckpt_path last` where each run has a folder of its own: Lightning would start from nothing.
+        """
         options = self.config_init["fit"]
+        if options["ckpt_path"] == "last" and self._get(self.config_init, "checkpoint").dirpath is None:
+            raise ValueError(
+                "ckpt_path must be auto or a checkpoint where checkpoint.dirpath is left out, got last, which is "
+                "looked for in the folder of this run alone; give auto."
+            )
         if options["ckpt_path"] == "auto":
             output_dir = self._get(self.config_init, "output_dir")
             options["ckpt_path"] = newest_checkpoint(output_dir)
@@ -93,8 +105,10 @@ def main(args: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> N
     warnings.filterwarnings("ignore", message=r".*distributed\.\w+_tensor. is deprecated", category=FutureWarning)
     defaults = {**launched_ranks(), "callbacks": [StopOnSignal(), *callbacks]}
     RecipeCLI(
-        CausalLM, SequenceData, subclass_mode_data=True, args=args, trainer_defaults=defaults, seed_everything_default=0
-    )
+        CausalLM, SequenceData, subclass_mode_data=True, args=args, trainer_defaults=defaults,
+        seed_everything_default=0,
+        save_config_kwargs={"overwrite": True},  # where no logger makes a version_N, a run that goes on meets its own
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ except ModuleNotFoundError as missing:
 
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check
+from ringflash.lightning.checkpoints import COMPLETE
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 
 
@@ -110,6 +112,19 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
 
     def shard_parameters(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Nothing yet: DeepSpeed shards the whole LightningModule once its optimizer is known."""
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **keywords: Any) -> None:
+        """DeepSpeed's, without its division by the batches of a step: Lightning has divided the loss by them."""
+        super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **keywords)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """DeepSpeed's, and a file that says that all ranks have written their parts: `--ckpt_path auto` finds it."""
+        mark = Path(self.broadcast(filepath), COMPLETE)
+        if self.is_global_zero:
+            mark.unlink(missing_ok=True)  # of one of the same name, whose files are written over
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # ranks wait for one another at both ends
+        if self.is_global_zero:
+            mark.touch()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **keywords: Any) -> Any:
         """DeepSpeed's step; logs the norm of the whole gradient before clipping as grad_norm."""

@@ -14,6 +14,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from ringflash.agreement import agree
 from ringflash.lightning.writing import leftovers, restore
 
+COMPLETE = "complete"  # a file in a checkpoint of DeepSpeed's once all ranks have written theirs
+
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
     """The checkpoint below a folder that was completed last, whichever version of the run wrote it.
@@ -29,15 +31,17 @@ def is_complete(checkpoint: Path) -> bool:
     """Whether all of a distributed checkpoint was written.
 
     Once every rank has written its part, rank 0 writes the list of them (.metadata), then the rest of the
-    trainer's state: a zip file, whose directory is at its end.
+    trainer's state: a zip file, whose directory is at its end. Of DeepSpeed's it writes COMPLETE.
     """
-    return (checkpoint / ".metadata").is_file() and zipfile.is_zipfile(checkpoint / "meta.pt")
+    whole = (checkpoint / ".metadata").is_file() and zipfile.is_zipfile(checkpoint / "meta.pt")
+    return whole or (checkpoint / COMPLETE).is_file()
 
 
 def _age(checkpoint: Path) -> tuple[int, int]:
     """When it was completed; for a file system with coarse clocks then its step."""
     step = re.search(r"step=(\d+)", checkpoint.name)
-    return (checkpoint / "meta.pt").stat().st_mtime_ns, int(step[1]) if step else -1
+    last = checkpoint / ("meta.pt" if (checkpoint / "meta.pt").is_file() else COMPLETE)
+    return last.stat().st_mtime_ns, int(step[1]) if step else -1
 
 
 class SameCheckpoint(lightning.Callback):

@@ -85,6 +85,19 @@ class CausalLM(lightning.LightningModule):
         else:
             load_weights(self.model.model, device, self.pretrained)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What all casts and moves go through: as torch's, but no buffer is rounded, as in transformers' own loading.
+
+        Rotary frequencies in bf16, as Lightning's bf16-true would have them, turn far tokens by other angles.
+        """
+        exact = dict(self.named_buffers())
+        result = super()._apply(fn, recurse)
+        for name, buffer in list(self.named_buffers()):
+            if torch.promote_types(buffer.dtype, exact[name].dtype) != buffer.dtype:
+                owner, _, key = name.rpartition(".")
+                self.get_submodule(owner)._buffers[key] = exact[name].to(buffer.device)
+        return result
+
     def forward(self, **batch: Any) -> Any:
         """The loss of this rank, scaled as `ringflash.loss` says; with per_token=True that of each token."""
         assert self.model is not None

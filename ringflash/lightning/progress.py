@@ -40,7 +40,7 @@ class Progress(lightning.Callback):
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(f"peak_tflops must be positive, got {peak_tflops}; leave it out for the table's.")
         self.every_n_steps, self.peak_tflops = every_n_steps, peak_tflops
-        self.flops = 0.0  # of this data rank's sequences since the last line
+        self.num_tokens, self.flops = 0, 0.0  # since the last line: of all sequences, and of this data rank's
         self.console = Console(highlight=False, soft_wrap=True)
         self.evaluations: list[tuple[int, dict[str, float]]] = []
 
@@ -63,10 +63,11 @@ class Progress(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: CausalLM, outputs: Any, batch: dict[str, Any], batch_idx: int
     ) -> None:
         """Print and log, every few steps and on the first."""
-        step = trainer.global_step
+        step, seqlen = trainer.global_step, trainer.datamodule.seqlen
+        self.num_tokens += strategy_of(trainer).dp_size * seqlen
         if pl_module.flops_of is not None:
             bounds = batch["cu_seqlens"]
-            self.flops += pl_module.flops_of([0, trainer.datamodule.seqlen] if bounds is None else bounds.tolist())
+            self.flops += pl_module.flops_of([0, seqlen] if bounds is None else bounds.tolist())
         if step <= self._clock_step or (step % self.every_n_steps and step > 1):
             return
         loss, norm, rate = (trainer.callback_metrics[x].item() for x in ("loss", "grad_norm", "learning_rate"))
@@ -104,16 +105,16 @@ class Progress(lightning.Callback):
         checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
         self._print(trainer, f"checkpoint  {_shown(checkpoint) if checkpoint else 'none yet'}")
         for logger in trainer.loggers:
-            self._print(trainer, f"loss curve  {_shown(logger.log_dir)} ({type(logger).__name__})")
+            if place := logger.log_dir or logger.save_dir:  # W&B's has no log_dir
+                self._print(trainer, f"loss curve  {_shown(place)} ({type(logger).__name__})")
 
     def _speed(self, trainer: lightning.Trainer) -> dict[str, float]:
         """Since the last line; all ranks add up their sequences."""
         strategy = strategy_of(trainer)
-        seconds, batches = time.perf_counter() - self._clock, trainer.global_step - self._clock_step
-        tokens = batches * trainer.accumulate_grad_batches * strategy.dp_size * trainer.datamodule.seqlen
+        seconds = time.perf_counter() - self._clock
         speed = {
-            "tokens_per_second": tokens / seconds,
-            "tokens_per_second_per_rank": tokens / seconds / dist.get_world_size(),
+            "tokens_per_second": self.num_tokens / seconds,
+            "tokens_per_second_per_rank": self.num_tokens / seconds / dist.get_world_size(),
         }
         flops = torch.tensor(self.flops / strategy.cp_size, dtype=torch.float64, device=strategy.root_device)
         dist.all_reduce(flops)
@@ -125,7 +126,8 @@ class Progress(lightning.Callback):
         return speed
 
     def _restart_clock(self, trainer: lightning.Trainer) -> None:
-        self._clock, self._clock_step, self.flops = time.perf_counter(), trainer.global_step, 0.0
+        self._clock, self._clock_step = time.perf_counter(), trainer.global_step
+        self.num_tokens, self.flops = 0, 0.0
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 

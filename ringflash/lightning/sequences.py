@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
 import lightning
@@ -47,7 +48,13 @@ class SequenceData(lightning.LightningDataModule):
         raise NotImplementedError(f"read must be overridden, got none in {type(self).__name__}; return two datasets.")
 
     def setup(self, stage: str) -> None:
-        """Read the sequences; have the trainer count what it consumes."""
+        """Read the sequences; have the trainer count what it consumes.
+
+        Raises:
+            ValueError: a trainer that would share the sequences out a second time; sequences to judge by that do not
+                fit the data ranks.
+        """
+        _check_sampler(self.trainer)
         if not any(isinstance(callback, CountConsumed) for callback in self.trainer.callbacks):
             self.trainer.callbacks.insert(0, CountConsumed())
         self.train, self.held_out = self.read()
@@ -55,11 +62,7 @@ class SequenceData(lightning.LightningDataModule):
 
     def train_dataloader(self) -> Loader:
         """Sequences without end, from the first one not consumed yet."""
-        strategy = strategy_of(self.trainer)
-        order = SampleOrder(
-            len(self.train), seed=self.seed, dp_rank=strategy.dp_rank, dp_size=strategy.dp_size, first=self.num_consumed
-        )
-        return _loader(self.train, order)
+        return _loader(self.train, _Unconsumed(self))
 
     def val_dataloader(self) -> dict[str, Loader]:
         """This data rank's share of the sequences to judge by, evenly spaced over the text."""
@@ -108,12 +111,38 @@ class SequenceData(lightning.LightningDataModule):
             )
 
 
+def _check_sampler(trainer: lightning.Trainer) -> None:
+    """Refuse Lightning's own sampler: it would give each data rank a share of its share to judge by."""
+    if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
+        raise ValueError(
+            "use_distributed_sampler must be False with sequences that are shared out already, got True, which is "
+            "Lightning's default; pass Trainer(use_distributed_sampler=False)."
+        )
+
+
+class _Unconsumed(Sampler[int]):
+    """This data rank's sequences from the first one not consumed yet, each time it is iterated.
+
+    A trainer with epochs of its own (limit_train_batches) iterates it at the start of each of them.
+    """
+
+    def __init__(self, data: SequenceData) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        data, strategy = self.data, strategy_of(self.data.trainer)
+        order = SampleOrder(
+            len(data.train), seed=data.seed, dp_rank=strategy.dp_rank, dp_size=strategy.dp_size, first=data.num_consumed
+        )
+        return iter(order)
+
+
 def _loader(sequences: Sequences, chosen: Sampler[int] | list[int]) -> Loader:
     return DataLoader(cast(Dataset[Any], sequences), batch_size=None, sampler=chosen)
 
 
 class CountConsumed(lightning.Callback):
-    """Counts samples at the end of each batch.
+    """Counts samples at the end of each batch, and those of whole steps in a checkpoint.
 
     A callback, because those of checkpoints run after all others, but before the module's own hook: a count
     kept by the module is one batch behind in the checkpoint.
@@ -122,3 +151,20 @@ class CountConsumed(lightning.Callback):
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         """Every data rank has consumed one sample."""
         trainer.datamodule.num_consumed += strategy_of(trainer).dp_size
+
+    def on_save_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """A place in the middle of a step (accumulate_grad_batches) is kept as the place where the step began.
+
+        The gradients so far are in no checkpoint: who goes on from it makes the whole step.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        if not loop._should_accumulate():
+            return
+        count = loop.batch_progress.current.ready % trainer.accumulate_grad_batches
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for kind in ("current", "total"):
+            progress[kind] = dict.fromkeys(progress[kind], progress[kind]["ready"] - count)
+        data = trainer.datamodule
+        checkpoint[type(data).__qualname__]["num_consumed"] -= count * strategy_of(trainer).dp_size

@@ -14,35 +14,49 @@ from ringflash.lightning.strategy import ContextParallelStrategy
 
 
 class StopOnSignal(lightning.Callback):
-    """On SIGTERM to any rank: all finish the step, write a checkpoint together, and stop.
+    """On SIGTERM to any rank: all finish the step, write a checkpoint together, and stop without another evaluation.
 
-    The handler only takes a note; ranks compare notes at the end of each step. Lightning's own handler sends from
+    The handler only takes a note; ranks compare notes at the end of each batch. Lightning's own handler sends from
     within, into whatever collective it has interrupted.
     """
 
     def __init__(self) -> None:
         self.noted = False
-        self._agreed: torch.Tensor | None = None  # whether any rank had a note, at the end of the last step
+        self._agreed: torch.Tensor | None = None  # whether any rank had a note, at the end of the last batch
+        self._step = 0  # steps at the end of the last batch
+        self._limit_val_batches: int | float | None = None  # the trainer's, while it stops
 
-    def on_sanity_check_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Take the signal over before the first evaluation."""
-        signal.signal(signal.SIGTERM, self._note)
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Have Lightning, which takes the signal next, call this note: before the first step it would send already."""
+        trainer._signal_connector._sigterm_notifier_fn = self._note
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Take the signal over from Lightning, which gives it back when it is done."""
         signal.signal(signal.SIGTERM, self._note)
+        self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
-        """Stop if a rank had a note a step ago: that answer is here, and reading it makes nobody wait."""
-        if self._agreed is not None and self._agreed.item():
+        """Stop if a rank had a note a batch ago: that answer is here, and reading it makes nobody wait.
+
+        Only at the end of a step: gradients that batches have accumulated are in no checkpoint.
+        """
+        stepped, self._step = trainer.global_step != self._step, trainer.global_step
+        if stepped and self._agreed is not None and self._agreed.item():
             path = Path(trainer.log_dir or trainer.default_root_dir, f"interrupted-step={trainer.global_step}.ckpt")
             trainer.save_checkpoint(path)
             if isinstance(trainer.strategy, ContextParallelStrategy):
                 trainer.strategy.finish_checkpoints()  # before the path is named, and whatever the end still does
             trainer.should_stop = True
+            # Lightning evaluates once more before it stops, for which there may be no time.
+            self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
             lightning.pytorch.utilities.rank_zero_info(f"Interrupted; go on with --ckpt_path {path}")
         self._agreed = torch.tensor(int(self.noted), device=pl_module.device)
         dist.all_reduce(self._agreed, op=dist.ReduceOp.MAX)
+
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Leave the trainer as it was."""
+        if self._limit_val_batches is not None:
+            trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
 
     def _note(self, signum: int, frame: Any) -> None:
         self.noted = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
-from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
+from ringflash.lightning import CausalLM, ContextParallelStrategy, StopOnSignal, TextData
 from ringflash.lightning.checkpoints import is_complete
 from tests.recipes.strategy_worker import CONFIG
 
@@ -55,7 +56,12 @@ class Saves(lightning.Callback):
 
 
 def fit(
-    texts: str, callbacks: list[lightning.Callback], steps: int = STEPS, strategy: Any = None, **options: Any
+    texts: str,
+    callbacks: list[lightning.Callback],
+    steps: int = STEPS,
+    strategy: Any = None,
+    data: type[TextData] = TextData,
+    **options: Any,
 ) -> lightning.Trainer:
     """Train the tiny model on sequences cut over all ranks."""
     trainer = lightning.Trainer(
@@ -64,7 +70,7 @@ def fit(
         strategy=strategy or ContextParallelStrategy(**options), default_root_dir=sys.argv[2],
         enable_checkpointing=any(isinstance(x, ModelCheckpoint) for x in callbacks),
     )  # fmt: skip
-    trainer.fit(CausalLM(CONFIG), datamodule=TextData(48, texts, ".txt", num_eval_sequences=4))
+    trainer.fit(CausalLM(CONFIG), datamodule=data(48, texts, ".txt", num_eval_sequences=4))
     return trainer
 
 
@@ -163,6 +169,21 @@ def twice(texts: str, out: Path) -> dict[str, Any]:
     }
 
 
+class Signalled(TextData):
+    """Rank 1 is told to stop while the ranks are on their way to the first step."""
+
+    def train_dataloader(self) -> Any:
+        """Asked for once Lightning has taken the signal."""
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().train_dataloader()
+
+
+def early_signal(texts: str) -> int:
+    """The step at which both ranks stop."""
+    return fit(texts, [StopOnSignal()], data=Signalled).global_step
+
+
 def main(texts: str, out: Path) -> None:
     """Do all runs."""
     found: dict[str, Any] = {"overlap": overlap(texts, out)}
@@ -176,6 +197,7 @@ def main(texts: str, out: Path) -> None:
     found["synchronous"] = saves.whole
     found["failures"] = failures(texts, out)
     found["error"] = error_while_writing(texts, out)
+    found["early_signal"] = early_signal(texts)
     found["twice"] = twice(texts, out)
     dist.barrier()
     torch.save(Hostile(), out / "a.ckpt" / "meta.pt")

@@ -32,7 +32,7 @@ from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.recipes.launching import ROOT
 from tests.recipes.strategy_worker import CONFIG
 
-SEQLEN, STEPS, CLIPPING, LEARNING_RATE = 48, 2, 0.05, 1.0
+SEQLEN, STEPS, ACCUMULATED, CLIPPING, LEARNING_RATE = 48, 2, 2, 0.05, 1.0
 CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
@@ -125,13 +125,13 @@ class Recorder(lightning.Callback):
 
 
 def through_lightning(name: str, folder: str, cp_size: int) -> tuple[Tensors, dict[str, float]]:
-    """Weights after a few clipped steps of AdamW, and the last one's metrics."""
+    """Weights after a few clipped steps of AdamW, each of a few batches, and the last one's metrics."""
     recorder = Recorder()
     trainer = lightning.Trainer(
         strategy=DeepSpeedContextParallelStrategy(cp_size, config=config_of(name)), gradient_clip_val=CLIPPING,
         accelerator="cpu", devices=dist.get_world_size(), max_steps=STEPS, logger=False, log_every_n_steps=1,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        use_distributed_sampler=False, callbacks=[recorder],
+        use_distributed_sampler=False, callbacks=[recorder], accumulate_grad_batches=ACCUMULATED,
     )  # fmt: skip
     trainer.fit(CausalLM(CONFIG), datamodule=TextData(SEQLEN, folder, ".txt", num_eval_sequences=4))
     return recorder.weights, recorder.metrics
@@ -143,12 +143,14 @@ def plainly(name: str, folder: str, mesh: DeviceMesh) -> tuple[Tensors, float]:
     module.model = build_model(CONFIG, mesh[CONTEXT_AXIS].get_group(), module.seed)
     optimization = module.configure_optimizers()
     engine, *_ = deepspeed.initialize(
-        model=module.model, config={**config_of(name), "gradient_clipping": CLIPPING},
+        model=module.model,
+        config={**config_of(name), "gradient_clipping": CLIPPING, "gradient_accumulation_steps": ACCUMULATED},
         optimizer=optimization["optimizer"], lr_scheduler=optimization["lr_scheduler"]["scheduler"],
     )  # fmt: skip
-    for batch in islice(batches(folder, mesh), STEPS):
+    for batch in islice(batches(folder, mesh), STEPS * ACCUMULATED):
         engine.backward(engine(**batch))
-        norm = torch.stack([g.double().square().sum() for g in gradients(engine.module).values()]).sum().sqrt()
+        if engine.is_gradient_accumulation_boundary():
+            norm = torch.stack([g.double().square().sum() for g in gradients(engine.module).values()]).sum().sqrt()
         engine.step()
     return weights(engine.module), norm.item()
 

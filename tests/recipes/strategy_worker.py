@@ -19,12 +19,14 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
 from torch import nn
 
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
-from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
+from ringflash.lightning import CausalLM, ContextParallelStrategy, Progress, TextData
+from ringflash.lightning import progress as progress_module
 from ringflash.lightning.module import build_model
 from ringflash.lightning.passkey import Passkey, encoder, passkey_sequence
 from ringflash.memory import Memory
@@ -71,10 +73,11 @@ def fit(module: CausalLM, folder: str, **options: Any) -> tuple[Recorder, lightn
 def trainer_with(**options: Any) -> lightning.Trainer:
     """A trainer on data x context ranks that writes and prints nothing."""
     strategy = ContextParallelStrategy(context_parallel_size=CP_SIZE)
-    options = {"strategy": strategy, "accelerator": "cpu", "max_steps": STEPS, **options}
+    defaults = {"accelerator": "cpu", "max_steps": STEPS, "logger": False, "use_distributed_sampler": False}
+    options = {"strategy": strategy, **defaults, **options}
     return lightning.Trainer(
-        devices=int(os.environ["WORLD_SIZE"]), logger=False, log_every_n_steps=1, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **options,
+        devices=int(os.environ["WORLD_SIZE"]), log_every_n_steps=1, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
 
 
@@ -194,7 +197,44 @@ def precision(name: str, folder: str) -> dict[str, Any]:
     """What a run in one of Lightning's precisions keeps its parameters in, and what it logs."""
     module = CausalLM(CONFIG)
     recorder, _ = fit(module, folder, precision=name, gradient_clip_val=1.0)
-    return {"dtypes": sorted({str(p.dtype) for p in module.parameters()}), "metrics": recorder.metrics}
+    dtypes, frequencies = {str(p.dtype) for p in module.parameters()}, {str(x.dtype) for x in module.buffers()}
+    return {"dtypes": sorted(dtypes), "frequencies": sorted(frequencies), "metrics": recorder.metrics}
+
+
+class Clock(lightning.Callback):
+    """A second for each batch."""
+
+    seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds += 1.0
+
+
+class Curve(Logger):
+    """A logger that says where its results lie as W&B's does, by save_dir alone; it keeps none."""
+
+    name, version, save_dir = "curve", 0, "curve"  # type: ignore[assignment]
+
+    def log_metrics(self, *_: Any, **__: Any) -> None:
+        """Lightning wants it overridden."""
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Likewise."""
+
+
+def progress(folder: str) -> list[float]:
+    """Tokens a second of each step's line; an evaluation comes in the middle of the second step."""
+    clock, recorder = Clock(), Recorder()
+    progress_module.time = clock  # type: ignore[assignment]
+    trainer = trainer_with(
+        callbacks=[clock, Progress(every_n_steps=1), recorder], logger=Curve(), accumulate_grad_batches=4,
+        check_val_every_n_epoch=None, val_check_interval=6, num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(CausalLM(CONFIG), datamodule=data(folder))
+    return [step["tokens_per_second"] for step in recorder.metrics if "tokens_per_second" in step]
 
 
 def refusal(folder: str) -> dict[str, Any]:
@@ -204,6 +244,15 @@ def refusal(folder: str) -> dict[str, Any]:
     except ValueError as error:
         return {"message": str(error), "joined": dist.is_initialized()}
     return {}
+
+
+def second_share(folder: str) -> str:
+    """The error of an evaluation for which Lightning would share the sequences out."""
+    try:
+        trainer_with(use_distributed_sampler=True).validate(CausalLM(CONFIG), datamodule=data(folder), verbose=False)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
 
 
 def mesh(folder: str) -> dict[str, Any]:
@@ -221,11 +270,13 @@ def main() -> None:
     """All of it, one after the other."""
     folder, out = sys.argv[1:]
     found = {"refusal": refusal(folder), "mesh": mesh(folder)}
+    found["second_share"] = second_share(folder)
     found["evaluation"] = evaluation(folder)
     found["passkey"] = passkey(folder)
     found["norm"] = compare(CausalLM, "norm", folder)
     found["value"] = compare(partial(CausalLM, memory=SAVING), "value", folder)
     found["lightning"] = compare(LightningClipping, "norm", folder)
+    found["progress"] = progress(folder)
     found |= {name: precision(name, folder) for name in ("32-true", "bf16-mixed", "bf16-true")}
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
 

@@ -76,6 +76,11 @@ def test_training_that_fails_lets_a_write_end(ranks: list[dict[str, Any]]) -> No
         assert rank["error"] == {"error": "ValueError: planted", "whole": True}
 
 
+def test_signal_on_the_way_to_the_first_step_stops_both(ranks: list[dict[str, Any]]) -> None:
+    """One rank had it, once Lightning's own handler was set: that one sends, and the ranks wait for one another."""
+    assert [rank["early_signal"] for rank in ranks] == [2, 2]
+
+
 def test_same_name_twice_is_the_later_one(ranks: list[dict[str, Any]]) -> None:
     """Four saves without a pause, three of them to one name."""
     for rank in ranks:

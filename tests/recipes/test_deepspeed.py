@@ -63,7 +63,7 @@ def test_nothing_is_clipped_unless_the_config_says_so(ranks: list[Found]) -> Non
 
 @pytest.mark.parametrize("name", CONFIGS[:4])
 def test_lightning_equals_plain_deepspeed(ranks: list[Found], name: str) -> None:
-    """Two clipped steps of AdamW, to the bit; the logged norm is that of the gradient before clipping.
+    """Two clipped steps of AdamW over two batches each, to the bit; the logged norm is that before clipping.
 
     The norm: DeepSpeed sums n = 32,000 squares in fp32, each addition with a relative error below eps. Errors of
     either sign add up to sqrt(n) eps (all of one sign: n eps), before the root halves them.

@@ -6,11 +6,13 @@ It trains four steps; continued from its checkpoint after two, without the launc
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from recipes.lightning.compare import newest_curve, read_losses
+from ringflash.lightning.checkpoints import newest_checkpoint
 from tests.recipes.launching import ROOT, run, train, write_text
 from tests.recipes.test_lightning_recipes import SCALED_DOWN
 
@@ -56,8 +58,18 @@ def test_quickstart_prints_nothing_else_on_every_step(quickstart: tuple[str, dic
 def test_resume_continues_exactly(folder: Path, quickstart: tuple[str, dict[int, float]]) -> None:
     """The same bits as without the interruption."""
     (checkpoint,) = folder.glob("quickstart/version_0/checkpoints/*step=2.ckpt")
-    train(*arguments(folder, "resumed", ckpt_path=checkpoint), num_ranks=2, DS_ACCELERATOR="cpu")
+    shutil.copytree(checkpoint, folder / "resumed" / checkpoint.name)
+    train(*arguments(folder, "resumed", ckpt_path="auto"), num_ranks=2, DS_ACCELERATOR="cpu")
     assert read_losses(newest_curve(folder / "resumed")) == {step: quickstart[1][step] for step in (2, 3)}
+
+
+def test_newest_checkpoint_is_found(folder: Path, quickstart: tuple[str, dict[int, float]]) -> None:
+    """By `--ckpt_path auto`, once all ranks have written; not one that a crash has cut short."""
+    newest = newest_checkpoint(folder / "quickstart")
+    assert newest is not None and newest.name == f"epoch=0-step={STEPS}.ckpt"
+    cut_short = folder / "copied" / newest.name
+    shutil.copytree(newest, cut_short, ignore=shutil.ignore_patterns("complete"))
+    assert (cut_short / "latest").is_file() and newest_checkpoint(folder / "copied") is None
 
 
 def test_every_config_is_commented() -> None:

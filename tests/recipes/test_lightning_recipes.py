@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from recipes.lightning.compare import largest_difference, newest_curve, read_losses
-from recipes.lightning.train import _loggers
+from recipes.lightning.train import _loggers, main
 from tests.recipes.launching import ROOT, interrupt, run, train, write_text
 
 RTOL_FP64 = 1e-11
@@ -123,13 +123,39 @@ def test_resume_continues_on_another_number_of_ranks(recipe: Path, folder: Path,
 
 
 def test_signal_ends_a_run_with_a_checkpoint(recipe: Path, folder: Path) -> None:
-    """Sent SIGTERM, both ranks finish a step and write their parts; the place in the data is that of the step."""
+    """Sent SIGTERM, both ranks finish a step with all its batches, write their parts, and evaluate no more.
+
+    The place in the data is that of the step.
+    """
     name, endless = f"{recipe.stem}-interrupted", {"trainer.max_steps": 10**6, "trainer.val_check_interval": 10**6}
-    interrupt(["launch/local.sh", *arguments(recipe, folder, name, **endless)], after="step      3 ", NPROC="2")
+    given = arguments(recipe, folder, name, **endless, **{"trainer.accumulate_grad_batches": 8})
+    output = interrupt(["launch/local.sh", *given], after="step      3 ", NPROC="2")
+    assert output.count("loss over fixed sequences") == 1  # before the first step
     (checkpoint,) = (folder / name / "version_0").glob("interrupted-step=*.ckpt")
     assert {path.name for path in checkpoint.iterdir()} == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
     meta = torch.load(checkpoint / "meta.pt", weights_only=True)
-    assert meta["global_step"] == meta["TextData"]["num_consumed"] == int(checkpoint.stem.rpartition("=")[2])
+    assert meta["global_step"] == meta["TextData"]["num_consumed"] / 8 == int(checkpoint.stem.rpartition("=")[2])
+
+
+def test_run_without_loggers_goes_on_below_its_output_dir(recipe: Path, folder: Path) -> None:
+    """Its checkpoints lie there, not where it was started; the second start meets what the first has written."""
+    name, output_dir = f"{recipe.stem}-without-loggers", folder / f"{recipe.stem}-without-loggers"
+    quick = {"loggers": "[]", "checkpoint.every_n_train_steps": 1, "trainer.limit_val_batches": 0}
+    for steps in (1, 2):
+        flags = {**quick, "trainer.max_steps": steps, "ckpt_path": "auto"}
+        train(*arguments(recipe, folder, name, **flags), num_ranks=1)
+    assert sorted(x.name for x in output_dir.iterdir()) == ["checkpoints", "config.yaml"]
+    assert sorted(x.name for x in (output_dir / "checkpoints").iterdir()) == [
+        "epoch=0-step=1.ckpt",
+        "epoch=0-step=2.ckpt",
+    ]
+    assert not (ROOT / "checkpoints").exists()
+
+
+def test_last_checkpoint_of_a_run_that_has_none_is_refused(recipe: Path, folder: Path) -> None:
+    """Lightning looks for it in the new version's own folder, finds none, warns, and starts from nothing."""
+    with pytest.raises(ValueError, match="ckpt_path must be auto or a checkpoint .*, got last, .*; give auto"):
+        main(["fit", "--config", *map(str, arguments(recipe, folder, "last", ckpt_path="last"))])
 
 
 def test_one_rank_has_the_losses_of_two(recipe: Path, folder: Path, two_ranks: Run) -> None:

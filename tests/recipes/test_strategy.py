@@ -59,6 +59,17 @@ def test_passkeys_are_judged_over_four_ranks_as_on_one(ranks: list[dict[str, Any
         assert max(rank["passkey"]["errors"]) <= RTOL_FP64 and rank["passkey"]["found"] == [0.0, 0.0]
 
 
+def test_tokens_are_counted_with_the_time_they_took(ranks: list[dict[str, Any]]) -> None:
+    """By a clock of a second for each batch, of two sequences of 48: also where an evaluation has begun it anew."""
+    for rank in ranks:
+        assert set(rank["progress"]) == {2 * 48.0}, rank["progress"]
+
+
+def test_sequences_are_not_shared_out_twice(ranks: list[dict[str, Any]]) -> None:
+    """Lightning's default would judge by half of each data rank's sequences, and say nothing."""
+    assert all("use_distributed_sampler must be False" in rank["second_share"] for rank in ranks)
+
+
 def test_sizes_are_refused_before_any_rank_joins(ranks: list[dict[str, Any]]) -> None:
     """Three does not divide four: every rank says so, and no process group was made."""
     for rank in ranks:
@@ -84,8 +95,9 @@ def test_mesh_has_rings_of_neighbours(ranks: list[dict[str, Any]]) -> None:
     [("32-true", "torch.float32"), ("bf16-mixed", "torch.float32"), ("bf16-true", "torch.bfloat16")],
 )
 def test_precisions_train(ranks: list[dict[str, Any]], precision: str, dtype: str) -> None:
-    """Parameters have the dtype that is asked for; loss and norm are finite and the same on every rank."""
+    """Parameters have the dtype that is asked for, rotary frequencies are exact; metrics are the same on every rank."""
     for rank in ranks:
+        assert rank[precision]["frequencies"] == ["torch.float32"]
         assert rank[precision]["dtypes"] == [dtype]
         assert rank[precision]["metrics"] == ranks[0][precision]["metrics"]
         assert all(math.isfinite(x) for step in rank[precision]["metrics"] for x in step.values())

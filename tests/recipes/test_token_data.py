@@ -53,6 +53,18 @@ def test_training_continues_in_the_middle_of_an_epoch(ranks: dict[str, dict[str,
         assert found["context"]["indices"] == want[6:] and found["context"]["num_consumed"] == 9
 
 
+def test_epochs_of_the_trainer_go_on_in_the_data(ranks: dict[str, dict[str, Any]]) -> None:
+    """Three of three steps each (limit_train_batches): nine sequences, none of them a second time."""
+    found = ranks["0-of-1"]["epochs"]
+    assert found["wrong"] == [] and found["num_consumed"] == 9 and len(set(found["indices"])) == 9
+
+
+def test_checkpoint_in_the_middle_of_a_step_goes_on_with_the_whole_step(ranks: dict[str, dict[str, Any]]) -> None:
+    """Two of its four sequences had gradients, which no checkpoint holds: all four come again, and the same bits."""
+    whole, resumed = ranks["0-of-1"]["mid_step"]
+    assert sorted(whole) == ["1", "2", "3"] and resumed.items() <= whole.items() and sorted(resumed) == ["2", "3"]
+
+
 def test_both_kinds_of_sequences_are_judged(ranks: dict[str, dict[str, Any]]) -> None:
     """Losses for the trained and the held-out ones, the same on both ranks of a ring and on one rank."""
     for found in ranks.values():

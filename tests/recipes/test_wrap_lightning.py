@@ -10,8 +10,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
+from ringflash.lightning import SequenceSharding
 from tests.recipes.launching import ROOT, run_ranks
 
 RTOL = 1e-10
@@ -60,3 +64,14 @@ def test_local_positions_are_found_before_the_first_step(ranks: list[dict[str, A
     """On every rank, by the layer's name."""
     for rank in ranks:
         assert rank["planted"].startswith("model.blocks.0.attn must be given the q"), rank
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_loss_of_many_tokens_keeps_its_digits(dtype: torch.dtype) -> None:
+    """One process, on whole sequences: within eps of fp64 on the same logits, not of their sum in the low dtype."""
+    module = type("Module", (SequenceSharding, lightning.LightningModule), {"_ringflash_whole": True})()
+    torch.manual_seed(0)
+    logits, labels = torch.randn(1, 20_000, 16).to(dtype), torch.randint(0, 16, (1, 20_000))
+    labels[:, ::3] = -100
+    loss, want = module.token_loss(logits, labels), cross_entropy(logits[0].double(), labels[0])
+    assert loss.dtype == torch.float32 and abs(loss.item() - want.item()) < torch.finfo(dtype).eps * want.item() / 10

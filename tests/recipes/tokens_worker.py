@@ -53,6 +53,20 @@ class Recorder(lightning.Callback):
         self.wrong += [name for name in want.keys() | batch.keys() if not same(batch.get(name), want.get(name))]
 
 
+class Norms(lightning.Callback):
+    """The norm of each step's gradient; saves at the end of a batch, by its number from 1, if it is to."""
+
+    def __init__(self, batch: int | None = None, path: Path | None = None) -> None:
+        self.batch, self.path = batch, path
+        self.norms: dict[int, float] = {}
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if "grad_norm" in trainer.callback_metrics:
+            self.norms[trainer.global_step] = trainer.callback_metrics["grad_norm"].item()
+        if trainer.fit_loop.batch_idx + 1 == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
 def same(got: Any, want: Any) -> bool:
     """Equal in dtype and value."""
     if isinstance(want, torch.Tensor):
@@ -63,12 +77,13 @@ def same(got: Any, want: Any) -> bool:
 def fit(data: TokenData, folder: Path, cp_size: int, **options: Any) -> dict[str, Any]:
     """Train on a mesh; the trainer saves nothing by itself."""
     recorder, config = Recorder(folder), options.pop("config", CONFIG)
-    steps, checkpoint, save = (options.get(name) for name in ("steps", "checkpoint", "save"))
+    steps, checkpoint, save = (options.pop(name, None) for name in ("steps", "checkpoint", "save"))
+    callbacks = [recorder, *options.pop("callbacks", [])]
     trainer = lightning.Trainer(
         strategy=ContextParallelStrategy(context_parallel_size=cp_size), accelerator="cpu", logger=False,
-        devices=WORLD_SIZE, max_steps=steps or STEPS, callbacks=[recorder], enable_checkpointing=False,
+        devices=WORLD_SIZE, max_steps=steps or STEPS, callbacks=callbacks, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        check_val_every_n_epoch=None, val_check_interval=STEPS,
+        check_val_every_n_epoch=None, val_check_interval=STEPS, **options,
     )  # fmt: skip
     module = CausalLM(config)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
@@ -93,6 +108,16 @@ def error_of(call: Callable[[], Any]) -> str:
     return "none"
 
 
+def mid_step(folder: Path, path: Path) -> list[dict[int, float]]:
+    """Norms of three steps of four sequences; and of those after a checkpoint in the middle of the second."""
+    whole, resumed = Norms(6, path), Norms()
+    for callback, checkpoint in ((whole, None), (resumed, str(path))):
+        data = token_data(folder)
+        fit(data, folder, 1, checkpoint=checkpoint, callbacks=[callback], accumulate_grad_batches=4)
+        assert data.num_consumed == 4 * STEPS
+    return [whole.norms, resumed.norms]
+
+
 def main() -> None:
     """Continue on one rank; or train on two, continue there, and be refused."""
     folder, out = map(Path, sys.argv[1:])
@@ -106,6 +131,9 @@ def main() -> None:
             found[name] = error_of(lambda where=where: fit(token_data(where), folder, 2))
         small = {**CONFIG, "vocab_size": 100}
         found["vocabulary"] = error_of(lambda: fit(token_data(folder), folder, 2, config=small))
+    else:
+        found["mid_step"] = mid_step(folder, out / "mid_step.ckpt")
+        found["epochs"] = fit(token_data(folder), folder, 1, steps=3 * STEPS, limit_train_batches=STEPS, max_epochs=3)
     found["context"] = fit(token_data(folder), folder, WORLD_SIZE, **checkpoint)
     found["resumed_with_other"] = error_of(
         lambda: fit(token_data(folder, held_out_percent=30.0), folder, WORLD_SIZE, **checkpoint)

@@ -61,6 +61,16 @@ def test_bf16_within_what_torch_loses() -> None:
     assert_close(ours, results(plain(*wide, exact[2]), *wide), baseline)
 
 
+def test_fp16_gradients_of_a_million_tokens_meet_the_loss_scaler_before_they_are_rounded() -> None:
+    """The probabilities divided by the count are below what fp16 holds; times 65536 they are not."""
+    low, exact = draw(torch.float16), draw(torch.float16)
+    wide = [x.detach().double().requires_grad_() for x in exact[:2]]
+    share = 17 / 2**20  # labelled tokens here, and in the whole sequence
+    ours = results(65536 * cross_entropy(*low, group=None, num_tokens=2**20), *low[:2])
+    baseline = results(65536 * share * plain(*exact).float(), *exact[:2])
+    assert_close(ours, results(65536 * share * plain(*wide, exact[2]), *wide), baseline)
+
+
 def test_divides_by_the_given_count() -> None:
     hidden, weight, labels = draw()
     ours = cross_entropy(hidden, weight, labels, group=None, num_tokens=34)
