@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import ringflash
 from ringflash import huggingface
 from ringflash.huggingface.refusals import check_rope, find_shape_error, find_static_error
 from tests.helpers.examples import ROOT
@@ -113,6 +114,13 @@ def test_refuses_another_implementation() -> None:
 def test_refuses_labels_that_are_not_shifted() -> None:
     with pytest.raises(ValueError, match="shifted by one token"):
         huggingface.prepare_batch(tokens(), group=None, labels=tokens())
+
+
+def test_refuses_labels_that_are_no_tokens() -> None:
+    labels = ringflash.loss.shift_labels(tokens())
+    labels[:, 3] = -1
+    with pytest.raises(ValueError, match="labels must be token ids or -100, got -1; write -100"):
+        huggingface.prepare_batch(tokens(), group=None, labels=labels)
 
 
 def test_refuses_unknown_positions() -> None:
