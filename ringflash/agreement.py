@@ -74,8 +74,16 @@ def gather(group: dist.ProcessGroup, value: object) -> list:
 def _encode(signature: dict[str, object], error: Exception | None) -> bytes:
     content: dict[str, object] = {"call": signature}
     if error is not None:
-        content = {"error": type(error).__name__, "text": str(error)[: MESSAGE_BYTES // 4]}
+        content = {"error": type(error).__name__, "text": _that_fits(str(error))}
     return json.dumps(content).encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES)
+
+
+def _that_fits(text: str) -> str:
+    """The beginning of a text that fits into a message; JSON writes one letter in up to 12 bytes."""
+    text = text[: MESSAGE_BYTES // 4]
+    while len(json.dumps(text)) > MESSAGE_BYTES // 2:
+        text = text[: len(text) // 2]
+    return text
 
 
 def _exchange(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
@@ -99,7 +107,7 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
     failed = [rank for rank, content in enumerate(contents) if "error" in content]
     if failed:
         first = contents[failed[0]]
-        if error is not None and str(error)[: MESSAGE_BYTES // 4] == first["text"]:
+        if error is not None and _that_fits(str(error)) == first["text"]:
             raise error
         raise _ERRORS.get(first["error"], RuntimeError)(f"{first['text']} (raised on ranks {failed})")
     calls = [content["call"] for content in contents]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.forward_ad import unpack_dual
 
 from ringflash import ops
 from ringflash.group import Group, resolve
@@ -61,12 +62,16 @@ def ring_attention(
     """
     resolved = resolve(group)
     left, right = _sides(window_size)
+    if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
+            "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."
+        )
     grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
     out, lse = ops.ring_attention(
         q, k, v, cu_seqlens,
         "" if resolved is None else resolved.group_name,
         causal,
-        q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale),
+        _scale_of(q) if softmax_scale is None else float(softmax_scale),
         left, right, layout, impl, transport, deterministic, grad_flags, return_lse,
     )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -142,6 +147,11 @@ def _steps(plan: ops.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
         for hop in plan.schedule.hops
         if hop.source is not None
     )
+
+
+def _scale_of(q: torch.Tensor) -> float:
+    """head_dim ** -0.5; anything for a q without, which is refused where the ranks compare their calls."""
+    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
 
 
 def _sides(window_size: Sequence[int]) -> tuple[int, int]:

@@ -6,6 +6,7 @@ A subcommand is imported when it is asked for, so that one does not need what an
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -32,9 +33,11 @@ def main(args: Sequence[str] | None = None) -> int:
     module = import_module(COMMANDS[options.subcommand][0])
     try:
         return module.run(options[options.subcommand])
-    except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
+    except (ValueError, RuntimeError, NotImplementedError, ImportError, OSError) as error:
         print(f"ringflash {options.subcommand}: {error}", file=sys.stderr)
-        return 2
+    except Exception:  # a mistake of ours, which must not pass for a finding: Python's own status is 1
+        traceback.print_exc()
+    return 2
 
 
 def _parser(wanted: str) -> ArgumentParser:

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from ringflash.group import Group, resolve
 
@@ -121,6 +122,7 @@ class _Unshard(torch.autograd.Function):
         return torch.cat(shards, dim).index_select(dim, _order(x, group, dim, layout).to(x.device))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)

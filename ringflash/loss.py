@@ -62,6 +62,7 @@ def cross_entropy(
         loss: scalar, fp32 (fp64 for fp64). A shard without labels contributes 0, with zero gradients.
     Raises:
         ValueError: shapes that do not fit; a weight that is still sharded.
+        RuntimeError: a label that is neither -100 nor in the vocabulary; a device-side assertion on GPUs.
     Numerics: softmax, loss and the sum over tokens in fp32; the gradient of weight is summed over chunks in fp32.
     """
     _check(hidden, weight, labels)
@@ -97,10 +98,10 @@ def score_tokens(
     for start in range(0, len(wanted), chunk := chunk_tokens or max(1, _CHUNK_LOGITS // weight.shape[0])):
         rows = slice(start, start + chunk)
         logits = (tokens[rows] @ weight.T).to(losses.dtype)
-        labelled, target = wanted[rows] != IGNORE_INDEX, wanted[rows].clamp(min=0)
-        each = torch.nn.functional.cross_entropy(logits, target, reduction="none")
-        losses[rows] = each.masked_fill(~labelled, 0.0)
-        correct[rows] = labelled & (logits.argmax(1) == target)
+        losses[rows] = torch.nn.functional.cross_entropy(
+            logits, wanted[rows], ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        correct[rows] = logits.argmax(1) == wanted[rows]
     return losses.view_as(labels), correct.view_as(labels)
 
 
@@ -137,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             logits = (hidden[rows] @ weight.T).to(scale.dtype)
             labelled = labels[rows] != IGNORE_INDEX
-            target = labels[rows].clamp(min=0).unsqueeze(1)
+            target = labels[rows].masked_fill(~labelled, 0).unsqueeze(1)  # any other label out of range is an error
             lse = logits.logsumexp(1)
             losses = lse - logits.gather(1, target).squeeze(1)
             total += losses.masked_fill(~labelled, 0.0).sum() * scale
@@ -156,6 +157,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the gradients kept are constants
+            raise NotImplementedError(
+                "create_graph must be False, got True; second derivatives of ringflash.loss are not implemented."
+            )
         grad_hidden, grad_weight, scale = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = _scaled(grad_hidden, grad * scale, grad_hidden.dtype)

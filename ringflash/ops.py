@@ -255,7 +255,7 @@ _read: dict[int, tuple[ref[Tensor], int, tuple[int, ...]]] = {}  # id: the tenso
 
 def _values(cu_seqlens: Tensor) -> tuple[int, ...]:
     """Values of a tensor; a device tensor is read once, not once a layer, so that layers do not synchronise."""
-    if cu_seqlens.device.type == "cpu":
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # which does not say when it is written to
         return tuple(cu_seqlens.tolist())
     known = _read.get(id(cu_seqlens))
     if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:

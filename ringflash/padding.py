@@ -40,7 +40,9 @@ def pad_sequence(
     of its own. Either way the padding carries no label and changes neither loss nor gradients.
 
     Args:
-        tokens: (batch, seqlen), whole sequence.  labels: the same, already shifted.
+        tokens: (batch, seqlen), whole sequence.
+        labels: the same, already shifted (`ringflash.loss.shift_labels`); without them nothing tells padding from
+            tokens, and `prepare_batch` would label it.
         cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence; batch must then be 1.
         multiple_of: a further divisor of the padded length, such as a kernel's tile.
         causal: False for attention in both directions; padding then needs `cu_seqlens`.

@@ -52,7 +52,7 @@ class Ring:
         """
         kernel = implementation(self.impl, q, k, v)
         state = state_dtype(q.dtype)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = _empty(q)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state, device=q.device)
         computed = [hop.step for hop in self.schedule.hops if hop.source is not None]
         single = len(computed) == 1 or out.dtype == state
@@ -97,9 +97,9 @@ class Ring:
             deterministic=self.deterministic,
         )  # fmt: skip
         if self.transport is None:
-            dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+            dk, dv = _empty(k), _empty(v)
             gradients.add(k, v, self.schedule.hops[0].mask, dk, dv, accumulate=False)
-            return gradients.finish(), dk, dv
+            return gradients.finish(_empty(q)), dk, dv
         hops = self.schedule.hops
         with watching(self.transport, "backward", q.device) as call:
             with waiting(q.device):
@@ -110,7 +110,7 @@ class Ring:
             with waiting(q.device):
                 dk, dv = exchange.finish_gradients()
             call.mark("for the last gradients")
-        return gradients.finish(), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+        return gradients.finish(_empty(q)), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
     def _arrivals(
         self, exchange: Exchange, call: Call | Unwatched, device: torch.device
@@ -129,6 +129,11 @@ class Ring:
         if not left:
             return {}
         return {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count - left)}
+
+
+def _empty(x: torch.Tensor) -> torch.Tensor:
+    """As x and contiguous, whatever x is: compiled code counts on the strides that the operators' fakes have."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _mark(call: Call | Unwatched, hop: Hop) -> None:

@@ -51,6 +51,8 @@ def run(options: Namespace) -> int:
         _print(environment, rows, compared, slower)
     if options.plot is not None:
         _plot(options.plot, rows)
+    if options.baseline is not None and not compared:
+        raise ValueError(f"{options.baseline} must have rows of these results, got none in common; see --rows.")
     return 1 if slower else 0
 
 

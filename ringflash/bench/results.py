@@ -58,7 +58,7 @@ def read_results(path: Path) -> tuple[dict[str, Any], list[Measured]]:
         content = json.loads(path.read_text())
         rows = [_measured(row) for row in content["results"]]
         return content["environment"], [row for row in rows if row is not None]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} must hold results of ringflash bench, got {error!r}; write it with ringflash bench --out."
         ) from error
@@ -70,6 +70,8 @@ def _measured(row: dict[str, Any]) -> Measured | None:
     mine = [who for who in figures if who.startswith("ringflash")]
     if not mine:
         return None
+    if not all(figure > 0 for figure in figures.values()):
+        raise ValueError(f"figures of {row['row']} must be positive, got {figures}")
     return Measured(f"{row['row']}, {row['pass']}", figures, max(mine, key=figures.__getitem__))
 
 

@@ -39,7 +39,7 @@ def prepare_batch(
         batch: input_ids, position_ids, shift_labels (shards), num_items_in_batch (scalar), cu_seqlens (whole),
             use_cache (False).
     Raises:
-        ValueError: a length the layout cannot cut; labels that are not shifted.
+        ValueError: a length the layout cannot cut; labels that are not shifted, or negative but for -100.
     """
     successors = token_loss.shift_labels(input_ids, cu_seqlens)
     labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
@@ -68,6 +68,11 @@ def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Ten
             "give both whole."
         )
     labelled = labels != IGNORE_INDEX
+    if (labels[labelled] < 0).any():
+        raise ValueError(
+            f"labels must be token ids or {IGNORE_INDEX}, got {labels[labelled].min().item()}; "
+            f"write {IGNORE_INDEX} where there is none."
+        )
     if labelled.any() and (labels == input_ids)[labelled].all() and not (labels == successors)[labelled].all():
         raise ValueError(
             "labels must be shifted by one token, got input_ids themselves; pass ringflash.loss.shift_labels(labels)."

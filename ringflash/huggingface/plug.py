@@ -11,7 +11,7 @@ from ringflash.autocast import autocast
 from ringflash.group import Group, resolve
 from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.options import NAME, Options, check_lone_process
-from ringflash.huggingface.refusals import check_layer_type, check_rope, find_static_error
+from ringflash.huggingface.refusals import check_layer_type, check_model, check_rope, find_static_error
 from ringflash.huggingface.together import check_together
 from ringflash.layout import granularity
 
@@ -58,7 +58,8 @@ def set_group(
     Args: as `ring_attention`.
     Raises:
         ValueError: the model does not use attn_implementation="ringflash".
-        NotImplementedError: its layers attend in a way that is no causal, windowed or full attention.
+        NotImplementedError: its layers attend in a way that is no causal, windowed or full attention; its tokens meet
+            in other layers; it counts positions itself.
     """
     config = getattr(model, "config", None)
     used = getattr(config, "_attn_implementation", None)
@@ -72,6 +73,7 @@ def set_group(
     modules = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
     if not modules:
         raise ValueError(f"model must have attention layers, got none in {type(model).__name__}; pass the whole model.")
+    check_model(model, modules[0])
     check_rope(config)
     for module in modules:
         check_layer_type(module)

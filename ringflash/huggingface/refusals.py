@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ def find_static_error(
         check_rope(getattr(module, "config", None))
         _check_dropout(dropout)
         _check_length(query, key)
-        _check_window(getattr(module, "layer_type", None), window, causal)
+        _check_window(module, window, causal)
     except NotImplementedError as error:
         return error
     return None
@@ -51,14 +52,47 @@ def _check_kwargs(kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(f"{name} must not be given to ringflash attention, got {shown}; {remedy}.")
 
 
-def check_layer_type(module: nn.Module) -> None:
-    """Raise NotImplementedError for a layer whose kind of attention is no interval of keys."""
-    types = getattr(getattr(module, "config", None), "layer_types", None)
-    kind = types[module.layer_idx] if types and hasattr(module, "layer_idx") else "full_attention"  # type: ignore[index]
-    if kind not in ("full_attention", "sliding_attention"):
+def check_model(model: nn.Module, attention: nn.Module) -> None:
+    """Refuse what is wrong on a shard though every attention is right.
+
+    Args:
+        attention: one of the model's attention layers; what is checked is the innermost model that holds it.
+    Raises:
+        NotImplementedError: tokens that meet in other layers, or positions that the model counts itself.
+    """
+    holders = [m for m in model.modules() if hasattr(m, "set_attn_implementation") and attention in set(m.modules())]
+    holder = holders[-1] if holders else model
+    for name, module in holder.named_modules():
+        if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)):
+            raise NotImplementedError(
+                f"{name} must treat tokens one by one, got {type(module).__name__}, which would end with the shard; "
+                "use a model whose tokens meet in attention alone."
+            )
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise NotImplementedError(
+                f"{name} must count positions from 0, got {type(module).__name__}, which starts after padding_idx; "
+                "use another model."
+            )
+    if "position_ids" not in signature(type(holder).forward).parameters:
         raise NotImplementedError(
-            f"layer_types must be full_attention or sliding_attention, got {kind!r}; use another attn_implementation."
+            f"model must take position_ids, got {type(holder).__name__}, which counts the tokens of the shard; use "
+            "another model."
         )
+
+
+def check_layer_type(module: nn.Module) -> None:
+    """Raise NotImplementedError for a model with a layer whose kind of attention is no interval of keys.
+
+    Of any layer, not this one alone: convolutions and recurrences between attention layers never call attention.
+    """
+    config = getattr(module, "config", None)
+    kinds = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention", "attention"):
+            raise NotImplementedError(
+                f"layer_types must be full_attention or sliding_attention, got {kind!r}; use another "
+                "attn_implementation."
+            )
 
 
 def check_rope(config: Any) -> None:
@@ -88,13 +122,24 @@ def _check_length(query: Tensor, key: Tensor) -> None:
         )
 
 
-def _check_window(kind: str | None, window: int | None, causal: bool) -> None:
-    if kind == "sliding_attention" and window is None:
-        raise NotImplementedError("sliding_window must reach the attention of a sliding layer, got None; set it.")
+def _check_window(module: nn.Module, window: int | None, causal: bool) -> None:
+    if window is None and _is_windowed(module):
+        raise NotImplementedError(
+            "sliding_window must reach the attention of a sliding layer, got None; unset the configuration's."
+        )
     if window is not None and (window < 1 or not causal):
         raise NotImplementedError(
             f"sliding_window must be 1 or more on a causal layer, got {window}, causal={causal}; use full attention."
         )
+
+
+def _is_windowed(module: nn.Module) -> bool:
+    """Whether transformers' own mask of the layer has a window; some models leave it to the mask alone."""
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    if types and hasattr(module, "layer_idx"):
+        return types[module.layer_idx] == "sliding_attention"  # type: ignore[index]
+    return bool(getattr(config, "sliding_window", None))
 
 
 def find_shape_error(query: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Exception | None:

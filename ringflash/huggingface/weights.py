@@ -31,12 +31,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The configuration in a checkpoint directory, or in a file of that form.
 
     Raises:
-        ValueError: no such file, or one that is not JSON.
+        ValueError: no such file, or one that is not a JSON object.
     """
     file = directory / "config.json" if directory.is_dir() else directory
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{file} must be a transformers configuration, got {error}; name its directory.") from error
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -73,6 +74,7 @@ class _Tiles(torch.autograd.Function):
         return torch.cat([mlp.whole(tile) for tile in _tiles(x, mlp)], dim=-2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         mlp, wanted = ctx.mlp, ctx.needs_input_grad[2:]

@@ -18,7 +18,7 @@ from ringflash.plan.job import Job
 from ringflash.plan.machine import GIB, GPUS, Machine, Rates
 from ringflash.plan.memory import memory_bytes
 from ringflash.plan.search import cheapest_change, fewest_gpus, fits, longest_sequence
-from ringflash.plan.shape import shape_of
+from ringflash.plan.shape import shape_of, windows_of
 from ringflash.plan.timing import step_time
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -37,7 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--gpus_per_host", type=int, default=8, help="GPUs of a host (%(default)s)")
     parser.add_argument("--gpu", choices=list(GPUS), default="H200", help="(%(default)s)")
     parser.add_argument("--cp", type=int, help="GPUs that share a sequence; default all")
-    parser.add_argument("--window", type=int, help="keys to the left that a query sees; default all")
+    parser.add_argument("--window", type=int, help="keys to the left that a query sees; default the model's")
     parser.add_argument("--visible", type=float, default=1.0, help="part of these that documents leave (%(default)s)")
     parser.add_argument("--network_gbytes", type=float, default=50.0, help="GB/s of a GPU's NIC (%(default)s)")
     parser.add_argument("--host_gbytes", type=float, default=50.0, help="GB/s between GPU and host (%(default)s)")
@@ -102,13 +102,15 @@ def _job(options: Namespace) -> Job:
     asked = _tokens(options.seqlen) if options.seqlen else seqlen
     if asked is None:
         raise ValueError("--seqlen must be given with a configuration, got none; a recipe has its own.")
-    cp_size = options.cp or options.gpus
+    cp_size = options.gpus if options.cp is None else options.cp
+    shape = shape_of(config)
+    windows = windows_of(config) if options.window is None else [options.window]
     return Job(
-        shape_of(config),
+        shape,
         asked,
         cp_size,
-        max(1, options.gpus // cp_size),
-        visible_fraction=options.visible * _in_window(asked, options.window),
+        max(1, options.gpus // max(1, cp_size)),
+        visible_fraction=options.visible * sum(_in_window(asked, window) for window in windows) / len(windows),
         precision=options.precision,
         offload_optimizer=options.offload_optimizer,
         ring=options.ring,
@@ -119,11 +121,15 @@ def _job(options: Namespace) -> Job:
 def _model(paths: list[Path]) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
     """A configuration; where recipes name them, the length and what is kept of the activations."""
     if paths[0].suffix not in (".yaml", ".yml"):
+        if len(paths) > 1:
+            raise ValueError(
+                f"a configuration must come alone, got {len(paths)} files; only recipes are laid over others."
+            )
         return read_config(paths[0]), None, {}
     try:
         recipe: dict[str, Any] = {}
         for path in paths:
-            recipe = _laid_over(recipe, yaml.safe_load(path.read_text()))
+            recipe = _laid_over(recipe, dict(yaml.safe_load(path.read_text())))
         model, data = recipe["model"], recipe["data"]
         memory = {"checkpointing": "none", **model.get("memory", {})}
         memory.pop("liger", None)  # does not change what is kept
@@ -149,13 +155,13 @@ def _in_window(seqlen: int, window: int | None) -> float:
     """Part of a sequence's causal pairs that lie in a window of so many keys to the left."""
     if window is not None and window < 0:
         raise ValueError(f"--window must be 0 or more, got {window}; leave it out for none.")
-    return visible_pairs(seqlen, window) / visible_pairs(seqlen)
+    return visible_pairs(seqlen, window) / visible_pairs(seqlen) if seqlen else 1.0  # which is refused later
 
 
 def _tokens(text: str) -> int:
     unit = _UNITS.get(text[-1:].lower(), 1)
     number = text[:-1] if unit > 1 else text
-    if not number.isdigit():
+    if not number.isdecimal():
         raise ValueError(f"--seqlen must be a number of tokens, got {text!r}; write 1048576, 1024k or 1m.")
     return int(number) * unit
 
@@ -218,5 +224,10 @@ def _verdict(plan: dict[str, Any]) -> list[str]:
     if remedy["gpus"]:
         lines.append(f"unchanged it fits over {remedy['gpus']} GPUs")
     if len(lines) == 1:
-        lines.append("no change known here makes it fit; shorten the sequence")
+        remedy = (
+            "shorten the sequence"
+            if plan["longest_sequence"]
+            else "no sequence does: take more GPUs, or a smaller model"
+        )
+        lines.append(f"no change known here makes it fit; {remedy}")
     return lines

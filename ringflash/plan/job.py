@@ -48,6 +48,12 @@ class Job:
                 "checkpointing must be 'attention_kept' or 'full' with offload_checkpoints, got 'none'; there are no "
                 "checkpoints to offload."
             )
+        if not 0 < self.visible_fraction <= 1:
+            raise ValueError(
+                f"visible_fraction must be above 0 and at most 1, got {self.visible_fraction}; 1 is a causal sequence."
+            )
+        if self.mlp_tile_tokens < 0:
+            raise ValueError(f"mlp_tile_tokens must be 0 or more, got {self.mlp_tile_tokens}; 0 is all at once.")
         if self.cp_size < 1 or self.dp_size < 1:
             raise ValueError(f"cp_size and dp_size must be positive, got {self.cp_size} and {self.dp_size}; give both.")
         if self.seqlen < 1 or self.seqlen % (2 * self.cp_size):

@@ -59,6 +59,11 @@ class Rates:
     reserved_bytes: int = int(3.0 * GIB)
     fragmentation: float = 0.03
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 0 or (value == 0 and name not in ("reserved_bytes", "fragmentation")):
+                raise ValueError(f"rate {name} must be positive, got {value}; leave it out for its default.")
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -75,6 +80,13 @@ class Machine:
     network_gbytes: float = 50.0
     host_gbytes: float = 50.0
     rates: Rates = Rates()
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "gpus_per_host", "network_gbytes", "host_gbytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"{name} must be positive, got {getattr(self, name)}; count GPUs, and GB/s, from above 0."
+                )
 
     @property
     def num_hosts(self) -> int:

@@ -79,7 +79,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
     Raises:
         NotImplementedError: a family whose layers are not counted here.
-        ValueError: a size that is missing.
+        ValueError: a size that is missing, or does not fit another.
     """
     family = config.get("model_type")
     if family not in FAMILIES:
@@ -88,11 +88,14 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         )
     sizes = {name: _size(config, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")}
     heads = sizes["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(f"num_key_value_heads must divide num_attention_heads ({heads}), got {kv_heads}; correct it.")
     return ModelShape(
         num_layers=sizes["num_hidden_layers"],
         hidden_size=sizes["hidden_size"],
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
+        num_kv_heads=kv_heads,
         head_dim=config.get("head_dim") or (128 if family == "qwen3" else sizes["hidden_size"] // heads),
         intermediate_size=_size(config, "intermediate_size"),
         vocab_size=_size(config, "vocab_size"),
@@ -100,6 +103,15 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         qk_norm=family == "qwen3",
         qkv_bias=family == "qwen2",
     )
+
+
+def windows_of(config: Mapping[str, Any]) -> list[int | None]:
+    """Keys to the left of itself that a query sees, in every layer; None is all. As transformers reads the keywords."""
+    family, layers = config.get("model_type"), config["num_hidden_layers"]
+    first = 0 if family == "mistral" else config.get("max_window_layers", 28)
+    size = config.get("sliding_window", 4096) if family == "mistral" or config.get("use_sliding_window") else None
+    types = config.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * layers
+    return [size - 1 if size and kind == "sliding_attention" else None for kind in types[:layers]]
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:

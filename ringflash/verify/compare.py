@@ -72,14 +72,15 @@ def compare(runs: Runs) -> list[Check]:
         _scalars("evaluation loss", runs, lambda seen: seen.eval_losses),
         _whole("gradients", runs, lambda seen: seen.gradients),
         _agreement(runs),
-        _whole("optimizer step", runs, lambda seen: seen.stepped),
+        _stepped(runs),
     ]
 
 
 def _weights(runs: Runs) -> Check:
     got, want = runs.got.weights, runs.baseline.weights
-    wrong = [name for name in want if name not in got or not torch.equal(got[name], want[name])]
-    return Check("weights before", float(bool(wrong)) * 2, wrong)
+    apart = runs.got.apart_before
+    wrong = [name for name in want if name not in got or name in apart or not torch.equal(got[name], want[name])]
+    return Check("weights before", float(bool(wrong)) * 2, wrong, note="not equal on all ranks" if apart else "")
 
 
 def _inputs(runs: Runs) -> Check:
@@ -140,6 +141,14 @@ def _scalars(name: str, runs: Runs, read: Callable[[Observation], dict[str, floa
         if ratio > 1:
             check.failed.append(key)
             check.note = f"{value:.6g} at cp=N, {want[key]:.6g} at cp=1"
+    return check
+
+
+def _stepped(runs: Runs) -> Check:
+    check, apart = _whole("optimizer step", runs, lambda seen: seen.stepped), runs.got.apart_after
+    if apart:
+        check.failed += [name for name in apart if name not in check.failed]
+        check.ratio, check.note = float("inf"), "not equal on all ranks"
     return check
 
 

@@ -22,7 +22,9 @@ from ringflash.verify.observe import (
     Tensors,
     assign,
     average,
+    check_not_random,
     disagreement_of,
+    generator_states,
     gradient_order,
     gradients_of,
     logits_of,
@@ -157,12 +159,18 @@ class _Observer(_Reads):
             if self.weights is not None:
                 assign(parameter, self.weights[plain_name(name)])
         self.seen.weights = parameters_of(module)
+        self.seen.apart_before = disagreement_of(self.seen.weights, self.group)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         """Watch the layers."""
         self.order = gradient_order(module)
         length = self.session.data.seqlen // self.strategy.cp_size
         self.capture = Capture(module, length, keep_gradient=True).__enter__()
+        self.states = generator_states(self.session.data.input_ids.device)
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        """The forward is over."""
+        check_not_random(self.states)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Gradients, before they are clipped."""
@@ -182,6 +190,7 @@ class _Observer(_Reads):
         """The loss, and what the step made of the parameters."""
         self.seen.loss = average(outputs["loss"], self.group)
         self.seen.stepped = parameters_of(module)
+        self.seen.apart_after = disagreement_of(self.seen.stepped, self.group)
 
 
 class _Sequence(lightning.LightningDataModule):

@@ -27,6 +27,7 @@ class Observation:
         layers: outputs in the order of computation, (1, seqlen, ...).
         loss_gradient: of the training loss, at the last layer's output.
         disagreement: parameters whose averaged gradient is not the same on all ranks.
+        apart_before, apart_after: parameters that are not, before and after the step.
     """
 
     weights: Tensors = field(default_factory=dict)
@@ -39,6 +40,8 @@ class Observation:
     gradients: Tensors = field(default_factory=dict)
     disagreement: list[str] = field(default_factory=list)
     stepped: Tensors = field(default_factory=dict)
+    apart_before: list[str] = field(default_factory=list)
+    apart_after: list[str] = field(default_factory=list)
 
 
 def build(
@@ -76,13 +79,16 @@ def observe(training: Training, group: dist.ProcessGroup | None, data: Data) -> 
     """Run the step; every rank of the group calls it together. `training` is used up."""
     module, size = training.module, 1 if group is None else group.size()
     seen, order = Observation(weights=parameters_of(module)), gradient_order(module)
+    seen.apart_before = disagreement_of(seen.weights, group)
     batch = prepared(training, group, data)
     length = data.seqlen // size
     seen.inputs = whole_inputs(batch, group, data.seqlen, training.layout)
     seen.eval_losses = {"eval loss": evaluate(training, group, batch)}
     module.train()  # after the evaluation: FSDP2 leaves the parameters of a root whole until a backward
     with Capture(module, length, keep_gradient=True) as capture:
+        states = generator_states(data.input_ids.device)
         loss = module(**batch)
+        check_not_random(states)
     loss.backward()
     seen.loss = average(loss, group)
     seen.layers = {name: whole(x, group, training.layout) for name, x in capture.outputs.items()}
@@ -97,7 +103,20 @@ def observe(training: Training, group: dist.ProcessGroup | None, data: Data) -> 
     seen.disagreement = disagreement_of(seen.gradients, group)
     training.optimizer([p for p in module.parameters() if p.requires_grad]).step()
     seen.stepped = parameters_of(module)
+    seen.apart_after = disagreement_of(seen.stepped, group)
     return seen
+
+
+def generator_states(device: torch.device) -> dict[torch.device, Tensor]:
+    """Of the generators that a forward on the device may draw from."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    return states | ({device: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def check_not_random(before: dict[torch.device, Tensor]) -> None:
+    """Raise ValueError where a forward has drawn random numbers: two runs then differ, and that is no rounding."""
+    if any(not torch.equal(state, generator_states(device)[device]) for device, state in before.items()):
+        raise ValueError("the forward must draw no random numbers, got some; set every dropout and jitter to 0.")
 
 
 def prepared(training: Training, group: dist.ProcessGroup | None, data: Data) -> Batch:
@@ -169,13 +188,13 @@ def _reduce(module: nn.Module, group: dist.ProcessGroup | None) -> None:
             parameter.grad /= group.size()
 
 
-def disagreement_of(gradients: Tensors, group: dist.ProcessGroup | None) -> list[str]:
-    """Gradients that differ between the ranks of the group."""
+def disagreement_of(tensors: Tensors, group: dist.ProcessGroup | None) -> list[str]:
+    """Tensors that differ between the ranks of the group."""
     if group is None:
         return []
     norms: list[object] = [None] * group.size()
-    dist.all_gather_object(norms, {name: x.double().norm().item() for name, x in gradients.items()}, group=group)
-    return [name for name in gradients if len({n.get(name) for n in norms}) > 1]  # type: ignore[attr-defined]
+    dist.all_gather_object(norms, {name: x.double().norm().item() for name, x in tensors.items()}, group=group)
+    return [name for name in tensors if len({n.get(name) for n in norms}) > 1]  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

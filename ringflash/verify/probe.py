@@ -54,10 +54,10 @@ def layer_outputs(training: Training, group: dist.ProcessGroup | None, data: Dat
     return watch.close()
 
 
-def with_other_token(data: Data, position: int) -> Data:
-    """The sequence with another token at one position, and the labels it had."""
+def with_other_tokens(data: Data, positions: list[int]) -> Data:
+    """The sequence with another token at some positions, and the labels it had."""
     tokens = data.input_ids.clone()
-    tokens[:, position] = (tokens[:, position] + 1) % (int(tokens.max()) + 1)
+    tokens[:, positions] = (tokens[:, positions] + 1) % (int(tokens.max()) + 1)
     return replace(data, input_ids=tokens)
 
 

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from ringflash.verify import diagnosis
 from ringflash.verify.attention import attention_checks
+from ringflash.verify.capture import HIDDEN
 from ringflash.verify.compare import Check, Runs, compare
 from ringflash.verify.diagnosis import Place, Reach
 from ringflash.verify.observe import Observation, Tensors, build, observe
-from ringflash.verify.probe import Touch, changed, layer_outputs, with_other_token
+from ringflash.verify.probe import Touch, changed, layer_outputs, with_other_tokens
 from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
 
 T = TypeVar("T")
@@ -164,32 +165,37 @@ class Session:
         return box[0]
 
     def _mask_check(self) -> Check:
-        """One token reaches no position that the declared mask hides, at cp=N and at cp=1."""
-        data, windows = self.data, self.windows
-        document = data.seqlen if data.cu_seqlens is None else int(data.cu_seqlens[1])
-        position, stop = document // 2, document
-        if windows and None not in windows:
-            stop = min(stop, position + 1 + sum(w - 1 for w in windows if w is not None))
-        other = with_other_token(data, position)
+        """Some tokens reach no position that the declared mask hides, at cp=N and at cp=1."""
+        data, spans = self.data, self._spans()
+        other = with_other_tokens(data, list(spans))
         got = self._reached(lambda x: self.layer_outputs(x, ring=True), (data, other))
         want = self._at_cp1(lambda: self._reached(lambda x: self.layer_outputs(x, ring=False), (data, other)))
-        check = Check("mask", 0.0)
+        check, seen = Check("mask", 0.0), {p for start, stop in spans.items() for p in range(start, stop)}
         for run, reached in (("cp=1", want), ("cp=N", got)):
-            beyond = [p for p in reached if not position <= p < stop]
+            beyond = [p for p in reached if p not in seen]
             if beyond:
                 check.failed.append(run)
                 check.ratio, check.position = float("inf"), beyond[0]
-        if check.failed:
+        if check.position is not None:
+            start = max((p for p in spans if p <= check.position), default=min(spans))
             runs = " and ".join(check.failed)
-            check.note = f"position {position} reaches {check.position} at {runs}, outside [{position}, {stop})"
+            check.note = f"position {start} reaches {check.position} at {runs}, outside [{start}, {spans[start]})"
         return check
+
+    def _spans(self) -> dict[int, int]:
+        """Where the positions that are changed may reach to: the first document's middle, and every document's last."""
+        bounds = [0, self.data.seqlen] if self.data.cu_seqlens is None else self.data.cu_seqlens.tolist()
+        middle, stop = bounds[1] // 2, bounds[1]
+        if self.windows and None not in self.windows:
+            stop = min(stop, middle + 1 + sum(w - 1 for w in self.windows if w is not None))
+        return {middle: stop} | {bound - 1: bound for bound in bounds[1:]}
 
     def _explain(self, report: Report, runs: Any) -> None:
         """Name the first failure in the order of the data, and its likely cause."""
         check = next((check for check in report.checks if check.failed), None)
         if check is None:
             return
-        probes = self._probe(check) if check.name == "layer outputs" else []
+        probes = self._probe(check) if check.name == "layer outputs" and check.failed[0] != HIDDEN else []
         place = Place(self.settings.seqlen, self.group.size(), self.layout)
         report.first, report.hint = self._shared(lambda: _explanation(check, runs, probes, place))
 

@@ -29,3 +29,15 @@ def trusting(ctx: Context) -> str:
 
 def test_check_switched_off_still_refuses_locally(pool: Pool) -> None:
     assert all("window_size must be" in text for text in pool.run(trusting, size=2))
+
+
+def long_error(ctx: Context) -> str:
+    """The last rank has an error that JSON writes in many more bytes than letters."""
+    error = ValueError("é" * 600) if ctx.rank == ctx.size - 1 else None
+    with pytest.raises(ValueError) as raised:
+        ringflash.agreement.agree(ctx.group, {}, error)
+    return str(raised.value)
+
+
+def test_an_error_in_any_letters_reaches_all_ranks(pool: Pool) -> None:
+    assert all(text.startswith("é" * 100) for text in pool.run(long_error, size=2))

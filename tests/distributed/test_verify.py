@@ -70,6 +70,9 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "bare_on_own_shard": ("layer outputs: attention at position {chunk} (chunk 1", "the rank's own shard only"),
     "eval_loss_summed": ("evaluation loss: eval loss", "eval loss is {size}x"),
     "other_weights": ("weights before: model.lm_head.weight", "the models differ before the first step"),
+    "other_weights_on_rank_1": ("weights before: model.model.layers.1.mlp.up_proj.weight", "from one seed"),
+    "other_step_on_rank_1": ("optimizer step: model.model.embed_tokens.weight", ""),
+    "other_last_norm": ("layer outputs: last hidden state at position 0", ""),
 }
 
 
@@ -102,13 +105,27 @@ def test_a_mistake_in_the_attention_is_named(pool: Pool, patch: str, size: int) 
     ("plant", "where", "why"),
     [
         ("documents_dropped_in_ring", "layers.0.self_attn at position 19 (chunk 1", "a mask is dropped at cp=N"),
-        ("documents_dropped_everywhere", "mask: cp=1", "position 9 reaches 19 at cp=1 and cp=N"),
+        ("documents_dropped_everywhere", "mask: cp=1", "position 18 reaches 19 at cp=1 and cp=N"),
+        ("bounds_a_token_early", "mask: cp=1", "position 18 reaches 19 at cp=1 and cp=N, outside [18, 19)"),
+        ("bounds_but_the_first_dropped", "mask: cp=1", "position 28 reaches 29 at cp=1 and cp=N"),
     ],
 )
 def test_dropped_documents_are_named(pool: Pool, plant: str, where: str, why: str) -> None:
     passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, plant, None, BOUNDS, size=2))
     assert not passed
     assert where in first and why in hint, (failed, first, hint)
+
+
+def refused(ctx: Context, plant: str) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        report_of(ctx, plant)
+    return str(raised.value)
+
+
+def test_a_random_forward_is_refused(pool: Pool) -> None:
+    """Its runs differ by more than any rounding, and the budget would let everything pass."""
+    for text in pool.run(refused, "dropout_over_a_mistake", size=2):
+        assert "the forward must draw no random numbers, got some; set every dropout" in text
 
 
 def test_only_the_evaluation_fails_where_only_it_is_wrong(pool: Pool) -> None:

@@ -185,6 +185,63 @@ def documents_dropped_everywhere(group: Group) -> Training:
     return training
 
 
+def _with_bounds(change: Callable[[Tensor], Tensor]) -> Callable[[Group], Training]:
+    """The model gets other bounds, at cp=1 as at cp=N."""
+
+    def build(group: Group) -> Training:
+        training = right(group)
+        training.prepare = lambda input_ids, *, cu_seqlens, **kw: (
+            huggingface.prepare_batch(input_ids, cu_seqlens=cu_seqlens, **kw) | {"cu_seqlens": change(cu_seqlens)}
+        )
+        return training
+
+    return build
+
+
+def _moved(bounds: Tensor) -> Tensor:
+    return torch.cat([bounds[:1], bounds[1:-1] - 1, bounds[-1:]])
+
+
+bounds_a_token_early = _with_bounds(_moved)
+bounds_but_the_first_dropped = _with_bounds(lambda bounds: bounds[[0, 1, -1]])
+
+
+def other_weights_on_rank_1(group: Group) -> Training:
+    """As where every rank draws from a seed of its own."""
+    training = right(group)
+    if group is not None and group.rank() == 1:
+        training.module.get_submodule("model.model.layers.1.mlp.up_proj").weight.data *= 1.1
+    return training
+
+
+def other_step_on_rank_1(group: Group) -> Training:
+    """The ranks come apart in the optimizer."""
+    training = right(group)
+    if group is not None and group.rank() == 1:
+        training.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.02)
+    return training
+
+
+def other_last_norm(group: Group) -> Training:
+    """What is wrong lies between the layers and the head."""
+    training = right(group)
+    if group is not None:
+        training.module.get_submodule("model.model.norm").variance_epsilon = 1e-4
+    return training
+
+
+def dropout_over_a_mistake(group: Group) -> Training:
+    """Keys' gradients are a tenth too large in one layer; evaluation, as from_pretrained leaves it, is right."""
+    training = right(group)
+    if group is not None:
+        keys = training.module.get_submodule("model.model.layers.1.self_attn.k_proj")
+        keys.register_full_backward_pre_hook(lambda module, grads: (1.1 * grads[0],))
+    layer = training.module.get_submodule("model.model.layers.0")
+    layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.5))
+    training.module.eval()
+    return training
+
+
 def missed_layer(group: Group) -> Training:
     """Layer 1 was left with attention over the rank's own tokens."""
     training = right(group)

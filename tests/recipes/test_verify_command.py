@@ -63,7 +63,7 @@ def test_a_missed_layer_of_a_lightning_module_is_named(reports: dict[str, Any]) 
 def test_documents_that_no_run_sees_are_named(reports: dict[str, Any]) -> None:
     report = reports["without_documents"]
     assert (report["status"], failed(report)) == (1, ["mask"])
-    assert "position 9 reaches 19 at cp=1 and cp=N" in report["likely_cause"]
+    assert "position 18 reaches 19 at cp=1 and cp=N" in report["likely_cause"]
 
 
 @pytest.mark.parametrize(

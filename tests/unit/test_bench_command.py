@@ -55,6 +55,27 @@ def test_a_regression_is_named_and_exits_with_1(
     assert json.loads(capsys.readouterr().out)["regressions"] == (["a, forward"] if status else [])
 
 
+def test_a_baseline_without_a_row_in_common_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was compared, so nothing is known to be as fast as it was."""
+    old, new = (write(tmp_path / name, **{name: {"ringflash": 600}}) for name in ("old", "new"))
+    assert main(["bench", str(new), "--baseline", str(old)]) == 2
+    assert "must have rows of these results, got none in common" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"results": ["x"], "environment": {}}'])
+def test_what_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "x").write_text(text)
+    assert main(["bench", str(tmp_path / "x")]) == 2
+    assert "must hold results of ringflash bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("figure", [0.0, float("nan")])
+def test_figures_must_be_positive(tmp_path: Path, figure: float) -> None:
+    """A ratio to 0 is none, and NaN is neither slower than a baseline nor JSON."""
+    with pytest.raises(ValueError, match="figures of a must be positive"):
+        read_results(write(tmp_path / "x", a={"ringflash": figure, "fa": 600}))
+
+
 def test_a_row_that_nobody_of_us_computes_is_left_out(tmp_path: Path) -> None:
     assert read_results(write(tmp_path / "x", a={"fa": 600}))[1] == []
 

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import ringflash
 from ringflash import huggingface
 from ringflash.huggingface.refusals import check_rope, find_shape_error, find_static_error
 from tests.helpers.examples import ROOT
-from tests.helpers.models import LENGTH, build, documents, tokens
+from tests.helpers.models import LENGTH, TINY, build, documents, tokens
 
 pytest.importorskip("transformers")
 
@@ -70,6 +71,41 @@ def test_refuses_layers_it_cannot_do() -> None:
         huggingface.set_group(model, None)
 
 
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+WRONG_ON_A_SHARD = {
+    "a convolution": ("qwen3_next", HYBRID, r"layers\.0\.linear_attn\.conv1d must treat tokens one by one, got Conv1d"),
+    "a recurrence": ("minimax", HYBRID, "layer_types must be .* got 'linear_attention'"),
+    "no position_ids": ("bart", {"d_model": 32, "decoder_attention_heads": 4}, "take position_ids, got BartDecoder"),
+    "positions from 2": ("roberta", {}, "embeddings must count positions from 0, got RobertaEmbeddings"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ON_A_SHARD)
+def test_refuses_models_that_are_wrong_on_a_shard_whatever_attention_does(case: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, changes, message = WRONG_ON_A_SHARD[case]
+    huggingface.register()
+    with torch.device("meta"):
+        config = AutoConfig.for_model(kind, **TINY | changes)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="ringflash")
+    with pytest.raises(NotImplementedError, match=message):
+        huggingface.set_group(model, None)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "phimoe"])
+def test_refuses_a_window_that_the_model_leaves_to_the_mask(kind: str) -> None:
+    """transformers builds no mask for us, and these do not tell their attention of the window."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    windowed = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "num_experts": 4}
+    config = AutoConfig.for_model(kind, **TINY | windowed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="ringflash")
+    huggingface.set_group(model, None)
+    with pytest.raises(NotImplementedError, match="sliding_window must reach the attention of a sliding layer"):
+        model(**huggingface.prepare_batch(tokens(), group=None))
+
+
 def test_refuses_another_implementation() -> None:
     with pytest.raises(ValueError, match="attn_implementation='ringflash', got 'eager'"):
         huggingface.set_group(build(impl="eager"), None)
@@ -78,6 +114,13 @@ def test_refuses_another_implementation() -> None:
 def test_refuses_labels_that_are_not_shifted() -> None:
     with pytest.raises(ValueError, match="shifted by one token"):
         huggingface.prepare_batch(tokens(), group=None, labels=tokens())
+
+
+def test_refuses_labels_that_are_no_tokens() -> None:
+    labels = ringflash.loss.shift_labels(tokens())
+    labels[:, 3] = -1
+    with pytest.raises(ValueError, match="labels must be token ids or -100, got -1; write -100"):
+        huggingface.prepare_batch(tokens(), group=None, labels=labels)
 
 
 def test_refuses_unknown_positions() -> None:

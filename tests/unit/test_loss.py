@@ -131,6 +131,24 @@ def test_refusals(change: Any, message: str) -> None:
         cross_entropy(*change(*draw()), group=None)
 
 
+@pytest.mark.parametrize("label", [-1, -7, VOCAB])
+@pytest.mark.parametrize("call", [cross_entropy, score_tokens])
+def test_a_label_out_of_range_is_an_error(call: Any, label: int) -> None:
+    """Not the loss of some other token."""
+    hidden, weight, labels = draw()
+    labels[1, 2] = label
+    with pytest.raises((RuntimeError, IndexError), match="out of (bounds|range)|is out"):
+        call(hidden, weight, labels, **({"group": None} if call is cross_entropy else {}))
+
+
+def test_second_derivatives_are_refused() -> None:
+    """The gradients of the forward are constants: what else depends on the inputs would be missing."""
+    hidden, weight, labels = draw()
+    loss = cross_entropy(hidden, weight, labels, group=None)
+    with pytest.raises(NotImplementedError, match="create_graph must be False, got True; second"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Of this process alone."""

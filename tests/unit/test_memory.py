@@ -167,6 +167,15 @@ def test_tiles_run_backward_under_the_forwards_autocast() -> None:
     assert (tiled - whole).norm() <= 2**-7 * whole.norm()  # bf16 products, summed over tiles in fp32
 
 
+def test_tiles_refuse_second_derivatives() -> None:
+    """They keep no graph of their gradients."""
+    mlp = model_with(Memory(mlp_tile_tokens=5)).get_submodule("model.model.layers.0.mlp")
+    x = torch.randn(1, 20, 32, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(mlp(x * x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_a_frozen_projection_gets_no_gradient() -> None:
     model, plain = model_with(Memory("attention_kept", mlp_tile_tokens=7)), model_with(Memory())
     for m in (model, plain):

@@ -18,6 +18,8 @@ from tests.helpers.tolerance import assert_close
 
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
+OPTIONS = (-1, -1, "zigzag", "reference", "auto", False)  # window, layout, impl, transport, deterministic
+
 
 def draw(requires_grad: bool = True, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of 16 tokens, 4 and 2 heads, fp64."""
@@ -30,9 +32,18 @@ def draw(requires_grad: bool = True, batch: int = 1) -> tuple[torch.Tensor, torc
 @pytest.mark.parametrize("return_lse", [True, False])
 @pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 5, 16], dtype=torch.int32)], ids=["one", "packed"])
 def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
-    options = ("", True, 0.25, -1, -1, "zigzag", "reference", "auto", False, 7, return_lse)
+    options = ("", True, 0.25, *OPTIONS, 7, return_lse)
     results = torch.library.opcheck(ops.ring_attention, (*draw(), cu_seqlens, *options), test_utils=TESTS)
     assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_have_the_strides_that_compiled_code_expects(dtype: torch.dtype) -> None:
+    """Of heads-first q, k and v as well: inductor asserts what the operator's fake says."""
+    q, k, v = (x.detach().to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
+    out, lse = ops.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True)
+    grads = ops.ring_attention_backward(out, None, q, k, v, out, lse, None, "", True, 0.25, *OPTIONS)
+    assert not q.is_contiguous() and all(grad.is_contiguous() for grad in grads)
 
 
 def test_gradcheck() -> None:
@@ -190,6 +201,30 @@ def test_refusals(change: dict[str, Any], error: type[Exception], message: str) 
 def test_tensors_are_refused(spoil: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ringflash.ring_attention(*spoil(*draw()), group=None)
+
+
+def test_forward_mode_is_refused() -> None:
+    """A custom operator drops tangents: the derivative would be 0."""
+    q, k, v = draw(requires_grad=False)
+    with pytest.raises(NotImplementedError, match="carry no tangents, got forward-mode differentiation; use"):
+        torch.func.jvp(lambda x: ringflash.ring_attention(x, k, v, group=None), (q,), (q,))
+
+
+@pytest.mark.parametrize("shape", [(), (1, 16, 2, 0)])
+def test_a_q_without_head_dim_is_refused_as_any_other(shape: tuple[int, ...]) -> None:
+    """Not by a ZeroDivisionError on this rank alone."""
+    x = torch.ones(shape)
+    with pytest.raises(ValueError, match=r"q must (be|not be)"):
+        ringflash.ring_attention(x, x, x, group=None)
+
+
+def test_bounds_made_in_inference_mode_are_read() -> None:
+    """Lightning evaluates in it; such a tensor has no version by which a change of it could be seen."""
+    with torch.inference_mode():
+        bounds = torch.tensor([0, 5, 16], dtype=torch.int32)
+    elsewhere = mock.Mock(wraps=bounds, device=torch.device("cuda", 0), is_inference=bounds.is_inference)
+    type(elsewhere)._version = property(lambda self: bounds._version)
+    assert ops._values(elsewhere) == (0, 5, 16)
 
 
 def test_documents_need_a_batch_of_one() -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from ringflash import huggingface
 from ringflash.cli import main
+from ringflash.flops import layer_windows
 from ringflash.headwise import Gathered, Home, sections_of
 from ringflash.lightning.module import build_model
 from ringflash.mask import SequenceMask
@@ -25,7 +26,7 @@ from ringflash.plan.job import Job
 from ringflash.plan.machine import GIB, GPUS, Machine
 from ringflash.plan.memory import activation_bytes, checkpoint_bytes, layer_bytes, memory_bytes, transport_bytes
 from ringflash.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
-from ringflash.plan.shape import FAMILIES, shape_of
+from ringflash.plan.shape import FAMILIES, shape_of, windows_of
 from ringflash.plan.timing import attention_flops, linear_flops, step_time
 from ringflash.schedule import build, gather
 from ringflash.transport.buffers import buffer_bytes, release_buffers
@@ -267,6 +268,17 @@ def test_command_reads_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seqlen", "1k", "--window", "-2"], "--window must be 0 or more, got -2"),
         (["--seqlen", "1200", "--cp", "3"], "--cp must divide --gpus (8), got 3"),
         (["--seqlen", "1k", "--rates", '{"warp": 9}'], "--rates must name"),
+        (["--seqlen", "1k", "--rates", '{"linear": 0}'], "rate linear must be positive, got 0"),
+        (["--seqlen", "1k", "--gpus", "0"], "cp_size and dp_size must be positive, got 0"),
+        (["--seqlen", "1k", "--cp", "0"], "cp_size and dp_size must be positive, got 0"),
+        (["--seqlen", "1k", "--gpus_per_host", "0"], "gpus_per_host must be positive, got 0"),
+        (["--seqlen", "1k", "--network_gbytes", "0"], "network_gbytes must be positive, got 0"),
+        (["--seqlen", "1k", "--host_gbytes", "-5"], "host_gbytes must be positive, got -5"),
+        (["--seqlen", "1k", "--visible", "2"], "visible_fraction must be above 0 and at most 1, got 2"),
+        (["--seqlen", "1k", "--mlp_tile_tokens", "-5"], "mlp_tile_tokens must be 0 or more, got -5"),
+        (["--seqlen", "0"], "seqlen must be divisible by 2 * cp_size (16), got 0; pad to 16."),
+        (["--seqlen", "²"], "--seqlen must be a number of tokens, got '²'"),
+        (["config.json", "--seqlen", "1k"], "a configuration must come alone, got 2 files"),
     ],
 )
 def test_command_refuses(
@@ -275,6 +287,68 @@ def test_command_refuses(
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     assert main(["plan", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_status_1_is_a_finding_and_never_an_accident(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 says that the job does not fit; Python's own status for an error that nobody expected is 1 as well."""
+    (tmp_path / "config.json").write_text("[1]")
+    assert main(["plan", str(tmp_path), "--seqlen", "1k"]) == 2
+    assert "must be a transformers configuration" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    monkeypatch.setattr("ringflash.plan.command.make_plan", lambda job, machine: {}["fits"])
+    assert main(["plan", str(tmp_path), "--seqlen", "1k"]) == 2
+    assert "KeyError" in capsys.readouterr().err
+
+
+WINDOWED: list[dict[str, Any]] = [
+    {"model_type": "llama", "sliding_window": 9},
+    {"model_type": "mistral"},
+    {"model_type": "mistral", "sliding_window": None},
+    {"model_type": "mistral", "sliding_window": 9},
+    {"model_type": "qwen2", "sliding_window": 9},
+    {"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+    {"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True},
+    {"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0},
+    {
+        "model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keywords", WINDOWED, ids=str)
+def test_windows_are_those_of_the_model(keywords: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    config = {**SMALL, **keywords}
+    want = [None, None] if keywords["model_type"] == "llama" else layer_windows(AutoConfig.for_model(**config))
+    assert windows_of(config) == want
+
+
+def test_the_plan_of_a_windowed_model_counts_what_its_layers_see(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the layers see 4096 keys of a million: half of the pairs."""
+    windowed = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 18}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | windowed))
+    main(["plan", str(tmp_path), "--seqlen", "1m", "--json"])
+    fraction = json.loads(capsys.readouterr().out)["job"]["visible_fraction"]
+    assert fraction == pytest.approx((1 + _in_window(1 << 20, 4095)) / 2)
+
+
+def test_a_model_that_no_length_fits_is_not_told_to_be_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B, "num_hidden_layers": 400000}))
+    assert main(["plan", str(tmp_path), "--seqlen", "128k", "--gpus", "1"]) == 1
+    assert "no sequence does: take more GPUs, or a smaller model" in capsys.readouterr().out
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_key_value_heads must divide num_attention_heads \(8\), got 3"):
+        shape_of(small("llama", num_key_value_heads=3))
 
 
 def test_other_families_are_refused() -> None:
