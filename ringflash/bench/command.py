@@ -23,14 +23,22 @@ _BAR = 40
 def add_arguments(parser: ArgumentParser) -> None:
     """What to run, where results go, and what to compare with."""
     parser.add_argument("what", help="kernels (one GPU), ring (all GPUs), or a file of results to show")
-    parser.add_argument("--rows", default="", help="only rows whose name contains this")
-    parser.add_argument("--rounds", type=int, default=5, help="samples of each contender (%(default)s)")
-    parser.add_argument("--nproc", type=int, help="ranks of the ring; default all GPUs")
+    parser.add_argument(
+        "--rows", default="", help="time only rows whose name contains this; of the ring, a regular expression"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="samples of each contender")
+    parser.add_argument("--nproc", type=int, help="ranks of the ring; null is all GPUs")
     parser.add_argument("--toy", action="store_true", help="small rings over gloo: shows that it runs, and no speed")
-    parser.add_argument("--out", type=Path, help="file for the results, with machine and versions")
-    parser.add_argument("--baseline", type=Path, help="earlier results; a regression exits with 1")
-    parser.add_argument("--tolerance", type=float, default=0.05, help="loss that is no regression (%(default)s)")
-    parser.add_argument("--plot", type=Path, help="picture of the results: .png, .svg or .pdf; needs matplotlib")
+    parser.add_argument("--out", type=Path | None, default=None, help="file for the results, with machine and versions")
+    parser.add_argument(
+        "--baseline", type=Path | None, default=None, help="earlier results; exit status 1 where a row is slower"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.05, help="part of the baseline's speed that a row may lose"
+    )
+    parser.add_argument(
+        "--plot", type=Path | None, default=None, help="picture of the results: .png, .svg or .pdf; needs matplotlib"
+    )
     parser.add_argument("--json", action="store_true", help="print for machines")
 
 

@@ -45,14 +45,16 @@ def _parser() -> argparse.ArgumentParser:
     making.set_defaults(run=_prepare)
     making.add_argument("inputs", nargs="+", type=Path, help="text, .jsonl or .parquet files, or folders of them")
     making.add_argument("--out", required=True, type=Path, help="folder of the token files")
-    making.add_argument("--tokenizer", default="bytes", help="'bytes', or the folder of a Hugging Face tokenizer")
+    making.add_argument("--tokenizer", default="bytes", help="folder of a Hugging Face tokenizer, or %(default)s")
     making.add_argument("--text-field", default="text", help="field of JSONL and column of parquet (%(default)s)")
-    making.add_argument("--suffix", action="append", help=f"of files in folders; repeatable ({' '.join(SUFFIXES)})")
-    making.add_argument("--shard-mib", type=float, default=64, help="MiB of input for each file (%(default)s)")
+    making.add_argument(
+        "--suffix", action="append", help=f"ending of the files to take from folders; repeatable ({' '.join(SUFFIXES)})"
+    )
+    making.add_argument("--shard-mib", type=float, default=64, help="MiB of input for each token file (%(default)s)")
     making.add_argument("--processes", type=int, default=os.cpu_count(), help="default one for each core (%(default)s)")
     checking = commands.add_parser("check", help="read token files whole and compare their checksums")
     checking.set_defaults(run=_check)
-    checking.add_argument("folder", type=Path)
+    checking.add_argument("folder", type=Path, help="what prepare wrote")
     return parser
 
 

@@ -26,8 +26,12 @@ _STYLE = {"ok": "green", "warning": "yellow", "fault": "red"}
 
 def add_arguments(parser: ArgumentParser) -> None:
     """How long to wait, what to leave out, how to print."""
-    parser.add_argument("--seconds", type=float, default=120.0, help="limit of each probe, and for a rank to answer")
-    parser.add_argument("--no_probes", action="store_true", help="read, try nothing")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="how long each probe may take, and a rank to answer"
+    )
+    parser.add_argument(
+        "--no_probes", action="store_true", help="read versions and settings only; run no kernel and no ring"
+    )
     parser.add_argument("--json", action="store_true", help="print for machines")
 
 

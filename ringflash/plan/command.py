@@ -33,23 +33,40 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="checkpoint directory or config.json; or a recipe (.yaml) and those laid over it, with a length",
     )
     parser.add_argument("--seqlen", type=str, help="tokens of a sequence: 1048576, 1024k or 1m")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs in all (%(default)s)")
-    parser.add_argument("--gpus_per_host", type=int, default=8, help="GPUs of a host (%(default)s)")
-    parser.add_argument("--gpu", choices=list(GPUS), default="H200", help="(%(default)s)")
-    parser.add_argument("--cp", type=int, help="GPUs that share a sequence; default all")
-    parser.add_argument("--window", type=int, help="keys to the left that a query sees; default the model's")
-    parser.add_argument("--visible", type=float, default=1.0, help="part of these that documents leave (%(default)s)")
-    parser.add_argument("--network_gbytes", type=float, default=50.0, help="GB/s of a GPU's NIC (%(default)s)")
-    parser.add_argument("--host_gbytes", type=float, default=50.0, help="GB/s between GPU and host (%(default)s)")
-    parser.add_argument("--precision", choices=["bf16-mixed", "bf16-true"], default="bf16-mixed")
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs in all; recipes do not say it")
+    parser.add_argument("--gpus_per_host", type=int, default=8, help="GPUs of a host")
+    parser.add_argument("--gpu", choices=list(GPUS), default="H200", help="kind of GPU")
+    parser.add_argument("--cp", type=int, help="GPUs that share a sequence; null is all")
+    parser.add_argument("--window", type=int, help="keys to the left that a query sees; null is the model's own")
     parser.add_argument(
-        "--checkpointing", choices=["none", "attention_kept", "full"], help="default the recipe's, else attention_kept"
+        "--visible", type=float, default=1.0, help="part of the causal and windowed pairs that packed documents leave"
     )
-    parser.add_argument("--mlp_tile_tokens", type=int, help="tokens of a tile; 0 is all; default the recipe's, else 0")
+    parser.add_argument("--network_gbytes", type=float, default=50.0, help="GB/s of a GPU's NIC")
+    parser.add_argument("--host_gbytes", type=float, default=50.0, help="GB/s between GPU and host")
+    parser.add_argument(
+        "--precision", choices=["bf16-mixed", "bf16-true"], default="bf16-mixed", help="weights in fp32, or in bf16"
+    )
+    parser.add_argument(
+        "--checkpointing",
+        choices=["none", "attention_kept", "full"],
+        help="what a layer keeps (docs/memory.md); null is the recipe's, else attention_kept",
+    )
+    parser.add_argument(
+        "--mlp_tile_tokens",
+        type=int,
+        help="tokens whose MLP is computed at a time, 0 is all; null is the recipe's, else 0",
+    )
     parser.add_argument("--offload_checkpoints", action="store_true", help="keep checkpoints in the host's memory")
     parser.add_argument("--offload_optimizer", action="store_true", help="keep and step the optimizer on the host")
-    parser.add_argument("--ring", choices=["flat", "double"], default="flat", help="between hosts (%(default)s)")
-    parser.add_argument("--rates", type=dict[str, float], default={}, help='other assumptions: {"linear": 0.6}')
+    parser.add_argument(
+        "--ring", choices=["flat", "double"], default="flat", help="how K/V come to another host; ringflash does flat"
+    )
+    parser.add_argument(
+        "--rates",
+        type=dict[str, float],
+        default={},
+        help='assumptions to replace, as {"linear": 0.6}; the plan prints all',
+    )
     parser.add_argument("--json", action="store_true", help="print for machines")
 
 
@@ -138,7 +155,8 @@ def _model(paths: list[Path]) -> tuple[dict[str, Any], int | None, dict[str, Any
         return config, data.get("init_args", data).get("seqlen"), memory
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{paths[0]} must be a recipe with model.model and data, got {error!r}; see recipes/lightning."
+            f"{paths[0]} must be a recipe with model.model and data, got {type(error).__name__}: {error}; "
+            "see recipes/lightning."
         ) from error
 
 
