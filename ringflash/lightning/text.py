@@ -51,8 +51,8 @@ class PackedText(Dataset[PackedSequence]):
             self.stream[start + 1 : start + 1 + len(document)] = document
         if len(self) == 0:
             raise ValueError(
-                f"text must fill a sequence of seqlen {seqlen} tokens, got {len(self.stream)}; give more files, of which "
-                "one in twenty is held out of the training."
+                f"text must fill a sequence of seqlen {seqlen} tokens, got {len(self.stream)}; give more files, "
+                "of which one in twenty is held out of the training."
             )
 
     def __len__(self) -> int:
