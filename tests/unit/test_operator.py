@@ -86,6 +86,21 @@ def test_compiles_into_one_graph() -> None:
     assert_close(results(layer, compiled, x), results(layer, layer, x))
 
 
+def test_kernels_are_given_what_tma_can_address() -> None:
+    """A contiguous view may begin anywhere: one of a flat buffer, or the gradient of a concatenation."""
+    q, k, v = (torch.zeros(1 + x.numel(), dtype=torch.bfloat16)[1:].view(x.shape) for x in draw(False))
+    for x in (q, k, v):
+        x.requires_grad_()
+    with (
+        mock.patch.object(reference, "forward", wraps=reference.forward) as forward,
+        mock.patch.object(reference, "Backward", wraps=reference.Backward) as backward,
+    ):
+        out = ringflash.ring_attention(q, k, v, group=None)
+        torch.cat((out.new_zeros(1), out.flatten())).sum().backward()
+    given = (*forward.call_args.args[:3], *backward.call_args.args[:2])
+    assert q.data_ptr() % 16 and all(x.data_ptr() % 16 == 0 for x in given)
+
+
 def forward_calls(policy: Any) -> tuple[int, dict[str, torch.Tensor]]:
     """How often the kernel's forward runs in a checkpointed step, and the step's results."""
     layer, x = Layer(), torch.ones(1, 16, 32, dtype=torch.float64).cumsum(1) / 16

@@ -61,8 +61,8 @@ class Backward:
     ) -> None:
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic, self.num_sms = q, softmax_scale, deterministic, num_sms
-        # A gradient may arrive expanded (a sum's has stride 0); only such tensors are copied.
-        self.dout = dout if misaligned(dout) is None else dout.contiguous()
+        # A gradient may arrive expanded (a sum's has stride 0), or as a view at any address; only such are copied.
+        self.dout = dout if misaligned(dout) is None else dout.clone(memory_format=torch.contiguous_format)
         out = out if out.stride(-1) == 1 else out.contiguous()
         self.dq_apart = deterministic or self.tiles.wide
         self.stats, self.dq = preprocess(self.dout, out, lse, dlse)
