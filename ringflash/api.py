@@ -122,6 +122,7 @@ def explain(
     left, right = _sides(window_size)
     name = "" if resolved is None else resolved.group_name
     options = ops.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
+    q, k, v = (ops._addressable(x) for x in (q, k, v))  # as the call does it: the kernel depends on the strides
     plan = ops._plan(q, k, v, cu_seqlens, options, 0)
     return Explanation(
         plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, _steps(plan, q, k),

@@ -164,6 +164,16 @@ def test_explain_names_kernel_and_work() -> None:
     assert "136 visible pairs on this rank" in str(explained)
 
 
+def test_explain_speaks_of_the_tensors_that_kernels_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with strides that no kernel of ours can address are copied by the call, which then has the choice."""
+    given = []
+    monkeypatch.setattr(ops, "choose_impl", lambda *x: given.append([y.stride(-1) for y in x]) or ("reference", ""))
+    inputs = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in draw(False)]
+    ringflash.ring_attention(*inputs, group=None)
+    ringflash.explain(*inputs, group=None)
+    assert given == [[1, 1, 1]] * 2
+
+
 def test_module_shows_its_options() -> None:
     assert "cp_size=1, causal=True, window_size=(7, -1), layout='zigzag'" in repr(Layer().attention)
 
