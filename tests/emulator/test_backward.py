@@ -365,6 +365,15 @@ def test_sum_over_ranks(head_dim: int, ranks: int) -> None:
     assert int(gradients.isnan().sum()) == gradients.numel() - dk.numel() - dv.numel()
 
 
+def test_sums_of_ranks_whose_offsets_pass_32_bits(tmp_path):
+    """As on 8 ranks from some ten million tokens on."""
+    own, others = torch.randn(1, 5, 2, 2, 64), torch.randn(3, 1, 5, 2, 2, 64)
+    want = own + others[0] + others[1] + others[2]
+    dk, dv = torch.full((2, 1, 5, 2, 64), torch.nan)
+    Emulator().load("exchange").collect(own, far_apart(others, tmp_path / "others"), dk, dv)
+    assert torch.equal(torch.stack((dk, dv), -2), want)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_to_the_peers(head_dim: int) -> None:
     """K and V from strided views to their places, as `api.publish` does it head by head; nothing else is written."""
