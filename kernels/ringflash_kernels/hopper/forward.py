@@ -43,7 +43,7 @@ from ringflash_kernels.hopper.descriptors import misaligned, tile_descriptor, ti
 from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.tiles import FORWARD_TILES, ForwardTiles
-from ringflash_kernels.mask import Mask, Region
+from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 30  # farther than any band reaches; sums with a row number stay within int32
 _LN2 = math.log(2.0)
@@ -1090,6 +1090,7 @@ def _tile_table(mask: Mask, device: torch.device, rows_per_tile: int) -> torch.T
     """
     key = ("forward_tiles", torch.device(device), rows_per_tile)
     if key not in mask._cache:
+        check_capture(device)
         first, end = mask.q_span
         start, stop = (bound[first:end] for bound in mask.bounds(device))
         empty = start == stop
