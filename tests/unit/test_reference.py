@@ -142,3 +142,25 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
     q, k, v, *_ = draw()
     with pytest.raises(ValueError, match=message):
         attention_forward(q, k, v, **{"impl": "reference", **change})
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"dout": torch.zeros(2, 12, 4, 16)},
+            r"dout must be .* in torch.float64, got .* in torch.float32; pass",
+        ),
+        ({"dout": torch.zeros(2, 12, 1, 16).double()}, r"dout must be .*, got \(2, 12, 1, 16\) in .*; pass"),
+        ({"out": torch.zeros(2, 1, 4, 16).double()}, "out must be .*, got .*; pass"),
+        ({"lse": torch.zeros(2, 1, 12).double()}, r"lse must be \(2, 4, 12\) in .*, got \(2, 1, 12\) in .*; pass"),
+        ({"dlse": torch.zeros(12).double()}, r"dlse must be \(2, 4, 12\) in .*, got \(12,\) in .*; pass"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    """They would be broadcast, and the heads' sums wrong."""
+    q, k, v, dout, dlse = draw()
+    out, lse = attention_forward(q, k, v, impl="reference")
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, **change}
+    with pytest.raises(ValueError, match=message):
+        attention_backward(**given, impl="reference")
