@@ -164,3 +164,15 @@ def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPa
         else:
             calls(mask)[0].lengths(device)
     assert mask.bounds()[0].tolist() == [0, 0, 0, *[3] * 6]  # of the CPU
+
+
+def test_streams_have_counters_of_their_own_that_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stream's zeros may lie behind much other work when another stream launches."""
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for stream in (5, 7, 5):
+        current = SimpleNamespace(cuda_stream=stream, synchronize=lambda stream=stream: waited.append(stream))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, current=current: current)
+        forward._counter(torch.device("cpu", 3)).add_(1)
+    assert waited == [5]
+    assert forward._counter(torch.device("cpu", 3)).tolist() == [2, 2]

@@ -1122,7 +1122,9 @@ _STREAMS = 256
 
 @functools.cache
 def _counters(device: torch.device) -> tuple[tuple[torch.Tensor, ...], dict[int, int]]:
-    return torch.zeros(_STREAMS, 2, dtype=torch.int32, device=device).unbind(), {}
+    zeros = torch.zeros(_STREAMS, 2, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device.index).synchronize()  # or another stream's first launch may come before the zeros
+    return zeros.unbind(), {}
 
 
 def _counter(device: torch.device) -> torch.Tensor:
