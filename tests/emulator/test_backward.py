@@ -4,6 +4,8 @@ The grid is thin: every mask runs at head_dim 64 (dQ in the loop) and 192 (dQ ap
 lengths are a few tiles.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -178,6 +180,32 @@ def test_gradient_at_any_address():
         run.add(k, v, _CAUSAL, dk, dv)
         results.append(torch.cat((run.finish().float().flatten(), dk.flatten(), dv.flatten())))
     assert moved.data_ptr() % 16 and torch.equal(*results)
+
+
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_launches_are_on_the_device_of_the_tensors(monkeypatch, head_dim):
+    """Where another one is the current one, each of the kernels would read memory of a stranger."""
+    module, current, places = Emulator().load("backward"), [], []
+    launcher = type(module._KEYS)
+    launch = launcher.__call__
+
+    @contextmanager
+    def on(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    def noted(*args, **constants):
+        places.append(tuple(current))
+        launch(*args, **constants)
+
+    monkeypatch.setattr(module, "on", on)
+    monkeypatch.setattr(launcher, "__call__", noted)
+    q, k, v, dout = inputs(MASKS["three keys"], Shape(head_dim))
+    run = module.Backward(dout, q, q, torch.zeros(1, 2, 67), softmax_scale=1.0)
+    run.add(k, v, MASKS["three keys"], *torch.zeros(2, *k.shape))
+    run.finish()
+    assert places == [(q.device,)] * (4 if head_dim == 192 else 3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 192])

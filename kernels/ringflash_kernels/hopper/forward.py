@@ -15,7 +15,6 @@ earlier calls are merged in the epilogue, loaded by TMA while the main loop runs
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -41,7 +40,7 @@ from ringflash_kernels.hopper.compat import (
 )
 from ringflash_kernels.hopper.descriptors import misaligned, tile_descriptor, tile_layout
 from ringflash_kernels.hopper.environment import check_environment
-from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.hopper.launcher import Launcher, on
 from ringflash_kernels.hopper.tiles import FORWARD_TILES, ForwardTiles
 from ringflash_kernels.mask import Mask, Region, check_capture
 
@@ -910,7 +909,7 @@ def forward(
     _settle(out, lse, acc, slice(0, first))
     _settle(out, lse, acc, slice(stop, q.shape[1]))
     if first < stop:
-        with _on(q.device):
+        with on(q.device):
             launch = plan(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc,
                           num_sms=num_sms or _num_sms(q.device), counter=_counter(q.device))  # fmt: skip
             _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
@@ -1042,13 +1041,6 @@ def _cut(x: torch.Tensor | None, dim: int, bounds: tuple[int, int]) -> torch.Ten
     """x[start:stop] of a dimension, as a view; x itself where that is all of it, since each view costs microseconds."""
     start, stop = bounds
     return x if x is None or stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Make `device` the current one where it is not."""
-    if device.index is None or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
 
 
 @functools.cache
