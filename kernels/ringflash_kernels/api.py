@@ -237,9 +237,17 @@ def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}; use 'auto' in ring_attention to have one chosen.")
     problem = _module(impl).unsupported(q, k, v)
     if problem is not None:
-        able = [name for name in IMPLS if _module(name).unsupported(q, k, v) is None]
+        able = [name for name in IMPLS if _is_able(name, q, k, v)]
         raise NotImplementedError(f"impl={impl!r} must be able to take the inputs, got {problem}; use one of {able}.")
     return _module(impl)
+
+
+def _is_able(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether it can take these inputs here; what keeps another one from running is no matter of the caller's."""
+    try:
+        return _module(impl).unsupported(q, k, v) is None
+    except (RuntimeError, ImportError):
+        return False
 
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

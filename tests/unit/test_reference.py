@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ringflash_kernels import Mask, Region, attention_backward, attention_forward, begin_backward, reference
+from ringflash_kernels import Mask, Region, attention_backward, attention_forward, begin_backward, flash4, reference
 from tests.helpers import dense
 from tests.helpers.tolerance import assert_close
 
@@ -142,6 +142,14 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
     q, k, v, *_ = draw()
     with pytest.raises(ValueError, match=message):
         attention_forward(q, k, v, **{"impl": "reference", **change})
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("triton must be ..."), ImportError("undefined symbol")])
+def test_a_refusal_is_about_the_kernel_that_was_asked_for(problem: Exception) -> None:
+    """Though another one, asked whether it could take the inputs, finds its own environment broken."""
+    with mock.patch.object(flash4, "unsupported", side_effect=problem):
+        with pytest.raises(NotImplementedError, match=r"impl='flash2' must be able .*; use one of \['reference'\]"):
+            attention_forward(*draw()[:3], impl="flash2")
 
 
 @pytest.mark.parametrize(
