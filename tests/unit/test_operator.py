@@ -174,6 +174,11 @@ def test_explain_speaks_of_the_tensors_that_kernels_get(monkeypatch: pytest.Monk
     assert given == [[1, 1, 1]] * 2
 
 
+def test_module_refuses_a_window_of_one_number() -> None:
+    with pytest.raises(ValueError, match=r"got \(4096,\); a window"):
+        ringflash.RingAttention(None, window_size=4096)  # type: ignore[arg-type]
+
+
 def test_module_shows_its_options() -> None:
     assert "cp_size=1, causal=True, window_size=(7, -1), layout='zigzag'" in repr(Layer().attention)
 
@@ -183,6 +188,8 @@ def test_module_shows_its_options() -> None:
     [
         ({"window_size": (-2, 0)}, ValueError, r"window_size must be \(left, right\).*got \(-2, 0\); a window"),
         ({"window_size": (1,)}, ValueError, r"window_size must be \(left, right\).*got \(1,\); a window"),
+        ({"window_size": 4096}, ValueError, r"window_size must be \(left, right\).*got \(4096,\); a window"),
+        ({"window_size": (4.0, 0)}, ValueError, r"window_size must be \(left, right\).*got \(4.0, 0\); a window"),
         ({"layout": "striped"}, ValueError, "layout must be one of .*got 'striped'; zigzag"),
         ({"impl": "flash9"}, ValueError, "impl must be 'auto' or one of .*got 'flash9'; 'auto'"),
         (
