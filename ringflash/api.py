@@ -122,6 +122,7 @@ def explain(
     left, right = _sides(window_size)
     name = "" if resolved is None else resolved.group_name
     options = ops.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
+    q, k, v = (ops._addressable(x) for x in (q, k, v))  # as the call does it: the kernel depends on the strides
     plan = ops._plan(q, k, v, cu_seqlens, options, 0)
     return Explanation(
         plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, _steps(plan, q, k),
@@ -155,10 +156,11 @@ def _scale_of(q: torch.Tensor) -> float:
 
 
 def _sides(window_size: Sequence[int]) -> tuple[int, int]:
-    """(left, right). Their number is checked here; their values where the ranks compare their calls."""
-    if len(window_size) != 2:
-        check_window_size(tuple(window_size))
-    return window_size[0], window_size[1]
+    """(left, right). That they are two integers is checked here; their values where the ranks compare their calls."""
+    sides = tuple(window_size) if isinstance(window_size, Sequence) else (window_size,)
+    if len(sides) != 2 or not all(hasattr(side, "__index__") for side in sides):
+        check_window_size(sides)
+    return sides[0], sides[1]
 
 
 class RingAttention(nn.Module):
@@ -181,7 +183,7 @@ class RingAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.group = resolve(group)
-        self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, tuple(window_size)
+        self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _sides(window_size)
         self.layout, self.impl, self.transport, self.deterministic = layout, impl, transport, deterministic
 
     def forward(

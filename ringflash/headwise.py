@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -114,9 +115,18 @@ class Headwise:
         return dq, dk, dv
 
     def _run(self, way: str, gathered: Gathered, *work: Callable[[int], None]) -> None:
-        """Compute all sections, while the watch looks on."""
+        """Compute all sections, while the watch looks on.
+
+        Where that ends with an error, out of memory say, lanes still write to what the caller is about to give back.
+        """
         with watching(self.memory, way, gathered.device) as call:
-            self._run_sections(call, way, gathered, *work)
+            try:
+                self._run_sections(call, way, gathered, *work)
+            except BaseException:
+                with suppress(RuntimeError):  # of a device that failed: the error is the first one
+                    self.memory.join()
+                raise
+            self._met(way, gathered)
 
     def _run_sections(
         self,
@@ -174,11 +184,14 @@ class Headwise:
 
     def _is_first(self, way: str, gathered: Gathered) -> bool:
         """Whether a mask is new to this kernel: the second section must then find what the first one keeps with it."""
-        kernel = way, self.impl, self.deterministic, gathered.head_dim, gathered.device
-        kept, key = self.gathering.mask._cache, ("headwise", *kernel)
-        new = key not in kept
-        kept[key] = True
-        return new
+        return self._kernel(way, gathered) not in self.gathering.mask._cache
+
+    def _met(self, way: str, gathered: Gathered) -> None:
+        """From now on, it is not."""
+        self.gathering.mask._cache[self._kernel(way, gathered)] = True
+
+    def _kernel(self, way: str, gathered: Gathered) -> tuple[object, ...]:
+        return "headwise", way, self.impl, self.deterministic, gathered.head_dim, gathered.device
 
 
 class Gathered:

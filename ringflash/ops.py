@@ -274,4 +274,5 @@ def _addressable(x: Tensor) -> Tensor:
         return x  # refused later
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
-    return x if x.stride(-1) == 1 and aligned and x.data_ptr() % 16 == 0 else x.contiguous()
+    in_place = x.stride(-1) == 1 and aligned and x.data_ptr() % 16 == 0
+    return x if in_place else x.clone(memory_format=torch.contiguous_format)  # contiguous() moves no contiguous view

@@ -129,7 +129,8 @@ def begin_backward(
     """What all hops of one backward pass share: delta = rowsum(dout * out) - dlse, and the dq accumulator.
 
     Args:
-        dout, out: as q. lse, dlse: (batch, num_heads, seqlen_q), of the whole attention.
+        dout: as q. out: as q, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64),
+            of the whole attention.
         deterministic: equal bits on repeat.
     """
     backward = implementation(impl, q, q, q).Backward
@@ -158,8 +159,11 @@ def attention_backward(
     Args: as `attention_forward` and `begin_backward`.
     Returns:
         dq: as q.  dk, dv: as k, v.
+    Raises:
+        ValueError, NotImplementedError: as `attention_forward`.
     """
     check_inputs(q, k, v)
+    _check_gradients(dout, q, out, lse, dlse)
     mask = _mask_of(q, k, mask, causal, window_size)
     implementation(impl, q, k, v)
     backward = begin_backward(
@@ -233,9 +237,17 @@ def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}; use 'auto' in ring_attention to have one chosen.")
     problem = _module(impl).unsupported(q, k, v)
     if problem is not None:
-        able = [name for name in IMPLS if _module(name).unsupported(q, k, v) is None]
+        able = [name for name in IMPLS if _is_able(name, q, k, v)]
         raise NotImplementedError(f"impl={impl!r} must be able to take the inputs, got {problem}; use one of {able}.")
     return _module(impl)
+
+
+def _is_able(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether it can take these inputs here; what keeps another one from running is no matter of the caller's."""
+    try:
+        return _module(impl).unsupported(q, k, v) is None
+    except (RuntimeError, ImportError):
+        return False
 
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -283,6 +295,25 @@ def _check_state(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, acc: tor
             f"acc must be {tuple(q.shape)} in {state}, got {tuple(acc.shape)} in {acc.dtype}; "
             "make the earlier calls write to such an `out`."
         )
+
+
+def _check_gradients(
+    dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+) -> None:
+    """Others would be broadcast, or read as what a kernel was compiled for."""
+    state = state_dtype(q.dtype)
+    of_rows = (q.shape[0], q.shape[2], q.shape[1])
+    for name, x, shape, dtypes in (
+        ("dout", dout, q.shape, (q.dtype,)),
+        ("out", out, q.shape, (q.dtype, state)),
+        ("lse", lse, of_rows, (state,)),
+        ("dlse", dlse, of_rows, (state,)),
+    ):
+        if x is not None and (x.shape != shape or x.dtype not in dtypes):
+            raise ValueError(
+                f"{name} must be {tuple(shape)} in {' or '.join(map(str, dtypes))}, got {tuple(x.shape)} in {x.dtype}; "
+                "pass what the forward returned, and gradients of it, in full shape."
+            )
 
 
 def _mask_of(q: torch.Tensor, k: torch.Tensor, mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringflash_kernels.mask import Mask, Region
+from ringflash_kernels.mask import Mask, Region, check_capture
 from ringflash_kernels.merge import merge_
 
 
@@ -45,6 +45,7 @@ class Call:
         if not self.is_packed:
             return None, None, max_q, max_k
         if self._cum is None or self._cum[0].device != device:
+            check_capture(device)
             cum_q, cum_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (self.q_bounds, self.k_bounds))
             self._cum = cum_q, cum_k
         return *self._cum, max_q, max_k

@@ -158,9 +158,11 @@ class Mask:
             sees nothing. Computed once for a device and kept with the mask.
         Raises:
             ValueError: the visible keys of a row are not one interval.
+            RuntimeError: see `check_capture`.
         """
         key = ("bounds", torch.device(device))
         if key not in self._cache:
+            check_capture(torch.device(device))
             self._cache[key] = tuple(x.to(device) for x in self._host_bounds())
         return self._cache[key]  # type: ignore[return-value]
 
@@ -185,6 +187,18 @@ class Mask:
                 "build it with Mask.full, Mask.band or Mask.documents."
             )
         return start.int(), stop.int()
+
+
+def check_capture(device: torch.device) -> None:
+    """Raise RuntimeError where something would be made, and kept with a mask, while a CUDA graph is captured.
+
+    It would hold its values only once the graph is replayed, and calls outside of the graph would read it before.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a mask must have been used by such a call before a CUDA graph is captured, got a new one; run the call "
+            "once before."
+        )
 
 
 def band_of(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:

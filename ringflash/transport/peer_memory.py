@@ -94,6 +94,9 @@ class PeerMemory(Protocol):
         Urgent work gets a free SM before work that is not; a lane is one or the other.
         """
 
+    def join(self) -> None:
+        """Order the current stream after all lanes, also after work that has no token because it raised."""
+
     def num_bytes(self) -> int:
         """Bytes this rank gives to its areas."""
 
@@ -189,6 +192,10 @@ class SymmetricMemory:
             return stream.record_event()
         finally:
             torch.cuda.set_stream(current)
+
+    def join(self) -> None:
+        for lane in self._lanes.values():
+            self._current().wait_stream(lane)
 
     def num_bytes(self) -> int:
         return sum(area.numel() for area in self._areas.values())

@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,8 +19,9 @@ import pytest
 import torch
 
 import ringflash
-from ringflash import headwise, transport
+from ringflash import headwise, schedule, transport
 from ringflash.headwise import Sections
+from ringflash.mask import SequenceMask
 from ringflash.transport.buffers import buffer
 from ringflash.transport.peer_memory import Token
 from tests.helpers import ring_check
@@ -261,6 +263,44 @@ def forwards_agree(ctx: Context, pulled: bool) -> bool:
 @pytest.mark.parametrize("pulled", [True, False])
 def test_the_next_call_waits_for_the_last_pull(pool: Pool, pulled: bool) -> None:
     assert all(pool.run(forwards_agree, pulled, size=4)) == pulled
+
+
+def an_error_on_the_way(ctx: Context, way: str) -> tuple[bool, bool]:
+    """On every rank alike a device has no memory left for a section's kernel.
+
+    Returns:
+        Whether no lane works on when the caller gets the error, and whether the next call begins as a mask's first.
+    """
+    issued: list[Later] = []
+
+    def refused(self: SharedMemory, lane: str, *args: Any, **options: Any) -> Later:
+        if lane == "even" and len(issued) > 4:
+            raise MemoryError("no memory left")
+        issued.append(_LATE(self, lane, *args, **options))
+        return issued[-1]
+
+    transport._open.clear()
+    schedule.gather.cache_clear()
+    with copy_engine(), one_head_a_section():
+        q, k, v = (torch.randn(1, 8, 6, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        attend = partial(ringflash.ring_attention, q, k, v, group=ctx.group, causal=False)
+        out = attend() if way == "backward" else None
+        with mock.patch(_BESIDE, refused), pytest.raises(MemoryError):
+            attend() if out is None else out.sum().backward()
+        over = all(token.query() for token in issued)
+        mask = schedule.gather(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag").mask
+        first = not any(way in key for key in mask._cache if isinstance(key, tuple))
+        ring_check.check(ctx, Case(causal=False), 6)
+    transport._open.clear()
+    return over, first
+
+
+_LATE = slow_lanes("even", "odd", "end")
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_an_error_on_the_way_leaves_nothing_under_way(pool: Pool, way: str) -> None:
+    assert pool.run(an_error_on_the_way, way, size=2) == [(True, True)] * 2
 
 
 def explanation(ctx: Context) -> tuple[str, int]:

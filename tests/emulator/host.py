@@ -19,7 +19,7 @@ def cuda_properties(num_sms: int) -> Iterator[None]:
         "get_device_capability": lambda *_: (9, 0),
         "current_device": lambda: 0,
         "device": lambda *_: contextlib.nullcontext(),
-        "current_stream": lambda *_: SimpleNamespace(cuda_stream=0),
+        "current_stream": lambda *_: SimpleNamespace(cuda_stream=0, synchronize=lambda: None),
         "is_current_stream_capturing": lambda: False,
     }
     with contextlib.ExitStack() as stack:

@@ -4,6 +4,8 @@ The grid is thin: every mask runs at head_dim 64 (dQ in the loop) and 192 (dQ ap
 lengths are a few tiles.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -165,6 +167,45 @@ def test_hops_add_up(head_dim, deterministic):
         run.add(*(x[:, start:stop] for x in (k, v)), hop, dk[:, start:stop], dv[:, start:stop])
     got = {"dq": run.finish(), "dk": dk, "dv": dv}
     assert_close(got, {n: exact[n] for n in got}, {n: baseline[n] for n in got}, num_chunks=2)
+
+
+def test_gradient_at_any_address():
+    """A contiguous view, as of a concatenation's gradient, that TMA cannot address where it lies."""
+    q, k, v, dout = inputs(_CAUSAL, Shape())
+    moved = torch.empty(1 + dout.numel(), dtype=dout.dtype)[1:].view(dout.shape).copy_(dout)
+    results = []
+    for given in (dout, moved):
+        run = Emulator().load("backward").Backward(given, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0, num_sms=1)
+        dk, dv = torch.zeros(2, *k.shape)
+        run.add(k, v, _CAUSAL, dk, dv)
+        results.append(torch.cat((run.finish().float().flatten(), dk.flatten(), dv.flatten())))
+    assert moved.data_ptr() % 16 and torch.equal(*results)
+
+
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_launches_are_on_the_device_of_the_tensors(monkeypatch, head_dim):
+    """Where another one is the current one, each of the kernels would read memory of a stranger."""
+    module, current, places = Emulator().load("backward"), [], []
+    launcher = type(module._KEYS)
+    launch = launcher.__call__
+
+    @contextmanager
+    def on(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    def noted(*args, **constants):
+        places.append(tuple(current))
+        launch(*args, **constants)
+
+    monkeypatch.setattr(module, "on", on)
+    monkeypatch.setattr(launcher, "__call__", noted)
+    q, k, v, dout = inputs(MASKS["three keys"], Shape(head_dim))
+    run = module.Backward(dout, q, q, torch.zeros(1, 2, 67), softmax_scale=1.0)
+    run.add(k, v, MASKS["three keys"], *torch.zeros(2, *k.shape))
+    run.finish()
+    assert places == [(q.device,)] * (4 if head_dim == 192 else 3)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 192])
@@ -350,6 +391,15 @@ def test_sum_over_ranks(head_dim: int, ranks: int) -> None:
     Emulator().load("exchange").collect(own, others, dk, dv)
     assert torch.equal(torch.stack((dk, dv), -2), want.bfloat16())
     assert int(gradients.isnan().sum()) == gradients.numel() - dk.numel() - dv.numel()
+
+
+def test_sums_of_ranks_whose_offsets_pass_32_bits(tmp_path):
+    """As on 8 ranks from some ten million tokens on."""
+    own, others = torch.randn(1, 5, 2, 2, 64), torch.randn(3, 1, 5, 2, 2, 64)
+    want = own + others[0] + others[1] + others[2]
+    dk, dv = torch.full((2, 1, 5, 2, 64), torch.nan)
+    Emulator().load("exchange").collect(own, far_apart(others, tmp_path / "others"), dk, dv)
+    assert torch.equal(torch.stack((dk, dv), -2), want)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])

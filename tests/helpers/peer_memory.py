@@ -94,6 +94,9 @@ class SharedMemory:
             self.lanes[lane] = ThreadPoolExecutor(1)
         return Later(self.lanes[lane].submit(self._run, work, tuple(after)))
 
+    def join(self) -> None:
+        self.wait(*(Later(lane.submit(lambda: None)) for lane in self.lanes.values()))
+
     def _run(self, work: Callable[[], None], after: tuple[Later, ...]) -> None:
         self.wait(*after)
         self._dawdle()

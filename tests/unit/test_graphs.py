@@ -13,7 +13,10 @@ import ringflash
 from ringflash import graphs
 from ringflash.transport import buffer, buffers, peer_memory
 from ringflash.transport.peer_memory import SymmetricMemory
+from ringflash_kernels.calls import calls
+from ringflash_kernels.hopper import forward
 from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.mask import Mask
 
 CPU = torch.device("cpu")
 
@@ -144,3 +147,32 @@ def test_an_unaligned_pointer_is_another_kernel() -> None:
     for tensor in (x, x[1:], x.double()):
         launch("variant", 1, tensor, 32, BLOCK=64)
     assert len(kernel.compiled) == 3
+
+
+@pytest.mark.parametrize("what", ["bounds", "tiles", "documents"])
+def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Calls outside of the graph would find it before a replay has filled it."""
+    device, mask = torch.device("cuda", 0), Mask.documents([0, 3, 9])
+    if what == "tiles":  # those of another head_dim are there
+        mask._cache["bounds", device] = mask.bounds()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a mask must have been used by such a call before .*; run the call once"):
+        if what == "bounds":
+            mask.bounds(device)
+        elif what == "tiles":
+            forward._tile_table(mask, device, 128)
+        else:
+            calls(mask)[0].lengths(device)
+    assert mask.bounds()[0].tolist() == [0, 0, 0, *[3] * 6]  # of the CPU
+
+
+def test_streams_have_counters_of_their_own_that_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stream's zeros may lie behind much other work when another stream launches."""
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for stream in (5, 7, 5):
+        current = SimpleNamespace(cuda_stream=stream, synchronize=lambda stream=stream: waited.append(stream))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, current=current: current)
+        forward._counter(torch.device("cpu", 3)).add_(1)
+    assert waited == [5]
+    assert forward._counter(torch.device("cpu", 3)).tolist() == [2, 2]

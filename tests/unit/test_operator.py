@@ -86,6 +86,21 @@ def test_compiles_into_one_graph() -> None:
     assert_close(results(layer, compiled, x), results(layer, layer, x))
 
 
+def test_kernels_are_given_what_tma_can_address() -> None:
+    """A contiguous view may begin anywhere: one of a flat buffer, or the gradient of a concatenation."""
+    q, k, v = (torch.zeros(1 + x.numel(), dtype=torch.bfloat16)[1:].view(x.shape) for x in draw(False))
+    for x in (q, k, v):
+        x.requires_grad_()
+    with (
+        mock.patch.object(reference, "forward", wraps=reference.forward) as forward,
+        mock.patch.object(reference, "Backward", wraps=reference.Backward) as backward,
+    ):
+        out = ringflash.ring_attention(q, k, v, group=None)
+        torch.cat((out.new_zeros(1), out.flatten())).sum().backward()
+    given = (*forward.call_args.args[:3], *backward.call_args.args[:2])
+    assert q.data_ptr() % 16 and all(x.data_ptr() % 16 == 0 for x in given)
+
+
 def forward_calls(policy: Any) -> tuple[int, dict[str, torch.Tensor]]:
     """How often the kernel's forward runs in a checkpointed step, and the step's results."""
     layer, x = Layer(), torch.ones(1, 16, 32, dtype=torch.float64).cumsum(1) / 16
@@ -149,6 +164,21 @@ def test_explain_names_kernel_and_work() -> None:
     assert "136 visible pairs on this rank" in str(explained)
 
 
+def test_explain_speaks_of_the_tensors_that_kernels_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with strides that no kernel of ours can address are copied by the call, which then has the choice."""
+    given = []
+    monkeypatch.setattr(ops, "choose_impl", lambda *x: given.append([y.stride(-1) for y in x]) or ("reference", ""))
+    inputs = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in draw(False)]
+    ringflash.ring_attention(*inputs, group=None)
+    ringflash.explain(*inputs, group=None)
+    assert given == [[1, 1, 1]] * 2
+
+
+def test_module_refuses_a_window_of_one_number() -> None:
+    with pytest.raises(ValueError, match=r"got \(4096,\); a window"):
+        ringflash.RingAttention(None, window_size=4096)  # type: ignore[arg-type]
+
+
 def test_module_shows_its_options() -> None:
     assert "cp_size=1, causal=True, window_size=(7, -1), layout='zigzag'" in repr(Layer().attention)
 
@@ -158,6 +188,8 @@ def test_module_shows_its_options() -> None:
     [
         ({"window_size": (-2, 0)}, ValueError, r"window_size must be \(left, right\).*got \(-2, 0\); a window"),
         ({"window_size": (1,)}, ValueError, r"window_size must be \(left, right\).*got \(1,\); a window"),
+        ({"window_size": 4096}, ValueError, r"window_size must be \(left, right\).*got \(4096,\); a window"),
+        ({"window_size": (4.0, 0)}, ValueError, r"window_size must be \(left, right\).*got \(4.0, 0\); a window"),
         ({"layout": "striped"}, ValueError, "layout must be one of .*got 'striped'; zigzag"),
         ({"impl": "flash9"}, ValueError, "impl must be 'auto' or one of .*got 'flash9'; 'auto'"),
         (

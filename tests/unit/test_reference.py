@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ringflash_kernels import Mask, Region, attention_backward, attention_forward, begin_backward, reference
+from ringflash_kernels import Mask, Region, attention_backward, attention_forward, begin_backward, flash4, reference
 from tests.helpers import dense
 from tests.helpers.tolerance import assert_close
 
@@ -142,3 +142,33 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
     q, k, v, *_ = draw()
     with pytest.raises(ValueError, match=message):
         attention_forward(q, k, v, **{"impl": "reference", **change})
+
+
+@pytest.mark.parametrize("problem", [RuntimeError("triton must be ..."), ImportError("undefined symbol")])
+def test_a_refusal_is_about_the_kernel_that_was_asked_for(problem: Exception) -> None:
+    """Though another one, asked whether it could take the inputs, finds its own environment broken."""
+    with mock.patch.object(flash4, "unsupported", side_effect=problem):
+        with pytest.raises(NotImplementedError, match=r"impl='flash2' must be able .*; use one of \['reference'\]"):
+            attention_forward(*draw()[:3], impl="flash2")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"dout": torch.zeros(2, 12, 4, 16)},
+            r"dout must be .* in torch.float64, got .* in torch.float32; pass",
+        ),
+        ({"dout": torch.zeros(2, 12, 1, 16).double()}, r"dout must be .*, got \(2, 12, 1, 16\) in .*; pass"),
+        ({"out": torch.zeros(2, 1, 4, 16).double()}, "out must be .*, got .*; pass"),
+        ({"lse": torch.zeros(2, 1, 12).double()}, r"lse must be \(2, 4, 12\) in .*, got \(2, 1, 12\) in .*; pass"),
+        ({"dlse": torch.zeros(12).double()}, r"dlse must be \(2, 4, 12\) in .*, got \(12,\) in .*; pass"),
+    ],
+)
+def test_gradients_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    """They would be broadcast, and the heads' sums wrong."""
+    q, k, v, dout, dlse = draw()
+    out, lse = attention_forward(q, k, v, impl="reference")
+    given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, **change}
+    with pytest.raises(ValueError, match=message):
+        attention_backward(**given, impl="reference")

@@ -22,7 +22,7 @@ from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.backward_wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import block_layout, misaligned
-from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.hopper.launcher import Launcher, on
 from ringflash_kernels.hopper.preprocess import postprocess, preprocess
 from ringflash_kernels.mask import Mask, Region
 
@@ -61,11 +61,12 @@ class Backward:
     ) -> None:
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic, self.num_sms = q, softmax_scale, deterministic, num_sms
-        # A gradient may arrive expanded (a sum's has stride 0); only such tensors are copied.
-        self.dout = dout if misaligned(dout) is None else dout.contiguous()
+        # A gradient may arrive expanded (a sum's has stride 0), or as a view at any address; only such are copied.
+        self.dout = dout if misaligned(dout) is None else dout.clone(memory_format=torch.contiguous_format)
         out = out if out.stride(-1) == 1 else out.contiguous()
         self.dq_apart = deterministic or self.tiles.wide
-        self.stats, self.dq = preprocess(self.dout, out, lse, dlse)
+        with on(q.device):
+            self.stats, self.dq = preprocess(self.dout, out, lse, dlse)
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views: dict[tuple[int, int], _Queries] = {}
 
@@ -101,9 +102,10 @@ class Backward:
                 if unseen.start < unseen.stop:
                     dk[:, unseen] = dv[:, unseen] = 0
         if hop.num_rows:
-            self._add_keys(k, v, mask, hop, group, dk, dv, accumulate)
-            if self.dq_apart:
-                self._add_queries(k, v, mask)
+            with on(k.device):
+                self._add_keys(k, v, mask, hop, group, dk, dv, accumulate)
+                if self.dq_apart:
+                    self._add_queries(k, v, mask)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given, unit last stride."""
@@ -115,7 +117,8 @@ class Backward:
                 f"out must be {tuple(q.shape)} in {q.dtype} with unit last stride, got {tuple(out.shape)} in "
                 f"{out.dtype} with strides {out.stride()}; leave it out."
             )
-        postprocess(self.dq, out, self.softmax_scale)
+        with on(q.device):
+            postprocess(self.dq, out, self.softmax_scale)
         return out
 
     def _group(self, k: torch.Tensor, hop: _Hop) -> int:

@@ -65,9 +65,10 @@ def _collect(
     others_at = others_ptr + line * (2 * HEAD_DIM) + column
     dk = tl.load(own_at, mask=inside, other=0.0)
     dv = tl.load(own_at + HEAD_DIM, mask=inside, other=0.0)
-    for rank in tl.static_range(RANKS):
-        dk += tl.load(others_at + rank * others_rank, mask=inside, other=0.0)
-        dv += tl.load(others_at + rank * others_rank + HEAD_DIM, mask=inside, other=0.0)
+    for _ in tl.static_range(RANKS):
+        dk += tl.load(others_at, mask=inside, other=0.0)
+        dv += tl.load(others_at + HEAD_DIM, mask=inside, other=0.0)
+        others_at += others_rank  # not times a rank, which may pass 32 bits
     dk_at = dk_ptr + batch * dk_batch + row * dk_row + head * dk_head + column
     dv_at = dv_ptr + batch * dv_batch + row * dv_row + head * dv_head + column
     tl.store(dk_at, dk.to(dk_ptr.dtype.element_ty), mask=inside)
@@ -82,14 +83,14 @@ def collect(own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch
 
     Args:
         own: (batch, rows, heads, 2, head_dim), fp32: dk and dv; the last two dimensions contiguous.
-        others: (ranks, batch, rows, heads, 2, head_dim), fp32, contiguous.
+        others: (ranks, batch, rows, heads, 2, head_dim), fp32, each rank's contiguous.
         dk, dv: (batch, rows, heads, head_dim), unit last stride.
     """
     batch, rows, heads, _, head_dim = own.shape
     lines = batch * rows * heads
     _COLLECT(
         (head_dim, len(others)), triton.cdiv(lines, LINES),
-        own, others, dk, dv, lines, rows, heads, *own.stride()[:3], 2 * lines * head_dim,
+        own, others, dk, dv, lines, rows, heads, *own.stride()[:3], others.stride(0),
         *dk.stride()[:3], *dv.stride()[:3],
         RANKS=len(others), HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), LINES=LINES,
     )  # fmt: skip

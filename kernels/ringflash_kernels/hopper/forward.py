@@ -15,7 +15,6 @@ earlier calls are merged in the epilogue, loaded by TMA while the main loop runs
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -41,9 +40,9 @@ from ringflash_kernels.hopper.compat import (
 )
 from ringflash_kernels.hopper.descriptors import misaligned, tile_descriptor, tile_layout
 from ringflash_kernels.hopper.environment import check_environment
-from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.hopper.launcher import Launcher, on
 from ringflash_kernels.hopper.tiles import FORWARD_TILES, ForwardTiles
-from ringflash_kernels.mask import Mask, Region
+from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 30  # farther than any band reaches; sums with a row number stay within int32
 _LN2 = math.log(2.0)
@@ -910,7 +909,7 @@ def forward(
     _settle(out, lse, acc, slice(0, first))
     _settle(out, lse, acc, slice(stop, q.shape[1]))
     if first < stop:
-        with _on(q.device):
+        with on(q.device):
             launch = plan(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc,
                           num_sms=num_sms or _num_sms(q.device), counter=_counter(q.device))  # fmt: skip
             _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
@@ -1044,13 +1043,6 @@ def _cut(x: torch.Tensor | None, dim: int, bounds: tuple[int, int]) -> torch.Ten
     return x if x is None or stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Make `device` the current one where it is not."""
-    if device.index is None or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
-
-
 @functools.cache
 def _variant(tiles: ForwardTiles, mask: str, resume: bool) -> ForwardVariant:
     return ForwardVariant(tiles, mask, resume)
@@ -1090,6 +1082,7 @@ def _tile_table(mask: Mask, device: torch.device, rows_per_tile: int) -> torch.T
     """
     key = ("forward_tiles", torch.device(device), rows_per_tile)
     if key not in mask._cache:
+        check_capture(device)
         first, end = mask.q_span
         start, stop = (bound[first:end] for bound in mask.bounds(device))
         empty = start == stop
@@ -1121,7 +1114,9 @@ _STREAMS = 256
 
 @functools.cache
 def _counters(device: torch.device) -> tuple[tuple[torch.Tensor, ...], dict[int, int]]:
-    return torch.zeros(_STREAMS, 2, dtype=torch.int32, device=device).unbind(), {}
+    zeros = torch.zeros(_STREAMS, 2, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device.index).synchronize()  # or another stream's first launch may come before the zeros
+    return zeros.unbind(), {}
 
 
 def _counter(device: torch.device) -> torch.Tensor:
