@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import random
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -278,7 +279,7 @@ def line(result: dict) -> str:
 def main() -> None:
     """Print and write the table as it grows: a run that is cut short keeps what it has."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", help="only rows whose name contains this")
+    parser.add_argument("--rows", default="", help="only rows in whose name this pattern is found")
     parser.add_argument("--passes", default="forward,backward", help="comma separated")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each contender")
     parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample, and of the burn before it")
@@ -290,7 +291,7 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print("| row | pass | ringflash TFLOP/s | peers (ratio) |\n|---|---|---|---|", flush=True)
     results = []
-    for row in (row for row in ROWS if options.rows in str(row)):
+    for row in (row for row in ROWS if re.search(options.rows, str(row))):
         for direction in options.passes.split(","):
             result = bench(row, direction, teams, rounds=options.rounds, sample_ms=options.sample_ms)
             torch.cuda.empty_cache()

@@ -68,7 +68,7 @@ def kernel_table(result: dict) -> str:
         rows.append(f"| {row['row']} | {row['pass']} | {ours:.0f} | {' | '.join(ratios)} |")
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "triton", "flash-attn-4", "cudnn"))
     device, commit = about.get("device", about.get("gpu")), about["commit"][:7]
-    source = f"`{about['command']}` on one {device}, {versions}, commit {commit}."
+    source = f"`{about['command']}` on {device}, {versions}, commit {commit}."
     head = ["| heads, length | pass | TFLOP/s | / flash-attn-4 | / cuDNN |", "|---|---|---|---|---|"]
     return "\n".join([source, "", *head, *rows])
 

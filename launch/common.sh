@@ -45,7 +45,7 @@ show() {
   printf '\n'
 }
 
-# Runs a command and returns its status. On SIGTERM or SIGUSR1 it calls `ask` with the command's process every
+# Runs a command and returns its status. On SIGTERM or SIGUSR1 it calls `ask` with the command's process twice a
 # second until that ends: processes that are still starting hear it later. `received` is the last such signal;
 # those that come after the end do nothing, for they must not turn a run that has saved into a failure.
 supervise() {

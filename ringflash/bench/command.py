@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,9 +24,7 @@ _BAR = 40
 def add_arguments(parser: ArgumentParser) -> None:
     """What to run, where results go, and what to compare with."""
     parser.add_argument("what", help="kernels (one GPU), ring (all GPUs), or a file of results to show")
-    parser.add_argument(
-        "--rows", default="", help="time only rows whose name contains this; of the ring, a regular expression"
-    )
+    parser.add_argument("--rows", default="", help="only rows in whose name this regular expression is found")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each contender")
     parser.add_argument("--nproc", type=int, help="ranks of the ring; null is all GPUs")
     parser.add_argument("--toy", action="store_true", help="small rings over gloo: shows that it runs, and no speed")
@@ -51,6 +50,7 @@ def run(options: Namespace) -> int:
         path = Path(folder, "results.json") if options.out is None else options.out
         path = _measure(options, path) if options.what in ("kernels", "ring") else Path(options.what)
         environment, rows = read_results(path)
+    rows = [row for row in rows if re.search(options.rows, row.name)]
     compared = changes(rows, before)
     slower = [change for change in compared if change.ratio < 1 - options.tolerance]
     if options.json:

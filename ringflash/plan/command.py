@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -14,7 +14,7 @@ from rich.table import Table
 from ringflash.console import console
 from ringflash.flops import visible_pairs
 from ringflash.huggingface.weights import read_config
-from ringflash.plan.job import Job
+from ringflash.plan.job import Job, Precision
 from ringflash.plan.machine import GIB, GPUS, Machine, Rates
 from ringflash.plan.memory import memory_bytes
 from ringflash.plan.search import cheapest_change, fewest_gpus, fits, longest_sequence
@@ -33,10 +33,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="checkpoint directory or config.json; or a recipe (.yaml) and those laid over it, with a length",
     )
     parser.add_argument("--seqlen", type=str, help="tokens of a sequence: 1048576, 1024k or 1m")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs in all; recipes do not say it")
+    parser.add_argument(
+        "--gpus", type=int, help="GPUs in all; null is as many as the recipe has share a sequence, or 8"
+    )
     parser.add_argument("--gpus_per_host", type=int, default=8, help="GPUs of a host")
     parser.add_argument("--gpu", choices=list(GPUS), default="H200", help="kind of GPU")
-    parser.add_argument("--cp", type=int, help="GPUs that share a sequence; null is all")
+    parser.add_argument("--cp", type=int, help="GPUs that share a sequence; null is the recipe's, else all")
     parser.add_argument("--window", type=int, help="keys to the left that a query sees; null is the model's own")
     parser.add_argument(
         "--visible", type=float, default=1.0, help="part of the causal and windowed pairs that packed documents leave"
@@ -44,7 +46,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--network_gbytes", type=float, default=50.0, help="GB/s of a GPU's NIC")
     parser.add_argument("--host_gbytes", type=float, default=50.0, help="GB/s between GPU and host")
     parser.add_argument(
-        "--precision", choices=["bf16-mixed", "bf16-true"], default="bf16-mixed", help="weights in fp32, or in bf16"
+        "--precision",
+        choices=list(get_args(Precision)),
+        help="weights in fp32, or in bf16; null is the recipe's, else bf16-mixed",
     )
     parser.add_argument(
         "--checkpointing",
@@ -72,7 +76,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Print the plan; 0 where the job fits, 1 where it does not."""
-    job, machine = _job(options), _machine(options)
+    named = _model(options.model)
+    gpus = (named.cp_size or 8) if options.gpus is None else options.gpus
+    job, machine = _job(options, named, gpus), _machine(options, gpus)
     if job.world_size != machine.num_gpus:
         raise ValueError(f"--cp must divide --gpus ({machine.num_gpus}), got {job.cp_size}; change one of them.")
     plan = make_plan(job, machine)
@@ -112,37 +118,47 @@ def _remedy(job: Job, machine: Machine) -> dict[str, Any]:
     return remedy
 
 
-def _job(options: Namespace) -> Job:
-    config, seqlen, memory = _model(options.model)
+class _Named(NamedTuple):
+    """What the files on the command line say; a configuration alone says nothing but that."""
+
+    config: dict[str, Any]
+    seqlen: int | None = None
+    memory: dict[str, Any] = {}
+    cp_size: int | None = None
+    precision: Precision | None = None
+
+
+def _job(options: Namespace, named: _Named, gpus: int) -> Job:
+    config = named.config
     given = {name: options[name] for name in ("checkpointing", "mlp_tile_tokens") if options[name] is not None}
-    memory |= given | ({"offload_checkpoints": True} if options.offload_checkpoints else {})
-    asked = _tokens(options.seqlen) if options.seqlen else seqlen
+    memory = named.memory | given | ({"offload_checkpoints": True} if options.offload_checkpoints else {})
+    asked = _tokens(options.seqlen) if options.seqlen else named.seqlen
     if asked is None:
         raise ValueError("--seqlen must be given with a configuration, got none; a recipe has its own.")
-    cp_size = options.gpus if options.cp is None else options.cp
+    cp_size = (named.cp_size or gpus) if options.cp is None else options.cp
     shape = shape_of(config)
     windows = windows_of(config) if options.window is None else [options.window]
     return Job(
         shape,
         asked,
         cp_size,
-        max(1, options.gpus // max(1, cp_size)),
+        max(1, gpus // max(1, cp_size)),
         visible_fraction=options.visible * sum(_in_window(asked, window) for window in windows) / len(windows),
-        precision=options.precision,
+        precision=options.precision or named.precision or "bf16-mixed",
         offload_optimizer=options.offload_optimizer,
         ring=options.ring,
         **memory,
     )
 
 
-def _model(paths: list[Path]) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
-    """A configuration; where recipes name them, the length and what is kept of the activations."""
+def _model(paths: list[Path]) -> _Named:
+    """Read the files."""
     if paths[0].suffix not in (".yaml", ".yml"):
         if len(paths) > 1:
             raise ValueError(
                 f"a configuration must come alone, got {len(paths)} files; only recipes are laid over others."
             )
-        return read_config(paths[0]), None, {}
+        return _Named(read_config(paths[0]))
     try:
         recipe: dict[str, Any] = {}
         for path in paths:
@@ -152,12 +168,23 @@ def _model(paths: list[Path]) -> tuple[dict[str, Any], int | None, dict[str, Any
         memory.pop("liger", None)  # does not change what is kept
         pretrained = model.get("pretrained")
         config = {**(read_config(Path(pretrained)) if pretrained else {}), **(model.get("model") or {})}
-        return config, data.get("init_args", data).get("seqlen"), memory
+        trainer = recipe.get("trainer", {})
+        strategy = trainer.get("strategy", {}).get("init_args", {})
+        cp_size, precision = strategy.get("context_parallel_size"), trainer.get("precision")
+        named = _Named(
+            config, data.get("init_args", data).get("seqlen"), memory, cp_size if cp_size != "auto" else None, precision
+        )
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ValueError(
             f"{paths[0]} must be a recipe with model.model and data, got {type(error).__name__}: {error}; "
             "see recipes/lightning."
         ) from error
+    if named.precision not in (None, *get_args(Precision)):
+        raise ValueError(
+            f"precision must be one of {get_args(Precision)} for a plan, got {named.precision!r} in {paths[-1]}; lay a "
+            "recipe with one of them over it."
+        )
+    return named
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -184,13 +211,13 @@ def _tokens(text: str) -> int:
     return int(number) * unit
 
 
-def _machine(options: Namespace) -> Machine:
+def _machine(options: Namespace, gpus: int) -> Machine:
     known = {field.name for field in fields(Rates)}
     unknown = sorted(set(options.rates) - known)
     if unknown:
         raise ValueError(f"--rates must name {', '.join(sorted(known))}, got {', '.join(unknown)}; remove it.")
     return Machine(
-        GPUS[options.gpu], options.gpus, options.gpus_per_host, options.network_gbytes, options.host_gbytes,
+        GPUS[options.gpu], gpus, options.gpus_per_host, options.network_gbytes, options.host_gbytes,
         replace(Rates(), **options.rates),
     )  # fmt: skip
 

@@ -47,8 +47,8 @@ class Rates:
         reserved_bytes: CUDA context, NCCL, libraries' workspaces.
         fragmentation: of what is allocated, lost between blocks (with expandable segments).
     Source: attention, benchmarks/results/kernels_h200.json (head_dim 128, 8k to 128k tokens); linear, the steps in
-        docs/plan.md; nvlink, copies between two H200s (366 of 450 GB/s), NCCL reaches less; the others are not
-        measured yet.
+        docs/plan.md; nvlink, NCCL between two H200s (266 of 450 GB/s; copies reach 366); the others are not measured
+        yet.
     """
 
     linear: float = 0.45

@@ -76,6 +76,14 @@ def test_figures_must_be_positive(tmp_path: Path, figure: float) -> None:
         read_results(write(tmp_path / "x", a={"ringflash": figure, "fa": 600}))
 
 
+def test_rows_are_chosen_and_ours_is_the_plain_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A hop that begins anew is timed beside ours, and is not ours."""
+    path = write(tmp_path / "x", hop={"ringflash, fresh": 648, "ringflash": 639}, causal={"ringflash": 600})
+    assert main(["bench", str(path), "--rows", "^ho[pq]", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["name"], row["ours"]) == ("hop, forward", "ringflash")
+
+
 def test_a_row_that_nobody_of_us_computes_is_left_out(tmp_path: Path) -> None:
     assert read_results(write(tmp_path / "x", a={"fa": 600}))[1] == []
 

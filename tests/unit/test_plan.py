@@ -249,6 +249,30 @@ def test_command_says_whether_it_fits(
     assert f"{needed / GIB:.1f}" in printed and ("It fits." in printed) is (status == 0)
 
 
+@pytest.mark.parametrize(
+    "name, options, cp_size, dp_size",
+    [
+        ("1m_cp64_8hosts", [], 64, 1),
+        ("128k_cp8_8gpus", ["--gpus", "16"], 8, 2),
+        ("1m_cp64_8hosts", ["--cp", "8"], 8, 8),
+    ],
+)
+def test_a_recipe_says_who_shares_a_sequence(
+    name: str, options: list[str], cp_size: int, dp_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipes = [str(ROOT / "recipes" / "lightning" / f"{name}.yaml") for name in ("qwen3_8b_pretrain", name)]
+    main(["plan", *recipes, *options, "--json"])
+    job = json.loads(capsys.readouterr().out)["job"]
+    assert (job["cp_size"], job["dp_size"], job["precision"]) == (cp_size, dp_size, "bf16-mixed")
+
+
+def test_a_precision_that_no_plan_knows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fp32.yaml").write_text("trainer: {precision: 32-true}")
+    recipe = ROOT / "recipes" / "lightning" / "quickstart.yaml"
+    assert main(["plan", str(recipe), str(tmp_path / "fp32.yaml")]) == 2
+    assert "got '32-true' in" in capsys.readouterr().err
+
+
 def test_command_reads_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ROOT / "recipes" / "lightning" / "quickstart.yaml"
     assert main(["plan", str(recipe), "--gpus", "2", "--json"]) == 0
