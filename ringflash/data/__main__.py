@@ -30,7 +30,7 @@ def main(args: list[str] | None = None) -> int:
     options = _parser().parse_args(args)
     try:
         options.run(options)
-    except (ValueError, RuntimeError, ImportError) as error:
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
         _STDERR.print(f"error: {error}", markup=False)
         return 1
     return 0
