@@ -7,6 +7,7 @@ Shards follow from the files and the options alone: as many processes as there m
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ def find_files(inputs: Iterable[str | Path], suffixes: Iterable[str] = SUFFIXES)
     for path in map(Path, inputs):
         if not path.exists():
             raise ValueError(f"inputs must be files or folders, got {path}; correct the path.")
-        below = path.rglob("*") if path.is_dir() else [path]
+        below = _below(path) if path.is_dir() else [path]
         chosen = sorted(p for p in below if p.is_file() and (p.name.endswith(tuple(suffixes)) or p == path))
         for p in chosen:
             found.setdefault(p.resolve(), p.parent.resolve() / p.name if p.suffix in SUFFIXES else p.resolve())
@@ -51,6 +52,17 @@ def find_files(inputs: Iterable[str | Path], suffixes: Iterable[str] = SUFFIXES)
     if not names:
         raise ValueError(f"inputs must hold files that end in {' or '.join(suffixes)}, got none; name others.")
     return names
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All files of a folder, also of those that links in it lead to, each folder once."""
+    seen: set[str] = set()
+    for at, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(at) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(at))
+        yield from (Path(at) / name for name in names)
 
 
 def cut_into_shards(files: Iterable[Path], shard_bytes: int) -> list[list[Piece]]:

@@ -227,10 +227,16 @@ def test_links_are_what_their_names_say(tmp_path: Path) -> None:
         (tmp_path / "snapshot" / name).symlink_to("../3fa9")
     prepare([tmp_path / "snapshot"], tmp_path / "out")
     assert read_all(tmp_path / "out") == as_bytes(TEXTS[:2])
+    (tmp_path / "snapshot" / "more").symlink_to(tmp_path / "other")  # a folder, which leads back
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "snapshot")
+    write_jsonl(tmp_path / "other" / "d.jsonl", TEXTS[4:5])
+    prepare([tmp_path / "snapshot"], tmp_path / "both")
+    assert read_all(tmp_path / "both") == as_bytes([TEXTS[4], *TEXTS[:2]])
     write_jsonl(tmp_path / "c.jsonl", TEXTS[2:4])
     (tmp_path / "latest").symlink_to("c.jsonl")
-    prepare([tmp_path / "latest"], tmp_path / "other")
-    assert read_all(tmp_path / "other") == as_bytes(TEXTS[2:4])
+    prepare([tmp_path / "latest"], tmp_path / "latest.tokens")
+    assert read_all(tmp_path / "latest.tokens") == as_bytes(TEXTS[2:4])
 
 
 def test_suffixes_are_ends_of_names(tmp_path: Path) -> None:
@@ -282,7 +288,7 @@ def test_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "b"}\n' + line + b"\n")
     with pytest.raises(ValueError, match=message):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out")
-    assert not (tmp_path / "out" / "header.json").exists()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.json"]  # nothing half written takes room
 
 
 def test_bad_line_is_named_from_another_process(tmp_path: Path) -> None:

@@ -210,6 +210,8 @@ def test_copies_and_names_stay_whole() -> None:
 def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="checkpointing must be 'attention_kept' or 'full' with offload_checkpoints"):
         model_with(Memory(offload_checkpoints=True))
+    with pytest.raises(ValueError, match="checkpointing must be one of none, attention_kept, full, got 'all'"):
+        model_with(Memory("all"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mlp_tile_tokens must be positive, got -1"):
         model_with(Memory(mlp_tile_tokens=-1))
     with pytest.raises(NotImplementedError, match="model must have MLPs with gate_proj"):
