@@ -49,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument("--text-field", default="text", help="field of JSONL and column of parquet (%(default)s)")
     making.add_argument("--suffix", action="append", help=f"of files in folders; repeatable ({' '.join(SUFFIXES)})")
     making.add_argument("--shard-mib", type=float, default=64, help="MiB of input for each file (%(default)s)")
-    making.add_argument("--processes", type=int, default=os.cpu_count(), help="default one for each core (%(default)s)")
+    cores = len(os.sched_getaffinity(0))  # of this job, not of the host
+    making.add_argument("--processes", type=int, default=cores, help="default one for each core (%(default)s)")
     checking = commands.add_parser("check", help="read token files whole and compare their checksums")
     checking.set_defaults(run=_check)
     checking.add_argument("folder", type=Path)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ringflash.data import prepare, tokenizers
-from ringflash.data.__main__ import main
+from ringflash.data.__main__ import _parser, main
 from ringflash.data.prepare import _locked
 from ringflash.data.tokenizers import SEPARATOR
 from tests.helpers.tokens import content, read_all, write_jsonl, write_tokens
@@ -333,6 +333,12 @@ def test_counts_that_are_none_are_refused(tmp_path: Path, option: str) -> None:
     """With the name of the option."""
     with pytest.raises(ValueError, match=f"{option} must be 1 or more, got 0"):
         prepare([write_inputs(tmp_path / "in")], tmp_path / "out", **{option: 0})  # type: ignore[arg-type]
+
+
+def test_processes_are_those_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler gives a job some of the host's cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
+    assert _parser().parse_args(["prepare", "in", "--out", "out"]).processes == 1
 
 
 def test_command_says_what_it_wrote_and_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
