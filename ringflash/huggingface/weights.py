@@ -33,13 +33,15 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The configuration in a checkpoint directory, or in a file of that form.
 
     Raises:
-        ValueError: no such file, or one that is not a JSON object.
+        ValueError: no such file, or one that is not a JSON object with a model_type.
     """
     file = directory / "config.json" if directory.is_dir() else directory
     try:
-        return dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{file} must be a transformers configuration, got {error}; name its directory.") from error
+        content = json.loads(file.read_text())
+        content["model_type"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} must be a transformers configuration, got {error!r}; name its directory.") from error
+    return dict(content)
 
 
 def laid_over(saved: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

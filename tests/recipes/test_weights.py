@@ -13,7 +13,7 @@ from torch import nn
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.huggingface.__main__ import main
-from ringflash.huggingface.weights import draw_weights, laid_over, load_weights
+from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, read_config
 from ringflash.lightning.module import build_model
 from ringflash.lightning.text import PackedText
 from tests.recipes.launching import run_ranks, write_text
@@ -257,6 +257,13 @@ def test_rope_parameters_take_the_place_of_the_checkpoints(before: dict[str, Any
     assert config.rope_parameters == YARN
     with pytest.raises(ValueError, match="rotary embedding by rope_parameters, got rope_theta; move them there"):
         laid_over({**CONFIG, **before}, {"rope_theta": 1e6})
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "[[1, 2]]", "3", "{"])
+def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json must be a transformers configuration, got .*"):
+        read_config(tmp_path)
 
 
 def test_export_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
