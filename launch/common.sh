@@ -59,6 +59,8 @@ supervise() {
   trap 'received=TERM' TERM
   trap 'received=USR1' USR1
   trap 'kill -INT "$pid"' INT
+  trap 'kill -HUP "$pid"' HUP  # a terminal that closes tells this group alone
+  trap 'kill -QUIT "$pid"' QUIT
   while kill -0 "$pid" 2>/dev/null; do
     if [[ $received ]]; then "$ask" "$pid"; fi
     sleep 0.5 &
@@ -66,7 +68,7 @@ supervise() {
   done
   wait "$pid" || status=$?
   trap : TERM USR1  # neither '' nor -: with one of them pending, bash 5.2 would end the shell by it
-  trap - INT
+  trap - INT HUP QUIT
   return "$status"
 }
 

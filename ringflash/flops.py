@@ -9,6 +9,7 @@ Source: the convention of Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, append
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ PEAK_TFLOPS = (
 
 def peak_tflops(device_name: str) -> float | None:
     """TFLOP/s of a GPU as torch names it; None for one that is not in the table."""
-    return next((peak for name, peak in PEAK_TFLOPS if name in device_name), None)
+    return next((peak for name, peak in PEAK_TFLOPS if re.search(rf"{name}(?!\d)", device_name)), None)
 
 
 def visible_pairs(length: int, window: int | None = None) -> int:

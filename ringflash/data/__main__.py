@@ -30,7 +30,7 @@ def main(args: list[str] | None = None) -> int:
     options = _parser().parse_args(args)
     try:
         options.run(options)
-    except (ValueError, RuntimeError, ImportError) as error:
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
         _STDERR.print(f"error: {error}", markup=False)
         return 1
     return 0
@@ -51,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         "--suffix", action="append", help=f"ending of the files to take from folders; repeatable ({' '.join(SUFFIXES)})"
     )
     making.add_argument("--shard-mib", type=float, default=64, help="MiB of input for each token file (%(default)s)")
-    making.add_argument("--processes", type=int, default=os.cpu_count(), help="default one for each core (%(default)s)")
+    cores = len(os.sched_getaffinity(0))  # of this job, not of the host
+    making.add_argument("--processes", type=int, default=cores, help="default one for each core (%(default)s)")
     checking = commands.add_parser("check", help="read token files whole and compare their checksums")
     checking.set_defaults(run=_check)
     checking.add_argument("folder", type=Path, help="what prepare wrote")

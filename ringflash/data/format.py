@@ -83,11 +83,15 @@ def dtype_for(vocab_size: int) -> str:
 def written_whole(path: Path) -> Iterator[BinaryIO]:
     """A file to write under a temporary name; it gets its own once all of it is on the disk."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # on a disk that is full, too
+        raise
 
 
 def write_json(path: Path, content: Any) -> None:

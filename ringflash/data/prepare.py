@@ -86,7 +86,7 @@ def prepare(
     num_processes: int = 1,
     on_shard: OnShard = lambda done, total: None,
 ) -> Header:
-    """Write the token files of all documents, or what is missing of them.
+    """Write the token files of all documents, or what is missing of them or no longer as it was written.
 
     Args:
         inputs: files, and folders searched for files that end in one of the suffixes.
@@ -103,25 +103,30 @@ def prepare(
     plan = _fingerprint(files, loaded, text_field, shard_bytes)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
-        if (out / HEADER).exists():
-            _check_plan(read_header(out).plan, plan, out)
+        finished = read_header(out) if (out / HEADER).exists() else None
+        if finished is not None:
+            _check_plan(finished.plan, plan, out)
         else:
             _claim(out, plan)
-            shards = enumerate(cut_into_shards(files, shard_bytes))
-            jobs = [Job(out / f"{i:05}.bin", pieces, tokenizer, text_field) for i, pieces in shards]
-            entries = _write_missing(jobs, num_processes, on_shard)
-            _check_documents(entries)
-            header = Header(
-                dtype_for(loaded.vocab_size), loaded.vocab_size, loaded.checksum, plan, tuple(entries), VERSION
-            )
+        shards = enumerate(cut_into_shards(files, shard_bytes))
+        jobs = [Job(out / f"{i:05}.bin", pieces, tokenizer, text_field) for i, pieces in shards]
+        known = {} if finished is None else {out / shard.name: shard for shard in finished.shards}
+        entries = _write_missing(jobs, known, num_processes, on_shard)
+        _check_documents(entries)
+        header = Header(dtype_for(loaded.vocab_size), loaded.vocab_size, loaded.checksum, plan, tuple(entries), VERSION)
+        if header != finished:
             write_json(out / HEADER, header)
         _remove(out, "*.done.json", PLAN, "*.tmp")
         return read_header(out)
 
 
-def _write_missing(jobs: list[Job], num_processes: int, on_shard: OnShard) -> list[Shard]:
-    """The entries of all shards, in order; those of an earlier run are kept."""
-    found = {job.path: entry for job in jobs if (entry := _finished(job)) is not None}
+def _write_missing(jobs: list[Job], known: dict[Path, Shard], num_processes: int, on_shard: OnShard) -> list[Shard]:
+    """The entries of all shards, in order; those of an earlier run are kept.
+
+    Args:
+        known: what a finished header says of them.
+    """
+    found = {job.path: entry for job in jobs if (entry := _finished(job, known.get(job.path))) is not None}
     missing = [job for job in jobs if job.path not in found]
     total = sum(job.num_bytes for job in jobs)
     done = total - sum(job.num_bytes for job in missing)
@@ -133,10 +138,10 @@ def _write_missing(jobs: list[Job], num_processes: int, on_shard: OnShard) -> li
     return [found[job.path] for job in jobs]
 
 
-def _finished(job: Job) -> Shard | None:
+def _finished(job: Job, known: Shard | None) -> Shard | None:
     """The entry of a shard that an earlier run wrote whole and that is still as it was written."""
     try:
-        entry = read_shard_entry(job.entry_path)
+        entry = known or read_shard_entry(job.entry_path)
         return entry if checksum(job.path) == entry.sha256 else None
     except (FileNotFoundError, TokenFileError):
         return None

@@ -57,6 +57,8 @@ class TokenSequences(Dataset[Batch]):
         return -(-int(self.ends[-1]) // self.seqlen)
 
     def __getitem__(self, index: int) -> Batch:
+        if not 0 <= index < len(self):
+            raise IndexError(f"index must be from 0 to {len(self) - 1}, got {index}; sequences end there.")
         bounds, num_tokens = self.bounds(index)
         parts = [self._chunk(index * self.seqlen, c.start, c.stop, bounds, num_tokens) for c in self.chunks]
         tokens, labels = (torch.cat(x) for x in zip(*parts, strict=True))

@@ -7,6 +7,7 @@ Shards follow from the files and the options alone: as many processes as there m
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,19 +34,35 @@ class Piece(NamedTuple):
 def find_files(inputs: Iterable[str | Path], suffixes: Iterable[str] = SUFFIXES) -> list[Path]:
     """The files that are named, and those in named folders and below that end in one of the suffixes, sorted.
 
+    A file that several links lead to is found once. What a link's name says a file holds is what it holds: the files
+    behind the links of Hugging Face's cache are named by their checksums.
+
     Raises:
         ValueError: an input that is not there, or nothing to read.
     """
-    found: set[Path] = set()
+    found: dict[Path, Path] = {}  # names by the files themselves
     for path in map(Path, inputs):
         if not path.exists():
             raise ValueError(f"inputs must be files or folders, got {path}; correct the path.")
-        below = path.rglob("*") if path.is_dir() else [path]
-        found |= {p.resolve() for p in below if p.is_file() and (p.suffix in suffixes or p == path)}
-    found = {path for path in found if path.stat().st_size}
-    if not found:
+        below = _below(path) if path.is_dir() else [path]
+        chosen = sorted(p for p in below if p.is_file() and (p.name.endswith(tuple(suffixes)) or p == path))
+        for p in chosen:
+            found.setdefault(p.resolve(), p.parent.resolve() / p.name if p.suffix in SUFFIXES else p.resolve())
+    names = sorted(path for path in found.values() if path.stat().st_size)
+    if not names:
         raise ValueError(f"inputs must hold files that end in {' or '.join(suffixes)}, got none; name others.")
-    return sorted(found)
+    return names
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All files of a folder, also of those that links in it lead to, each folder once."""
+    seen: set[str] = set()
+    for at, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(at) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(at))
+        yield from (Path(at) / name for name in names)
 
 
 def cut_into_shards(files: Iterable[Path], shard_bytes: int) -> list[list[Piece]]:
@@ -119,11 +136,20 @@ def _rows(piece: Piece, field: str) -> Iterator[Document]:
     if field not in file.schema_arrow.names:
         raise ValueError(f"parquet must have a column {field!r}, got {file.schema_arrow.names} in {piece.path}; "
                          "name one with --text-field.")  # fmt: skip
-    row = 0
-    for batch in file.iter_batches(batch_size=256, row_groups=[piece.start], columns=[field]):
-        for text in batch.column(0).to_pylist():
-            yield _document(f"{piece.path}, row {row} of row group {piece.start}", field, {field: text})
-            row += 1
+    for row, text in enumerate(_column(file, piece, field)):
+        yield _document(f"{piece.path}, row {row} of row group {piece.start}", field, {field: text})
+
+
+def _column(file: Any, piece: Piece, field: str) -> Iterator[Any]:
+    """Values of a row group."""
+    try:
+        for batch in file.iter_batches(batch_size=256, row_groups=[piece.start], columns=[field]):
+            yield from batch.column(0).to_pylist()
+    except (ValueError, OSError) as error:  # of UTF-8, and pyarrow's own
+        raise ValueError(
+            f"parquet must be whole and its text UTF-8, got {error} in {piece.path}, row group {piece.start}; "
+            "correct the file."
+        ) from error
 
 
 def _parquet(path: Path) -> Any:
@@ -133,7 +159,10 @@ def _parquet(path: Path) -> Any:
         raise ImportError(
             f"pyarrow must be installed to read parquet, got {missing}; pip install 'ringflash[parquet]'."
         ) from missing
-    return parquet.ParquetFile(path)
+    try:
+        return parquet.ParquetFile(path)
+    except ValueError as error:  # pyarrow's own
+        raise ValueError(f"parquet must be whole, got {error} in {path}; correct the file.") from error
 
 
 def _document(place: str, field: str, row: Any) -> Document:

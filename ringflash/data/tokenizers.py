@@ -66,7 +66,8 @@ class HuggingFace:
             )
         self._first, self._last = ([] if x is None else [x] for x in (bos, eos))
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        whole = self._tokenizer.backend_tokenizer.to_str()  # tokenizer_config.json may add tokens to tokenizer.json
+        content = hashlib.sha256(whole.encode()).hexdigest()
         self.checksum = hashlib.sha256(json.dumps([content, bos, eos]).encode()).hexdigest()
 
     def encode(self, documents: Sequence[Document]) -> Sequence[Tokens]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
@@ -147,33 +150,41 @@ def _ring(facts: Facts, seconds: float) -> Iterator[Finding]:
 
 
 def _probe(command: list[str], seconds: float, **place: str) -> tuple[dict[str, Any], str]:
-    """What a probe printed last, or what became of it. Its processes are gone afterwards.
+    """The result that a probe printed, or what became of it. Its processes are gone afterwards.
 
     Args:
         place: variables that make it a rank among others.
     """
     ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    process = subprocess.Popen(
-        command,
-        env={**clean, **place},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        output, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        process.communicate()
-        return {}, f"no answer in {seconds:.0f} s"
+    with subprocess.Popen(
+        command, env={**clean, **place}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except BaseException as stopped:
+            for pid in [process.pid, *_descendants(process.pid)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if isinstance(stopped, subprocess.TimeoutExpired):
+                return {}, f"no answer in {seconds:.0f} s"
+            raise
     if process.returncode != 0:
         last = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["nothing"]
         return {}, f"exit status {process.returncode}: {last[0].strip()[:300]}"
-    if not output.strip():  # what ranks other than the first do
+    results = [line for line in output.splitlines() if line.startswith("{")]  # NCCL_DEBUG=INFO prints others behind it
+    if not results:  # what ranks other than the first do
         return {}, "exit status 0, and nothing printed"
-    return json.loads(output.splitlines()[-1]), ""
+    return json.loads(results[-1]), ""
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes below one: torchrun's have sessions of their own."""
+    children: list[int] = []
+    with suppress(OSError):  # it has ended meanwhile
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += map(int, file.read_text().split())
+    return [*children, *(below for child in children for below in _descendants(child))]
 
 
 def _print(findings: list[Finding], as_json: bool) -> None:

@@ -127,7 +127,8 @@ def environment(facts: Facts) -> Iterator[Finding]:
     found = [name for name, (hurts, _) in _HURTS.items() if name in here and hurts(here[name])]
     for name in found:
         yield warning("environment", f"{name}={here[name]}", _HURTS[name][1])
-    if facts["gpus"] and "expandable_segments:True" not in here.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+    allocator = here.get("PYTORCH_ALLOC_CONF", "") + here.get("PYTORCH_CUDA_ALLOC_CONF", "")  # newer and older name
+    if facts["gpus"] and "expandable_segments:True" not in allocator:
         remedy = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; long sequences leave large holes"
         yield warning("environment", "no expandable segments", remedy)
     elif not found:

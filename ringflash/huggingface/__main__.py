@@ -30,7 +30,7 @@ def main(args: list[str] | None = None) -> int:
     options = parser.parse_args(args)
     try:
         export(options.checkpoint, options.out, dtype=_DTYPES[options.dtype], tokenizer=options.tokenizer)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{options.out}: from_pretrained loads it")

@@ -13,7 +13,9 @@ from ringflash.huggingface.weights import materialize, tied_names
 from ringflash.safe_files import check_checkpoint
 
 _PREFIX = "state_dict.model.model."  # of Lightning, CausalLM and CausalLMWithLoss
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
+)  # fmt: skip
 
 
 def export(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, tokenizer: Path | None = None) -> None:
@@ -27,12 +29,13 @@ def export(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, 
         dtype: of the parameters.
         tokenizer: directory whose tokenizer files are copied along.
     Raises:
-        ValueError: no such checkpoint, one that holds more than data, or something at `out`.
+        ValueError: no such checkpoint, one that holds more than data, something at `out`, or no tokenizer.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if out.exists():
         raise ValueError(f"{out} must not exist yet, got a directory or file; name another, or remove it.")
+    copied = [] if tokenizer is None else _tokenizer_files(tokenizer)
     config = _config_of(checkpoint)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
@@ -43,10 +46,16 @@ def export(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, 
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished, max_shard_size="5GB")
-    for pattern in _TOKENIZER_FILES if tokenizer is not None else ():
-        for file in sorted(Path(str(tokenizer)).glob(pattern)):
-            shutil.copy2(file, unfinished)
+    for file in copied:
+        shutil.copy2(file, unfinished)
     unfinished.rename(out)
+
+
+def _tokenizer_files(directory: Path) -> list[Path]:
+    files = [file for pattern in _TOKENIZER_FILES for file in sorted(directory.glob(pattern)) if file.is_file()]
+    if not files:
+        raise ValueError(f"tokenizer must be a directory with a tokenizer's files, got none in {directory}; name it.")
+    return files
 
 
 def _config_of(checkpoint: Path) -> dict:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash import agreement
@@ -31,13 +33,67 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The configuration in a checkpoint directory, or in a file of that form.
 
     Raises:
-        ValueError: no such file, or one that is not a JSON object.
+        ValueError: no such file, or one that is not a JSON object with a model_type.
     """
     file = directory / "config.json" if directory.is_dir() else directory
     try:
-        return dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{file} must be a transformers configuration, got {error}; name its directory.") from error
+        content = json.loads(file.read_text())
+        content["model_type"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} must be a transformers configuration, got {error!r}; name its directory.") from error
+    return dict(content)
+
+
+def laid_over(saved: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's configuration with what differs from it.
+
+    transformers prefers the older rope_scaling to rope_parameters, and takes a rotary base that is in neither to be
+    10,000: rope_parameters here take the place of both, and what they leave out of the rotation is the checkpoint's.
+
+    Raises:
+        ValueError: the rotation changed by its older keys.
+    """
+    older = sorted({"rope_scaling", "rope_theta"} & changes.keys())
+    if saved and older:
+        raise ValueError(
+            f"model must change a checkpoint's rotary embedding by rope_parameters, got {' and '.join(older)}; "
+            "move them there."
+        )
+    merged = {**saved, **changes}
+    rotation = changes.get("rope_parameters")
+    if saved and rotation:
+        merged.pop("rope_scaling", None)
+        if not any(isinstance(value, dict) for value in rotation.values()):  # else one for each kind of layer
+            before = {**saved, **(saved.get("rope_scaling") or {}), **(saved.get("rope_parameters") or {})}
+            kept = {x: before[x] for x in ("rope_theta", "partial_rotary_factor") if before.get(x) is not None}
+            merged["rope_parameters"] = {**kept, **rotation}
+    return merged
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files that from_pretrained reads; others may lie beside them, such as another form of the same.
+
+    Raises:
+        ValueError: no such file, or an index of files that are not in the directory.
+    """
+    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        found = sorted(directory.glob("*.safetensors"))
+        if not found:
+            raise ValueError(
+                f"{directory} must hold a checkpoint in *.safetensors, got none; save the model with save_pretrained."
+            )
+        return found
+    try:
+        files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} must be the index of a checkpoint, got {error!r}; copy it again.") from error
+    for file in files:
+        if file.parent != directory or not file.is_file():
+            raise ValueError(f"{directory} must hold every file of its index, got no {file}; copy it again.")
+    return files
 
 
 def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
@@ -88,7 +144,7 @@ def load_weights(model: nn.Module, device: torch.device, directory: Path) -> Non
     materialize(model, device)
     tied = tied_names(model)
     state = {name: parameter.detach() for name, parameter in model.named_parameters() if name not in tied}
-    dcp.load(state, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=not dist.is_initialized())
+    dcp.load(state, storage_reader=_HuggingFaceStorageReader(directory), no_dist=not dist.is_initialized())
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -139,17 +195,32 @@ def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 def _sizes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in the safetensors files of a directory."""
-    if not any(directory.glob("*.safetensors")):
-        raise ValueError(
-            f"{directory} must hold a checkpoint in *.safetensors, got none; save the model with save_pretrained."
-        )
     from safetensors import SafetensorError
 
+    reader = _HuggingFaceStorageReader(directory)
     try:
-        found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+        found = reader.read_metadata().state_dict_metadata
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{directory} must hold whole safetensors files, got {error}; copy them again.") from error
     return {name: tuple(tensor.size) for name, tensor in found.items()}  # type: ignore[union-attr]
+
+
+class _HuggingFaceStorageReader(HuggingFaceStorageReader):
+    """torch's, of `checkpoint_files` instead of all that lie there: of two tensors of a name it reads the last."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(str(directory))
+        self.fs = _Listed([str(file) for file in checkpoint_files(directory)])
+
+
+class _Listed(FileSystem):
+    """A directory that holds these files."""
+
+    def __init__(self, files: list[str]) -> None:
+        self._files = files
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return self._files
 
 
 def _check_tensors(

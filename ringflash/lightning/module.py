@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
 from ringflash.flops import layer_windows, training_flops
-from ringflash.huggingface.weights import draw_weights, load_weights, read_config
+from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, read_config
 from ringflash.lightning.buckets import NUM_BUCKETS, position_buckets
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
@@ -61,7 +61,7 @@ class CausalLM(lightning.LightningModule):
     ) -> None:
         super().__init__()
         self.pretrained = None if pretrained is None else Path(pretrained)
-        self.config = {**(read_config(self.pretrained) if self.pretrained else {}), **(model or {})}
+        self.config = laid_over(read_config(self.pretrained) if self.pretrained else {}, model or {})
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.final_rate = warmup_steps, decay_steps, final_rate
         self.seed, self.memory = seed, memory

@@ -59,6 +59,8 @@ class PackedText(Dataset[PackedSequence]):
         return len(self.stream) // self.seqlen
 
     def __getitem__(self, index: int) -> PackedSequence:
+        if not 0 <= index < len(self):
+            raise IndexError(f"index must be from 0 to {len(self) - 1}, got {index}; sequences end there.")
         first = index * self.seqlen
         inside = self.starts[(self.starts > first) & (self.starts < first + self.seqlen)] - first
         bounds = torch.cat([torch.tensor([0]), inside, torch.tensor([self.seqlen])])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 
 from ringflash.memory.layers import checkpoint_layers
 from ringflash.memory.liger import use_liger
 from ringflash.memory.tiles import tile_mlps
+
+Checkpointing = Literal["none", "attention_kept", "full"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Memory:
         liger: Liger's fused norms, rotary embedding and SwiGLU; on GPUs.
     """
 
-    checkpointing: Literal["none", "attention_kept", "full"] = "none"
+    checkpointing: Checkpointing = "none"
     offload_checkpoints: bool = False
     mlp_tile_tokens: int = 0
     liger: bool = False
@@ -38,6 +40,11 @@ def save_memory(model: nn.Module, memory: Memory) -> None:
         NotImplementedError: a model whose layers or MLPs are not of the usual kind.
         RuntimeError: Liger is asked for and missing.
     """
+    if memory.checkpointing not in get_args(Checkpointing):
+        raise ValueError(
+            f"checkpointing must be one of {', '.join(get_args(Checkpointing))}, got {memory.checkpointing!r}; "
+            "'attention_kept' computes all but attention again."
+        )
     if memory.liger:
         use_liger(model)
     if memory.mlp_tile_tokens:

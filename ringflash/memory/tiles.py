@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -63,6 +67,8 @@ class _TiledMLP:
 class _Tiles(torch.autograd.Function):
     """Keeps the input alone. Parameters are inputs, so that autograd brings their gradients where they belong.
 
+    Where there is dropout, such as LoRA's, the backward draws what the forward drew.
+
     Numerics: gradients of the parameters are summed over tiles in fp32 (fp64 for fp64), and cast once.
     """
 
@@ -70,6 +76,7 @@ class _Tiles(torch.autograd.Function):
     def forward(ctx: Any, mlp: Any, x: Tensor, *parameters: nn.Parameter) -> Tensor:
         kind = x.device.type
         ctx.mlp, ctx.autocast = mlp, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        ctx.random = (torch.get_rng_state(), *get_device_states(x)) if _draws(mlp) else None
         ctx.save_for_backward(x)
         return torch.cat([mlp.whole(tile) for tile in _tiles(x, mlp)], dim=-2)
 
@@ -81,16 +88,35 @@ class _Tiles(torch.autograd.Function):
         parameters = [p for p, want in zip(mlp.parameters(), wanted, strict=True) if want]
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         grad_x = []
-        for tile, grad_tile in zip(_tiles(x, mlp), _tiles(grad, mlp), strict=True):
-            tile = tile.detach().requires_grad_()
-            with torch.enable_grad(), torch.autocast(*ctx.autocast):
-                out = mlp.whole(tile)
-            grads = torch.autograd.grad(out, (tile, *parameters), grad_tile)
-            grad_x.append(grads[0])
-            for total, part in zip(sums, grads[1:], strict=True):
-                total += part
+        with _drawing_again(ctx.random, x.device.type):
+            for tile, grad_tile in zip(_tiles(x, mlp), _tiles(grad, mlp), strict=True):
+                tile = tile.detach().requires_grad_()
+                with torch.enable_grad(), torch.autocast(*ctx.autocast):
+                    out = mlp.whole(tile)
+                grads = torch.autograd.grad(out, (tile, *parameters), grad_tile)
+                grad_x.append(grads[0])
+                for total, part in zip(sums, grads[1:], strict=True):
+                    total += part
         whole = iter([total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)])
         return None, torch.cat(grad_x, dim=-2), *(next(whole) if want else None for want in wanted)
+
+
+def _draws(mlp: nn.Module) -> bool:
+    """Whether a dropout is at work in it."""
+    return any(x.training and x.p > 0 for x in mlp.modules() if isinstance(x, _DropoutNd))
+
+
+@contextmanager
+def _drawing_again(state: tuple[Tensor, list[int], list[Tensor]] | None, kind: str) -> Iterator[None]:
+    """Random numbers as from the state on; the generators are left as they were."""
+    if state is None:
+        yield
+        return
+    host, devices, states = state
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.set_rng_state(host)
+        set_device_states(devices, states, device_type=kind)
+        yield
 
 
 def _tiles(x: Tensor, mlp: Any) -> tuple[Tensor, ...]:

@@ -98,6 +98,13 @@ def test_host_without_its_place_is_refused(missing: str) -> None:
         dry_run("launch/host.sh", **known)
 
 
+@pytest.mark.parametrize("rank", ["08", "x", "-1"])
+def test_host_of_no_number_is_refused(rank: str) -> None:
+    """bash reads 08 as octal, fails, and would go on without a meeting."""
+    with pytest.raises(AssertionError, match=f"status 2:\nNODE_RANK must be the number of this host .* got {rank};"):
+        dry_run("launch/host.sh", NNODES="2", NODE_RANK=rank, RDZV_ENDPOINT="a:1")
+
+
 def test_slurm_dry_run() -> None:
     """One host script for each node, from the newest checkpoint; the user's flags come last and win."""
     shown = dry_run("bash", "launch/slurm.sbatch", "a.yaml", "--trainer.max_steps", "3", SLURM_NNODES="4")
@@ -149,6 +156,17 @@ def test_launcher_returns_the_status_of_the_command() -> None:
         run(["bash", "-c", SUPERVISE, "-", "bash", "-c", "exit 7"], timeout_s=30.0)
 
 
+@pytest.mark.parametrize("name", ["INT", "HUP", "QUIT"])
+def test_other_signals_to_the_launcher_reach_the_command(name: str) -> None:
+    """A terminal that closes must not leave a training behind that ignores SIGTERM."""
+    agent = (
+        f"import os, signal, sys, time; signal.signal(signal.SIG{name}, lambda *_: sys.exit(5)); "
+        f"os.kill(int(os.environ['LAUNCHER']), signal.SIG{name}); time.sleep(10)"
+    )
+    with pytest.raises(AssertionError, match="exit status 5:"):
+        run(["bash", "-c", SUPERVISE, "-", sys.executable, "-c", agent], timeout_s=30.0)
+
+
 FLOOD = """
 set -euo pipefail
 source launch/common.sh
@@ -169,7 +187,9 @@ kill -"$SIGNAL" "$LAUNCHER"
 while true; do sleep 0.1; done
 """
 SCONTROL = """#!/usr/bin/env bash
-if [[ $1 == show ]]; then
+if [[ $2 == hostnames ]]; then
+  for i in {1..2000}; do echo "a-host-with-a-long-name-$i"; done
+elif [[ $1 == show ]]; then
   echo "   PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=$PREEMPTED"
 else
   echo "scontrol $*"
@@ -196,6 +216,12 @@ def test_slurm_requeues_what_it_interrupted(tmp_path: Path, signal: str, preempt
     """And exits 0; a job that its user cancels is not started again."""
     output = batch(tmp_path, SIGNAL=signal, PREEMPTED=preempted, STATUS="0")
     assert output == ("scontrol requeue 7\n" if requeued else "")
+
+
+def test_slurm_meets_on_the_first_of_many_hosts(tmp_path: Path) -> None:
+    """The names of two thousand fill a pipe."""
+    output = batch(tmp_path, SLURM_JOB_NODELIST="a[1-2000]", DRY_RUN="1")
+    assert "RDZV_ENDPOINT=a-host-with-a-long-name-1:29500" in output
 
 
 def test_slurm_does_not_requeue_what_failed_to_save(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ringflash.data import prepare
-from ringflash.data.__main__ import main
+from ringflash.data import prepare, tokenizers
+from ringflash.data.__main__ import _parser, main
 from ringflash.data.prepare import _locked
 from ringflash.data.tokenizers import SEPARATOR
 from tests.helpers.tokens import content, read_all, write_jsonl, write_tokens
@@ -84,6 +85,12 @@ def test_hugging_face_tokenizer_marks_documents(tmp_path: Path, tokenizer: Path)
     header = prepare([path], tmp_path / "out", tokenizer=str(tokenizer))
     assert read_all(tmp_path / "out") == [[1, 3, 4, 5, 2], [1, 3, 6, 7, 8, 4, 2], [1, 0, 2]]
     assert (header.dtype, header.vocab_size) == ("uint16", 9)
+    config = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    added = {"content": "else", "special": False, "lstrip": False, "rstrip": False, "normalized": False}
+    more = tmp_path / "more"
+    shutil.copytree(tokenizer, more)
+    (more / "tokenizer_config.json").write_text(json.dumps({**config, "added_tokens_decoder": {"9": added}}))
+    assert tokenizers.load(str(more)).checksum != header.tokenizer  # another token, with the same tokenizer.json
 
 
 def test_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
@@ -106,6 +113,21 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
     assert read_all(tmp_path / "out") == as_bytes(TEXTS) and len(content(tmp_path / "out")) > 2
     with pytest.raises(ValueError, match=r"parquet must have a column 'text', got \['id', 'body'\] in .*a.parquet"):
         prepare([tmp_path / "a.parquet"], tmp_path / "other")
+
+
+def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """With the file, and where its text is not UTF-8 the row group."""
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra ringflash[parquet] is not installed")
+    from pyarrow import parquet
+
+    ends = pyarrow.array([0, 1, 2], pyarrow.int32()).buffers()[1]
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, pyarrow.py_buffer(b"a\xff")])
+    parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    with pytest.raises(ValueError, match="its text UTF-8, got .* 0xff .* in .*a.parquet, row group 0; correct the fi"):
+        prepare([tmp_path / "a.parquet"], tmp_path / "a")
+    with pytest.raises(ValueError, match="parquet must be whole, got .* in .*b.parquet; correct the file"):
+        prepare([tmp_path / "b.parquet"], tmp_path / "b")
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +208,47 @@ def test_finished_folder_is_left_as_it_is(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
+@pytest.mark.parametrize("harm", [truncate, Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))])
+def test_finished_folder_is_made_whole_again(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    """What the errors of a harmed folder tell one to do."""
+    inputs = write_inputs(tmp_path / "in")
+    prepare([inputs], tmp_path / "out", shard_bytes=300)
+    before = content(tmp_path / "out")
+    harm(tmp_path / "out" / "00001.bin")
+    prepare([inputs], tmp_path / "out", shard_bytes=300)
+    assert content(tmp_path / "out") == before
+
+
+def test_links_are_what_their_names_say(tmp_path: Path) -> None:
+    """Hugging Face's cache: links to files that are named by checksums. Two links to one file are one input."""
+    write_jsonl(tmp_path / "3fa9", TEXTS[:2])
+    (tmp_path / "snapshot").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / "snapshot" / name).symlink_to("../3fa9")
+    prepare([tmp_path / "snapshot"], tmp_path / "out")
+    assert read_all(tmp_path / "out") == as_bytes(TEXTS[:2])
+    (tmp_path / "snapshot" / "more").symlink_to(tmp_path / "other")  # a folder, which leads back
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "back").symlink_to(tmp_path / "snapshot")
+    write_jsonl(tmp_path / "other" / "d.jsonl", TEXTS[4:5])
+    prepare([tmp_path / "snapshot"], tmp_path / "both")
+    assert read_all(tmp_path / "both") == as_bytes([TEXTS[4], *TEXTS[:2]])
+    write_jsonl(tmp_path / "c.jsonl", TEXTS[2:4])
+    (tmp_path / "latest").symlink_to("c.jsonl")
+    prepare([tmp_path / "latest"], tmp_path / "latest.tokens")
+    assert read_all(tmp_path / "latest.tokens") == as_bytes(TEXTS[2:4])
+
+
+def test_suffixes_are_ends_of_names(tmp_path: Path) -> None:
+    """Of several parts, or without the dot."""
+    (tmp_path / "a.en.md").write_text("a")
+    (tmp_path / "b.de.md").write_text("b")
+    prepare([tmp_path], tmp_path / "out", suffixes=[".en.md"])
+    assert read_all(tmp_path / "out") == as_bytes(["a"])
+    prepare([tmp_path], tmp_path / "other", suffixes=["md"])
+    assert read_all(tmp_path / "other") == as_bytes(["a", "b"])
+
+
 def test_folder_of_other_inputs_is_refused(tmp_path: Path) -> None:
     """Finished, interrupted, or of somebody else."""
     inputs = write_inputs(tmp_path / "in")
@@ -225,7 +288,7 @@ def test_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "b"}\n' + line + b"\n")
     with pytest.raises(ValueError, match=message):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out")
-    assert not (tmp_path / "out" / "header.json").exists()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.json"]  # nothing half written takes room
 
 
 def test_bad_line_is_named_from_another_process(tmp_path: Path) -> None:
@@ -272,6 +335,12 @@ def test_counts_that_are_none_are_refused(tmp_path: Path, option: str) -> None:
         prepare([write_inputs(tmp_path / "in")], tmp_path / "out", **{option: 0})  # type: ignore[arg-type]
 
 
+def test_processes_are_those_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler gives a job some of the host's cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
+    assert _parser().parse_args(["prepare", "in", "--out", "out"]).processes == 1
+
+
 def test_command_says_what_it_wrote_and_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Counts on stdout, errors in one line on stderr with exit status 1."""
     inputs, out = write_jsonl(tmp_path / "a.jsonl", ["ab", "c"]), tmp_path / "out"
@@ -282,3 +351,5 @@ def test_command_says_what_it_wrote_and_what_is_wrong(tmp_path: Path, capsys: py
     (out / "00000.bin").write_bytes(bytes((out / "00000.bin").stat().st_size))
     assert main(["check", str(out)]) == 1
     assert "error: " in capsys.readouterr().err
+    assert main(["prepare", str(inputs), "--out", str(inputs), "--processes", "1"]) == 1
+    assert f"error: [Errno 17] File exists: '{inputs}'" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from ringflash.data import SampleOrder, TokenFiles, TokenSequences
 from ringflash.data.sequences import split
 from ringflash.huggingface import prepare_batch
 from ringflash.layout import local_positions
+from ringflash.lightning.text import PackedText
 from ringflash.padding import IGNORE_INDEX
 from tests.helpers.tokens import whole_sequence, write_tokens
 
@@ -174,9 +175,13 @@ def test_split_follows_the_seed() -> None:
 
 
 def test_length_that_cannot_be_cut_and_no_documents_are_refused(tmp_path: Path) -> None:
-    """With what must hold."""
+    """With what must hold; also a sequence that is not there, so that a loop over all of them ends."""
     files = write_tokens(tmp_path, [[1, 2, 3]], 1)
     with pytest.raises(ValueError, match=r"seqlen must be divisible by 2 \* cp_size \(4\), got 6; pad to 8"):
         TokenSequences(files, torch.arange(1), 6, cp_size=2)
+    assert len(list(TokenSequences(files, torch.arange(1), 2))) == 2  # type: ignore[call-overload]
+    with pytest.raises(IndexError, match="index must be from 0 to 1, got -1; sequences end there"):
+        TokenSequences(files, torch.arange(1), 2)[-1]
+    assert len(list(PackedText([b"abcdefg"], 4))) == 2  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="documents must name one at least, got none; prepare more text"):
         TokenSequences(files, torch.arange(0), 4)

@@ -13,7 +13,7 @@ from torch import nn
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.huggingface.__main__ import main
-from ringflash.huggingface.weights import draw_weights, load_weights
+from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, read_config
 from ringflash.lightning.module import build_model
 from ringflash.lightning.text import PackedText
 from tests.recipes.launching import run_ranks, write_text
@@ -206,8 +206,70 @@ def test_what_is_no_checkpoint_of_the_model_is_refused(tmp_path: Path, spoil: st
         load_weights(on_meta(), torch.device("cpu"), tmp_path)
 
 
+def test_files_are_those_that_from_pretrained_reads(folder: Path, tmp_path: Path) -> None:
+    """The index's, or model.safetensors, whatever lies beside them; an index of files that are not there is refused."""
+    from safetensors.torch import save_file
+
+    saved, place = transformers_model(), tmp_path / "checkpoint"
+    saved.save_pretrained(place, max_shard_size="40KB")
+    stale = {name: torch.zeros_like(value) for name, value in saved.state_dict().items()}
+    save_file(stale, place / "old.safetensors")
+    save_file({"tok_embeddings.weight": torch.zeros(2)}, place / "consolidated.safetensors")
+
+    def loaded() -> nn.Module:
+        model = on_meta()
+        load_weights(model, torch.device("cpu"), place)
+        return model
+
+    assert torch.equal(loaded().lm_head.weight, saved.lm_head.weight)
+    first = min(place.glob("model-*.safetensors"))
+    first.rename(tmp_path / first.name)
+    with pytest.raises(ValueError, match=f"must hold every file of its index, got no .*{first.name}; copy it again"):
+        loaded()
+    index = place / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(first.name, f"../{first.name}"))
+    with pytest.raises(ValueError, match="must hold every file of its index"):
+        loaded()
+    index.write_text("{}")
+    with pytest.raises(ValueError, match=r"index.json must be the index of a checkpoint, got KeyError\('weight_map'\)"):
+        loaded()
+    saved.save_pretrained(place)
+    assert torch.equal(loaded().lm_head.weight, saved.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}},
+        {"rope_theta": 7e5, "rope_scaling": None},
+        {"rope_theta": 7e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ],
+    ids=["new", "old", "old and scaled"],
+)
+def test_rope_parameters_take_the_place_of_the_checkpoints(before: dict[str, Any]) -> None:
+    """Whichever keys it has; its base stays where none is given. Older keys are refused: they would not count."""
+    from transformers import AutoConfig
+
+    change = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = AutoConfig.for_model(**laid_over({**CONFIG, **before}, {"rope_parameters": change}))
+    assert config.rope_parameters == {**change, "rope_theta": 7e5}
+    config = AutoConfig.for_model(**laid_over({**CONFIG, **before}, {"rope_parameters": YARN}))
+    assert config.rope_parameters == YARN
+    with pytest.raises(ValueError, match="rotary embedding by rope_parameters, got rope_theta; move them there"):
+        laid_over({**CONFIG, **before}, {"rope_theta": 1e6})
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "[[1, 2]]", "3", "{"])
+def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json must be a transformers configuration, got .*"):
+        read_config(tmp_path)
+
+
 def test_export_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
     assert "must be a complete distributed checkpoint" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing"), str(tmp_path)]) == 1
     assert "must not exist yet" in capsys.readouterr().err
+    assert main([str(tmp_path / "nothing"), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "nowhere")]) == 1
+    assert "must be a directory with a tokenizer's files, got none in" in capsys.readouterr().err

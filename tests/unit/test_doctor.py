@@ -120,6 +120,10 @@ def test_hosts_that_differ_are_named() -> None:
     assert (finding.level, finding.found) == ("ok", "2, alike")
 
 
+def test_the_newer_name_of_the_allocators_variable_counts() -> None:
+    assert said(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}) == []
+
+
 def test_each_host_is_judged_once_and_missing_ranks_are_named() -> None:
     sick = {**HEALTHY, "host": "b", "open_files": 10}
     findings = examine({0: HEALTHY, 1: sick, 2: sick}, missing=[3, 5])
@@ -208,6 +212,21 @@ def test_a_probe_that_hangs_or_fails_ends_in_time() -> None:
     _, error = _probe([sys.executable, "-c", "raise RuntimeError('no device')"], 30.0)
     assert error == "exit status 1: RuntimeError: no device"
     assert _probe([sys.executable, "-c", "pass"], 30.0) == ({}, "exit status 0, and nothing printed")
+
+
+def test_a_result_is_found_among_the_logs() -> None:
+    """NCCL writes to stdout under NCCL_DEBUG=INFO, also when its communicators end."""
+    text = "print('NCCL INFO cudaDriverVersion'); print('{\"a\": 1}'); print('NCCL INFO comm 0x1 - Destroy COMPLETE')"
+    assert _probe([sys.executable, "-c", text], 30.0) == ({"a": 1}, "")
+
+
+def test_processes_with_sessions_of_their_own_end_with_a_probe() -> None:
+    """As torchrun starts its ranks: one that hangs holds the pipe, and the GPU, until it is killed."""
+    rank = "import time; time.sleep(60)"
+    launch = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True)"
+    start = time.monotonic()
+    assert _probe([sys.executable, "-c", launch], 1.0) == ({}, "no answer in 1 s")
+    assert time.monotonic() - start < 30
 
 
 SILENT = """

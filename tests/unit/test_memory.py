@@ -167,6 +167,21 @@ def test_tiles_run_backward_under_the_forwards_autocast() -> None:
     assert (tiled - whole).norm() <= 2**-7 * whole.norm()  # bf16 products, summed over tiles in fp32
 
 
+def test_tiles_drop_in_the_backward_what_they_dropped_in_the_forward() -> None:
+    """LoRA's dropout on a projection: a tile's gradients are those of autograd with the forward's draws."""
+    mlp = model_with(Memory(mlp_tile_tokens=8)).get_submodule("model.model.layers.0.mlp")
+    mlp.down_proj = nn.Sequential(nn.Dropout(0.5), mlp.down_proj)
+    x = torch.randn(1, 20, 32, dtype=torch.float64)
+    torch.manual_seed(0)
+    out, state = mlp(x), torch.get_rng_state()
+    (got,) = torch.autograd.grad(out.square().sum(), mlp.gate_proj.weight)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(0)
+    whole = torch.cat([mlp.whole(tile) for tile in x.split(8, dim=1)], dim=1)
+    (want,) = torch.autograd.grad(whole.square().sum(), mlp.gate_proj.weight)
+    assert torch.equal(out, whole) and (got - want).abs().max() <= 1e-12 * want.abs().max()
+
+
 def test_tiles_refuse_second_derivatives() -> None:
     """They keep no graph of their gradients."""
     mlp = model_with(Memory(mlp_tile_tokens=5)).get_submodule("model.model.layers.0.mlp")
@@ -195,6 +210,8 @@ def test_copies_and_names_stay_whole() -> None:
 def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="checkpointing must be 'attention_kept' or 'full' with offload_checkpoints"):
         model_with(Memory(offload_checkpoints=True))
+    with pytest.raises(ValueError, match="checkpointing must be one of none, attention_kept, full, got 'all'"):
+        model_with(Memory("all"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mlp_tile_tokens must be positive, got -1"):
         model_with(Memory(mlp_tile_tokens=-1))
     with pytest.raises(NotImplementedError, match="model must have MLPs with gate_proj"):
