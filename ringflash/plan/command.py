@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ringflash.console import console
 from ringflash.flops import visible_pairs
-from ringflash.huggingface.weights import read_config
+from ringflash.huggingface.weights import laid_over, read_config
 from ringflash.plan.job import Job, Precision
 from ringflash.plan.machine import GIB, GPUS, Machine, Rates
 from ringflash.plan.memory import memory_bytes
@@ -167,10 +167,11 @@ def _model(paths: list[Path]) -> _Named:
         memory = {"checkpointing": "none", **model.get("memory", {})}
         memory.pop("liger", None)  # does not change what is kept
         pretrained = model.get("pretrained")
-        config = {**(read_config(Path(pretrained)) if pretrained else {}), **(model.get("model") or {})}
-        trainer = recipe.get("trainer", {})
-        strategy = trainer.get("strategy", {}).get("init_args", {})
-        cp_size, precision = strategy.get("context_parallel_size"), trainer.get("precision")
+        config = laid_over(read_config(Path(pretrained)) if pretrained else {}, model.get("model") or {})
+        trainer = recipe.get("trainer") or {}
+        strategy, precision = trainer.get("strategy"), trainer.get("precision")
+        chosen = strategy.get("init_args") if isinstance(strategy, dict) else None  # by name alone it has none
+        cp_size = (chosen or {}).get("context_parallel_size")
         named = _Named(
             config, data.get("init_args", data).get("seqlen"), memory, cp_size if cp_size != "auto" else None, precision
         )

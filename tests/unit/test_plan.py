@@ -266,6 +266,19 @@ def test_a_recipe_says_who_shares_a_sequence(
     assert (job["cp_size"], job["dp_size"], job["precision"]) == (cp_size, dp_size, "bf16-mixed")
 
 
+@pytest.mark.parametrize(
+    "text", ["trainer: {strategy: auto}", "trainer: {strategy: {init_args: null}}", "trainer: null"]
+)
+def test_a_recipe_need_not_say_who_shares_a_sequence(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "over.yaml").write_text(text)
+    main(
+        ["plan", str(ROOT / "recipes" / "lightning" / "qwen3_8b_pretrain.yaml"), str(tmp_path / "over.yaml"), "--json"]
+    )
+    assert json.loads(capsys.readouterr().out)["job"]["cp_size"] == 8
+
+
 def test_a_precision_that_no_plan_knows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fp32.yaml").write_text("trainer: {precision: 32-true}")
     recipe = ROOT / "recipes" / "lightning" / "quickstart.yaml"
