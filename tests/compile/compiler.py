@@ -64,6 +64,7 @@ class Compiled:
     spill_bytes: int
     warnings: list[str]
     sass: str = field(repr=False)
+    ttgir: str = field(repr=False)
     seconds: float
 
 
@@ -129,6 +130,7 @@ def compile_launch(launch: Launch) -> Compiled:
         int(spills[1]) + int(spills[2]),
         sorted({line.strip() for line in log.splitlines() if re.search(r"\(C75\d\d\)|wgmma", line)}),
         disassemble(compiled.asm["cubin"]),
+        compiled.asm["ttgir"],
         seconds,
     )
 

@@ -12,13 +12,14 @@ from types import ModuleType
 
 import pytest
 
-from ringflash_kernels.hopper import backward, backward_queries, forward
+from ringflash_kernels.hopper import backward, backward_keys, backward_queries, forward
 from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES, QueryTiles
 from ringflash_kernels.hopper.launcher import Launcher
 from tests.compile.compiler import Compiled, Launch, compile_launch
 from tests.compile.report import compile_all
 from tests.compile.sass import Loop, Program, exp_within_turns, share_of_exp_before_last_wait
-from tests.compile.variants import dq_launch, forward_launch, production_launches
+from tests.compile.shared_memory import allocations, overlaps
+from tests.compile.variants import dq_launch, forward_launch, keys_launch, production_launches
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -78,6 +79,14 @@ def test_resources(launch, compiled):
     result = compiled[launch]
     assert result.shared_bytes <= SHARED_MEMORY_LIMIT
     assert not result.warnings
+
+
+@_of(ATTENTION)
+def test_nothing_shares_its_place(launch, compiled):
+    """Above all no mbarrier, which the hardware may still write to: see shared_memory.py."""
+    found = allocations(compiled[launch].ttgir)
+    assert len(found) >= 8 and found[-1].name == "ttg.warp_specialize", "buffers, barriers and captures"
+    assert overlaps(found) == []
 
 
 @_of(ATTENTION)
@@ -167,6 +176,21 @@ def test_hoisted_wait_is_seen(faulty):
     wait = r" +mbarrier\.wait\(barriers\.k_full\.index\(after_index\).*\n"
     loops = _unmasked_loops(forward_launch(faulty(forward, wait, ""), 128, "full"))
     assert loops and all(share_of_exp_before_last_wait(loop) < 0.5 for loop in loops)
+
+
+def test_unused_barrier_is_seen(faulty, monkeypatch):
+    """Two mbarriers that a deterministic backward initialises and never uses lie where Q is loaded."""
+    module = faulty(
+        backward_keys,
+        r"ds_full = q_full\n",
+        """ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+        for i in gl.static_range(2):
+            mbarrier.init(ds_full.index(i), count=2)
+""",
+    )
+    monkeypatch.setattr(backward, "_KEYS", Launcher(module.backward_keys))
+    both = overlaps(allocations(compile_launch(keys_launch(64, "band")).ttgir))
+    assert {frozenset(x.name for x in pair) for pair in both} == {frozenset(("ds_full", "q0"))}
 
 
 def test_moved_exp_is_seen(faulty, monkeypatch):

@@ -54,9 +54,18 @@ def forward_launch(module: ModuleType, head_dim: int, mask: str) -> Launch:
 
 def dq_launch(head_dim: int, mask: str) -> Launch:
     """The launch that computes dQ apart."""
+    return _backward_launch("backward_queries", head_dim, mask)
+
+
+def keys_launch(head_dim: int, mask: str) -> Launch:
+    """The launch of dK and dV beside it."""
+    return _backward_launch("backward_keys", head_dim, mask)
+
+
+def _backward_launch(name: str, head_dim: int, mask: str) -> Launch:
     with recorded_launches() as recorder:
         _backward(recorder, head_dim, mask, deterministic=True)
-    return next(x for x in recorder.launches.values() if x.name == "backward_queries")
+    return next(x for x in recorder.launches.values() if x.name == name)
 
 
 def _forward(

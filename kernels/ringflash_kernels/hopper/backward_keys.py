@@ -542,15 +542,20 @@ def backward_keys(
     kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_empty.index(0), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+    if WITH_DQ:
+        ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+        for i in gl.static_range(2):
+            mbarrier.init(ds_full.index(i), count=2)
+    else:
+        # Not an unused pair: the compiler would give its place to Q, and the hardware may still write to a barrier
+        # that was initialised, which it does when a time slice ends.
+        ds_full = q_full
     begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
-    for i in gl.static_range(2):
-        mbarrier.init(ds_full.index(i), count=2)
     q0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout)
     dout0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], dout0_desc.layout)
     k0 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, SPLIT], k0_desc.layout)

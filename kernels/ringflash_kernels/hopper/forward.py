@@ -774,14 +774,19 @@ def make_barriers(V: gl.constexpr):
     """The mbarriers of a program, ready for use."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     STAGES: gl.constexpr = V.tiles.num_stages
+    q_full = barrier_ring(WARPGROUPS, 1)
+    if V.resume:
+        acc_full = barrier_ring(WARPGROUPS, 1)
+    else:
+        acc_full = q_full  # none that is made and never used: its place goes to something else, see backward_keys
     barriers = Barriers(
-        barrier_ring(WARPGROUPS, 1),
+        q_full,
         barrier_ring(WARPGROUPS, 1),
         barrier_ring(STAGES, 1),
         barrier_ring(STAGES, WARPGROUPS),
         barrier_ring(STAGES, 1),
         barrier_ring(STAGES, WARPGROUPS),
-        barrier_ring(WARPGROUPS, 1),
+        acc_full,
         barrier_ring(2, 1),
         barrier_ring(2, WARPGROUPS),
     )
