@@ -208,16 +208,26 @@ FAULTS = {
     "an arrival is missing": ("forward", "mbarrier.arrive(barriers.v_empty.index(index), count=1)", "pass"),
     "proxy fences are missing": ("forward", "fence_async_shared()", "pass"),
     "staging buffers are overwritten while they leave": ("forward", "tma_store_wait(0)", "pass"),
+    "a block that some rows see is passed over": (
+        "forward",
+        "own_last_row + problem.upper + 1",
+        "own_last_row - 63 + problem.upper + 1",
+    ),
+    "a block that some rows see on the left is passed over": (
+        "forward",
+        "row + FIRST + problem.lower - first_key, 0",
+        "row + FIRST + 64 + problem.lower - first_key, 0",
+    ),
     "P V is not waited for": ("forward", "acc = wait_values(acc, V)", "pass"),
 }
 
 
-def _fails(fault: tuple[str, str, str], mask: Mask) -> bool:
+def _fails(fault: tuple[str, str, str], mask: Mask, head_dim: int) -> bool:
     """Whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
     mask = Mask(mask.seqlen_q, mask.seqlen_k, mask.regions)  # keeps nothing that was made without the fault, or with
     for seed in range(3):
         try:
-            assert_close(*_outputs(mask, Shape(128), emulator=Emulator(seed, faults=[fault])))
+            assert_close(*_outputs(mask, Shape(head_dim), emulator=Emulator(seed, faults=[fault])))
         except (AssertionError, EmulationError):
             return True
     return False
@@ -225,4 +235,5 @@ def _fails(fault: tuple[str, str, str], mask: Mask) -> bool:
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_planted_faults_are_caught(fault):
-    assert any(_fails(fault, MASKS[name]) for name in ("wide window", "window", "causal, ragged"))
+    masks = "wide window", "window", "causal, ragged"
+    assert any(_fails(fault, MASKS[name], head_dim) for head_dim in (128, 64) for name in masks)

@@ -133,7 +133,8 @@ class Barriers(NamedTuple):
 class Tile(NamedTuple):
     """One program's piece of work: where it lies, and its key blocks, walked from last to first.
 
-    Blocks [0, first_full) and [end_full, num_blocks) need the mask; block j holds keys key + j * block_n and on.
+    Of a warpgroup's own rows, blocks [first_seen, end_seen) see any and [first_full, end_full) all; block j holds keys
+    key + j * block_n and on.
     """
 
     batch: int
@@ -141,8 +142,10 @@ class Tile(NamedTuple):
     row: int
     key: int
     num_blocks: int
+    first_seen: int
     first_full: int
     end_full: int
+    end_seen: int
 
 
 class Rows(NamedTuple):
@@ -159,7 +162,7 @@ class Rows(NamedTuple):
 
 @gluon.jit
 def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr):
-    """The tile behind a ticket, its unmasked blocks as rows [FIRST, FIRST + COUNT) of it see them.
+    """The tile behind a ticket, its blocks as rows [FIRST, FIRST + COUNT) of it see them.
 
     Order: head group, row tile (longest first), head within the group.
     """
@@ -192,9 +195,16 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
         first_stop = gl.load(entry + 3)
         end_key = gl.load(entry + 4)
     num_blocks = (gl.maximum(end_key - first_key, 0) + BN - 1) // BN
-    first_full = gl.minimum((gl.maximum(last_start - first_key, 0) + BN - 1) // BN, num_blocks)
-    end_full = gl.maximum(gl.maximum(first_stop - first_key, 0) // BN, first_full)
-    return Tile(batch, head, row, first_key, num_blocks, first_full, gl.minimum(end_full, num_blocks))
+    first_seen = num_blocks * 0
+    end_seen = num_blocks
+    if V.mask == "band" and V.tiles.skips:
+        own_last_row = gl.minimum(row + FIRST + COUNT - 1, last_row)
+        own_end_key = gl.where(row + FIRST <= last_row, own_last_row + problem.upper + 1, 0)
+        end_seen = gl.minimum((gl.maximum(own_end_key - first_key, 0) + BN - 1) // BN, num_blocks)
+        first_seen = gl.minimum(gl.maximum(row + FIRST + problem.lower - first_key, 0) // BN, end_seen)
+    first_full = gl.minimum((gl.maximum(last_start - first_key, 0) + BN - 1) // BN, end_seen)
+    end_full = gl.minimum(gl.maximum(gl.maximum(first_stop - first_key, 0) // BN, first_full), end_seen)
+    return Tile(batch, head, row, first_key, num_blocks, first_seen, first_full, end_full, end_seen)
 
 
 @gluon.jit
@@ -560,20 +570,37 @@ def step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
 
 
 @gluon.jit
+def pass_block(kv, shared, barriers, V: gl.constexpr):
+    """A block that none of the warpgroup's rows sees: given back as it comes, so that uses are counted alike."""
+    index, phase = slot(kv, V.tiles.num_stages)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    mbarrier.wait(barriers.v_full.index(index), phase)
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    return kv + 1
+
+
+@gluon.jit
 def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr):
     """`attend_overlapped` without overlap inside the warpgroup: the fewest registers."""
     n = tile.num_blocks
     acc, row_max, row_sum = nothing_yet(V)
-    for i in range(0, n - tile.end_full):
+    if V.mask == "band":
+        for _ in range(n - tile.end_seen):
+            kv = pass_block(kv, shared, barriers, V)
+    for i in range(n - tile.end_seen, n - tile.end_full):
         acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
                                                      True, V)  # fmt: skip
     for i in range(n - tile.end_full, n - tile.first_full):
         acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
                                                      False, V)  # fmt: skip
     if V.mask != "none":
-        for i in range(n - tile.first_full, n):
+        for i in range(n - tile.first_full, n - tile.first_seen):
             acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
                                                          True, V)  # fmt: skip
+    if V.mask == "band":
+        for _ in range(tile.first_seen):
+            kv = pass_block(kv, shared, barriers, V)
     if not V.tiles.stage_in_q:
         mbarrier.arrive(q_empty, count=1)
     inverse, lse = normalizer(row_sum, row_max, rows, V)

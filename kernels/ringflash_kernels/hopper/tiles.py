@@ -40,6 +40,11 @@ class ForwardTiles:
         return self.num_warpgroups * self.block_m
 
     @property
+    def skips(self) -> bool:
+        """Whether a warpgroup passes over blocks that none of its own rows sees: three see up to two such a tile."""
+        return self.schedule == "sequence"
+
+    @property
     def consumer_registers(self) -> int:
         """setmaxnreg of the consumers: what 65,536 registers leave beside the producer's."""
         return 240 if self.num_warpgroups == 2 else 160
