@@ -294,21 +294,6 @@ FAULTS = {
     "mask lets a row too many see a key": ("backward_problem", "return passed < ", "return passed <= "),
     "band is shifted by one": ("backward", "else corner - upper\n", "else corner - upper + 1\n"),
     "a partly masked block runs unmasked": ("backward_keys", "(block < full_start)", "(block + 1 < full_start)"),
-    "a block that some keys are seen by is passed over": (
-        "backward_keys",
-        "else (block < own_end)",
-        "else (block <= own_end)",
-    ),
-    "the last block that sees some keys is passed over": (
-        "backward_keys",
-        "if (block >= own_end) if W == 0",
-        "if (block + 1 >= own_end) if W == 0",
-    ),
-    "a block that is passed over leaves the last dS": (
-        "backward_keys",
-        "        _no_ds(sm, step, W)\n        staged",
-        "        staged",
-    ),
     "phase of dS is inverted": (
         "backward_keys",
         "(sm.ds_full.index(last), last_parity)",

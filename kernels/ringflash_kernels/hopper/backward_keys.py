@@ -16,7 +16,6 @@ from ringflash_kernels.hopper.compat import (
     fence_async_shared,
     gl,
     gluon,
-    hidden,
     mbarrier,
     named_barrier,
     tma_load,
@@ -221,7 +220,7 @@ def _dq_staging(sm, W: gl.constexpr):
 
 
 @gluon.jit
-def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, seen, masked, dq_row, W: gl.constexpr):
+def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W: gl.constexpr):
     """One block of queries: P, dV, dS, dK of this block, dQ of the one before, at `dq_row`."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -259,7 +258,11 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, seen, mas
     s = warpgroup_mma_wait(2 if R else 1, deps=(s,))
     if masked:  # a second, masked loop would make ptxas spill in the first
         rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
-        s = gl.where(problem.within(rows, seen[0], seen[1]), s, float("-inf"))
+        if problem.BOUNDS:
+            inside = problem.within(rows, seen[0], seen[1])
+        else:
+            inside = problem.visible(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)), rows)
+        s = gl.where(inside, s, float("-inf"))
     p = gl.exp2(s * problem.scale_log2 - lse)
     p_bits = p.to(dtype)
     p0 = gl.convert_layout(p_bits, operand)
@@ -301,35 +304,6 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, seen, mas
         dk0, ds0, dv0, p0 = warpgroup_mma_wait(0, deps=(dk0, ds0, dv0, p0))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
     return dk0, dk1, dv0, dv1
-
-
-@gluon.jit
-def _idle_step(sm, dq_desc, step, dq_row, W: gl.constexpr):
-    """A block of queries that see none of this consumer's keys: only its columns of dQ of the block before."""
-    slot, parity = slot_of(step, sm.STAGES)
-    last, last_parity = slot_of(step - 1, 2)
-    _take_turn(step, W)
-    mbarrier.wait(sm.q_full.index(slot), parity)
-    _pass_turn(step, W)
-    if sm.WITH_DQ:
-        mbarrier.wait(sm.ds_full.index(last), last_parity)
-        dq = _dq_mma(sm, last, W)
-        _no_ds(sm, step, W)
-        staged = _dq_staging(sm, W)
-        tma_store_wait(0)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        staged.store(_interleave(dq, staged.shape[1]))
-        fence_async_shared()
-        mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
-        tma_reduce_add(dq_desc, [dq_row, (sm.SPLIT // 2 if sm.REST == 0 else sm.SPLIT) * W], staged)
-    mbarrier.arrive(sm.q_empty.index(slot), count=1)
-
-
-@gluon.jit
-def _no_ds(sm, step, W: gl.constexpr):
-    """Zeros for this consumer's dS of a step."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    sm.ds.index((step & 1) * 2 + W).store(gl.zeros([64, 64], sm.ds.dtype, layout))
 
 
 @gluon.jit
@@ -434,7 +408,6 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
-        own_end = problem.own_end(key, W)
         dk0 = gl.zeros([64, C], gl.float32, layout0)
         dv0 = gl.zeros([64, C], gl.float32, layout0)
         if R:
@@ -450,7 +423,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
             mbarrier.wait(sm.q_full.index(slot), parity)
             mbarrier.arrive(sm.q_empty.index(slot), count=1)
             if sm.WITH_DQ:
-                _no_ds(sm, step, W)
+                sm.ds.index((step & 1) * 2 + W).store(gl.zeros([64, 64], sm.ds.dtype, s_layout))
                 fence_async_shared()
                 mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
             step += 1
@@ -460,8 +433,10 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
             else:
                 k = sm.k0.index(W).reshape([64, C])
                 v = sm.v0.index(W).reshape([64, C])
-            # Once a tile: in the loop the shifts, or the addresses of the bounds, would take more registers.
-            seen = problem.rows_seeing(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)))
+            if problem.BOUNDS:  # read once a tile: in the loop the addresses would take more registers
+                seen = problem.rows_seeing(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)))
+            else:
+                seen = (0, 0)
             head_row = problem.dq_row(batch, first_head)
             dq_row = head_row + start * 64
             for _g in range(problem.group):
@@ -469,13 +444,10 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                 mbarrier.wait(sm.q_full.index(slot), parity)
                 block = receive_number(sm.begin.index(slot))
                 for _ in range(start, stop):
-                    if (block >= own_end) if W == 0 else (block < own_end):
-                        _idle_step(sm, dq_desc, step, dq_row, W)
-                    else:
-                        masked = (block < full_start) | (block >= full_stop)
-                        dk0, dk1, dv0, dv1 = _step(
-                            sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, seen, masked, dq_row, W
-                        )
+                    masked = (block < full_start) | (block >= full_stop)
+                    dk0, dk1, dv0, dv1 = _step(
+                        sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W
+                    )
                     step += 1
                     dq_row = head_row + block * 64
                     block = problem.next_block(block, start, stop)
@@ -483,10 +455,6 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
             if sm.WITH_DQ:
                 _last_dq(sm, dq_desc, step, dq_row, W)
         if (not sm.ACCUMULATE) | (start < stop):
-            if (
-                not problem.BOUNDS
-            ):  # again: carried through the loop they made ptxas spill; with bounds it is this that does
-                key, batch, first_head, kv_head = problem.work(hidden(index))
             coord = [batch, kv_head, key + W * 64]
             dk0 = dk0 * problem.softmax_scale
             if R:

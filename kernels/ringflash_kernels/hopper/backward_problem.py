@@ -192,21 +192,6 @@ class Problem:
         return start, stop, gl.cdiv(full_start_row, self.BLOCK_M), full_stop_row // self.BLOCK_M
 
     @gluon.jit
-    def own_end(self, key, half: gl.constexpr):
-        """Where the query blocks that see any of the first half of a tile's keys stop, or of the second half start.
-
-        The first half's start and the second's stop are the tile's own.
-        """
-        middle = key + self.BLOCK_N // 2
-        if half == 0:
-            _, stop_row = self.rows_seeing(gl.minimum(middle, self.num_keys) - 1)
-            end = gl.cdiv(stop_row, self.BLOCK_M)
-        else:
-            first_row, _ = self.rows_seeing(middle)
-            end = gl.where(middle < self.num_keys, first_row // self.BLOCK_M, self.num_rows)
-        return end
-
-    @gluon.jit
     def tick(self, step):
         """Count the producer's steps, those of all CTAs together."""
         if (self.in_step != 0) & (step % _TICK == 0):

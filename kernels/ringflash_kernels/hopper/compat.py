@@ -91,9 +91,3 @@ def scale_unless_one(x, factor, COUNT: gl.constexpr):
     asm: gl.constexpr = _scaling(COUNT)[0]
     held: gl.constexpr = _scaling(COUNT)[1]
     return gl.inline_asm_elementwise(asm, held, [x, factor], gl.float32, is_pure=True, pack=COUNT)
-
-
-@gluon.jit
-def hidden(x):
-    """x, an int32, as a value that the compiler knows nothing of: what is computed from it is computed anew."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)

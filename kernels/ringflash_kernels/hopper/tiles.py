@@ -57,7 +57,7 @@ class ForwardTiles:
 
 FORWARD_TILES = {
     # Softmax and products cost alike here: three warpgroups hide each other better than a second tile of registers.
-    64: ForwardTiles((64,), num_warpgroups=3, block_n=128, num_stages=3, schedule="sequence"),
+    64: ForwardTiles((64,), num_warpgroups=3, block_n=128, num_stages=4, schedule="sequence"),
     # wgmma of 32 columns is slow, but less so than 32 columns of padding.
     96: ForwardTiles((64, 32), num_warpgroups=3, block_n=128, num_stages=2, schedule="sequence"),
     128: ForwardTiles((128,), num_warpgroups=2, block_n=128, num_stages=2, rescale_late=True),
