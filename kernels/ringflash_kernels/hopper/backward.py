@@ -203,7 +203,8 @@ class Backward:
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *scalars,
                 # Without dQ in the loop ptxas (12.8) overwrites K's registers: wrong dK and dV.
-                KV_IN_REGISTERS=tiles.kv_in_registers and not self.dq_apart, WITH_DQ=not self.dq_apart, **choices,
+                KV_IN_REGISTERS=tiles.kv_in_registers and not self.dq_apart, WITH_DQ=not self.dq_apart,
+                TURN_BEFORE_EXP=tiles.turn_before_exp, **choices,
             )  # fmt: skip
 
     def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:

@@ -4,10 +4,10 @@ A producer warp loads by TMA; two independent consumers of four warps own 64 key
 dP^T = V dO^T of shape (keys, queries), P^T and dS^T never leave the registers on their way to dV and dK. dQ of a
 query block needs the dS of both consumers: each computes half of its columns from what both left in shared memory
 one step EARLIER, so that neither waits for the other's dS of this step. The step before the first is a block of
-zeros. The consumers take turns: one may start a step when the other has finished its exp, which keeps one in exp
-while the other feeds the tensor cores; left to themselves they settle in step or out of step by accident of the
-instruction schedule (15% apart at head_dim 64). dQ leaves by TMA reduce-add, unscaled, in fp32, its columns
-permuted within 32 (see `_interleave`; the postprocess kernel undoes it).
+zeros. The consumers take turns: one may start a step when the other has its S or, by head size, has finished its
+exp, which keeps one in exp while the other feeds the tensor cores; left to themselves they settle in step or out of
+step by accident of the instruction schedule (15% apart at head_dim 64). dQ leaves by TMA reduce-add, unscaled, in
+fp32, its columns permuted within 32 (see `_interleave`; the postprocess kernel undoes it).
 """
 
 from ringflash_kernels.hopper.backward_problem import NUMBER, Problem, receive_number, send_number, slot_of
@@ -53,6 +53,7 @@ class Shared:
     REST: gl.constexpr
     STAGES: gl.constexpr
     KV_IN_REGISTERS: gl.constexpr
+    TURN_BEFORE_EXP: gl.constexpr
     WITH_DQ: gl.constexpr
     ACCUMULATE: gl.constexpr
 
@@ -81,6 +82,7 @@ class Shared:
         REST,
         STAGES,
         KV_IN_REGISTERS,
+        TURN_BEFORE_EXP,
         WITH_DQ,
         ACCUMULATE,
     ):
@@ -106,6 +108,7 @@ class Shared:
         self.REST = gl.constexpr(REST)
         self.STAGES = gl.constexpr(STAGES)
         self.KV_IN_REGISTERS = gl.constexpr(KV_IN_REGISTERS)
+        self.TURN_BEFORE_EXP = gl.constexpr(TURN_BEFORE_EXP)
         self.WITH_DQ = gl.constexpr(WITH_DQ)
         self.ACCUMULATE = gl.constexpr(ACCUMULATE)
 
@@ -256,6 +259,8 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     # P = exp(S - lse)
     lse = stats.slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(2 if R else 1, deps=(s,))
+    if sm.TURN_BEFORE_EXP:
+        _pass_turn(step, W)
     if masked:  # a second, masked loop would make ptxas spill in the first
         rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
         if problem.BOUNDS:
@@ -267,7 +272,8 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     p_bits = p.to(dtype)
     p0 = gl.convert_layout(p_bits, operand)
     delta = stats.slice(1, 1, dim=0).load(s_layout)
-    _pass_turn(step, W)
+    if not sm.TURN_BEFORE_EXP:
+        _pass_turn(step, W)
 
     # dV += P^T dO, dQ of the previous block; the wait also keeps ptxas from moving exp behind the wgmma wait
     if sm.WITH_DQ:
@@ -527,6 +533,7 @@ def backward_keys(
     REST: gl.constexpr,
     STAGES: gl.constexpr,
     KV_IN_REGISTERS: gl.constexpr,
+    TURN_BEFORE_EXP: gl.constexpr,
     BOUNDS: gl.constexpr,
     WITH_DQ: gl.constexpr,
     ACCUMULATE: gl.constexpr,
@@ -595,6 +602,7 @@ def backward_keys(
         REST,
         STAGES,
         KV_IN_REGISTERS,
+        TURN_BEFORE_EXP,
         WITH_DQ,
         ACCUMULATE,
     )

@@ -34,6 +34,7 @@ class BackwardTiles:
         queries: where dQ is computed apart.
         stages: buffers of Q and of dO.
         kv_in_registers: K and V are kept as register operands (`backward_keys`).
+        turn_before_exp: the other consumer may start a step before this one's exp, not after it (`backward_keys`).
         held: columns of K and V kept in registers, of the first piece (`backward_wide`).
     """
 
@@ -42,6 +43,7 @@ class BackwardTiles:
     queries: QueryTiles
     stages: int = 2
     kv_in_registers: bool = False
+    turn_before_exp: bool = False
     held: int = 0
 
     @property
@@ -57,7 +59,7 @@ class BackwardTiles:
 
 BACKWARD_TILES = {
     # Shared-memory bandwidth limits head_dim 64 unless K and V come from registers (375 against 516 TFLOP/s).
-    64: BackwardTiles((64,), 128, QueryTiles(4, 128), kv_in_registers=True),
+    64: BackwardTiles((64,), 128, QueryTiles(4, 128), kv_in_registers=True, turn_before_exp=True),
     96: BackwardTiles((64, 32), 128, QueryTiles(4, 128)),
     # Two consumers of 64 keys: dK and dV take 128 of a thread's 240 registers; more keys or queries spill.
     128: BackwardTiles((128,), 128, QueryTiles(4, 128)),
