@@ -132,7 +132,7 @@ def explain(
 
 def _steps(plan: ops.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
     """What the rank computes, launch by launch."""
-    if plan.transport == "copy_engine":
+    if plan.by_heads(q, k, plan.transport):
         gathering = plan.gathering
         owners = sorted({piece.owner for piece in gathering.pieces})
         sections = sections_of(k.shape, q.shape[2], gathering.capacity, k.dtype)

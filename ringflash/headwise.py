@@ -26,8 +26,11 @@ import torch
 from torch.profiler import record_function
 
 from ringflash.schedule import Gathering, Piece
+from ringflash.transport import transport_name
 from ringflash.transport.buffers import buffer
-from ringflash.transport.peer_memory import PeerMemory, Token
+from ringflash.transport.lanes import Token
+from ringflash.transport.peer_memory import Incoming, Outgoing, PeerMemory
+from ringflash.transport.sms import kernel_options
 from ringflash.waiting import measuring, waiting
 from ringflash.watch import Call, Unwatched, watching
 from ringflash_kernels.api import BackwardPass, begin_backward, collect, implementation, publish, state_dtype
@@ -67,10 +70,14 @@ class Headwise:
             gathered = self._gathered("forward", k, q.shape[2])
             gathered.publish(k, v, self.impl)
 
+        options = kernel_options(self.impl, transport_name(self.memory), q.device)
+
         def attend(section: int) -> None:
             mine = gathered.query_heads(section)
             keys, values = gathered.of(section)
-            kernel.forward(q[:, :, mine], keys, values, mask, self.softmax_scale, out=out[:, :, mine], lse=lse[:, mine])
+            kernel.forward(
+                q[:, :, mine], keys, values, mask, self.softmax_scale, out=out[:, :, mine], lse=lse[:, mine], **options
+            )
 
         self._run("forward", gathered, attend)
         return out, lse
@@ -155,8 +162,8 @@ class Headwise:
             with record_function(f"ringflash::{way}_section{section}"):
                 compute(section)
 
+        arrived = gathered.pull(0, start, computed)
         for section in range(gathered.sections):
-            arrived = gathered.pull(section, [start, *computed[-2:-1]])
             tokens = [arrived]
             if begin is not None:
                 after = [start, *ended[-2:-1]]
@@ -165,6 +172,8 @@ class Headwise:
             lane = "odd" if section % 2 else "even"
             computed.append(self.memory.beside(lane, partial(work, section, *tokens), after))
             call.reach(computed[-1], "for section {}", section)
+            if section + 1 < gathered.sections:  # before this one's gradients go home, which messages wait for
+                arrived = gathered.pull(section + 1, start, computed)
             if end is not None:
                 ended.append(self.memory.beside("end", partial(end, section), computed[-1:], urgent=True))
                 call.reach(ended[-1], "for the gradients of section {}", section)
@@ -223,27 +232,51 @@ class Gathered:
         size = math.prod(places) * num_kv_heads * line
         memory.reserve("kv", size * k.itemsize)
         areas = {piece.owner: memory.view("kv", piece.owner, (size,), k.dtype) for piece in gathering.pieces}
-        self.own = areas[memory.rank]
-        by_section = {owner: _sections(area, places, self.heads, head_dim) for owner, area in areas.items()}
+        own = areas[memory.rank]
+        assert own is not None
+        self.own = own
+        mine = _sections(self.own, places, self.heads, head_dim)
+        by_section = {
+            owner: (None,) * self.sections if area is None else _sections(area, places, self.heads, head_dim)
+            for owner, area in areas.items()
+        }
         if self.turns:
             shape = (batch, gathering.num_rows)
             buffers = [
                 buffer(f"kv.{turn}", (math.prod(shape) * most * line,), k.dtype, k.device)
-                for turn, most in enumerate(taking_turns(heads))
+                for turn, most in enumerate(taking_turns(heads, memory.turns))
             ]
             self.slots = [
-                _sections(buffers[section % 2], shape, (count,), head_dim)[0] for section, count in enumerate(heads)
+                _sections(buffers[section % memory.turns], shape, (count,), head_dim)[0]
+                for section, count in enumerate(heads)
             ]
         else:
-            self.slots = [area[:, : gathering.num_rows] for area in by_section[memory.rank]]
+            self.slots = [area[:, : gathering.num_rows] for area in mine]
         self.pulls = [
             [
-                (target[_rows(piece.row, piece)], source[_rows(self._there(piece), piece)])
+                Incoming(
+                    slot[sequence, _rows(piece.row, piece)],
+                    piece.owner,
+                    None if there is None else there[sequence, _rows(self._there(piece), piece)],
+                )
                 for piece in self._nearest_first()
                 if self.turns or piece.owner != memory.rank
-                for target, source in zip(slot, by_section[piece.owner][section], strict=True)
+                for there in (by_section[piece.owner][section],)
+                for sequence in range(batch)
             ]
             for section, slot in enumerate(self.slots)
+        ]
+        size = gathering.pieces[0].size
+        self.sends = [
+            [
+                Outgoing(sequence[begin : begin + size], reader.rank)
+                for chunk, readers in zip(gathering.chunks, gathering.readers, strict=True)
+                for begin in (chunk.row if self.turns else dict(readers)[memory.rank],)
+                for reader in readers
+                if reader.rank != memory.rank
+                for sequence in section
+            ]
+            for section in mine
         ]
         self.lines = torch.tensor(
             [
@@ -263,20 +296,22 @@ class Gathered:
         publish(impl, k, v, self.own, self.lines, self.there, self.places[1])
         self.memory.barrier(BEGIN)
 
-    def pull(self, section: int, after: list[Token]) -> Token:
-        """Begin to copy a section's K/V.
+    def pull(self, section: int, start: Token, computed: list[Token]) -> Token:
+        """Begin to bring a section's K/V here.
 
         Args:
-            after: the beginning of the call, and the section that last used the buffer, which whole sequences ignore.
+            start: the beginning of the call.
+            computed: the sections until now; of long sequences, one of them last used the buffer.
         """
 
         def copy() -> None:
-            for target, source in self.pulls[section]:  # both contiguous: no SM
-                target.copy_(source, non_blocking=True)
+            self.memory.move(self.pulls[section], self.sends[section], f"K/V of section {section}")
             if section == self.sections - 1:
                 self.memory.barrier(PULLED)
 
-        return self.memory.beside("pull", copy, after if self.turns else after[:1], urgent=True)
+        last = section - self.memory.turns
+        used = computed[last : last + 1] if self.turns and last >= 0 else []
+        return self.memory.beside("pull", copy, [start, *used], urgent=True)
 
     def of(self, section: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V: (batch, rows gathered, heads of a section, head_dim)."""
@@ -315,25 +350,38 @@ class Home:
         come_in = sum(counts) * batch * size * max(gathered.heads) * 2 * head_dim
         arrived = buffer("dkv.in", (come_in,), dtype, k.device)
         areas = {
-            reader.rank: self.memory.view("dkv", reader.rank, (sum(stages),), dtype).split(stages)
+            reader.rank: self.memory.view("dkv", reader.rank, (sum(stages),), dtype)
             for readers in gathering.readers
             for reader in readers
         }
         rows = [dict(readers)[rank] for readers in gathering.readers]
-        self.stages, self.pulls, self.sums = [], [], []
+        self.stages, self.pulls, self.sends, self.sums = [], [], [], []
         for section, heads in enumerate(gathered.heads):
-            there = {peer: _sections(area[section % 2], places, (heads,), head_dim)[0] for peer, area in areas.items()}
-            own = there[rank][:, : gathering.num_rows]
+            turn = section % 2
+            there = {
+                peer: None if area is None else _sections(area.split(stages)[turn], places, (heads,), head_dim)[0]
+                for peer, area in areas.items()
+            }
+            mine = there[rank]
+            assert mine is not None
+            own = mine[:, : gathering.num_rows]
             self.stages.append((own[..., 0, :], own[..., 1, :]))
             come = _sections(arrived, (sum(counts), batch, size), (heads,), head_dim)[0].split(counts)
             self.pulls.append([
-                (target, source[reader.row : reader.row + size])
+                Incoming(target, reader.rank, None if source is None else source[sequence, reader.row :][:size])
                 for chunk, readers in zip(come, others, strict=True)
                 for targets, reader in zip(chunk, readers, strict=True)
-                for target, source in zip(targets, there[reader.rank], strict=True)
+                for source in (there[reader.rank],)
+                for sequence, target in enumerate(targets)
+            ])  # fmt: skip
+            self.sends.append([
+                Outgoing(sequence[_rows(piece.row, piece)], piece.owner)
+                for piece in gathering.pieces
+                if piece.owner != rank
+                for sequence in own
             ])  # fmt: skip
             self.sums.append([
-                (slice(chunk.row, chunk.row + size), there[rank][:, row : row + size], partial)
+                (slice(chunk.row, chunk.row + size), mine[:, row : row + size], partial)
                 for chunk, row, partial in zip(gathering.chunks, rows, come, strict=True)
             ])  # fmt: skip
 
@@ -347,8 +395,7 @@ class Home:
         Copied before they are added: an addition that reads a peer's memory would hold SMs for as long.
         """
         self.memory.barrier(READY)
-        for target, source in self.pulls[section]:
-            target.copy_(source, non_blocking=True)
+        self.memory.move(self.pulls[section], self.sends[section], f"dK/dV of section {section}")
         if section + 2 < self.gathered.sections:  # of the last two, the next call's BEGIN says as much
             self.memory.barrier(FREE)
         heads = slice(*self.gathered.first[section : section + 2])
@@ -400,15 +447,23 @@ def sections_of(shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, 
     )
 
 
+def buffer_bytes(shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, dtype: torch.dtype) -> int:
+    """What a rank that sees most keys gathers into at most, beside its own K/V. Args: as `sections_of`."""
+    head, sections = 2 * shape[0] * keys * shape[3], sections_of(shape, num_heads, keys, dtype)
+    kv = shape[2] if gathered_whole(shape, keys, dtype) else max(sum(taking_turns(heads, 3)) for heads in sections)
+    gradients = sum(taking_turns(sections.backward)) + max(sections.backward)
+    return head * (kv * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
+
+
 def gathered_whole(shape: torch.Size | tuple[int, ...], keys: int, dtype: torch.dtype) -> bool:
     """Whether K/V of all sections lie in the area, or take turns with two buffers. Args: as `sections_of`."""
     batch, _, num_kv_heads, head_dim = shape
     return 2 * batch * keys * num_kv_heads * head_dim * dtype.itemsize <= WHOLE_BYTES
 
 
-def taking_turns(heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Most heads of the even and, where there are such, of the odd sections."""
-    return tuple(max(heads[turn::2]) for turn in range(min(2, len(heads))))
+def taking_turns(heads: tuple[int, ...], turns: int = 2) -> tuple[int, ...]:
+    """Most heads that a buffer holds, of so many that take turns: of the even sections and of the odd ones."""
+    return tuple(max(heads[turn::turns]) for turn in range(min(turns, len(heads))))
 
 
 def _growing(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:

@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ringflash import agreement, graphs, schedule
-from ringflash.headwise import Headwise
+from ringflash.headwise import Headwise, buffer_bytes
 from ringflash.mask import SequenceMask
 from ringflash.ring import Ring
 from ringflash.schedule import Gathering
-from ringflash.transport import PointToPoint, choose_transport, open_transport
+from ringflash.transport import PointToPoint, choose_transport, message_memory, open_transport
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
+
+_MOST_BUFFER_BYTES = 12 << 30  # over NCCL; beyond that a ring of hops, whose buffers are a rank's own K/V large
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def ring_attention(
     agreement.agree(group, signature, error)
     assert plan is not None
     with _no_autocast(q.device.type):
-        return plan.open(group, q.device).forward(q, k, v)
+        return plan.open(group, q, k).forward(q, k, v)
 
 
 @ring_attention.register_fake
@@ -112,7 +114,7 @@ def ring_attention_backward(
     q, k, v, dout = (_addressable(x) for x in (q, k, v, dout))
     plan = _plan(q, k, v, cu_seqlens, options, 0)
     with _no_autocast(q.device.type):
-        return plan.open(_group(group_name), q.device).backward(dout, dlse, q, k, v, out, lse)
+        return plan.open(_group(group_name), q, k).backward(dout, dlse, q, k, v, out, lse)
 
 
 @ring_attention_backward.register_fake
@@ -166,12 +168,20 @@ class Plan:
         """The keys that this rank gathers where it can read the memory of the others."""
         return schedule.gather(self.mask, self.cp_size, self.cp_rank, self.options.layout)
 
-    def open(self, group: dist.ProcessGroup | None, device: torch.device) -> Ring | Headwise:
+    def by_heads(self, q: Tensor, k: Tensor, transport: str | None) -> bool:
+        """Whether keys are gathered by heads; over NCCL as far as memory goes. The same on every rank."""
+        if transport != "nccl":
+            return transport == "copy_engine"
+        return buffer_bytes(k.shape, q.shape[2], self.gathering.capacity, k.dtype) <= _MOST_BUFFER_BYTES
+
+    def open(self, group: dist.ProcessGroup | None, q: Tensor, k: Tensor) -> Ring | Headwise:
         """What carries the call out; opens the transport, on all ranks together."""
         channel = None if group is None or self.transport is None else open_transport(self.transport, group)
         rest = self.impl, self.options.softmax_scale, self.options.deterministic
+        if isinstance(channel, PointToPoint) and self.by_heads(q, k, channel.name):
+            channel = message_memory(channel, q.device)
         if channel is None or isinstance(channel, PointToPoint):
-            graphs.hold(self.schedule, device)
+            graphs.hold(self.schedule, q.device)
             return Ring(self.schedule, channel, *rest)
         return Headwise(self.gathering, channel, *rest)
 

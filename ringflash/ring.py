@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from ringflash.exchange import Exchange, GradientExchange
 from ringflash.schedule import Hop, Schedule
 from ringflash.transport import PointToPoint, buffer, transport_name
-from ringflash.transport.sms import comm_sms
+from ringflash.transport.sms import kernel_options
 from ringflash.waiting import waiting
 from ringflash.watch import Call, Unwatched, watching
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
@@ -58,7 +58,7 @@ class Ring:
         single = len(computed) == 1 or out.dtype == state
         carried = out if single else buffer("out", tuple(out.shape), state, out.device)
         hops = self.schedule.hops
-        options = self._kernel_options(q.device)
+        options = kernel_options(self.impl, transport_name(self.transport), q.device)
         with watching(self.transport, "forward", q.device) as call:
             with waiting(q.device):
                 exchange = Exchange(self.transport, hops, k, v)
@@ -122,13 +122,6 @@ class Ring:
             if hop.source is not None:
                 _mark(call, hop)
                 yield index, hop, keys, values
-
-    def _kernel_options(self, device: torch.device) -> dict[str, int]:
-        """The SMs a forward kernel may use, where it shares them with messages."""
-        left = comm_sms(self.impl, transport_name(self.transport))
-        if not left:
-            return {}
-        return {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count - left)}
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:

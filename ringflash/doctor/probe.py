@@ -87,13 +87,17 @@ def _pulls(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
     memory = open_transport("copy_engine", dist.group.WORLD)
     assert not isinstance(memory, PointToPoint)
     memory.reserve("kv", sent.numel() * sent.itemsize)
-    memory.view("kv", dist.get_rank(), tuple(sent.shape), sent.dtype).copy_(sent)
+    own = memory.view("kv", dist.get_rank(), tuple(sent.shape), sent.dtype)
+    assert own is not None
+    own.copy_(sent)
     memory.barrier(0)
     source = (dist.get_rank() - 1) % dist.get_world_size()
 
     def exchange(got: torch.Tensor) -> None:
         def copy() -> None:
-            got.copy_(memory.view("kv", source, tuple(got.shape), got.dtype))
+            there = memory.view("kv", source, tuple(got.shape), got.dtype)
+            assert there is not None
+            got.copy_(there)
 
         memory.wait(memory.beside("pull", copy, [memory.mark()]))
 

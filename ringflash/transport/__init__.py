@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ringflash.group import backend_of
 from ringflash.transport import buffers
 from ringflash.transport.buffers import buffer
+from ringflash.transport.message_memory import MessageMemory
 from ringflash.transport.peer_memory import NoPeerMemory, OutOfReach, PeerMemory, SymmetricMemory
 from ringflash.transport.point_to_point import Message, Pending, PointToPoint, device_timeout, set_timeout, timeout
 
@@ -22,6 +23,7 @@ Transport = PointToPoint | PeerMemory
 __all__ = [
     "TRANSPORTS",
     "Message",
+    "MessageMemory",
     "PeerMemory",
     "Pending",
     "PointToPoint",
@@ -29,6 +31,7 @@ __all__ = [
     "buffer",
     "buffer_bytes",
     "choose_transport",
+    "message_memory",
     "open_transport",
     "release_buffers",
     "set_timeout",
@@ -37,6 +40,7 @@ __all__ = [
 ]
 
 _open: dict[tuple[str, str], tuple[dist.ProcessGroup, Transport]] = {}
+_message_memories: WeakKeyDictionary[PointToPoint, MessageMemory] = WeakKeyDictionary()
 _TRIAL_BYTES = 4096
 _decided: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
@@ -112,7 +116,14 @@ def transport_name(transport: Transport | None) -> str | None:
     """One of TRANSPORTS; None for a single process."""
     if transport is None:
         return None
-    return transport.name if isinstance(transport, PointToPoint) else "copy_engine"
+    return transport.name if isinstance(transport, PointToPoint | MessageMemory) else "copy_engine"
+
+
+def message_memory(channel: PointToPoint, device: torch.device) -> MessageMemory:
+    """What gathers keys by heads over these messages; one for a channel."""
+    if channel not in _message_memories:
+        _message_memories[channel] = MessageMemory(channel, device)
+    return _message_memories[channel]
 
 
 def buffer_bytes() -> int:
@@ -132,4 +143,6 @@ def release_buffers() -> None:
 
 
 def _peer_memories() -> list[PeerMemory]:
-    return [opened for _, opened in _open.values() if not isinstance(opened, PointToPoint)]
+    return [opened for _, opened in _open.values() if not isinstance(opened, PointToPoint)] + [
+        *_message_memories.values()
+    ]

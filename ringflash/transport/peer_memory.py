@@ -13,16 +13,14 @@ import math
 import os
 import socket
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ringflash import graphs
 from ringflash.agreement import gather
-
-T = TypeVar("T")
-_MOST_KEPT = 12
+from ringflash.transport.lanes import Lanes, T, Token
 
 
 class NoPeerMemory(RuntimeError):
@@ -33,48 +31,39 @@ class OutOfReach(NoPeerMemory):
     """Ranks that do not share a host, or GPUs without peer access."""
 
 
-class Kept:
-    """A few things made once and kept until they are dropped: views of areas, which must not outlive these."""
+class Incoming(NamedTuple):
+    """What comes here. `source`: where it is, where that is in reach; or on this very rank."""
 
-    def __init__(self) -> None:
-        self._things: dict[Hashable, tuple[Any, Collection[str]]] = {}
-
-    def get(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        """The one of this key, with views of these areas; the oldest of others gives way to a new one."""
-        if key not in self._things:
-            made = make()  # may drop others
-            if len(self._things) == _MOST_KEPT:
-                del self._things[next(iter(self._things))]
-            self._things[key] = made, areas
-        return cast(T, self._things[key][0])
-
-    def drop(self, area: str | None = None) -> None:
-        """Those with views of an area, default all."""
-        kept = {} if area is None else {key: both for key, both in self._things.items() if area not in both[1]}
-        self._things = kept
+    target: torch.Tensor
+    rank: int
+    source: torch.Tensor | None
 
 
-class Token(Protocol):
-    """Work under way."""
+class Outgoing(NamedTuple):
+    """What another rank has come to it, where memory is out of reach."""
 
-    def query(self) -> bool:
-        """Whether it has ended."""
+    tensor: torch.Tensor
+    rank: int
 
 
 class PeerMemory(Protocol):
     """One per group and process. Areas have names; all ranks reserve the same ones in the same order.
 
-    `rank` is this process's in the group.
+    `rank` is this process's in the group; `turns`: buffers that take turns, so that what comes is not late.
     """
 
     rank: int
     group: dist.ProcessGroup
+    turns: int
 
     def reserve(self, name: str, num_bytes: int) -> None:
         """Make the area at least so large; collective where it is not yet."""
 
-    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The area of a rank, from its beginning."""
+    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """The area of a rank, from its beginning; None where it is out of reach."""
+
+    def move(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> None:
+        """On the current stream, bring here what others have. Both of a pair of ranks name its moves in one order."""
 
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         """What `make` returned for this key, made again after one of its areas grew or many other keys came."""
@@ -104,7 +93,7 @@ class PeerMemory(Protocol):
         """Give the areas back; every rank does so, or the next `reserve` waits for ever."""
 
 
-class SymmetricMemory:
+class SymmetricMemory(Lanes):
     """Areas in torch's symmetric memory: every peer of one host maps them; a copy between two takes no SM.
 
     Args:
@@ -114,16 +103,14 @@ class SymmetricMemory:
         OutOfReach: on every rank, where one cannot reach another's memory.
     """
 
+    turns = 2
+
     def __init__(self, group: dist.ProcessGroup, timeout_ms: int) -> None:
         # Multicast objects are never used; without this torch makes one for every area.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        super().__init__(torch.device("cuda", torch.cuda.current_device()))
         self.rank, self.group, self._timeout_ms = group.rank(), group, timeout_ms
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._areas: dict[str, torch.Tensor] = {}
         self._handles: dict[str, torch.distributed._symmetric_memory._SymmetricMemory] = {}
-        self._lanes: dict[str, torch.cuda.Stream] = {}
-        self._kept = Kept()
-        self._captured: set[str] = set()  # areas that a CUDA graph reads and writes
         _check_places(gather(group, _place(self._device)))
 
     def reserve(self, name: str, num_bytes: int) -> None:
@@ -135,13 +122,10 @@ class SymmetricMemory:
 
         torch.cuda.synchronize(self._device)
         gather(self.group, None)  # nor do the streams of the others still read what is given up here
-        self._kept.drop(name)
-        old = self._areas.pop(name, None), self._handles.pop(name, None)
-        if name in self._captured:
-            self._captured.remove(name)
-            for thing in old:
-                graphs.keep(thing)
-        del old
+        captured, handle = self._retire(name), self._handles.pop(name, None)
+        for thing in captured and [*captured, handle]:
+            graphs.keep(thing)
+        del captured, handle
         area, problem = None, ""
         try:
             area = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -162,43 +146,13 @@ class SymmetricMemory:
             return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         return self._handles[name].get_buffer(rank, shape, dtype)
 
-    def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        thing = self._kept.get(key, areas, make)
-        if graphs.capturing(self._device):
-            graphs.keep(thing)
-            self._captured.update(areas)
-        return thing
+    def move(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> None:
+        for target, _, source in incoming:  # both contiguous: no SM
+            assert source is not None
+            target.copy_(source, non_blocking=True)
 
     def barrier(self, channel: int) -> None:
         self._pad.barrier(channel, self._timeout_ms)
-
-    def mark(self) -> Token:
-        return self._current().record_event()
-
-    def wait(self, *tokens: Token) -> None:
-        stream = self._current()
-        for token in tokens:
-            token.wait(stream)  # type: ignore[attr-defined]
-
-    def beside(self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False) -> Token:
-        if lane not in self._lanes:
-            self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
-        stream, current = self._lanes[lane], self._current()
-        torch.cuda.set_stream(stream)  # the context manager takes several times as long
-        try:
-            for token in after:
-                token.wait(stream)  # type: ignore[attr-defined]
-            work()
-            return stream.record_event()
-        finally:
-            torch.cuda.set_stream(current)
-
-    def join(self) -> None:
-        for lane in self._lanes.values():
-            self._current().wait_stream(lane)
-
-    def num_bytes(self) -> int:
-        return sum(area.numel() for area in self._areas.values())
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -206,9 +160,6 @@ class SymmetricMemory:
         self._captured.clear()
         self._handles.clear()
         self._areas.clear()
-
-    def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device.index)  # of a device or of none it takes several times as long
 
     @property
     def _pad(self) -> torch.distributed._symmetric_memory._SymmetricMemory:

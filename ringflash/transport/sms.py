@@ -8,6 +8,8 @@ kernels take one CTA a tile, so that messages get an SM whenever a tile ends.
 
 from __future__ import annotations
 
+import torch
+
 _comm_sms = 0
 
 
@@ -22,3 +24,11 @@ def set_comm_sms(num_sms: int) -> None:
 def comm_sms(impl: str, transport: str | None) -> int:
     """SMs left free by a call."""
     return _comm_sms if (impl, transport) == ("hopper", "nccl") else 0
+
+
+def kernel_options(impl: str, transport: str | None, device: torch.device) -> dict[str, int]:
+    """The SMs a forward kernel may use, where it shares them with messages."""
+    left = comm_sms(impl, transport)
+    if not left:
+        return {}
+    return {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count - left)}

@@ -23,10 +23,10 @@ from ringflash import headwise, schedule, transport
 from ringflash.headwise import Sections
 from ringflash.mask import SequenceMask
 from ringflash.transport.buffers import buffer
-from ringflash.transport.peer_memory import Token
+from ringflash.transport.lanes import Token
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, single_cases
-from tests.helpers.peer_memory import DELAY_S, Later, SharedMemory, copy_engine
+from tests.helpers.peer_memory import DELAY_S, Later, SharedMemory, copy_engine, messages_by_heads
 from tests.helpers.pool import Context, Pool
 
 MANY_HEADS = [Case(num_heads=8, num_kv_heads=8), Case(num_heads=12, num_kv_heads=6, batch=2, causal=False)]
@@ -62,6 +62,19 @@ def check_all(ctx: Context) -> int:
             ):
                 ring_check.check(ctx, case, 4 + number)
         return ringflash.buffer_bytes()
+
+
+def check_messages(ctx: Context) -> None:
+    """Every second case, gathered by messages."""
+    with messages_by_heads():
+        for number, case in list(enumerate(CASES))[::2]:
+            with taking_turns(number % 4 == 0):
+                ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_messages_equal_dense(pool: Pool, size: int) -> None:
+    pool.run(check_messages, size=size)
 
 
 @pytest.mark.parametrize("size", [2, 4, 3])
@@ -174,9 +187,9 @@ def one_buffer(name: str, *args: Any) -> torch.Tensor:
     return _buffer("kv.0" if name.startswith("kv") else name, *args)
 
 
-def too_early(self: headwise.Gathered, section: int, after: list[Token]) -> Token:
+def too_early(self: headwise.Gathered, section: int, start: Token, computed: list[Token]) -> Token:
     """K/V arrive in a buffer that is still read."""
-    return _pull(self, section, after[:1])
+    return _pull(self, section, start, [start] * len(computed))
 
 
 def late_at_home(self: SharedMemory, channel: int) -> None:

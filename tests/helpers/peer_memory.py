@@ -7,9 +7,11 @@ host of each rank also pauses at random, so that ranks drift apart.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +24,9 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash import headwise
-from ringflash.transport.peer_memory import Kept, T
+from ringflash.transport import MessageMemory, PointToPoint
+from ringflash.transport.lanes import Kept, T
+from ringflash.transport.peer_memory import Incoming, Outgoing
 
 DELAY_S = 0.004
 TIMEOUT_S = 10.0
@@ -44,6 +48,8 @@ class Later:
 
 class SharedMemory:
     """As ringflash.transport.PeerMemory."""
+
+    turns = 2
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.group = group.rank(), group
@@ -70,6 +76,10 @@ class SharedMemory:
 
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.areas[name][rank][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def move(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> None:
+        for target, _, source in incoming:
+            target.copy_(source)
 
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         return self.kept.get((key, headwise.WHOLE_BYTES), areas, make)  # which tests change
@@ -144,3 +154,67 @@ def _until(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{what} must come within {TIMEOUT_S:.0f} s, got nothing; a peer died or waits too.")
         time.sleep(0.0001)
+
+
+class MessageThreads(MessageMemory):
+    """Messages over gloo in the order in which they were issued, whatever their lanes do, as NCCL's stream has them."""
+
+    def __init__(self, channel: PointToPoint) -> None:
+        super().__init__(channel, torch.device("cpu"))
+        self.threads: dict[str, ThreadPoolExecutor] = {}
+        self.random = random.Random(self.rank)
+        self.issued = itertools.count()
+        self.begun = 0
+        self.turn = threading.Condition()
+        self.ticket = threading.local()
+
+    def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+        return super().keep((key, headwise.WHOLE_BYTES), areas, make)
+
+    def mark(self) -> Later:  # type: ignore[override]
+        done: Future[None] = Future()
+        done.set_result(None)
+        return Later(done)
+
+    def wait(self, *tokens: Later) -> None:  # type: ignore[override]
+        for token in tokens:
+            token.wait()
+
+    def beside(  # type: ignore[override]
+        self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False
+    ) -> Later:
+        if lane not in self.threads:
+            self.threads[lane] = ThreadPoolExecutor(1)
+        ticket = next(self.issued) if lane in ("pull", "end") else None
+        return Later(self.threads[lane].submit(self._run, work, tuple(after), ticket))
+
+    def _run(self, work: Callable[[], None], after: tuple[Later, ...], ticket: int | None) -> None:
+        self.wait(*after)
+        time.sleep(self.random.choice((0.0, 0.0, DELAY_S * self.random.random())))
+        self.ticket.number = ticket
+        with torch.no_grad():
+            work()
+
+    def move(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> None:
+        with self.turn:
+            assert self.turn.wait_for(lambda: self.begun == self.ticket.number, TIMEOUT_S), "a move never began"
+        super().move(incoming, outgoing, what)
+        with self.turn:
+            self.begun += 1
+            self.turn.notify_all()
+
+
+@contextmanager
+def messages_by_heads() -> Iterator[None]:
+    """Calls on the CPU gather keys by heads over gloo, as they do over NCCL."""
+    made: dict[PointToPoint, MessageThreads] = {}
+
+    def memory(channel: PointToPoint, device: torch.device) -> MessageThreads:
+        key = next((known for known in made if known.group is channel.group), channel)  # gloo's are made for a call
+        return made.setdefault(key, MessageThreads(key))
+
+    with (
+        mock.patch("ringflash.ops.Plan.by_heads", lambda *_: True),
+        mock.patch("ringflash.ops.message_memory", memory),
+    ):
+        yield

@@ -110,6 +110,8 @@ def test_transport_buffers_are_those_the_ring_allocates() -> None:
 class Areas:
     """A peer memory that only notes how large its areas are."""
 
+    turns = 2
+
     def __init__(self, rank: int) -> None:
         self.rank, self.sizes = rank, dict[str, int]()
 
