@@ -19,8 +19,8 @@ from torch.distributed.nn.functional import all_to_all_single
 
 import ringflash
 from benchmarks.bench_kernels import document_bounds
-from ringflash import ring
-from ringflash.transport import buffer
+from ringflash import ops, ring
+from ringflash.transport import MessageMemory, buffer
 from ringflash_kernels.api import state_dtype
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -155,12 +155,26 @@ class OwnGradients(OwnKeys):
 
 @contextmanager
 def _own_keys() -> Iterator[None]:
-    with mock.patch.object(ring, "Exchange", OwnKeys), mock.patch.object(ring, "GradientExchange", OwnGradients):
+    with (
+        mock.patch.object(ring, "Exchange", OwnKeys),
+        mock.patch.object(ring, "GradientExchange", OwnGradients),
+        mock.patch.object(MessageMemory, "move", lambda *_: None),
+    ):
         yield
 
 
+def _by_hops() -> AbstractContextManager:
+    return mock.patch.object(ops, "MOST_BUFFER_BYTES", 0)
+
+
+def by_hops(setting: Setting) -> Built | str:
+    """`ours` over NCCL in a ring of hops, as where keys gathered by heads take too much memory."""
+    built = ours("nccl")(setting)
+    return built if isinstance(built, str) else built._replace(around=_by_hops)
+
+
 def kernels_alone(setting: Setting) -> Built | str:
-    """The ring's kernels, hop by hop, without messages: what NCCL is behind this is what communication costs it."""
+    """The kernels without messages: what NCCL is behind this is what communication costs it."""
     transport = "gloo" if setting.device.type == "cpu" else "nccl"
     return Built(_ours(setting, setting.group, transport), setting.inputs(), _own_keys)
 
@@ -226,6 +240,7 @@ CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
 
 PROBES: dict[str, Callable[[Setting], Built | str]] = {
     "kernels alone": kernels_alone,
+    "ringflash, nccl by hops": by_hops,
 }
 
 

@@ -26,7 +26,7 @@ from ringflash.schedule import Gathering
 from ringflash.transport import PointToPoint, choose_transport, message_memory, open_transport
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
 
-_MOST_BUFFER_BYTES = 12 << 30  # over NCCL; beyond that a ring of hops, whose buffers are a rank's own K/V large
+MOST_BUFFER_BYTES = 12 << 30  # over NCCL; beyond that a ring of hops, whose buffers are a rank's own K/V large
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Plan:
         """Whether keys are gathered by heads; over NCCL as far as memory goes. The same on every rank."""
         if transport != "nccl":
             return transport == "copy_engine"
-        return buffer_bytes(k.shape, q.shape[2], self.gathering.capacity, k.dtype) <= _MOST_BUFFER_BYTES
+        return buffer_bytes(k.shape, q.shape[2], self.gathering.capacity, k.dtype) <= MOST_BUFFER_BYTES
 
     def open(self, group: dist.ProcessGroup | None, q: Tensor, k: Tensor) -> Ring | Headwise:
         """What carries the call out; opens the transport, on all ranks together."""

@@ -10,7 +10,8 @@ from itertools import zip_longest
 
 import torch
 
-from ringflash.headwise import Sections, gathered_whole, sections_of, taking_turns
+from ringflash.headwise import Sections, buffer_bytes, gathered_whole, sections_of, taking_turns
+from ringflash.ops import MOST_BUFFER_BYTES
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
 
@@ -72,12 +73,12 @@ def activation_bytes(job: Job) -> int:
 def layer_bytes(job: Job, *, one_host: bool = False) -> int:
     """One layer's activations made again, and what its backward holds beside them: attention's or the MLP's.
 
-    `one_host`: the copy engine, whose dQ is in fp32 for two sections of heads; otherwise for all of them.
+    `one_host`: as `transport_bytes`. Where keys are gathered by heads dQ is in fp32 for two sections, else for all.
     """
     model, tokens = job.model, job.local_tokens
     kept = 0 if job.checkpointing == "none" else activation_bytes(job)
     summed = model.q_size
-    if one_host and job.cp_size > 1:
+    if job.cp_size > 1 and (one_host or _by_heads(job)):
         summed = sum(taking_turns(_sections(job).backward)) * model.q_size // model.num_kv_heads
     attention = tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)  # dq twice, dout, dk, dv
     tile = min(job.mlp_tile_tokens or tokens, tokens)
@@ -88,26 +89,32 @@ def layer_bytes(job: Job, *, one_host: bool = False) -> int:
 def transport_bytes(job: Job, *, one_host: bool = False) -> int:
     """The buffers that all layers share; nothing on one rank.
 
-    `one_host`: the copy engine. K/V of the whole sequence where they are small, or else a rank's own and those of two
-    sections of heads; the gradients of two sections, and those of one that come home. Otherwise own K/V and two that
-    arrive; own gradients, two that leave and one that arrives; and the state that a rank's hops hand on.
+    By heads, over the copy engine (`one_host`) or NCCL: K/V of the whole sequence where they are small, or else a
+    rank's own and those of two sections of heads (NCCL: three); the gradients of two sections, and those of one that
+    come home. By hops: own K/V and two that arrive; own gradients, two that leave and one that arrives; and the state that a
+    rank's hops hand on.
     """
     if job.cp_size == 1:
         return 0
     model, rows = job.model, job.local_tokens
     shard = 2 * rows * model.kv_size
-    if not one_host:
+    if not one_host and not _by_heads(job):
         return shard * (3 * BF16 + 4 * FP32) + rows * model.q_size * FP32
-    return max(_gathered_keys(job, rank) for rank in (0, job.cp_size - 1))
+    return max(_gathered_keys(job, rank, 2 if one_host else 3) for rank in (0, job.cp_size - 1))
 
 
-def _gathered_keys(job: Job, rank: int) -> int:
-    """The copy engine's buffers on a rank of a zigzag layout: the first sees most keys, to the last most return."""
+def _by_heads(job: Job) -> bool:
+    """Whether NCCL gathers by heads."""
+    return buffer_bytes(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16) <= MOST_BUFFER_BYTES
+
+
+def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
+    """The buffers of a rank of a zigzag layout: the first sees most keys, to the last most return."""
     chunks, seen, returning = 2 * job.cp_size, 2 * job.cp_size - rank, job.cp_size - 1 + rank
     head = 2 * job.seqlen * job.model.head_dim
     sections, keys = _sections(job), head * job.model.num_kv_heads
     if not gathered_whole(_shape(job), job.seqlen, torch.bfloat16):
-        turns = map(max, zip_longest(*map(taking_turns, sections), fillvalue=0))
+        turns = map(max, zip_longest(*(taking_turns(heads, buffers) for heads in sections), fillvalue=0))
         keys = keys // job.cp_size + sum(turns) * head * seen // chunks
     gradients = sum(taking_turns(sections.backward)) * head + max(sections.backward) * head * returning // chunks
     return keys * BF16 + gradients * FP32

@@ -32,8 +32,7 @@ class MessageMemory(Lanes):
 
     def __init__(self, channel: PointToPoint, device: torch.device) -> None:
         super().__init__(device)
-        self._channel, self.rank, self.group = channel, channel.rank, channel.group
-        self.name = channel.name
+        self.channel, self.name, self.rank, self.group = channel, channel.name, channel.rank, channel.group
 
     def reserve(self, name: str, num_bytes: int) -> None:
         if name in self._areas and self._areas[name].numel() >= num_bytes:
@@ -49,7 +48,7 @@ class MessageMemory(Lanes):
         return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def move(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> None:
-        pending = self._channel.post(
+        pending = self.channel.post(
             [Message(tensor, rank, what) for tensor, rank in outgoing],
             [Message(target, rank, what) for target, rank, source in incoming if source is None],
         )

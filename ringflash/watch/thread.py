@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ringflash.graphs import capturing
-from ringflash.transport import Transport, timeout, transport_name
+from ringflash.transport import MessageMemory, Transport, timeout, transport_name
 from ringflash.watch.board import ANSWER_S, Board, StoreGone
 from ringflash.watch.calls import Call, Ended, Line, Unwatched
 from ringflash.watch.events import DeviceLost, Events
@@ -216,6 +216,8 @@ def watching(transport: Transport | None, way: str, device: torch.device) -> Cal
     if capturing(device):
         return _unwatched
     assert transport is not None
+    if isinstance(transport, MessageMemory):  # calls of a group have one order, by heads and by hops
+        transport = transport.channel
     if _watch is None:
         _watch = Watch()
         _watch.start()

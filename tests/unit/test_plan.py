@@ -101,19 +101,18 @@ def test_activations_are_those_autograd_keeps(family: str) -> None:
 
 def test_transport_buffers_are_those_the_ring_allocates() -> None:
     """The sizes of ringflash.exchange's buffers and of the carried state, in bf16."""
-    tokens, shape = JOB.local_tokens, JOB.model
+    job = replace(JOB, seqlen=1 << 23)
+    tokens, shape = job.local_tokens, job.model
     kv = 2 * tokens * shape.num_kv_heads * shape.head_dim
-    assert transport_bytes(JOB) == 3 * kv * 2 + 4 * kv * 4 + tokens * shape.num_heads * shape.head_dim * 4
+    assert transport_bytes(job) == 3 * kv * 2 + 4 * kv * 4 + tokens * shape.num_heads * shape.head_dim * 4
     assert transport_bytes(replace(JOB, cp_size=1)) == 0
 
 
 class Areas:
     """A peer memory that only notes how large its areas are."""
 
-    turns = 2
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.sizes = rank, dict[str, int]()
+    def __init__(self, rank: int, turns: int) -> None:
+        self.rank, self.turns, self.sizes = rank, turns, dict[str, int]()
 
     def reserve(self, name: str, num_bytes: int) -> None:
         self.sizes[name] = num_bytes
@@ -122,10 +121,10 @@ class Areas:
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def copy_engine_bytes(job: Job, rank: int) -> int:
+def gathered_bytes(job: Job, rank: int, turns: int) -> int:
     """Bytes of a rank's areas and buffers, made without memory."""
     mask = SequenceMask(job.seqlen)
-    areas, gathering = Areas(rank), gather(mask, job.cp_size, rank, "zigzag")
+    areas, gathering = Areas(rank, turns), gather(mask, job.cp_size, rank, "zigzag")
     k = torch.empty(
         1, job.local_tokens, job.model.num_kv_heads, job.model.head_dim, dtype=torch.bfloat16, device="meta"
     )
@@ -140,16 +139,19 @@ def copy_engine_bytes(job: Job, rank: int) -> int:
 
 @pytest.mark.parametrize("seqlen", [1 << 12, 1 << 17, 1 << 18, 1 << 19, 1 << 20], ids=str)
 @pytest.mark.parametrize("cp_size", [2, 4, 8])
-def test_transport_buffers_are_those_the_copy_engine_makes(seqlen: int, cp_size: int) -> None:
-    """On the rank with most, from one section of all heads to sections that take turns."""
+def test_transport_buffers_are_those_that_gather_by_heads(seqlen: int, cp_size: int) -> None:
+    """On the rank with most, from one section of all heads to sections that take turns; copy engine and NCCL."""
     job = replace(JOB, seqlen=seqlen, cp_size=cp_size)
-    assert transport_bytes(job, one_host=True) == max(copy_engine_bytes(job, rank) for rank in range(cp_size))
+    for one_host, turns in ((True, 2), (False, 3)):
+        held = max(gathered_bytes(job, rank, turns) for rank in range(cp_size))
+        assert transport_bytes(job, one_host=one_host) == held
 
 
 def test_copy_engine_sums_dq_of_two_sections() -> None:
-    """Of 8 query heads in place of 32 at a head a section; of all where a section has all heads."""
-    assert layer_bytes(JOB) - layer_bytes(JOB, one_host=True) == JOB.local_tokens * (32 - 8) * 128 * 4
-    for job in (replace(JOB, seqlen=1 << 12), replace(JOB, cp_size=1)):
+    """Of 8 query heads in place of 32 at a head a section; of all where a section has all heads, and by hops."""
+    long = replace(JOB, seqlen=1 << 23)
+    assert layer_bytes(long) - layer_bytes(long, one_host=True) == long.local_tokens * (32 - 8) * 128 * 4
+    for job in (JOB, replace(JOB, seqlen=1 << 12), replace(JOB, cp_size=1)):
         assert layer_bytes(job) == layer_bytes(job, one_host=True)
     parts = [memory_bytes(JOB, replace(HOST, gpus_per_host=gpus)) for gpus in (8, 4)]
     assert [part["one layer at work"] for part in parts] == [layer_bytes(JOB, one_host=True), layer_bytes(JOB)]
