@@ -188,6 +188,9 @@ class MessageThreads(MessageMemory):
         ticket = next(self.issued) if lane in ("pull", "end") else None
         return Later(self.threads[lane].submit(self._run, work, tuple(after), ticket))
 
+    def join(self) -> None:
+        self.wait(*(Later(lane.submit(lambda: None)) for lane in self.threads.values()))
+
     def _run(self, work: Callable[[], None], after: tuple[Later, ...], ticket: int | None) -> None:
         self.wait(*after)
         time.sleep(self.random.choice((0.0, 0.0, DELAY_S * self.random.random())))
