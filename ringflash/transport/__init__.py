@@ -40,7 +40,6 @@ __all__ = [
 ]
 
 _open: dict[tuple[str, str], tuple[dist.ProcessGroup, Transport]] = {}
-_message_memories: WeakKeyDictionary[PointToPoint, MessageMemory] = WeakKeyDictionary()
 _TRIAL_BYTES = 4096
 _decided: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
@@ -120,10 +119,13 @@ def transport_name(transport: Transport | None) -> str | None:
 
 
 def message_memory(channel: PointToPoint, device: torch.device) -> MessageMemory:
-    """What gathers keys by heads over these messages; one for a channel."""
-    if channel not in _message_memories:
-        _message_memories[channel] = MessageMemory(channel, device)
-    return _message_memories[channel]
+    """What gathers keys by heads over these messages; one for a channel, kept as long."""
+    key = (f"{channel.name} by heads", channel.group.group_name)
+    known = _open.get(key)
+    if known is None or known[0] is not channel.group:
+        known = _open[key] = (channel.group, MessageMemory(channel, device))
+    assert isinstance(known[1], MessageMemory)
+    return known[1]
 
 
 def buffer_bytes() -> int:
@@ -143,6 +145,4 @@ def release_buffers() -> None:
 
 
 def _peer_memories() -> list[PeerMemory]:
-    return [opened for _, opened in _open.values() if not isinstance(opened, PointToPoint)] + [
-        *_message_memories.values()
-    ]
+    return [opened for _, opened in _open.values() if not isinstance(opened, PointToPoint)]

@@ -21,9 +21,17 @@ def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.
     storage = _storage.get((device, name))
     if storage is None or storage.numel() < num_bytes:
         graphs.check_growth(name, num_bytes, device)
+        if storage is not None:
+            settle(device)
         storage = _storage[device, name] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     graphs.hold(storage, device)
     return storage[:num_bytes].view(dtype).view(shape)
+
+
+def settle(device: torch.device) -> None:
+    """Wait for the device: memory that is given up may come to another stream than the one that still uses it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def buffer_bytes() -> int:
@@ -33,5 +41,7 @@ def buffer_bytes() -> int:
 
 def release_buffers() -> None:
     """Give these buffers back; the next call allocates them anew."""
+    for device in {device for device, _ in _storage}:
+        settle(device)
     _storage.clear()
     graphs.let_go()

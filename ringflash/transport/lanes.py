@@ -42,11 +42,7 @@ class Kept:
 
 
 class Lanes:
-    """See `PeerMemory`, whose part this is.
-
-    Args:
-        device: a GPU; on the CPU every lane is the caller's own.
-    """
+    """See `PeerMemory`, whose part this is, on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

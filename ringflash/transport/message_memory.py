@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ringflash import graphs
+from ringflash.transport.buffers import settle
 from ringflash.transport.lanes import Lanes
 from ringflash.transport.peer_memory import Incoming, Outgoing
 from ringflash.transport.point_to_point import Message, PointToPoint
@@ -38,6 +39,8 @@ class MessageMemory(Lanes):
         if name in self._areas and self._areas[name].numel() >= num_bytes:
             return
         graphs.check_growth(name, num_bytes, self._device)
+        if name in self._areas:
+            settle(self._device)
         for thing in self._retire(name):
             graphs.keep(thing)
         self._areas[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -60,7 +63,12 @@ class MessageMemory(Lanes):
     def barrier(self, channel: int) -> None:
         """Messages order the ranks."""
 
+    @property
+    def num_posted(self) -> int:
+        return self.channel.num_posted
+
     def release(self) -> None:
+        settle(self._device)
         self._kept.drop()
         self._captured.clear()
         self._areas.clear()
