@@ -7,6 +7,8 @@ first exchanges its signature and its own error, if it has one, and then every r
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -28,6 +30,7 @@ _CPU = torch.device("cpu")
 
 _policy: Policy = "changed"
 _last: WeakKeyDictionary[dist.ProcessGroup, dict[str, object]] = WeakKeyDictionary()  # the last call compared
+_interrupted: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = WeakKeyDictionary()  # how often, and after what
 
 
 def set_agreement_check(policy: Policy) -> None:
@@ -59,10 +62,32 @@ def agree(group: Group, signature: dict[str, object], error: Exception | None = 
         if error is not None:
             raise error
         return
+    times, num_posted = _interrupted.get(group, (0, 0))
+    signature = {**signature, "errors in calls": f"{times}, after {num_posted} messages" if times else "none"}
     cheap = backend_of(group, _CPU) == "gloo"
     if cheap or _policy == "always" or error is not None or _last.get(group) != signature:
         _compare(_exchange(group, _encode(signature, error)), error)
         _last[group] = signature
+
+
+@contextmanager
+def under_way(group: Group, num_posted: Callable[[], int]) -> Iterator[None]:
+    """A call that sends. Where it ends with an error, the next is compared, and refused unless all stopped alike.
+
+    A caller may catch the error, out of memory say, and call again. What this rank has sent by then, and another did
+    not receive, would be taken for messages of the new call.
+
+    Args:
+        num_posted: how many batches of messages, or barriers, this rank has posted by now.
+    """
+    try:
+        yield
+    except BaseException:
+        resolved = resolve(group)
+        if resolved is not None:
+            times, _ = _interrupted.get(resolved, (0, 0))
+            _interrupted[resolved] = times + 1, num_posted()
+        raise
 
 
 def gather(group: dist.ProcessGroup, value: object) -> list:
@@ -113,9 +138,10 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
     calls = [content["call"] for content in contents]
     fields = [name for name in calls[0] if len({json.dumps(call.get(name)) for call in calls}) > 1]
     table = "; ".join(f"{name} {_by_value([call.get(name) for call in calls])}" for name in fields)
-    raise ValueError(
-        f"all ranks of the group must make the same call, got {table}; give every rank the same arguments."
-    )
+    remedy = "give every rank the same arguments"
+    if "errors in calls" in fields:
+        remedy = "start the processes again: messages are left over from a call that did not end alike"
+    raise ValueError(f"all ranks of the group must make the same call, got {table}; {remedy}.")
 
 
 def _by_value(values: list[object]) -> str:

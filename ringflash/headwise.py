@@ -121,6 +121,10 @@ class Headwise:
         self._run("backward", gathered, differentiate, begin, end)
         return dq, dk, dv
 
+    def num_posted(self) -> int:
+        """Barriers or batches of messages of this rank, of earlier calls too."""
+        return self.memory.num_posted
+
     def _run(self, way: str, gathered: Gathered, *work: Callable[[int], None]) -> None:
         """Compute all sections, while the watch looks on.
 
@@ -151,7 +155,8 @@ class Headwise:
                 otherwise queue behind all of the next section's. A section begins when the last but one has ended.
         """
         device, start = gathered.device, self.memory.mark()
-        call.reach(start, "for all ranks to begin")
+        begins = "all ranks" if transport_name(self.memory) == "copy_engine" else "its device"
+        call.reach(start, "for {} to begin", begins)
         in_order = self._is_first(way, gathered) or measuring()
         computed: list[Token] = []
         ended: list[Token] = []

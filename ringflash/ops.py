@@ -76,8 +76,9 @@ def ring_attention(
     signature = _signature(q, k, cu_seqlens, options, grad_flags, return_lse) if error is None else {}
     agreement.agree(group, signature, error)
     assert plan is not None
-    with _no_autocast(q.device.type):
-        return plan.open(group, q, k).forward(q, k, v)
+    work = plan.open(group, q, k)
+    with _no_autocast(q.device.type), agreement.under_way(group, work.num_posted):
+        return work.forward(q, k, v)
 
 
 @ring_attention.register_fake
@@ -113,8 +114,10 @@ def ring_attention_backward(
     )
     q, k, v, dout = (_addressable(x) for x in (q, k, v, dout))
     plan = _plan(q, k, v, cu_seqlens, options, 0)
-    with _no_autocast(q.device.type):
-        return plan.open(_group(group_name), q, k).backward(dout, dlse, q, k, v, out, lse)
+    group = _group(group_name)
+    work = plan.open(group, q, k)
+    with _no_autocast(q.device.type), agreement.under_way(group, work.num_posted):
+        return work.backward(dout, dlse, q, k, v, out, lse)
 
 
 @ring_attention_backward.register_fake
@@ -170,7 +173,7 @@ class Plan:
 
     def by_heads(self, q: Tensor, k: Tensor, transport: str | None) -> bool:
         """Whether keys are gathered by heads; over NCCL as far as memory goes. The same on every rank."""
-        if transport != "nccl":
+        if transport in (None, "gloo", "copy_engine"):
             return transport == "copy_engine"
         return buffer_bytes(k.shape, q.shape[2], self.gathering.capacity, k.dtype) <= MOST_BUFFER_BYTES
 

@@ -112,6 +112,10 @@ class Ring:
             call.mark("for the last gradients")
         return gradients.finish(_empty(q)), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
+    def num_posted(self) -> int:
+        """Batches of messages of this rank, over NCCL of earlier calls too."""
+        return 0 if self.transport is None else self.transport.num_posted
+
     def _arrivals(
         self, exchange: Exchange, call: Call | Unwatched, device: torch.device
     ) -> Iterator[tuple[int, Hop, torch.Tensor, torch.Tensor]]:

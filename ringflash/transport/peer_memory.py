@@ -56,6 +56,10 @@ class PeerMemory(Protocol):
     group: dist.ProcessGroup
     turns: int
 
+    @property
+    def num_posted(self) -> int:
+        """Barriers, or batches of messages, that this rank issued: as many on every rank after the same calls."""
+
     def reserve(self, name: str, num_bytes: int) -> None:
         """Make the area at least so large; collective where it is not yet."""
 
@@ -104,6 +108,7 @@ class SymmetricMemory(Lanes):
     """
 
     turns = 2
+    num_posted = 0
 
     def __init__(self, group: dist.ProcessGroup, timeout_ms: int) -> None:
         # Multicast objects are never used; without this torch makes one for every area.
@@ -153,6 +158,7 @@ class SymmetricMemory(Lanes):
 
     def barrier(self, channel: int) -> None:
         self._pad.barrier(channel, self._timeout_ms)
+        self.num_posted += 1
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -108,6 +108,8 @@ class PointToPoint:
         group: the ranks of the ring.
     """
 
+    num_posted = 0  # batches, also those without a message: the same number on every rank that made the same calls
+
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self.name, self.rank, self.group = name, group.rank(), group
         self._channel = communicator(group, "ring", "nccl", device_timeout()) if name == "nccl" else group
@@ -121,11 +123,16 @@ class PointToPoint:
         """
         todo = [self._start("to", self._channel.send, m.tensor, m.rank, m.what) for m in sends if m.rank is not None]
         todo += [self._start("from", self._channel.recv, m.tensor, m.rank, m.what) for m in recvs if m.rank is not None]
+        pending = self._post(todo, sends + recvs)
+        self.num_posted += 1
+        return pending
+
+    def _post(self, todo: list[tuple[Callable[[], dist.Work], str]], messages: list[Message]) -> Pending:
         if self.name == "gloo":
             return Pending([(start(), what) for start, what in todo], _timeout)
         if not todo:
             return Pending([])
-        device = next(m.tensor.device for m in sends + recvs)
+        device = messages[0].tensor.device
         if capturing(device):
             check_capture()
         self._channel._start_coalescing(device)

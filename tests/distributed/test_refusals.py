@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest import mock
+
 import pytest
+import torch
 
 import ringflash
+from ringflash_kernels import reference
 from tests.helpers import refusals
 from tests.helpers.pool import Context, Pool
 
@@ -29,6 +34,31 @@ def trusting(ctx: Context) -> str:
 
 def test_check_switched_off_still_refuses_locally(pool: Pool) -> None:
     assert all("window_size must be" in text for text in pool.run(trusting, size=2))
+
+
+def again_after_an_error(ctx: Context, hops: tuple[int, int]) -> str:
+    """A rank's kernel fails on its hop of this number, as where a device has no memory left; then all call again."""
+    q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
+    call = partial(ringflash.ring_attention, q, q, q, group=ctx.group, causal=False, impl="reference")
+    work = [reference.forward] * hops[ctx.rank] + [mock.Mock(side_effect=MemoryError("no memory left"))]
+    with (
+        mock.patch.object(reference, "forward", lambda *args, **options: work.pop(0)(*args, **options)),
+        pytest.raises(MemoryError),
+    ):
+        call()
+    try:
+        call()
+    except ValueError as problem:
+        return str(problem)
+    return "accepted"
+
+
+def test_calls_that_did_not_end_alike_are_not_made_again(pool: Pool) -> None:
+    """Their messages would be taken for those of the new call. Those that did may be."""
+    assert pool.run(again_after_an_error, (0, 0), size=2) == ["accepted"] * 2
+    for text in pool.run(again_after_an_error, (0, 1), size=2):
+        assert "got errors in calls 2, after 1 messages (rank 0), 2, after 2 messages (rank 1); start the" in text
+    pool.close()
 
 
 def long_error(ctx: Context) -> str:

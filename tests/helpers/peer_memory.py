@@ -90,6 +90,10 @@ class SharedMemory:
         count = int(self.barriers[channel, self.rank])
         _until(lambda: bool((self.barriers[channel] >= count).all()), f"barrier {count} of channel {channel}")
 
+    @property
+    def num_posted(self) -> int:
+        return int(self.barriers[:, self.rank].sum())
+
     def mark(self) -> Later:
         done: Future[None] = Future()
         done.set_result(None)
@@ -184,7 +188,7 @@ class MessageThreads(MessageMemory):
         self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False
     ) -> Later:
         if lane not in self.threads:
-            self.threads[lane] = ThreadPoolExecutor(1)
+            self.threads[lane] = ThreadPoolExecutor(1, lane)
         ticket = next(self.issued) if lane in ("pull", "end") else None
         return Later(self.threads[lane].submit(self._run, work, tuple(after), ticket))
 
