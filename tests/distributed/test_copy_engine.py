@@ -1,13 +1,15 @@
-"""The protocol of the transport "copy_engine" over shared memory and slow threads. 2 to 4 CPU processes, fp64.
+"""Keys gathered by heads: over shared memory and slow threads, as "copy_engine", and over messages, as NCCL.
 
-Everything but the memory itself is the code that GPUs run; the copies, streams and barriers of CUDA are not tested
-here. Cases run many to a message, in one process after another length and another number of ranks, since that is what
-buffers have to survive. Controls leave out one thing each and must be noticed.
+2 to 4 CPU processes, fp64. Messages are gloo's, in the order that NCCL's stream gives them. Everything but the memory
+itself is the code that GPUs run; the copies, streams and barriers of CUDA are not tested here. Cases run many to a
+message, in one process after another length and another number of ranks, since that is what buffers have to survive.
+Controls leave out one thing each and must be noticed.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -26,7 +28,7 @@ from ringflash.transport.buffers import buffer
 from ringflash.transport.lanes import Token
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, single_cases
-from tests.helpers.peer_memory import DELAY_S, Later, SharedMemory, copy_engine, messages_by_heads
+from tests.helpers.peer_memory import DELAY_S, Later, MessageThreads, SharedMemory, copy_engine, messages_by_heads
 from tests.helpers.pool import Context, Pool
 
 MANY_HEADS = [Case(num_heads=8, num_kv_heads=8), Case(num_heads=12, num_kv_heads=6, batch=2, causal=False)]
@@ -54,14 +56,18 @@ def check_all(ctx: Context) -> int:
         for number, case in enumerate(CASES):
             with taking_turns(number % 2 == 0):
                 ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
-        for number, heads in enumerate([((1, 2, 3), (1, 4, 1)), ((1, 5), (1, 2, 2, 1)), ((3, 1, 2), (1, 5))]):
-            case = Case(num_heads=12, num_kv_heads=6, batch=2, causal=number == 1)
-            with (
-                taking_turns(number % 2 == 0),
-                mock.patch.object(headwise, "sections_of", lambda *_, heads=heads: Sections(*heads)),
-            ):
-                ring_check.check(ctx, case, 4 + number)
+        check_unequal_sections(ctx)
         return ringflash.buffer_bytes()
+
+
+def check_unequal_sections(ctx: Context) -> None:
+    for number, heads in enumerate([((1, 2, 3), (1, 4, 1)), ((1, 5), (1, 2, 2, 1)), ((3, 1, 2), (1, 5))]):
+        case = Case(num_heads=12, num_kv_heads=6, batch=2, causal=number == 1)
+        with (
+            taking_turns(number % 2 == 0),
+            mock.patch.object(headwise, "sections_of", lambda *_, heads=heads: Sections(*heads)),
+        ):
+            ring_check.check(ctx, case, 4 + number)
 
 
 def check_messages(ctx: Context) -> None:
@@ -70,9 +76,10 @@ def check_messages(ctx: Context) -> None:
         for number, case in list(enumerate(CASES))[::2]:
             with taking_turns(number % 4 == 0):
                 ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
+        check_unequal_sections(ctx)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 3])
 def test_messages_equal_dense(pool: Pool, size: int) -> None:
     pool.run(check_messages, size=size)
 
@@ -82,13 +89,14 @@ def test_equals_dense(pool: Pool, size: int) -> None:
     assert min(pool.run(check_all, size=size)) > 0
 
 
-def repeats(ctx: Context) -> bool:
-    with copy_engine(), one_head_a_section():
+def repeats(ctx: Context, memory: Callable[[], AbstractContextManager]) -> bool:
+    with memory(), one_head_a_section():
         return all(ring_check.repeats_exactly(ctx, Case(causal=False), 6, "float32", "reference") for _ in range(5))
 
 
-def test_deterministic_mode_repeats(pool: Pool) -> None:
-    assert all(pool.run(repeats, size=4))
+@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads])
+def test_deterministic_mode_repeats(pool: Pool, memory: Callable[[], AbstractContextManager]) -> None:
+    assert all(pool.run(repeats, memory, size=4))
 
 
 KV_HEADS = 6
@@ -245,6 +253,36 @@ def verdict(ctx: Context, plant: str) -> str:
 def test_what_is_left_out_is_noticed(pool: Pool, plant: str) -> None:
     verdicts = pool.run(verdict, plant, size=4)
     assert any("errors must stay within their budget" in text for text in verdicts), verdicts
+
+
+def messages_verdict(ctx: Context, early: bool) -> str:
+    """What calls over messages say whose keys arrive in a buffer that is still read, or when they should."""
+    found = "passed"
+    with messages_by_heads(), taking_turns(True), ExitStack() as patches:
+        if early:
+            patches.enter_context(mock.patch("ringflash.headwise.Gathered.pull", too_early))
+        patches.enter_context(mock.patch(_RUN, slow_lanes_of_messages))
+        for number in range(4):
+            try:
+                ring_check.check(ctx, Case(causal=False, num_heads=8, num_kv_heads=8), 6 - number % 2)
+            except AssertionError as error:
+                found = str(error)
+    return found
+
+
+def slow_lanes_of_messages(self: MessageThreads, work: Callable[[], None], *args: Any) -> None:
+    if threading.current_thread().name.startswith(("even", "odd")):
+        time.sleep(5 * DELAY_S)
+    _run(self, work, *args)
+
+
+_run, _RUN = MessageThreads._run, f"{_MEMORY}.MessageThreads._run"
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_messages_wait_for_their_buffers(pool: Pool, early: bool) -> None:
+    for text in pool.run(messages_verdict, early, size=2):
+        assert ("errors must stay within their budget" in text) if early else text == "passed"
 
 
 @pytest.mark.parametrize("plant", ["nothing", "nothing, by turns"])

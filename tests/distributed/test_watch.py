@@ -1,7 +1,7 @@
 """Ranks that die or sleep in a ring whose host does not wait: the others end and say who is the cause. 3 processes.
 
 Over the shared memory of CPU processes, by the watch as it runs on GPUs but for the driver's events. And what a ring of
-hops tells the watch, in gloo's processes.
+hops, and keys gathered by messages, tell the watch, in gloo's processes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+from ringflash.headwise import Sections
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.faulty_job import GOOD_STEPS, Job
+from tests.helpers.peer_memory import messages_by_heads
 from tests.helpers.pool import Context, Pool
 
 TIMEOUT_S = 4
@@ -69,6 +71,9 @@ class Recorder(AbstractContextManager):
         self.marks = [way]
         recorded.append(self.marks)
 
+    def reach(self, waypoint: object, what: str, *values: object) -> None:
+        self.mark(what, *values)
+
     def mark(self, what: str, *values: object) -> None:
         self.marks.append(what.format(*values))
 
@@ -99,3 +104,22 @@ def test_a_hop_whose_keys_nobody_else_reads(pool: Pool) -> None:
     """Contiguous and causal: rank 2 of 3 reads all keys, and nobody reads its own."""
     *_, (forward, _) = pool.run(marks, Case(layout="contiguous"), size=3)
     assert forward[2:4] == ["for K/V of step 1 from rank 1", "for K/V of step 2 from rank 0"]
+
+
+def marks_by_heads(ctx: Context) -> list[list[str]]:
+    recorded.clear()
+    with (
+        messages_by_heads(),
+        mock.patch("ringflash.headwise.watching", Recorder),
+        mock.patch("ringflash.headwise.sections_of", lambda *_: Sections((1, 1), (2,))),
+    ):
+        ring_check.check(ctx, Case(), 4)
+    return recorded
+
+
+def test_keys_gathered_by_messages_say_which_section_is_waited_for(pool: Pool) -> None:
+    """No rank waits for all to begin, as over the copy engine: it waits for the messages of a section."""
+    for forward, backward in pool.run(marks_by_heads, size=2):
+        assert forward == ["forward", "for its device to begin", "for section 0", "for section 1", "issued"]
+        gradients = "for the gradients of section 0"
+        assert backward == ["backward", "for its device to begin", "for section 0", gradients, "issued"]

@@ -47,6 +47,7 @@ class Task(NamedTuple):
     impl: str
     victim: int
     timeout_s: float
+    by_hops: bool
 
 
 class Job:
@@ -56,10 +57,20 @@ class Job:
         size: ranks; on GPUs one each.
         victim: the rank that meets the fault.
         timeout_s: for `ringflash.set_timeout`.
+        by_hops: NCCL passes keys on hop by hop, as where it takes too much memory to gather them by heads.
     """
 
     def __init__(
-        self, size: int, *, transport: str, fault: str, device: str, impl: str, victim: int = 1, timeout_s: float
+        self,
+        size: int,
+        *,
+        transport: str,
+        fault: str,
+        device: str,
+        impl: str,
+        victim: int = 1,
+        timeout_s: float,
+        by_hops: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ringflash-faults-")
         self._ranks: list[subprocess.Popen[bytes]] = []
@@ -67,7 +78,7 @@ class Job:
         env = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         port = _free_port()
         for rank in range(size):
-            task = Task(rank, size, port, transport, fault, device, impl, victim, timeout_s)
+            task = Task(rank, size, port, transport, fault, device, impl, victim, timeout_s, by_hops)
             with self._log(rank).open("wb") as log:
                 command = [sys.executable, "-m", "tests.helpers.faulty_job", json.dumps(task._asdict())]
                 self._ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log))
@@ -116,6 +127,8 @@ def main(task: Task) -> None:
                 patches.enter_context(patch)
         elif task.fault == "none":
             patches.enter_context(mock.patch("ringflash.watch.thread._PERIOD_S", 0.005))
+        if task.by_hops:
+            patches.enter_context(mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0))
         step = _Step(task, device)
         for _ in range(GOOD_STEPS):
             step()

@@ -18,7 +18,7 @@ from tests.helpers.cases import Case, all_cases
 from tests.helpers.pool import Context, Pool
 from tests.helpers.tolerance import Ratio, assert_within
 from tests.multi_gpu.conftest import Setup
-from tests.multi_gpu.test_ring_on_gpus import suited
+from tests.multi_gpu.test_ring_on_gpus import SECTIONS, in_sections, suited
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -40,6 +40,19 @@ def over_copy_engine(ctx: Context, cases: list[Case], dtype: str, impl: str) -> 
 def repeats(ctx: Context, case: Case, dtype: str, impl: str) -> bool:
     with mock.patch("ringflash.ops.choose_transport", lambda *_: "copy_engine"):
         return ring_check.repeats_exactly(ctx, case, CHUNKS[0], dtype, impl)
+
+
+def in_many_sections(ctx: Context, turns: bool, dtype: str, impl: str) -> list[Ratio]:
+    with in_sections(turns):
+        return over_copy_engine(ctx, [suited(case, impl) for case in SECTIONS], dtype, impl)
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["whole", "turns"])
+def test_many_sections(pool: Pool, setup: Setup, turns: bool) -> None:
+    if setup.backend != "nccl":
+        pytest.skip("the copy engine needs GPUs")
+    for spent in pool.run(in_many_sections, turns, setup.dtype, setup.impl, timeout_s=120):
+        assert_within(spent)
 
 
 def test_cases(pool: Pool, setup: Setup) -> None:
@@ -84,6 +97,16 @@ def test_no_call_overtakes_another(pool: Pool, setup: Setup) -> None:
     assert max(pool.run(against_deterministic, setup.impl, 4096, 40, timeout_s=120)) < 2**-7
 
 
+def replay_in_sections(ctx: Context, transport: str, impl: str) -> list[float]:
+    with in_sections(turns=True):
+        return replay(ctx, transport, impl)
+
+
+def replay_by_hops(ctx: Context, transport: str, impl: str) -> list[float]:
+    with mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0):
+        return replay(ctx, transport, impl)
+
+
 def replay(ctx: Context, transport: str, impl: str) -> list[float]:
     """Largest difference of (out, dq, dk, dv) between a replay on new values and a call on them.
 
@@ -120,9 +143,18 @@ def replay(ctx: Context, transport: str, impl: str) -> list[float]:
     return [(a.float() - b.float()).abs().max().item() for a, b in zip(replayed, step(inputs), strict=True)]
 
 
-@pytest.mark.parametrize("transport", ["nccl", "copy_engine"])
-def test_graph_replays(pool: Pool, setup: Setup, transport: str) -> None:
+REPLAYS = {
+    "nccl": replay,
+    "nccl, sections": replay_in_sections,
+    "nccl, hops": replay_by_hops,
+    "copy_engine": replay,
+    "copy_engine, sections": replay_in_sections,
+}
+
+
+@pytest.mark.parametrize("way", REPLAYS)
+def test_graph_replays(pool: Pool, setup: Setup, way: str) -> None:
     """Deterministic: a replay has the bits of a call."""
     if setup.backend != "nccl" or setup.impl != "hopper":
         pytest.skip("captures impl hopper on GPUs")
-    assert pool.run(replay, transport, setup.impl) == [[0.0] * 4] * setup.ranks
+    assert pool.run(REPLAYS[way], way.partition(",")[0], setup.impl) == [[0.0] * 4] * setup.ranks

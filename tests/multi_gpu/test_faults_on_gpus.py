@@ -1,7 +1,8 @@
-"""A rank that dies or sleeps ends the others with an error that names it: copy engine and NCCL. Two GPUs or more.
+"""A rank that dies or sleeps ends the others with an error that names it. Two GPUs or more.
 
-Ranks are processes of their own, since they end. All jobs run at once on the same GPUs: each of them mostly waits. Two
-have no fault, a watch that looks all the time, captured calls, and calls under way while something else is captured.
+Over the copy engine and NCCL, there by heads and by hops. Ranks are processes of their own, since they end. All jobs
+run at once on the same GPUs: each of them mostly waits. Three have no fault, a watch that looks all the time, captured
+calls, and calls under way while something else is captured.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ pytestmark = pytest.mark.multi_gpu
 
 TIMEOUT_S = 15.0
 LIMIT_S = 100.0  # for processes that start, the timeout, and the 30 seconds that docs/troubleshooting.md promises
-FAULTS = [(transport, fault) for transport in ("copy_engine", "nccl") for fault in ("dies", "sleeps")]
-HEALTHY = [(transport, "none") for transport in ("copy_engine", "nccl")]
+HOPS = "nccl by hops"
+PLACES = {  # where a rank waits for one that has not begun
+    "copy_engine": "for all ranks to begin",
+    "nccl": "for section 0",
+    HOPS: r"for K/V of step \d+ from rank \d+( and to rank \d+)?",
+}
+FAULTS = [(way, fault) for way in ("copy_engine", "nccl") for fault in ("dies", "sleeps")] + [(HOPS, "sleeps")]
+HEALTHY = [(way, "none") for way in PLACES]
 CALL = 2 * GOOD_STEPS + 1  # forward and backward of the good steps, then the one that the victim does not make
 
 Ends = dict[tuple[str, str], tuple[list[int | None], list[str]]]
@@ -31,11 +38,12 @@ def ends(setup: Setup) -> Iterator[Ends]:
     if setup.backend != "nccl":
         pytest.skip("needs GPUs")
     jobs = {
-        (transport, fault): Job(
-            setup.ranks, transport=transport, fault=fault, device="cuda", impl=setup.impl, timeout_s=TIMEOUT_S
+        (way, fault): Job(
+            setup.ranks, transport=way.removesuffix(" by hops"), by_hops=way == HOPS, fault=fault, device="cuda",
+            impl=setup.impl, timeout_s=TIMEOUT_S,
         )
-        for transport, fault in FAULTS + HEALTHY
-    }
+        for way, fault in FAULTS + HEALTHY
+    }  # fmt: skip
     try:
         yield {which: job.finish(LIMIT_S) for which, job in jobs.items()}
     finally:
@@ -43,29 +51,25 @@ def ends(setup: Setup) -> Iterator[Ends]:
             job.close()
 
 
-@pytest.mark.parametrize("transport, fault", FAULTS)
-def test_the_others_end_with_the_name_of_the_rank(ends: Ends, transport: str, fault: str) -> None:
-    codes, texts = ends[transport, fault]
+@pytest.mark.parametrize("way, fault", FAULTS)
+def test_the_others_end_with_the_name_of_the_rank(ends: Ends, way: str, fault: str) -> None:
+    codes, texts = ends[way, fault]
     shown = f"{codes}\n" + "\n---\n".join(texts)
     assert all(code not in (0, None) for code in codes), shown
     silent = "says nothing: it died" if fault == "dies" else f"has not begun call {CALL} (its last, backward call"
-    place = (
-        "for all ranks to begin"
-        if transport == "copy_engine"
-        else r"for K/V of step \d+ from rank \d+( and to rank \d+)?"
-    )
+    transport = way.removesuffix(" by hops")
     for rank, text in enumerate(texts):
         assert f"rank {rank} has done {GOOD_STEPS} steps" in text, shown
         if rank == 1:
             continue
         assert f"ring attention over {transport} must get on within {TIMEOUT_S:.0f} s, got: rank 0 has" in text, shown
-        assert re.search(rf"rank {rank} has waited \d+ s {place} in forward call {CALL}; ", text), shown
+        assert re.search(rf"rank {rank} has waited \d+ s {PLACES[way]} in forward call {CALL}; ", text), shown
         assert f"; rank 1 {silent}" in text, shown
 
 
-@pytest.mark.parametrize("transport, fault", HEALTHY)
-def test_a_healthy_job_and_its_captures_are_left_alone(ends: Ends, transport: str, fault: str) -> None:
-    codes, texts = ends[transport, fault]
+@pytest.mark.parametrize("way, fault", HEALTHY)
+def test_a_healthy_job_and_its_captures_are_left_alone(ends: Ends, way: str, fault: str) -> None:
+    codes, texts = ends[way, fault]
     assert codes == [0] * len(codes), "\n---\n".join(texts)
     for text in texts:
         assert "has ended well" in text

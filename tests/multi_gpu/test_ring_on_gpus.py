@@ -1,17 +1,22 @@
 """The distributed cases on GPUs: NCCL, one process a GPU, low precision by the tolerance policy. Two GPUs or more.
 
 The cases are those of the gloo tier, with chunks long enough that a kernel has several tiles; a few more run at a
-length where most tiles are full.
+length where most tiles are full. NCCL gathers keys by heads; some cases pass hop by hop, as where that takes too much
+memory, and some have many sections, which no case is long enough for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from ringflash import headwise, schedule
+from ringflash.headwise import Sections
 from tests.helpers import refusals, ring_check
 from tests.helpers.cases import Case, all_cases
 from tests.helpers.pool import Context, Pool
@@ -37,10 +42,61 @@ def suited(case: Case, impl: str) -> Case:
     return replace(case, head_dim=next(size for size in sizes if size >= case.head_dim))
 
 
+BY_HOPS = [
+    Case(),
+    Case(documents="mixed"),
+    Case(causal=False, window="both", documents="crossing", layout="contiguous"),
+    Case(window="left"),
+    Case(batch=3, num_heads=6, num_kv_heads=2, head_dim=128),
+]
+SECTIONS = [
+    Case(num_heads=16, num_kv_heads=8, head_dim=128),
+    Case(num_heads=8, num_kv_heads=8, documents="mixed", batch=1),
+    Case(num_heads=12, num_kv_heads=6, batch=2, causal=False, window="both"),
+    Case(num_heads=6, num_kv_heads=6, window="left", layout="contiguous"),
+]
+
+
 def measure(ctx: Context, transport: str, *args: Any) -> list[Ratio]:
-    """`ring_check.measure` over one transport, not over what auto would take."""
-    with mock.patch("ringflash.ops.choose_transport", lambda *_: transport):
+    """`ring_check.measure` over one transport, not over what auto would take; over NCCL by heads."""
+    unused = "Ring" if transport == "nccl" else "Headwise"
+    with over(transport), mock.patch(f"ringflash.ops.{unused}", mock.Mock(side_effect=AssertionError(unused))):
         return ring_check.measure(ctx, *args)
+
+
+def measure_by_hops(ctx: Context, transport: str, *args: Any) -> list[Ratio]:
+    with (
+        over(transport),
+        mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0),
+        mock.patch("ringflash.ops.Headwise", mock.Mock(side_effect=AssertionError("by heads"))),
+    ):
+        return ring_check.measure(ctx, *args)
+
+
+def measure_in_sections(ctx: Context, transport: str, turns: bool, *args: Any) -> list[Ratio]:
+    with in_sections(turns):
+        return measure(ctx, transport, *args)
+
+
+def over(transport: str) -> AbstractContextManager:
+    return mock.patch("ringflash.ops.choose_transport", lambda *_: transport)
+
+
+@contextmanager
+def in_sections(turns: bool) -> Iterator[None]:
+    """A head a section; keys in buffers that take turns, as where they are many, or whole."""
+    schedule.gather.cache_clear()  # what is kept belongs to a gathering
+    with (
+        mock.patch.object(headwise, "sections_of", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])),
+        mock.patch.object(headwise, "WHOLE_BYTES", 0 if turns else headwise.WHOLE_BYTES),
+    ):
+        yield
+    schedule.gather.cache_clear()
+
+
+def repeats(ctx: Context, by_hops: bool, transport: str, *args: Any) -> bool:
+    with over(transport), mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0 if by_hops else 1 << 40):
+        return ring_check.repeats_exactly(ctx, *args)
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=str)
@@ -56,9 +112,26 @@ def test_long(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
     assert_within(table.add(f"long-{case}", spent))
 
 
+@pytest.mark.parametrize("case", BY_HOPS, ids=str)
+def test_case_by_hops(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
+    case = suited(case, setup.impl)
+    spent = pool.run(measure_by_hops, setup.backend, case, CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add(f"by-hops-{case}", spent))
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["whole", "turns"])
+@pytest.mark.parametrize("case", SECTIONS, ids=str)
+def test_many_sections(pool: Pool, setup: Setup, table: Table, case: Case, turns: bool) -> None:
+    case = suited(case, setup.impl)
+    spent = pool.run(measure_in_sections, setup.backend, turns, case, CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add(f"sections-{case}{'-turns' * turns}", spent))
+
+
+@pytest.mark.parametrize("by_hops", [False, True], ids=["by heads", "by hops"])
 @pytest.mark.parametrize("case", [Case(), Case(documents="mixed", window="both", causal=False)], ids=str)
-def test_deterministic(pool: Pool, setup: Setup, case: Case) -> None:
-    assert all(pool.run(ring_check.repeats_exactly, suited(case, setup.impl), CHUNK, setup.dtype, setup.impl))
+def test_deterministic(pool: Pool, setup: Setup, case: Case, by_hops: bool) -> None:
+    args = suited(case, setup.impl), CHUNK, setup.dtype, setup.impl
+    assert all(pool.run(repeats, by_hops, setup.backend, *args))
 
 
 @pytest.mark.parametrize("name", refusals.REFUSALS)

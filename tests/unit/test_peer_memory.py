@@ -1,13 +1,16 @@
-"""Where the copy engine may run, from what ranks told one another, and that "auto" does not take it. One process."""
+"""Where the copy engine may run, from what ranks told one another, and what NCCL does elsewhere. One process."""
 
 from __future__ import annotations
 
+import gc
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
 
-from ringflash import transport
+from ringflash import headwise, ops, transport
+from ringflash.mask import SequenceMask
 from ringflash.transport import peer_memory
 
 GPU = torch.device("cuda")
@@ -95,3 +98,34 @@ def test_auto_hides_no_other_error() -> None:
     with mock.patch.object(transport, "SymmetricMemory", memory), pytest.raises(RuntimeError, match="no answer"):
         transport.open_transport(transport.UNDECIDED, group)
     assert group not in transport._decided
+
+
+def test_the_memory_of_messages_lives_as_long_as_its_group() -> None:
+    """A group of the same name, made after the first was destroyed, has its own; the first one's is given back."""
+    first, second = (mock.Mock(group=mock.Mock(group_name="0")) for _ in range(2))
+    for channel in (first, second):
+        channel.name = "nccl"
+    cpu, before = torch.device("cpu"), transport.buffer_bytes()
+    memory = transport.message_memory(first, cpu)
+    memory.reserve("kv", 1000)
+    assert transport.message_memory(first, cpu) is memory and transport.buffer_bytes() == before + 1000
+    gone = ref(memory)
+    del memory
+    assert transport.message_memory(second, cpu).channel is second
+    gc.collect()
+    assert gone() is None and transport.buffer_bytes() == before
+
+
+def test_all_ranks_choose_alike_between_heads_and_hops() -> None:
+    """By what the rank with most keys would gather: of these documents ranks see different numbers of chunks."""
+    mask = SequenceMask(1 << 16, True, (-1, -1), (0, 30000, 30001, 1 << 16))
+    options = ops.Options("", True, 1.0, -1, -1, "zigzag", "reference", "nccl", False)
+    plans = [ops.Plan(mask, 4, rank, "reference", "", "nccl", options) for rank in range(4)]
+    assert len({plan.gathering.num_rows for plan in plans}) > 1
+    q, k = (torch.empty(1, 1 << 14, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    limit = headwise.buffer_bytes(k.shape, 32, plans[0].gathering.capacity, k.dtype)
+    for most, by_heads in ((limit, True), (limit - 1, False)):
+        with mock.patch.object(ops, "MOST_BUFFER_BYTES", most):
+            assert [plan.by_heads(q, k, "nccl") for plan in plans] == [by_heads] * 4
+            assert plans[0].by_heads(q, k, transport.UNDECIDED) == by_heads  # as explain() says before a first call
+            assert plans[0].by_heads(q, k, "copy_engine") and not plans[0].by_heads(q, k, "gloo")
