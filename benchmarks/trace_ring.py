@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 benchmarks/trace_ring.py --toy --folder traces     (CPU, gloo)
 
 Every rank writes traces/rank<r>.json for chrome://tracing or Perfetto; rank 0 prints its hops. Kernel time is that of
-a hop's range (over the copy engine a section's: two may overlap). The gap before it is exposed communication as far as
+a hop's range (by heads a section's: two may overlap). The gap before it is exposed communication as far as
 a message, a copy or a wait for one ran in it, and idle otherwise. traces/timeline.json is what rank 1's device did, for
 the figure in docs/performance.md.
 """

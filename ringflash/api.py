@@ -114,7 +114,7 @@ def explain(
     impl: str = "auto",
     transport: str = "auto",
 ) -> Explanation:
-    """Say which kernel, transport and hops `ring_attention` would use, without running or sending anything.
+    """Say which kernel, transport and sections or hops `ring_attention` would use, without running or sending anything.
 
     Args: as `ring_attention`.
     """

@@ -1,15 +1,16 @@
-"""Attention over keys gathered from all ranks, a few heads at a time: the ring of GPUs that map one another's memory.
+"""Attention over keys gathered from all ranks, a few heads at a time: over the copy engine and over NCCL.
 
-    pull    K/V(0) K/V(1) ........ K/V(2) ..........     copies from their owners: no SM
+    pull    K/V(0) K/V(1) ........ K/V(2) ..........     copies from their owners (no SM), or messages
     even    ...... section 0 ..... section 2 .......     kernels; those of the next section take the SMs that
     odd     ............. section 1 ..... section 3      the last tiles of this one leave idle
     begin   (backward) row sums of dO and O, zeros for dQ
-    end     (backward) ..... dK/dV(0) .. dK/dV(1) ..     copies to their owners, who add them up; dQ cast
+    end     (backward) ..... dK/dV(0) .. dK/dV(1) ..     to their owners, who add them up; dQ cast
 
 A section is some KV heads with the query heads that share them. All the keys that a rank sees lie before the kernel
 in the order of their positions, so that a section is one launch, as on one device: no state passes from hop to hop.
 The first section is small, since nothing hides its pull, and so is the last of a backward, whose gradients go home.
-Long sequences take turns with two buffers. docs/decisions/0005-copy-engine.md says what waits for what, and why.
+Long sequences take turns with two buffers, over NCCL with three. docs/decisions/0005-copy-engine.md says what waits for
+what, and why; 0008-nccl-by-heads.md what differs over NCCL.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ class Gathered:
 
     Short sequences are gathered whole, in the very area from which the others pull: a rank's own K/V then lie where
     its kernel wants them. (A copy within one GPU takes SMs, which a running kernel does not give up before its end.)
-    Long ones are gathered in two buffers that take turns, from an area that holds the rank's own.
+    Long ones are gathered in `memory.turns` buffers that take turns, from an area that holds the rank's own.
 
     Args:
         memory: areas of the group; every rank makes its own calls with tensors of the same shapes.
@@ -461,7 +462,7 @@ def buffer_bytes(shape: torch.Size | tuple[int, ...], num_heads: int, keys: int,
 
 
 def gathered_whole(shape: torch.Size | tuple[int, ...], keys: int, dtype: torch.dtype) -> bool:
-    """Whether K/V of all sections lie in the area, or take turns with two buffers. Args: as `sections_of`."""
+    """Whether K/V of all sections lie in the area, or take turns with buffers. Args: as `sections_of`."""
     batch, _, num_kv_heads, head_dim = shape
     return 2 * batch * keys * num_kv_heads * head_dim * dtype.itemsize <= WHOLE_BYTES
 

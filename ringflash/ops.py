@@ -26,7 +26,7 @@ from ringflash.schedule import Gathering
 from ringflash.transport import PointToPoint, choose_transport, message_memory, open_transport
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
 
-MOST_BUFFER_BYTES = 12 << 30  # over NCCL; beyond that a ring of hops, whose buffers are a rank's own K/V large
+MOST_BUFFER_BYTES = 12 << 30  # over NCCL by heads; beyond, a ring of hops, whose buffers grow with a rank's keys alone
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Plan:
 
     @property
     def gathering(self) -> Gathering:
-        """The keys that this rank gathers where it can read the memory of the others."""
+        """The keys that this rank gathers by heads."""
         return schedule.gather(self.mask, self.cp_size, self.cp_rank, self.options.layout)
 
     def by_heads(self, q: Tensor, k: Tensor, transport: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""The ring: walk the hops of the schedule, move the next K/V while the kernel works on this one.
+"""The ring of hops, over gloo, and over NCCL where keys are too many to gather: move the next K/V while a kernel works.
 
     forward    wait K/V(t)   post K/V(t + 1)            kernel(t): (out, lse) carried on in fp32
     backward   wait K/V(t)   post K/V(t + 1), dK/dV(t - 1)   kernel(t): dQ stays, dK/dV of the source in fp32

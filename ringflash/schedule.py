@@ -136,7 +136,7 @@ class Gathering:
 
 @lru_cache(maxsize=8)
 def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathering:
-    """What one rank gathers where it can read the memory of all others.
+    """What one rank gathers of its own keys and those of all others.
 
     Raises:
         ValueError: a length that the layout cannot cut evenly.

@@ -121,7 +121,7 @@ def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
 
 
 def _sections(job: Job) -> Sections:
-    """KV heads that the copy engine gathers at a time."""
+    """KV heads that are gathered at a time."""
     return sections_of(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16)
 
 
