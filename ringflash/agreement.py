@@ -80,11 +80,11 @@ def under_way(group: Group, num_posted: Callable[[], int]) -> Iterator[None]:
     Args:
         num_posted: how many batches of messages, or barriers, this rank has posted by now.
     """
+    resolved, before = resolve(group), num_posted()
     try:
         yield
     except BaseException:
-        resolved = resolve(group)
-        if resolved is not None:
+        if resolved is not None and num_posted() > before:  # else nothing is left over
             times, _ = _interrupted.get(resolved, (0, 0))
             _interrupted[resolved] = times + 1, num_posted()
         raise
