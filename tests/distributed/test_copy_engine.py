@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ringflash
 from ringflash import headwise, schedule, transport
@@ -87,6 +88,23 @@ def test_messages_equal_dense(pool: Pool, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4, 3])
 def test_equals_dense(pool: Pool, size: int) -> None:
     assert min(pool.run(check_all, size=size)) > 0
+
+
+def check_groups(ctx: Context, memory: Callable[[], AbstractContextManager]) -> None:
+    """Two groups in turn, whose areas are their own and whose buffers are shared; then one of two ranks."""
+    whole, halves = dist.new_group(range(ctx.size)), [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))]
+    half = halves[ctx.rank // 2]
+    assert whole is not None and half is not None
+    places = [ctx, ctx._replace(group=whole), ctx._replace(group=half, rank=ctx.rank % 2, size=2)]
+    with memory():
+        for number, case in enumerate(CASES[:9]):
+            with taking_turns(number % 2 == 0):
+                ring_check.check(places[number % 3], case, LENGTHS[number % len(LENGTHS)])
+
+
+@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads])
+def test_groups_in_turn(pool: Pool, memory: Callable[[], AbstractContextManager]) -> None:
+    pool.run(check_groups, memory, size=4)
 
 
 def repeats(ctx: Context, memory: Callable[[], AbstractContextManager]) -> bool:
