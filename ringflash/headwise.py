@@ -272,12 +272,11 @@ class Gathered:
             ]
             for section, slot in enumerate(self.slots)
         ]
-        size = gathering.pieces[0].size
         self.sends = [
             [
-                Outgoing(sequence[begin : begin + size], reader.rank)
-                for chunk, readers in zip(gathering.chunks, gathering.readers, strict=True)
-                for begin in (chunk.row if self.turns else dict(readers)[memory.rank],)
+                Outgoing(sequence[begin : begin + segment.stop - segment.start], reader.rank)
+                for segment, readers in zip(gathering.segments, gathering.readers, strict=True)
+                for begin in (segment.row if self.turns else dict(readers)[memory.rank],)
                 for reader in readers
                 if reader.rank != memory.rank
                 for sequence in section
@@ -348,13 +347,12 @@ class Home:
         gathering = gathered.gathering
         self.gathered, self.memory = gathered, gathered.memory
         rank, dtype, batch, head_dim = gathered.memory.rank, state_dtype(k.dtype), k.shape[0], k.shape[3]
-        places, size = (batch, gathering.capacity), gathering.pieces[0].size
+        places, sizes = (batch, gathering.capacity), [segment.stop - segment.start for segment in gathering.segments]
         stages = [math.prod(places) * most * 2 * head_dim for most in taking_turns(gathered.heads)]
         self.memory.reserve("dkv", sum(stages) * dtype.itemsize)
         others = [[reader for reader in readers if reader.rank != rank] for readers in gathering.readers]
-        counts = list(map(len, others))
-        come_in = sum(counts) * batch * size * max(gathered.heads) * 2 * head_dim
-        arrived = buffer("dkv.in", (come_in,), dtype, k.device)
+        lines = [len(readers) * batch * size for readers, size in zip(others, sizes, strict=True)]
+        arrived = buffer("dkv.in", (sum(lines) * max(gathered.heads) * 2 * head_dim,), dtype, k.device)
         areas = {
             reader.rank: self.memory.view("dkv", reader.rank, (sum(stages),), dtype)
             for readers in gathering.readers
@@ -372,11 +370,16 @@ class Home:
             assert mine is not None
             own = mine[:, : gathering.num_rows]
             self.stages.append((own[..., 0, :], own[..., 1, :]))
-            come = _sections(arrived, (sum(counts), batch, size), (heads,), head_dim)[0].split(counts)
+            come = [
+                part.view(len(readers), batch, size, heads, 2, head_dim)
+                for part, readers, size in zip(
+                    _sections(arrived, (sum(lines),), (heads,), head_dim)[0].split(lines), others, sizes, strict=True
+                )
+            ]
             self.pulls.append([
                 Incoming(target, reader.rank, None if source is None else source[sequence, reader.row :][:size])
-                for chunk, readers in zip(come, others, strict=True)
-                for targets, reader in zip(chunk, readers, strict=True)
+                for segment, readers, size in zip(come, others, sizes, strict=True)
+                for targets, reader in zip(segment, readers, strict=True)
                 for source in (there[reader.rank],)
                 for sequence, target in enumerate(targets)
             ])  # fmt: skip
@@ -387,8 +390,8 @@ class Home:
                 for sequence in own
             ])  # fmt: skip
             self.sums.append([
-                (slice(chunk.row, chunk.row + size), mine[:, row : row + size], partial)
-                for chunk, row, partial in zip(gathering.chunks, rows, come, strict=True)
+                (slice(segment.row, segment.row + size), mine[:, row : row + size], partial)
+                for segment, size, row, partial in zip(gathering.segments, sizes, rows, come, strict=True)
             ])  # fmt: skip
 
     def stage(self, section: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,8 @@ one pair of ranks must be posted in the same order on both sides.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -90,10 +91,10 @@ def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ..
 
 
 class Piece(NamedTuple):
-    """One chunk of keys that a rank needs: rows [start, start + size) of the owner's shard, gathered from `row` on.
+    """Keys that a rank needs: rows [start, start + size) of the owner's shard, gathered from `row` on.
 
     Args:
-        there: where the owner has the chunk among the keys that it gathers itself.
+        there: where the owner has them among the keys that it gathers itself.
     """
 
     owner: int
@@ -104,7 +105,7 @@ class Piece(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A rank that needs a chunk, and the row where it has gathered it."""
+    """A rank that needs a segment, and the row from which it has gathered it."""
 
     rank: int
     row: int
@@ -115,16 +116,16 @@ class Gathering:
     """The keys that one rank needs of all ranks, gathered in the order of their positions.
 
     Args:
-        pieces: those keys. No chunk that the rank's queries do not see is among them.
+        pieces: those keys, a segment each. The ranks' needs cut a chunk into segments: each is needed whole or not.
         mask: visible pairs of local query rows and gathered rows.
-        chunks: of the rank's own shard.
-        readers: of each of these chunks, by rank; this rank is one of them.
+        segments: of the rank's own shard.
+        readers: of each of these segments, by rank; this rank is one of them.
         capacity: most rows that any rank gathers.
     """
 
     pieces: tuple[Piece, ...]
     mask: Mask
-    chunks: tuple[Chunk, ...]
+    segments: tuple[Chunk, ...]
     readers: tuple[tuple[Reader, ...], ...]
     capacity: int
 
@@ -142,29 +143,69 @@ def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathe
         ValueError: a length that the layout cannot cut evenly.
     """
     shards = _shards(mask.seqlen, cp_size, layout)
-    place = {chunk.start: (rank, chunk) for rank, shard in enumerate(shards) for chunk in shard}
-    size = shards[0][0].stop - shards[0][0].start
-    seen = [_seen(mask, shard) for shard in shards]  # of each rank: where the chunks begin that it sees
-    rows = [{start: index * size for index, start in enumerate(starts)} for starts in seen]
-    keys = tuple(Chunk(start, start + size, row) for start, row in rows[cp_rank].items())
-    pairs = Mask.of(mask.seqlen // cp_size, len(keys) * size, _regions(mask, shards[cp_rank], keys))
-    owned = [(key, *place[key.start]) for key in keys]
-    pieces = tuple(Piece(owner, chunk.row, key.row, size, rows[owner][key.start]) for key, owner, chunk in owned)
-    readers = tuple(
-        tuple(Reader(rank, rows[rank][chunk.start]) for rank in range(cp_size) if chunk.start in rows[rank])
-        for chunk in shards[cp_rank]
+    segments = list(_segments(shards, [_seen(mask, shard) for shard in shards]))
+    rows: list[dict[int, int]] = [{} for _ in shards]  # of each rank: where it has gathered a segment, by its start
+    num_rows = [0] * cp_size
+    for _, segment, ranks in segments:
+        for rank in ranks:
+            rows[rank][segment.start] = num_rows[rank]
+            num_rows[rank] += segment.stop - segment.start
+    mine = [(owner, segment, rows[cp_rank][segment.start]) for owner, segment, ranks in segments if cp_rank in ranks]
+    keys = tuple(_runs(Chunk(segment.start, segment.stop, row) for _, segment, row in mine))
+    pairs = Mask.of(mask.seqlen // cp_size, num_rows[cp_rank], _regions(mask, shards[cp_rank], keys))
+    pieces = tuple(
+        Piece(owner, segment.row, row, segment.stop - segment.start, rows[owner][segment.start])
+        for owner, segment, row in mine
     )
-    return Gathering(pieces, pairs, shards[cp_rank], readers, max(map(len, seen)) * size)
+    own = [(segment, ranks) for owner, segment, ranks in segments if owner == cp_rank]
+    readers = tuple(tuple(Reader(rank, rows[rank][segment.start]) for rank in ranks) for segment, ranks in own)
+    return Gathering(pieces, pairs, tuple(segment for segment, _ in own), readers, max(num_rows))
 
 
-def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> list[int]:
-    """Where the chunks begin that a shard's queries see, ascending."""
-    starts: set[int] = set()
+def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> list[tuple[int, int]]:
+    """The positions [first, stop) of keys that each chunk of queries sees, to a 64th of a chunk."""
+    size = shard[0].stop - shard[0].start
+    grain = max(1, size // 64)  # few sizes of segments, none of a few rows
+    spans = []
     for chunk in shard:
-        size = chunk.stop - chunk.start
         first, stop = mask.visible_span(chunk.start, chunk.stop)
-        starts.update(range(first // size * size, stop, size))
-    return sorted(starts)
+        begin, end = first // size * size, (stop - 1) // size * size  # where the outermost chunks of keys begin
+        spans.append((begin + (first - begin) // grain * grain, min(end - (end - stop) // grain * grain, end + size)))
+    return spans
+
+
+def _segments(
+    shards: list[tuple[Chunk, ...]], spans: list[list[tuple[int, int]]]
+) -> Iterator[tuple[int, Chunk, tuple[int, ...]]]:
+    """All chunks by position, cut where other ranks begin or cease to see them: owner, segment, ranks that see it."""
+    cuts = sorted({position for seen in spans for span in seen for position in span})
+    owned = sorted((chunk.start, rank, chunk) for rank, shard in enumerate(shards) for chunk in shard)
+    for _, owner, chunk in owned:
+        start = chunk.start
+        inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, chunk.stop)]
+        seen_by = [_seeing(spans, position) for position in (start, *inside)]
+        for index, stop in enumerate((*inside, chunk.stop)):
+            if stop == chunk.stop or seen_by[index] != seen_by[index + 1]:
+                yield owner, Chunk(start, stop, chunk.row + start - chunk.start), seen_by[index]
+                start = stop
+
+
+def _seeing(spans: list[list[tuple[int, int]]], position: int) -> tuple[int, ...]:
+    return tuple(rank for rank, seen in enumerate(spans) if any(first <= position < stop for first, stop in seen))
+
+
+def _runs(segments: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Segments whose positions follow one another, as one."""
+    run: Chunk | None = None
+    for segment in segments:
+        if run is not None and run.stop == segment.start:
+            run = Chunk(run.start, segment.stop, run.row)
+            continue
+        if run is not None:
+            yield run
+        run = segment
+    if run is not None:
+        yield run
 
 
 def _shards(seqlen: int, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:

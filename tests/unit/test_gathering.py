@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from hypothesis import given, settings
 
-from ringflash.layout import chunks, local_positions
+from ringflash.layout import Chunk, chunks, local_positions
 from ringflash.mask import SequenceMask
 from ringflash.schedule import Gathering, gather
 from tests.helpers import dense
@@ -23,7 +25,7 @@ def of_all(problem: Problem) -> list[Gathering]:
 @given(problems())
 @settings(max_examples=200, deadline=None)
 def test_every_visible_key_in_order(problem: Problem) -> None:
-    """All visible pairs, at the right positions, and no chunk of which a rank sees nothing."""
+    """All visible pairs, at the right positions, and no segment of which a rank sees nothing."""
     mask, cp_size, layout = problem
     position = torch.arange(mask.seqlen)
     want = dense.visible(
@@ -32,10 +34,10 @@ def test_every_visible_key_in_order(problem: Problem) -> None:
     positions = [local_positions(mask.seqlen, cp_size, rank, layout) for rank in range(cp_size)]
     ranks = of_all(problem)
     for rank, found in enumerate(ranks):
-        chunk_keys = [positions[piece.owner][piece.start : piece.start + piece.size] for piece in found.pieces]
-        assert [piece.row for piece in found.pieces] == [found.pieces[0].size * i for i in range(len(chunk_keys))]
-        assert all(want[positions[rank]][:, keys].any() for keys in chunk_keys)
-        keys = torch.cat(chunk_keys)
+        piece_keys = [positions[piece.owner][piece.start : piece.start + piece.size] for piece in found.pieces]
+        assert [piece.row for piece in found.pieces] == [0, *accumulate(map(len, piece_keys))][:-1]
+        assert all(want[positions[rank]][:, keys].any() for keys in piece_keys)
+        keys = torch.cat(piece_keys)
         assert (keys[1:] > keys[:-1]).all()
         assert torch.equal(found.mask.dense(), want[positions[rank]][:, keys])
         assert found.mask.num_visible == int(want[positions[rank]].sum())
@@ -48,18 +50,45 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
     mask, cp_size, layout = problem
     ranks = of_all(problem)
     for rank, found in enumerate(ranks):
-        assert found.chunks == chunks(mask.seqlen, cp_size, rank, layout)
-        for chunk, readers in zip(found.chunks, found.readers, strict=True):
+        assert [row for segment in found.segments for row in range(segment.row, segment.row + size(segment))] == [
+            row
+            for chunk in chunks(mask.seqlen, cp_size, rank, layout)
+            for row in range(chunk.row, chunk.row + size(chunk))
+        ]
+        for segment, readers in zip(found.segments, found.readers, strict=True):
             want = [
                 (reader, piece.row)
                 for reader, other in enumerate(ranks)
                 for piece in other.pieces
-                if (piece.owner, piece.start) == (rank, chunk.row)
+                if (piece.owner, piece.start, piece.size) == (rank, segment.row, size(segment))
             ]
             assert list(readers) == want and rank in dict(want)
+        assert all(piece.there == dict(rows_of(ranks[piece.owner]))[piece.owner, piece.start] for piece in found.pieces)
+
+
+def size(chunk: Chunk) -> int:
+    return chunk.stop - chunk.start
+
+
+def rows_of(found: Gathering) -> list[tuple[tuple[int, int], int]]:
+    """Where a rank has what it gathers, by owner and first row there."""
+    return [((piece.owner, piece.start), piece.row) for piece in found.pieces]
 
 
 def test_causal_zigzag_gathers_no_later_chunk() -> None:
     ranks = of_all((SequenceMask(64), 4, "zigzag"))
     assert [found.num_rows // 8 for found in ranks] == [8, 7, 6, 5]
     assert [len(readers) for readers in ranks[0].readers] == [4, 1]
+
+
+def test_a_window_gathers_what_it_sees() -> None:
+    """Of the chunk before its own a rank gathers the window, to a 64th of a chunk, and few rows more."""
+    ranks = of_all((SequenceMask(1 << 16, window_size=(300, 0)), 4, "zigzag"))
+    assert [found.num_rows for found in ranks] == [16384 + 384, 16384 + 768, 16384 + 768, 16384 + 384]
+    assert all(len(found.mask.regions) <= 2 for found in ranks)
+    assert [[len(readers) for readers in found.readers] for found in ranks] == [
+        [1, 2, 1],
+        [1, 2, 1, 2],
+        [1, 2, 1, 2],
+        [1, 1, 2],
+    ]
