@@ -43,6 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Print the table; 1 where a row is slower than the baseline by more than the tolerance."""
+    _check_rows(options.rows)
     if options.plot is not None:
         _check_plot(options.plot)
     before = [] if options.baseline is None else read_results(options.baseline)[1]  # an error before the long run
@@ -51,6 +52,8 @@ def run(options: Namespace) -> int:
         path = _measure(options, path) if options.what in ("kernels", "ring") else Path(options.what)
         environment, rows = read_results(path)
     rows = [row for row in rows if re.search(options.rows, row.name)]
+    if not rows:
+        raise ValueError(f"--rows must be found in the name of a row, got {options.rows!r}; leave it out for all rows.")
     compared = changes(rows, before)
     slower = [change for change in compared if change.ratio < 1 - options.tolerance]
     if options.json:
@@ -78,11 +81,20 @@ def _measure(options: Namespace, out: Path) -> Path:
     if options.what == "ring":
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(_num_ranks(options))]
         arguments += ["--toy"] if options.toy else []
+    else:
+        _check_gpu()
     path = f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run([*command, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr)
     if done.returncode != 0:
         raise RuntimeError(f"{script.name} must end with status 0, got {done.returncode}; its output is above.")
     return out
+
+
+def _check_gpu() -> None:
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        raise RuntimeError("kernels must be timed on a GPU, got none; bench ring --toy runs without.")
 
 
 def _num_ranks(options: Namespace) -> int:
@@ -101,7 +113,10 @@ def _as_json(
 ) -> dict[str, Any]:
     return {
         "environment": environment,
-        "rows": [{"name": row.name, "figures": row.figures, "ours": row.ours, "ratio": row.ratio} for row in rows],
+        "rows": [
+            {"name": row.name, "figures": row.figures, "unit": row.unit, "ours": row.ours, "ratio": row.ratio}
+            for row in rows
+        ],
         "compared": [change.__dict__ for change in compared],
         "regressions": [change.name for change in slower],
     }
@@ -112,7 +127,8 @@ def _print(environment: dict[str, Any], rows: list[Measured], compared: list[Cha
     about = ("device", "torch", "triton", "commit", "command")
     out.print(", ".join(f"{key} {environment[key]}" for key in about if key in environment))
     by_name = {change.name: change for change in compared}
-    table = Table("row", "ours", "fastest peer", "ours / peer", "/ baseline", "")
+    unit = f", {rows[0].unit}" if rows else ""
+    table = Table("row", f"ours{unit}", "fastest peer", "ours / peer", "/ baseline", "")
     longest = max((row.figures[row.ours] for row in rows), default=1.0)
     for row in rows:
         peer = "" if row.peer is None else f"{row.figures[row.peer]:.4g} ({row.peer})"
@@ -125,6 +141,15 @@ def _print(environment: dict[str, Any], rows: list[Measured], compared: list[Cha
     out.print(table)
     for change in slower:
         out.print(f"[red]slower than the baseline: {change.name}, {change.ratio:.3f}[/]")
+
+
+def _check_rows(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"--rows must be a regular expression, got {pattern!r} ({error}); put a backslash before ( ) [ * + ?."
+        ) from error
 
 
 def _check_plot(path: Path) -> None:

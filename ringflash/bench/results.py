@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_PROBE = "kernels alone"  # bench_ring's --probes: a ring's work without its messages, which no peer leaves out
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -14,18 +16,20 @@ class Measured:
 
     Args:
         name: row and pass.
-        figures: by contender; more is better. TFLOP/s of kernels, percent of the ideal of rings.
+        figures: by contender; more is better.
         ours: contender that is this project's; of several transports the fastest.
+        unit: of the figures: TFLOP/s of kernels, percent of the ideal of rings.
     """
 
     name: str
     figures: dict[str, float]
     ours: str
+    unit: str
 
     @property
     def peer(self) -> str | None:
         """The fastest of the others."""
-        others = {who: x for who, x in self.figures.items() if not who.startswith("ringflash")}
+        others = {who: x for who, x in self.figures.items() if not who.startswith("ringflash") and who != _PROBE}
         return max(others, key=others.__getitem__, default=None)
 
     @property
@@ -73,7 +77,7 @@ def _measured(row: dict[str, Any]) -> Measured | None:
     if not all(figure > 0 for figure in figures.values()):
         raise ValueError(f"figures of {row['row']} must be positive, got {figures}")
     ours = "ringflash" if "ringflash" in mine else max(mine, key=figures.__getitem__)  # a ring has one by transport
-    return Measured(f"{row['row']}, {row['pass']}", figures, ours)
+    return Measured(f"{row['row']}, {row['pass']}", figures, ours, "TFLOP/s" if row.get("tflops") else "% of the ideal")
 
 
 def changes(new: list[Measured], old: list[Measured]) -> list[Change]:

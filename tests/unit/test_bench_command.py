@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ring_contenders import PROBES
 from ringflash.bench import command
 from ringflash.bench.results import changes, read_results
 from ringflash.cli import main
@@ -28,6 +29,7 @@ def test_committed_results_are_read() -> None:
     assert "H200" in environment.get("device", environment.get("gpu", "")) and len(rows) > 20
     first, written = rows[0], json.loads(COMMITTED.read_text())["results"][0]
     assert first.name == f"{written['row']}, {written['pass']}" and first.peer == "flash-attn-4"
+    assert first.unit == "TFLOP/s"
     assert first.ratio == pytest.approx(written["tflops"]["ringflash"] / written["tflops"]["flash-attn-4"])
 
 
@@ -84,6 +86,13 @@ def test_rows_are_chosen_and_ours_is_the_plain_one(tmp_path: Path, capsys: pytes
     assert (row["name"], row["ours"]) == ("hop, forward", "ringflash")
 
 
+def test_a_probe_is_no_peer(tmp_path: Path) -> None:
+    """Kernels without messages leave out what a ring is timed for."""
+    probes = dict.fromkeys(PROBES, 99.0)
+    (row,) = read_results(write(tmp_path / "x", ring={**probes, "ringflash, nccl": 90, "Ulysses": 80}))[1]
+    assert row.peer == "Ulysses"
+
+
 def test_a_row_that_nobody_of_us_computes_is_left_out(tmp_path: Path) -> None:
     assert read_results(write(tmp_path / "x", a={"fa": 600}))[1] == []
 
@@ -101,6 +110,9 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         ([str(COMMITTED), "--baseline", "nothing.json"], "nothing.json must hold results"),
         ([str(COMMITTED), "--plot", "plot.gif"], "--plot must end in .png, .svg or .pdf, got plot.gif"),
         (["ring"], "a ring must have 2 GPUs or more, got 0; --toy runs it"),
+        (["kernels"], "kernels must be timed on a GPU, got none; bench ring --toy runs without"),
+        ([str(COMMITTED), "--rows", "hd("], "--rows must be a regular expression, got 'hd('"),
+        ([str(COMMITTED), "--rows", "hd7"], "--rows must be found in the name of a row, got 'hd7'"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -128,4 +140,5 @@ def test_a_small_ring_is_run_kept_and_compared(tmp_path: Path, capfd: pytest.Cap
     assert main(arguments) == 0
     said = json.loads(capfd.readouterr().out)
     assert len(said["rows"]) == 2 and all(row["ours"] == "ringflash, gloo" for row in said["rows"])
+    assert said["rows"][0]["unit"] == "% of the ideal"
     assert [change["ratio"] for change in said["compared"]] == [1.0, 1.0]
