@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -140,15 +142,36 @@ def _from_folder(path: Path, num_layers: int | None, seed: int) -> Factory:
         _cut_layers(config, num_layers)
         options = {"attn_implementation": "ringflash", "dtype": torch.float32}
         if has_weights:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, use_safetensors=True, local_files_only=True, **options
-            )
+            with nullcontext() if num_layers is None else _transformers_quiet():
+                model, read = AutoModelForCausalLM.from_pretrained(
+                    path,
+                    config=config,
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    **options,
+                )
+            if num_layers is not None and read["missing_keys"]:
+                warnings.warn(f"{path} lacks {sorted(read['missing_keys'])}, which were drawn", stacklevel=2)
         else:
             model = AutoModelForCausalLM.from_config(config, **options)
         huggingface.set_group(model, group)
         return Training(huggingface.CausalLMWithLoss(model, group))
 
     return lambda group: _seeded(build, group, seed)
+
+
+@contextmanager
+def _transformers_quiet() -> Iterator[None]:
+    """Without its list, for every rank and load, of the layers that were cut off."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _cut_layers(config: Any, num_layers: int | None) -> None:

@@ -152,6 +152,31 @@ def test_a_folder_with_weights_or_without_passes(pool: Pool, tmp_path: Path) -> 
         assert result == (True, [], layers or 2)
 
 
+def test_layers_that_are_cut_off_are_not_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers lists them for every load; a tensor that is not there at all is still said."""
+    import logging
+
+    from safetensors.torch import load_file, save_file
+
+    from ringflash.verify.subject import load
+    from tests.helpers.models import build
+
+    build("qwen3_window").float().save_pretrained(tmp_path)
+    log = logging.getLogger("transformers")  # which hands nothing on
+    log.addHandler(caplog.handler)
+    try:
+        load(str(tmp_path), 1, 0)(None)
+    finally:
+        log.removeHandler(caplog.handler)
+    assert "UNEXPECTED" not in caplog.text
+    weights = tmp_path / "model.safetensors"
+    save_file(
+        {name: x for name, x in load_file(weights).items() if name != "model.norm.weight"}, weights, {"format": "pt"}
+    )
+    with pytest.warns(UserWarning, match=r"lacks \['model.norm.weight'\], which were drawn"):
+        load(str(tmp_path), 1, 0)(None)
+
+
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     """Rather than drawn anew."""
     from ringflash.verify.subject import load
