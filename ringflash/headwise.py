@@ -38,7 +38,7 @@ from ringflash_kernels.api import BackwardPass, begin_backward, collect, impleme
 
 T = TypeVar("T")
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
-WHOLE_BYTES = 1 << 30  # K/V of the whole sequence, gathered at once up to so many
+WHOLE_BYTES = 1 << 30  # K/V of all the keys that a rank gathers, at once up to so many
 _WORK_OF_A_SECTION = 1 << 18  # query heads times keys; with less a section takes the host longer than the GPU
 _WORK_OF_A_LONG_CALL = 1 << 33  # heads times queries times keys; with less, a third section of a backward would, too
 _STAGE_BYTES = 192 << 20  # of a buffer of K/V, or of gradients, where a section may be smaller
