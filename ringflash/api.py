@@ -116,6 +116,8 @@ def explain(
 ) -> Explanation:
     """Say which kernel, transport and sections or hops `ring_attention` would use, without running or sending anything.
 
+    On GPUs the transport "auto" is shown as "copy_engine or nccl" until the first call of the group decides.
+
     Args: as `ring_attention`.
     """
     resolved = resolve(group)
