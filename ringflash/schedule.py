@@ -152,7 +152,7 @@ def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathe
             num_rows[rank] += segment.stop - segment.start
     mine = [(owner, segment, rows[cp_rank][segment.start]) for owner, segment, ranks in segments if cp_rank in ranks]
     keys = tuple(_runs(Chunk(segment.start, segment.stop, row) for _, segment, row in mine))
-    pairs = Mask.of(mask.seqlen // cp_size, num_rows[cp_rank], _regions(mask, shards[cp_rank], keys))
+    pairs = Mask.of(mask.seqlen // cp_size, num_rows[cp_rank], _regions(mask, tuple(_runs(shards[cp_rank])), keys))
     pieces = tuple(
         Piece(owner, segment.row, row, segment.stop - segment.start, rows[owner][segment.start])
         for owner, segment, row in mine
