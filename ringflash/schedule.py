@@ -20,6 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from ringflash.layout import Chunk, chunks
@@ -111,6 +112,9 @@ class Reader(NamedTuple):
     row: int
 
 
+Spans = list[tuple[int, int]]  # [first, stop) of positions, ascending, with gaps between them
+
+
 @dataclass(frozen=True)
 class Gathering:
     """The keys that one rank needs of all ranks, gathered in the order of their positions.
@@ -143,55 +147,58 @@ def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathe
         ValueError: a length that the layout cannot cut evenly.
     """
     shards = _shards(mask.seqlen, cp_size, layout)
-    segments = list(_segments(shards, [_seen(mask, shard) for shard in shards]))
-    rows: list[dict[int, int]] = [{} for _ in shards]  # of each rank: where it has gathered a segment, by its start
-    num_rows = [0] * cp_size
-    for _, segment, ranks in segments:
-        for rank in ranks:
-            rows[rank][segment.start] = num_rows[rank]
-            num_rows[rank] += segment.stop - segment.start
-    mine = [(owner, segment, rows[cp_rank][segment.start]) for owner, segment, ranks in segments if cp_rank in ranks]
-    keys = tuple(_runs(Chunk(segment.start, segment.stop, row) for _, segment, row in mine))
-    pairs = Mask.of(mask.seqlen // cp_size, num_rows[cp_rank], _regions(mask, tuple(_runs(shards[cp_rank])), keys))
-    pieces = tuple(
-        Piece(owner, segment.row, row, segment.stop - segment.start, rows[owner][segment.start])
-        for owner, segment, row in mine
+    seen = [_seen(mask, shard) for shard in shards]
+    segments = list(_segments(shards, seen))
+    pieces, gathered = [], []
+    for owner, segment in segments:
+        if _sees(seen[cp_rank], segment):
+            row, there = _row(seen[cp_rank], segment), _row(seen[owner], segment)
+            pieces.append(Piece(owner, segment.row, row, segment.stop - segment.start, there))
+            gathered.append(Chunk(segment.start, segment.stop, row))
+    num_rows = [sum(stop - first for first, stop in spans) for spans in seen]
+    regions = _regions(mask, tuple(_runs(shards[cp_rank])), tuple(_runs(gathered)))
+    pairs = Mask.of(mask.seqlen // cp_size, num_rows[cp_rank], regions)
+    own = tuple(segment for owner, segment in segments if owner == cp_rank)
+    readers = tuple(
+        tuple(Reader(rank, _row(spans, segment)) for rank, spans in enumerate(seen) if _sees(spans, segment))
+        for segment in own
     )
-    own = [(segment, ranks) for owner, segment, ranks in segments if owner == cp_rank]
-    readers = tuple(tuple(Reader(rank, rows[rank][segment.start]) for rank in ranks) for segment, ranks in own)
-    return Gathering(pieces, pairs, tuple(segment for segment, _ in own), readers, max(num_rows))
+    return Gathering(tuple(pieces), pairs, own, readers, max(num_rows))
 
 
-def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> list[tuple[int, int]]:
-    """The positions [first, stop) of keys that each chunk of queries sees, to a 64th of a chunk."""
+def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:
+    """The keys that a shard of queries sees, to a 64th of a chunk."""
     size = shard[0].stop - shard[0].start
     grain = max(1, size // 64)  # few sizes of segments, none of a few rows
-    spans = []
+    spans: Spans = []
     for chunk in shard:
         first, stop = mask.visible_span(chunk.start, chunk.stop)
         begin, end = first // size * size, (stop - 1) // size * size  # where the outermost chunks of keys begin
-        spans.append((begin + (first - begin) // grain * grain, min(end - (end - stop) // grain * grain, end + size)))
+        first = begin + (first - begin) // grain * grain
+        stop = min(end - (end - stop) // grain * grain, end + size)
+        if spans and first <= spans[-1][1]:
+            first = spans.pop()[0]
+        spans.append((first, stop))
     return spans
 
 
-def _segments(
-    shards: list[tuple[Chunk, ...]], spans: list[list[tuple[int, int]]]
-) -> Iterator[tuple[int, Chunk, tuple[int, ...]]]:
-    """All chunks by position, cut where other ranks begin or cease to see them: owner, segment, ranks that see it."""
-    cuts = sorted({position for seen in spans for span in seen for position in span})
+def _segments(shards: list[tuple[Chunk, ...]], seen: list[Spans]) -> Iterator[tuple[int, Chunk]]:
+    """All chunks by position, each with its owner, cut where some rank begins or ceases to see them."""
+    cuts = sorted({position for spans in seen for span in spans for position in span})
     owned = sorted((chunk.start, rank, chunk) for rank, shard in enumerate(shards) for chunk in shard)
     for _, owner, chunk in owned:
-        start = chunk.start
-        inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, chunk.stop)]
-        seen_by = [_seeing(spans, position) for position in (start, *inside)]
-        for index, stop in enumerate((*inside, chunk.stop)):
-            if stop == chunk.stop or seen_by[index] != seen_by[index + 1]:
-                yield owner, Chunk(start, stop, chunk.row + start - chunk.start), seen_by[index]
-                start = stop
+        inside = cuts[bisect_right(cuts, chunk.start) : bisect_left(cuts, chunk.stop)]
+        for start, stop in pairwise((chunk.start, *inside, chunk.stop)):
+            yield owner, Chunk(start, stop, chunk.row + start - chunk.start)
 
 
-def _seeing(spans: list[list[tuple[int, int]]], position: int) -> tuple[int, ...]:
-    return tuple(rank for rank, seen in enumerate(spans) if any(first <= position < stop for first, stop in seen))
+def _sees(spans: Spans, segment: Chunk) -> bool:
+    return any(first <= segment.start < stop for first, stop in spans)
+
+
+def _row(spans: Spans, segment: Chunk) -> int:
+    """How many keys of these spans lie before a segment: where it is gathered, by who sees it."""
+    return sum(max(0, min(segment.start, stop) - first) for first, stop in spans)
 
 
 def _runs(segments: Iterable[Chunk]) -> Iterator[Chunk]:

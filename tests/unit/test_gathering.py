@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from itertools import accumulate
+from types import SimpleNamespace
+from typing import cast
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ringflash import headwise
 from ringflash.layout import Chunk, chunks, local_positions
 from ringflash.mask import SequenceMask
 from ringflash.schedule import Gathering, gather
+from ringflash.transport import MessageMemory, PointToPoint, buffers
+from ringflash.transport.peer_memory import Incoming, Outgoing
 from tests.helpers import dense
 from tests.unit.test_schedule import problems
 
@@ -22,7 +31,10 @@ def of_all(problem: Problem) -> list[Gathering]:
     return [gather(mask, cp_size, rank, layout) for rank in range(cp_size)]
 
 
-@given(problems())
+SHORT, LONG = problems(), problems(range(1, 4), (63, 64, 127, 130, 200))  # 64ths of a chunk are a row, or some
+
+
+@given(SHORT | LONG)
 @settings(max_examples=200, deadline=None)
 def test_every_visible_key_in_order(problem: Problem) -> None:
     """All visible pairs, at the right positions, and no segment of which a rank sees nothing."""
@@ -44,7 +56,7 @@ def test_every_visible_key_in_order(problem: Problem) -> None:
     assert all(found.capacity == max(other.num_rows for other in ranks) for found in ranks)
 
 
-@given(problems())
+@given(SHORT | LONG)
 @settings(max_examples=100, deadline=None)
 def test_readers_are_who_gathers(problem: Problem) -> None:
     mask, cp_size, layout = problem
@@ -92,3 +104,42 @@ def test_a_window_gathers_what_it_sees() -> None:
         [1, 2, 1, 2],
         [1, 1, 2],
     ]
+
+
+@given(SHORT | LONG | problems((16, 33), (1, 2, 64)), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_messages_of_two_ranks_pair_up(problem: Problem, turns: bool) -> None:
+    """What one rank sends to another comes in the order in which that one receives it: K/V there, gradients home."""
+    mask, cp_size, layout = problem
+    k, whole = torch.empty(2, mask.seqlen // cp_size, 3, 1), 0 if turns else headwise.WHOLE_BYTES
+    with mock.patch.object(headwise, "WHOLE_BYTES", whole), mock.patch.object(buffers, "_storage", {}):
+        there = []
+        for rank, gathering in enumerate(of_all(problem)):
+            channel = cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None))
+            there.append(headwise.Gathered(MessageMemory(channel, k.device), gathering, k, 3, (1, 2)))
+        home = [headwise.Home(gathered, k) for gathered in there]
+    for section in range(2):
+        pair_up([way.sends[section] for way in there], [way.pulls[section] for way in there])
+        pair_up([way.sends[section] for way in home], [way.pulls[section] for way in home])
+
+
+def pair_up(sends: list[list[Outgoing]], pulls: list[list[Incoming]]) -> None:
+    """Assert that what ranks send is what the others receive, pair by pair, and not to themselves."""
+    sent, received = defaultdict(list), defaultdict(list)
+    for rank, (outgoing, incoming) in enumerate(zip(sends, pulls, strict=True)):
+        for tensor, reader in outgoing:
+            sent[rank, reader].append((tensor.is_contiguous(), tensor.shape))
+        for target, owner, source in incoming:
+            if source is None:
+                received[owner, rank].append((target.is_contiguous(), target.shape))
+    assert sent == received and all(one != other for one, other in sent)
+    assert all(contiguous for messages in (*sent.values(), *received.values()) for contiguous, _ in messages)
+
+
+def test_a_thousand_ranks_take_the_host_no_longer_than_a_kernel_or_two() -> None:
+    """Packed data bring a new mask with every step: 0.03 s, where comparing all ranks with all took seconds."""
+    bounds = tuple(range(0, 1 << 24, 1 << 11))
+    begun = time.process_time()
+    found = gather.__wrapped__(SequenceMask(1 << 24, False, (1 << 20, 300), (*bounds, 1 << 24)), 1024, 7, "zigzag")
+    gather.__wrapped__(SequenceMask(1 << 24, False), 1024, 7, "zigzag")
+    assert time.process_time() - begun < 1 and len(found.pieces) < 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,11 +15,13 @@ from tests.helpers import dense
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[SequenceMask, int, str]:
+def problems(
+    draw: st.DrawFn, cp_sizes: Sequence[int] = range(1, 9), chunk_tokens: Sequence[int] = range(1, 7)
+) -> tuple[SequenceMask, int, str]:
     """A mask, the number of ranks and the layout."""
-    cp_size, layout = draw(st.integers(1, 8)), draw(st.sampled_from(LAYOUTS))
-    seqlen = granularity(cp_size, layout) * draw(st.integers(1, 6))
-    side = st.sampled_from([-1, -1, 0, 1, 2, 5, 11, seqlen])
+    cp_size, layout = draw(st.sampled_from(cp_sizes)), draw(st.sampled_from(LAYOUTS))
+    seqlen = granularity(cp_size, layout) * draw(st.sampled_from(chunk_tokens))
+    side = st.sampled_from([-1, -1, 0, 1, 2, 5, 11, seqlen // 5, seqlen // 2, seqlen])
     cuts = draw(st.none() | st.lists(st.integers(1, max(1, seqlen - 1)), max_size=6))
     bounds = None if cuts is None else tuple(sorted({0, seqlen, *(c for c in cuts if c < seqlen)}))
     return SequenceMask(seqlen, draw(st.booleans()), (draw(side), draw(side)), bounds), cp_size, layout
