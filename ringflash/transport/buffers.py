@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 
 from ringflash import graphs
 
+
+class Views(Protocol):
+    """Views of buffers, kept from call to call."""
+
+    def drop(self) -> None:
+        """Keep them no longer."""
+
+
 _storage: dict[tuple[torch.device, str], torch.Tensor] = {}
+_views: WeakSet[Views] = WeakSet()
 
 
 def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -23,9 +34,17 @@ def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.
         graphs.check_growth(name, num_bytes, device)
         if storage is not None:
             settle(device)
+            for views in _views:
+                views.drop()
+            del storage, _storage[device, name]  # before the larger one is there
         storage = _storage[device, name] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     graphs.hold(storage, device)
     return storage[:num_bytes].view(dtype).view(shape)
+
+
+def drop_with_growth(views: Views) -> None:
+    """From now on, have these dropped when a buffer grows: they would hold what it was before."""
+    _views.add(views)
 
 
 def settle(device: torch.device) -> None:

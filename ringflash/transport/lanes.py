@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from ringflash import graphs
+from ringflash.transport.buffers import drop_with_growth
 
 T = TypeVar("T")
 _MOST_KEPT = 12
@@ -21,10 +22,11 @@ class Token(Protocol):
 
 
 class Kept:
-    """A few things made once and kept until they are dropped: views of areas, which must not outlive these."""
+    """A few things made once and kept until they are dropped: views of areas and buffers, not to outlive these."""
 
     def __init__(self) -> None:
         self._things: dict[Hashable, tuple[Any, Collection[str]]] = {}
+        drop_with_growth(self)
 
     def get(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         """The one of this key, with views of these areas; the oldest of others gives way to a new one."""

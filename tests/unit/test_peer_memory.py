@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
+from typing import Any
 from unittest import mock
 from weakref import ref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ringflash import headwise, ops, transport
+from ringflash import headwise, ops, schedule, transport
 from ringflash.mask import SequenceMask
-from ringflash.transport import peer_memory
+from ringflash.transport import buffers, peer_memory
 
 GPU = torch.device("cuda")
 
@@ -129,3 +132,34 @@ def test_all_ranks_choose_alike_between_heads_and_hops() -> None:
             assert [plan.by_heads(q, k, "nccl") for plan in plans] == [by_heads] * 4
             assert plans[0].by_heads(q, k, transport.UNDECIDED) == by_heads  # as explain() says before a first call
             assert plans[0].by_heads(q, k, "copy_engine") and not plans[0].by_heads(q, k, "gloo")
+
+
+def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
+    """Packed data bring masks of ever more keys: what is kept of the calls before would hold each one's buffers."""
+    channel = mock.Mock(group=mock.Mock(group_name="0"), rank=1)
+    k = torch.empty(1, 64, 2, 8)
+    held: list[StorageWeakRef] = []
+    with mock.patch.object(headwise, "WHOLE_BYTES", 0), mock.patch.object(buffers, "_storage", {}):
+        memory = transport.MessageMemory(channel, k.device)
+        for window in (9, 30, 60):
+            gathering = schedule.gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
+            call = headwise.Headwise(gathering, memory, "reference", 1.0, False)
+            gathered = call._gathered("backward", k, 2)
+            call._kept("home", ("kv", "dkv"), k, 2, partial(headwise.Home, gathered, k))
+            del gathered
+            assert all(storage.expired() for storage in held)
+            held = [StorageWeakRef(storage.untyped_storage()) for storage in buffers._storage.values()]
+            assert len(held) == 2  # of K/V, and of gradients that came home
+
+
+def test_a_buffer_is_given_up_before_a_larger_one_is_made() -> None:
+    empty = torch.empty
+    with mock.patch.object(buffers, "_storage", {}):
+        held = StorageWeakRef(transport.buffer("kv.0", (8,), torch.uint8, torch.device("cpu")).untyped_storage())
+
+        def larger(*args: int, **options: Any) -> torch.Tensor:
+            assert held.expired()
+            return empty(*args, **options)
+
+        with mock.patch.object(torch, "empty", larger):
+            assert transport.buffer("kv.0", (9,), torch.uint8, torch.device("cpu")).numel() == 9
