@@ -123,9 +123,8 @@ class PointToPoint:
         """
         todo = [self._start("to", self._channel.send, m.tensor, m.rank, m.what) for m in sends if m.rank is not None]
         todo += [self._start("from", self._channel.recv, m.tensor, m.rank, m.what) for m in recvs if m.rank is not None]
-        pending = self._post(todo, sends + recvs)
-        self.num_posted += 1
-        return pending
+        self.num_posted += 1  # also where it fails: by then a part of it may be on its way
+        return self._post(todo, sends + recvs)
 
     def _post(self, todo: list[tuple[Callable[[], dist.Work], str]], messages: list[Message]) -> Pending:
         if self.name == "gloo":

@@ -54,3 +54,15 @@ def test_a_failure_names_the_messages(transport: PointToPoint, channel: mock.Moc
         RuntimeError, match=r"K/V of step 1 of rank 1 to rank 2 over nccl; dK/dV of step 3 .* got broken"
     ):
         pending.wait()
+
+
+@pytest.mark.parametrize("name, failing", [("gloo", "recv"), ("nccl", "_end_coalescing")])
+def test_a_batch_that_fails_halfway_counts(
+    transport: PointToPoint, channel: mock.Mock, name: str, failing: str
+) -> None:
+    """The peer may have its message: a rank that calls again by itself would send another."""
+    transport.name = name
+    getattr(channel, failing).side_effect = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        transport.post([Message(torch.zeros(2), 2, "K/V")], [Message(torch.zeros(2), 0, "K/V")])
+    assert transport.num_posted == 1
