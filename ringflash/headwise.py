@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -456,12 +456,18 @@ def sections_of(shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, 
     )
 
 
-def buffer_bytes(shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, dtype: torch.dtype) -> int:
-    """What a rank that sees most keys gathers into at most, beside its own K/V. Args: as `sections_of`."""
-    head, sections = 2 * shape[0] * keys * shape[3], sections_of(shape, num_heads, keys, dtype)
-    kv = shape[2] if gathered_whole(shape, keys, dtype) else max(sum(taking_turns(heads, 3)) for heads in sections)
-    gradients = sum(taking_turns(sections.backward)) + max(sections.backward)
-    return head * (kv * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
+def buffer_bytes(
+    shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, arriving: int, dtype: torch.dtype
+) -> int:
+    """What any rank gathers into at most, beside its own K/V, over NCCL.
+
+    Args: as `sections_of`, and
+        arriving: most rows of gradients of one sequence that come to any rank.
+    """
+    row, sections = 2 * shape[0] * shape[3], sections_of(shape, num_heads, keys, dtype)
+    kv = shape[2] if gathered_whole(shape, keys, dtype) else sum(shared_turns(sections, 3))
+    gradients = sum(taking_turns(sections.backward)) * keys + max(sections.backward) * arriving
+    return row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
 
 
 def gathered_whole(shape: torch.Size | tuple[int, ...], keys: int, dtype: torch.dtype) -> bool:
@@ -473,6 +479,11 @@ def gathered_whole(shape: torch.Size | tuple[int, ...], keys: int, dtype: torch.
 def taking_turns(heads: tuple[int, ...], turns: int = 2) -> tuple[int, ...]:
     """Most heads that a buffer holds, of so many that take turns: of the even sections and of the odd ones."""
     return tuple(max(heads[turn::turns]) for turn in range(min(turns, len(heads))))
+
+
+def shared_turns(sections: Sections, turns: int) -> tuple[int, ...]:
+    """`taking_turns`, of buffers that forward and backward share."""
+    return tuple(map(max, zip_longest(*(taking_turns(heads, turns) for heads in sections), fillvalue=0)))
 
 
 def _growing(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:

@@ -125,6 +125,7 @@ class Gathering:
         segments: of the rank's own shard.
         readers: of each of these segments, by rank; this rank is one of them.
         capacity: most rows that any rank gathers.
+        arriving: most rows of gradients that any rank gets from others.
     """
 
     pieces: tuple[Piece, ...]
@@ -132,6 +133,7 @@ class Gathering:
     segments: tuple[Chunk, ...]
     readers: tuple[tuple[Reader, ...], ...]
     capacity: int
+    arriving: int
 
     @property
     def num_rows(self) -> int:
@@ -163,7 +165,7 @@ def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathe
         tuple(Reader(rank, _row(spans, segment)) for rank, spans in enumerate(seen) if _sees(spans, segment))
         for segment in own
     )
-    return Gathering(tuple(pieces), pairs, own, readers, max(num_rows))
+    return Gathering(tuple(pieces), pairs, own, readers, max(num_rows), _arriving(segments, seen))
 
 
 def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:
@@ -199,6 +201,16 @@ def _sees(spans: Spans, segment: Chunk) -> bool:
 def _row(spans: Spans, segment: Chunk) -> int:
     """How many keys of these spans lie before a segment: where it is gathered, by who sees it."""
     return sum(max(0, min(segment.start, stop) - first) for first, stop in spans)
+
+
+def _arriving(segments: list[tuple[int, Chunk]], seen: list[Spans]) -> int:
+    """Most rows of gradients that any rank gets from others."""
+    firsts, stops = (sorted(span[side] for spans in seen for span in spans) for side in (0, 1))
+    rows = [0] * len(seen)
+    for owner, segment in segments:
+        readers = bisect_right(firsts, segment.start) - bisect_right(stops, segment.start)
+        rows[owner] += (readers - 1) * (segment.stop - segment.start)
+    return max(rows)
 
 
 def _runs(segments: Iterable[Chunk]) -> Iterator[Chunk]:

@@ -6,11 +6,9 @@ gradients and transients, and the gradient that the loss left; or, where it take
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
 import torch
 
-from ringflash.headwise import Sections, buffer_bytes, gathered_whole, sections_of, taking_turns
+from ringflash.headwise import Sections, buffer_bytes, gathered_whole, sections_of, shared_turns, taking_turns
 from ringflash.ops import MOST_BUFFER_BYTES
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
@@ -105,7 +103,8 @@ def transport_bytes(job: Job, *, one_host: bool = False) -> int:
 
 def _by_heads(job: Job) -> bool:
     """Whether NCCL gathers by heads."""
-    return buffer_bytes(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16) <= MOST_BUFFER_BYTES
+    arriving = job.seqlen - job.local_tokens
+    return buffer_bytes(_shape(job), job.model.num_heads, job.seqlen, arriving, torch.bfloat16) <= MOST_BUFFER_BYTES
 
 
 def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
@@ -114,8 +113,7 @@ def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
     head = 2 * job.seqlen * job.model.head_dim
     sections, keys = _sections(job), head * job.model.num_kv_heads
     if not gathered_whole(_shape(job), job.seqlen, torch.bfloat16):
-        turns = map(max, zip_longest(*(taking_turns(heads, buffers) for heads in sections), fillvalue=0))
-        keys = keys // job.cp_size + sum(turns) * head * seen // chunks
+        keys = keys // job.cp_size + sum(shared_turns(sections, buffers)) * head * seen // chunks
     gradients = sum(taking_turns(sections.backward)) * head + max(sections.backward) * head * returning // chunks
     return keys * BF16 + gradients * FP32
 

@@ -10,7 +10,7 @@ from typing import cast
 from unittest import mock
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ringflash import headwise
@@ -76,6 +76,11 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
             ]
             assert list(readers) == want and rank in dict(want)
         assert all(piece.there == dict(rows_of(ranks[piece.owner]))[piece.owner, piece.start] for piece in found.pieces)
+    arriving = [
+        sum(size(segment) * (len(readers) - 1) for segment, readers in zip(found.segments, found.readers, strict=True))
+        for found in ranks
+    ]
+    assert all(found.arriving == max(arriving) for found in ranks)
 
 
 def size(chunk: Chunk) -> int:
@@ -106,21 +111,26 @@ def test_a_window_gathers_what_it_sees() -> None:
     ]
 
 
-@given(SHORT | LONG | problems((16, 33), (1, 2, 64)), st.booleans())
-@settings(max_examples=40, deadline=None)
+@given(SHORT | LONG | problems((16,), (1, 2, 64)), st.booleans())
+@settings(max_examples=30, deadline=None)
 def test_messages_of_two_ranks_pair_up(problem: Problem, turns: bool) -> None:
     """What one rank sends to another comes in the order in which that one receives it: K/V there, gradients home."""
     mask, cp_size, layout = problem
     k, whole = torch.empty(2, mask.seqlen // cp_size, 3, 1), 0 if turns else headwise.WHOLE_BYTES
     with mock.patch.object(headwise, "WHOLE_BYTES", whole), mock.patch.object(buffers, "_storage", {}):
-        there = []
-        for rank, gathering in enumerate(of_all(problem)):
-            channel = cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None))
-            there.append(headwise.Gathered(MessageMemory(channel, k.device), gathering, k, 3, (1, 2)))
+        there = [
+            headwise.Gathered(messages(rank, k), gathering, k, 3, (1, 2))
+            for rank, gathering in enumerate(of_all(problem))
+        ]
         home = [headwise.Home(gathered, k) for gathered in there]
     for section in range(2):
         pair_up([way.sends[section] for way in there], [way.pulls[section] for way in there])
         pair_up([way.sends[section] for way in home], [way.pulls[section] for way in home])
+
+
+def messages(rank: int, k: torch.Tensor) -> MessageMemory:
+    """The areas of a rank that sends nothing."""
+    return MessageMemory(cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None)), k.device)
 
 
 def pair_up(sends: list[list[Outgoing]], pulls: list[list[Incoming]]) -> None:
@@ -134,6 +144,29 @@ def pair_up(sends: list[list[Outgoing]], pulls: list[list[Incoming]]) -> None:
                 received[owner, rank].append((target.is_contiguous(), target.shape))
     assert sent == received and all(one != other for one, other in sent)
     assert all(contiguous for messages in (*sent.values(), *received.values()) for contiguous, _ in messages)
+
+
+@given(SHORT | LONG, st.booleans())
+@example((SequenceMask(2048, cu_seqlens=(0, 929, 2048)), 16, "zigzag"), True)  # more come to rank 15 than any gathers
+@settings(max_examples=40, deadline=None)
+def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) -> None:
+    """By which calls are gathered by heads or not, on all ranks alike; of some documents more come home than go out."""
+    sections = headwise.Sections((1, 3), (1, 2, 1))
+    ranks, whole = of_all(problem), 0 if turns else headwise.WHOLE_BYTES
+    k = torch.empty(1, ranks[0].mask.seqlen_q, 4, 2, dtype=torch.bfloat16)
+    said = set()
+    for rank, gathering in enumerate(ranks):
+        memory = messages(rank, k)
+        with (
+            mock.patch.object(headwise, "WHOLE_BYTES", whole),
+            mock.patch.object(headwise, "sections_of", lambda *_: sections),
+            mock.patch.object(buffers, "_storage", {}),
+        ):
+            said.add(headwise.buffer_bytes(k.shape, 4, gathering.capacity, gathering.arriving, k.dtype))
+            ways = [headwise.Gathered(memory, gathering, k, 4, heads) for heads in sections]
+            headwise.Home(ways[1], k)
+            assert memory.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)
+    assert len(said) == 1
 
 
 def test_a_thousand_ranks_take_the_host_no_longer_than_a_kernel_or_two() -> None:
