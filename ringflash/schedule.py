@@ -172,6 +172,7 @@ def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:
     """The keys that a shard of queries sees, to a 64th of a chunk."""
     size = shard[0].stop - shard[0].start
     grain = max(1, size // 64)  # few sizes of segments, none of a few rows
+    grain -= grain % 16 if grain > 16 else 0  # for whose kinds of lengths kernels are compiled
     spans: Spans = []
     for chunk in shard:
         first, stop = mask.visible_span(chunk.start, chunk.stop)
