@@ -27,7 +27,7 @@ import torch
 from torch.profiler import record_function
 
 from ringflash.schedule import Gathering, Piece
-from ringflash.transport import transport_name
+from ringflash.transport import MessageMemory, transport_name
 from ringflash.transport.buffers import buffer
 from ringflash.transport.lanes import Token
 from ringflash.transport.peer_memory import Incoming, Outgoing, PeerMemory
@@ -274,7 +274,7 @@ class Gathered:
         ]
         self.sends = [
             [
-                Outgoing(sequence[begin : begin + segment.stop - segment.start], reader.rank)
+                Outgoing(sequence[begin : begin + segment.size], reader.rank)
                 for segment, readers in zip(gathering.segments, gathering.readers, strict=True)
                 for begin in (segment.row if self.turns else dict(readers)[memory.rank],)
                 for reader in readers
@@ -347,7 +347,7 @@ class Home:
         gathering = gathered.gathering
         self.gathered, self.memory = gathered, gathered.memory
         rank, dtype, batch, head_dim = gathered.memory.rank, state_dtype(k.dtype), k.shape[0], k.shape[3]
-        places, sizes = (batch, gathering.capacity), [segment.stop - segment.start for segment in gathering.segments]
+        places, sizes = (batch, gathering.capacity), [segment.size for segment in gathering.segments]
         stages = [math.prod(places) * most * 2 * head_dim for most in taking_turns(gathered.heads)]
         self.memory.reserve("dkv", sum(stages) * dtype.itemsize)
         others = [[reader for reader in readers if reader.rank != rank] for readers in gathering.readers]
@@ -465,7 +465,7 @@ def buffer_bytes(
         arriving: most rows of gradients of one sequence that come to any rank.
     """
     row, sections = 2 * shape[0] * shape[3], sections_of(shape, num_heads, keys, dtype)
-    kv = shape[2] if gathered_whole(shape, keys, dtype) else sum(shared_turns(sections, 3))
+    kv = shape[2] if gathered_whole(shape, keys, dtype) else sum(shared_turns(sections, MessageMemory.turns))
     gradients = sum(taking_turns(sections.backward)) * keys + max(sections.backward) * arriving
     return row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
 

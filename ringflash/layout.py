@@ -29,6 +29,11 @@ class Chunk(NamedTuple):
     stop: int
     row: int
 
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return self.stop - self.start
+
 
 def chunks(seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag") -> tuple[Chunk, ...]:
     """The chunks of one rank, in local order.
@@ -95,7 +100,7 @@ def shard_sequence(x: torch.Tensor, group: Group, dim: int = 1, layout: str = "z
         check_seqlen(x.shape[dim], 1, layout)
         return x
     parts = chunks(x.shape[dim], group.size(), group.rank(), layout)
-    return torch.cat([x.narrow(dim, c.start, c.stop - c.start) for c in parts], dim)
+    return torch.cat([x.narrow(dim, c.start, c.size) for c in parts], dim)
 
 
 def unshard_sequence(x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:

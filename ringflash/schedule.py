@@ -80,7 +80,7 @@ def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ..
     """The steps on which any rank sees anything of its source, ascending; 0 is always one of them."""
     shards = _shards(mask.seqlen, cp_size, layout)
     owner = {chunk.start: rank for rank, shard in enumerate(shards) for chunk in shard}
-    size = shards[0][0].stop - shards[0][0].start
+    size = shards[0][0].size
     steps: set[int] = set()
     for start in sorted(owner, reverse=True):  # the last chunk sees most: under a causal mask it settles the matter
         first, stop = mask.visible_span(start, start + size)
@@ -155,7 +155,7 @@ def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathe
     for owner, segment in segments:
         if _sees(seen[cp_rank], segment):
             row, there = _row(seen[cp_rank], segment), _row(seen[owner], segment)
-            pieces.append(Piece(owner, segment.row, row, segment.stop - segment.start, there))
+            pieces.append(Piece(owner, segment.row, row, segment.size, there))
             gathered.append(Chunk(segment.start, segment.stop, row))
     num_rows = [sum(stop - first for first, stop in spans) for spans in seen]
     regions = _regions(mask, tuple(_runs(shards[cp_rank])), tuple(_runs(gathered)))
@@ -170,7 +170,7 @@ def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathe
 
 def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:
     """The keys that a shard of queries sees, to a 64th of a chunk."""
-    size = shard[0].stop - shard[0].start
+    size = shard[0].size
     grain = max(1, size // 64)  # few sizes of segments, none of a few rows
     grain -= grain % 16 if grain > 16 else 0  # for whose kinds of lengths kernels are compiled
     spans: Spans = []
@@ -210,7 +210,7 @@ def _arriving(segments: list[tuple[int, Chunk]], seen: list[Spans]) -> int:
     rows = [0] * len(seen)
     for owner, segment in segments:
         readers = bisect_right(firsts, segment.start) - bisect_right(stops, segment.start)
-        rows[owner] += (readers - 1) * (segment.stop - segment.start)
+        rows[owner] += (readers - 1) * segment.size
     return max(rows)
 
 

@@ -12,6 +12,7 @@ from ringflash.headwise import Sections, buffer_bytes, gathered_whole, sections_
 from ringflash.ops import MOST_BUFFER_BYTES
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
+from ringflash.transport import MessageMemory, SymmetricMemory
 
 BF16, FP32 = 2, 4
 _LOGITS = 1 << 26  # alive at a time in ringflash.loss
@@ -98,7 +99,8 @@ def transport_bytes(job: Job, *, one_host: bool = False) -> int:
     shard = 2 * rows * model.kv_size
     if not one_host and not _by_heads(job):
         return shard * (3 * BF16 + 4 * FP32) + rows * model.q_size * FP32
-    return max(_gathered_keys(job, rank, 2 if one_host else 3) for rank in (0, job.cp_size - 1))
+    turns = (SymmetricMemory if one_host else MessageMemory).turns
+    return max(_gathered_keys(job, rank, turns) for rank in (0, job.cp_size - 1))
 
 
 def _by_heads(job: Job) -> bool:

@@ -25,7 +25,7 @@ class Place:
         for rank in range(self.cp_size):
             for chunk in chunks(self.seqlen, self.cp_size, rank, self.layout):
                 if chunk.start <= position < chunk.stop:
-                    number = position // (chunk.stop - chunk.start)
+                    number = position // chunk.size
                     return f"position {position} (chunk {number}, held by rank {rank})"
         raise AssertionError(position)
 

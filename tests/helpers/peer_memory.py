@@ -46,7 +46,25 @@ class Later:
         return self._future.done()
 
 
-class SharedMemory:
+class Threads:
+    """Lanes of a memory, a thread each."""
+
+    threads: dict[str, ThreadPoolExecutor]
+
+    def mark(self) -> Later:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return Later(done)
+
+    def wait(self, *tokens: Later) -> None:
+        for token in tokens:
+            token.wait()
+
+    def join(self) -> None:
+        self.wait(*(Later(lane.submit(lambda: None)) for lane in self.threads.values()))
+
+
+class SharedMemory(Threads):
     """As ringflash.transport.PeerMemory."""
 
     turns = 2
@@ -55,7 +73,7 @@ class SharedMemory:
         self.rank, self.group = group.rank(), group
         self.folder = _agreed_folder(group)
         self.areas: dict[str, list[torch.Tensor]] = {}
-        self.lanes: dict[str, ThreadPoolExecutor] = {}
+        self.threads: dict[str, ThreadPoolExecutor] = {}
         self.random = random.Random(self.rank)
         self.kept = Kept()
         self.reserve("barriers", _CHANNELS * group.size() * 8)  # of each channel and rank: how many it came to
@@ -94,22 +112,10 @@ class SharedMemory:
     def num_posted(self) -> int:
         return int(self.barriers[:, self.rank].sum())
 
-    def mark(self) -> Later:
-        done: Future[None] = Future()
-        done.set_result(None)
-        return Later(done)
-
-    def wait(self, *tokens: Later) -> None:
-        for token in tokens:
-            token.wait()
-
     def beside(self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False) -> Later:
-        if lane not in self.lanes:
-            self.lanes[lane] = ThreadPoolExecutor(1)
-        return Later(self.lanes[lane].submit(self._run, work, tuple(after)))
-
-    def join(self) -> None:
-        self.wait(*(Later(lane.submit(lambda: None)) for lane in self.lanes.values()))
+        if lane not in self.threads:
+            self.threads[lane] = ThreadPoolExecutor(1)
+        return Later(self.threads[lane].submit(self._run, work, tuple(after)))
 
     def _run(self, work: Callable[[], None], after: tuple[Later, ...]) -> None:
         self.wait(*after)
@@ -160,7 +166,7 @@ def _until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.0001)
 
 
-class MessageThreads(MessageMemory):
+class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]
     """Messages over gloo in the order in which they were issued, whatever their lanes do, as NCCL's stream has them."""
 
     def __init__(self, channel: PointToPoint) -> None:
@@ -175,15 +181,6 @@ class MessageThreads(MessageMemory):
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         return super().keep((key, headwise.WHOLE_BYTES), areas, make)
 
-    def mark(self) -> Later:  # type: ignore[override]
-        done: Future[None] = Future()
-        done.set_result(None)
-        return Later(done)
-
-    def wait(self, *tokens: Later) -> None:  # type: ignore[override]
-        for token in tokens:
-            token.wait()
-
     def beside(  # type: ignore[override]
         self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False
     ) -> Later:
@@ -191,9 +188,6 @@ class MessageThreads(MessageMemory):
             self.threads[lane] = ThreadPoolExecutor(1, lane)
         ticket = next(self.issued) if lane in ("pull", "end") else None
         return Later(self.threads[lane].submit(self._run, work, tuple(after), ticket))
-
-    def join(self) -> None:
-        self.wait(*(Later(lane.submit(lambda: None)) for lane in self.threads.values()))
 
     def _run(self, work: Callable[[], None], after: tuple[Later, ...], ticket: int | None) -> None:
         self.wait(*after)

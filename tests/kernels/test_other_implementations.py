@@ -38,15 +38,20 @@ def both_passes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torc
     return {name: x.detach() for name, x in found.items()}, gradients
 
 
-def check(impl: str, mask: Mask, *, dlse: bool = True, **heads: object) -> None:
-    """One call of each pass."""
-    q, k, v = inputs(mask, **heads)
+def skip_unless_installed(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Any other reason to refuse the call is an error."""
     try:
         implementation(impl, q, k, v)
     except NotImplementedError as error:
         if "without flash-attn-4" not in str(error):
             raise
         pytest.skip(str(error))
+
+
+def check(impl: str, mask: Mask, *, dlse: bool = True, **heads: object) -> None:
+    """One call of each pass."""
+    q, k, v = inputs(mask, **heads)
+    skip_unless_installed(impl, q, k, v)
     dout = torch.randn(q.shape, device=q.device).to(q.dtype)
     lse_gradient = torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device) * dlse
     visible = mask.dense(q.device)
@@ -86,10 +91,7 @@ def test_state_of_other_keys(impl: str) -> None:
     """Two calls over two sets of keys are one over both."""
     whole = MASKS["full"]
     q, k, v = inputs(whole)
-    try:
-        implementation(impl, q, k, v)
-    except NotImplementedError as error:
-        pytest.skip(str(error))
+    skip_unless_installed(impl, q, k, v)
     half = whole.seqlen_k // 2
     acc, lse = attention_forward(q, k[:, :half], v[:, :half], impl=impl, out=torch.empty(q.shape, device=q.device))
     out, lse = attention_forward(q, k[:, half:], v[:, half:], impl=impl, acc=acc, lse=lse)

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ringflash import headwise
-from ringflash.layout import Chunk, chunks, local_positions
+from ringflash.layout import chunks, local_positions
 from ringflash.mask import SequenceMask
 from ringflash.schedule import Gathering, gather
 from ringflash.transport import MessageMemory, PointToPoint, buffers
@@ -62,29 +62,25 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
     mask, cp_size, layout = problem
     ranks = of_all(problem)
     for rank, found in enumerate(ranks):
-        assert [row for segment in found.segments for row in range(segment.row, segment.row + size(segment))] == [
+        assert [row for segment in found.segments for row in range(segment.row, segment.row + segment.size)] == [
             row
             for chunk in chunks(mask.seqlen, cp_size, rank, layout)
-            for row in range(chunk.row, chunk.row + size(chunk))
+            for row in range(chunk.row, chunk.row + chunk.size)
         ]
         for segment, readers in zip(found.segments, found.readers, strict=True):
             want = [
                 (reader, piece.row)
                 for reader, other in enumerate(ranks)
                 for piece in other.pieces
-                if (piece.owner, piece.start, piece.size) == (rank, segment.row, size(segment))
+                if (piece.owner, piece.start, piece.size) == (rank, segment.row, segment.size)
             ]
             assert list(readers) == want and rank in dict(want)
         assert all(piece.there == dict(rows_of(ranks[piece.owner]))[piece.owner, piece.start] for piece in found.pieces)
     arriving = [
-        sum(size(segment) * (len(readers) - 1) for segment, readers in zip(found.segments, found.readers, strict=True))
+        sum(segment.size * (len(readers) - 1) for segment, readers in zip(found.segments, found.readers, strict=True))
         for found in ranks
     ]
     assert all(found.arriving == max(arriving) for found in ranks)
-
-
-def size(chunk: Chunk) -> int:
-    return chunk.stop - chunk.start
 
 
 def rows_of(found: Gathering) -> list[tuple[tuple[int, int], int]]:
