@@ -12,17 +12,21 @@ import lightning
 from torch.distributed.checkpoint import FileSystemWriter
 
 from ringflash.lightning import StopOnSignal
+from ringflash.lightning.checkpoints import newest_checkpoint
 
 STEP = 3  # after which it happens: one past a checkpoint
 
 
 class Crash(lightning.Callback):
-    """Kills the last rank, in its first life."""
+    """Kills the last rank, in its first life, once the checkpoint before is whole: threads write it meanwhile."""
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         """Without any chance to clean up."""
         last = trainer.global_rank == trainer.world_size - 1
         if trainer.global_step == STEP and last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            (checkpoints,) = trainer.checkpoint_callbacks
+            while newest_checkpoint(checkpoints.dirpath) is None:  # type: ignore[attr-defined]
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
