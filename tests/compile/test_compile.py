@@ -12,14 +12,14 @@ from types import ModuleType
 
 import pytest
 
-from ringflash_kernels.hopper import backward, backward_keys, backward_queries, forward
+from ringflash_kernels.hopper import backward, backward_keys, backward_queries, exchange, forward
 from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES, QueryTiles
 from ringflash_kernels.hopper.launcher import Launcher
 from tests.compile.compiler import Compiled, Launch, compile_launch
 from tests.compile.report import compile_all
 from tests.compile.sass import Loop, Program, exp_within_turns, share_of_exp_before_last_wait
 from tests.compile.shared_memory import allocations, overlaps
-from tests.compile.variants import dq_launch, forward_launch, keys_launch, production_launches
+from tests.compile.variants import dq_launch, forward_launch, keys_launch, production_launches, publish_launch
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -96,6 +96,19 @@ def test_hopper_instructions(launch, compiled):
     assert counts["HGMMA"] and counts["UTMALDG"]
     sums = launch in BACKWARD and not (launch.name == "backward_wide" and "store" in launch.variant)
     assert counts["UTMAREDG"] if sums else counts["UTMASTG"]
+
+
+@_of([launch for launch in LAUNCHES if launch not in ATTENTION])
+def test_tensors_pass_in_wide_pieces(launch, compiled):
+    """What only moves tensors does so by 16 bytes: one element at a time takes nine times as long."""
+    wide, single = _global_accesses(compiled[launch])
+    assert wide and not single
+
+
+def _global_accesses(result: Compiled) -> tuple[int, int]:
+    """How many are of 16 bytes, and of one element in 16 bits."""
+    wide, single = (len(re.findall(rf"\b(?:LDG|STG)\.E\.{width}\b", result.sass)) for width in ("128", "U16"))
+    return wide, single
 
 
 @_of([launch for launch in BACKWARD if "store" in launch.variant])
@@ -207,6 +220,12 @@ def test_exp_in_turn_is_seen(faulty, monkeypatch):
     monkeypatch.setattr(backward, "_QUERIES", Launcher(faulty(backward_queries, passed, "").backward_queries))
     loops = _unmasked_loops(dq_launch(128, "band"))
     assert loops and all(exp_within_turns(loop) > 16 for loop in loops)
+
+
+def test_stores_of_single_elements_are_seen(faulty):
+    """Without the hint the compiler cannot know that the places which it loads are far apart."""
+    module = faulty(exchange, r"tl\.multiple_of\((.*), 16\)", r"(\1)")
+    assert _global_accesses(compile_launch(publish_launch(module)))[1]
 
 
 def test_spills_and_serialised_products_are_seen():

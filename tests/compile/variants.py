@@ -62,6 +62,13 @@ def keys_launch(head_dim: int, mask: str) -> Launch:
     return _backward_launch("backward_keys", head_dim, mask)
 
 
+def publish_launch(module: ModuleType) -> Launch:
+    """The launch of `module.publish`."""
+    with recorded_launches() as recorder:
+        _exchange(recorder, 128, module)
+    return next(x for x in recorder.launches.values() if x.name == "_publish")
+
+
 def _backward_launch(name: str, head_dim: int, mask: str) -> Launch:
     with recorded_launches() as recorder:
         _backward(recorder, head_dim, mask, deterministic=True)
@@ -126,14 +133,14 @@ def _backward(
     run.finish()
 
 
-def _exchange(recorder: Recorder, head_dim: int) -> None:
+def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = exchange) -> None:
     recorder.variant = f"hd{head_dim} bfloat16 sum of four ranks"
     own, others = torch.zeros(1, _TOKENS, 2, 2, head_dim), torch.zeros(3, 1, _TOKENS, 2, 2, head_dim)
     dk, dv = torch.empty(2, 1, _TOKENS, 2, head_dim, dtype=torch.bfloat16)
-    exchange.collect(own, others, dk, dv)
+    module.collect(own, others, dk, dv)
     recorder.variant = f"hd{head_dim} bfloat16 to the peers"
     lines, there = torch.zeros(2, 2, dtype=torch.int64), torch.arange(_TOKENS, dtype=torch.int32)
-    exchange.publish(dk, dv, torch.zeros(dk.numel() * 2, dtype=dk.dtype), lines, there, _TOKENS)
+    module.publish(dk, dv, torch.zeros(dk.numel() * 2, dtype=dk.dtype), lines, there, _TOKENS)
 
 
 def _operands(head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,26 +10,26 @@ import triton.language as tl
 
 from ringflash_kernels.hopper.launcher import Launcher
 
-LINES = 32  # (row, head) pairs of a program
+LINES = 32  # rows, or (row, head) pairs, of a program
 
 
 @triton.jit
 def _publish(
-    k_ptr, v_ptr, area_ptr, lines_ptr, there_ptr, num_lines, rows, heads, area_rows,
+    k_ptr, v_ptr, area_ptr, lines_ptr, there_ptr, rows, heads, num_blocks, area_rows,
     k_batch, k_row, k_head, v_batch, v_row, v_head,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    line = (tl.program_id(0) * LINES + tl.arange(0, LINES)).to(tl.int64)
+    head, block = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads
+    batch, row = (block // num_blocks).to(tl.int64), (block % num_blocks * LINES + tl.arange(0, LINES)).to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
-    exists = line < num_lines
+    exists = row < rows
     inside = exists[:, None]
     if HEAD_DIM < COLUMNS:
         inside &= column < HEAD_DIM
-    head, row, batch = line % heads, line // heads % rows, line // heads // rows
-    first = tl.load(lines_ptr + 2 * head, mask=exists, other=0)
-    step = tl.load(lines_ptr + 2 * head + 1, mask=exists, other=0)
+    first, step = tl.load(lines_ptr + 2 * head), tl.load(lines_ptr + 2 * head + 1)
     place = batch * area_rows + tl.load(there_ptr + row, mask=exists, other=0)
-    area_at = area_ptr + (first + place * step)[:, None] + column
+    # Said, or it stores 2 bytes at a time: what is loaded could be any number.
+    area_at = area_ptr + tl.multiple_of(first + place * step, 16)[:, None] + column
     k_at = k_ptr + (batch * k_batch + row * k_row + head * k_head)[:, None] + column
     v_at = v_ptr + (batch * v_batch + row * v_row + head * v_head)[:, None] + column
     tl.store(area_at, tl.load(k_at, mask=inside), mask=inside)
@@ -41,10 +41,10 @@ def publish(
 ) -> None:
     """As `api.publish`; k and v with unit last stride."""
     batch, rows, heads, head_dim = k.shape
-    num_lines = batch * rows * heads
+    num_blocks = triton.cdiv(rows, LINES)
     _PUBLISH(
-        head_dim, triton.cdiv(num_lines, LINES),
-        k, v, area, lines, there, num_lines, rows, heads, area_rows, *k.stride()[:3], *v.stride()[:3],
+        head_dim, batch * num_blocks * heads,
+        k, v, area, lines, there, rows, heads, num_blocks, area_rows, *k.stride()[:3], *v.stride()[:3],
         HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), LINES=LINES,
     )  # fmt: skip
 
