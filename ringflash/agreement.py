@@ -37,9 +37,9 @@ def set_agreement_check(policy: Policy) -> None:
     """When ranks compare their calls.
 
     Args:
-        policy: "changed" (default) compares whenever this rank's call differs from its last one, and every time
-            on gloo, where it is cheap; "always" also catches one rank alone repeating its last call, for an
-            exchange between hosts a call; "never" trusts the caller.
+        policy: "changed" (default) compares whenever this rank's call differs from its last one, and every call
+            with tensors on CPUs, which are sent the same way; "always" also catches one rank alone repeating its
+            last call on GPUs, for an exchange between hosts a call; "never" trusts the caller.
     """
     global _policy
     if policy not in ("changed", "always", "never"):
@@ -47,12 +47,16 @@ def set_agreement_check(policy: Policy) -> None:
     _policy = policy
 
 
-def agree(group: Group, signature: dict[str, object], error: Exception | None = None) -> None:
+def agree(
+    group: Group, signature: dict[str, object], error: Exception | None = None, device: torch.device = _CPU
+) -> None:
     """Return if every rank of `group` made the same call and none has an error; raise on every rank otherwise.
 
     Args:
         signature: JSON values that must be equal on all ranks.
         error: what this rank would raise.
+        device: of the call's tensors. A call of a GPU, which this rank made before, is not compared again: its host
+            would wait for the others' every time, though the group may have gloo for CPUs, too.
     Raises:
         The type of the first rank's error; ValueError where signatures differ; RuntimeError where a rank does
         not join within 120 s.
@@ -64,7 +68,7 @@ def agree(group: Group, signature: dict[str, object], error: Exception | None = 
         return
     times, num_posted = _interrupted.get(group, (0, 0))
     signature = {**signature, "errors in calls": f"{times}, after {num_posted} messages" if times else "none"}
-    cheap = backend_of(group, _CPU) == "gloo"
+    cheap = device.type == "cpu" and backend_of(group, _CPU) == "gloo"
     if cheap or _policy == "always" or error is not None or _last.get(group) != signature:
         _compare(_exchange(group, _encode(signature, error)), error)
         _last[group] = signature

@@ -74,7 +74,7 @@ def ring_attention(
     except (ValueError, NotImplementedError, RuntimeError) as problem:
         error = problem
     signature = _signature(q, k, cu_seqlens, options, grad_flags, return_lse) if error is None else {}
-    agreement.agree(group, signature, error)
+    agreement.agree(group, signature, error, q.device)
     assert plan is not None
     work = plan.open(group, q, k)
     with _no_autocast(q.device.type), agreement.under_way(group, work.num_posted):
@@ -207,6 +207,11 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: O
         raise ValueError(
             f"q, k and v must all require grad or none of them, got {' and '.join(wanted)} alone; "
             "call requires_grad_() on the others or detach these."
+        )
+    if not 0 < options.softmax_scale < float("inf"):
+        raise ValueError(
+            f"softmax_scale must be positive and finite, got {options.softmax_scale}; leave it out for "
+            "head_dim ** -0.5, or give q the sign."
         )
     group = _group(options.group_name)
     cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())

@@ -72,3 +72,14 @@ def long_error(ctx: Context) -> str:
 
 def test_an_error_in_any_letters_reaches_all_ranks(pool: Pool) -> None:
     assert all(text.startswith("é" * 100) for text in pool.run(long_error, size=2))
+
+
+def repeated_by_the_first(ctx: Context, device: str) -> None:
+    """All ranks make a call of this device's tensors, then the first rank makes it again, alone."""
+    for _ in range(2 if ctx.rank == 0 else 1):
+        ringflash.agreement.agree(ctx.group, {"call": "one"}, device=torch.device(device))
+
+
+def test_a_call_of_gpus_is_compared_once(pool: Pool) -> None:
+    """Also where the group has gloo for CPUs: a host that waits for the others at every call holds its GPU up."""
+    pool.run(repeated_by_the_first, "cuda", size=2, timeout_s=20)
