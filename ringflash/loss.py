@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ringflash.group import Group, resolve
 from ringflash.padding import IGNORE_INDEX
 
-_CHUNK_LOGITS = 1 << 26  # logits alive at a time: 256 MiB in fp32
+CHUNK_LOGITS = 1 << 27  # logits alive at a time: 512 MiB in fp32
 
 
 def count_tokens(labels: torch.Tensor, group: Group) -> torch.Tensor:
@@ -57,7 +57,7 @@ def cross_entropy(
         labels: (...), int64, this rank's shard of the shifted labels; -100 is no label.
         group: ranks that share the sequence; None for one process.
         num_tokens: labelled tokens of the whole sequence; default `count_tokens(labels, group)`.
-        chunk_tokens: tokens whose logits are alive together; default as many as make 256 MiB.
+        chunk_tokens: tokens whose logits are alive together; default as many as make 512 MiB in fp32.
     Returns:
         loss: scalar, fp32 (fp64 for fp64). A shard without labels contributes 0, with zero gradients.
     Raises:
@@ -71,7 +71,7 @@ def cross_entropy(
         num_tokens = count_tokens(labels, group)
     count = torch.as_tensor(num_tokens, device=hidden.device).clamp(min=1)
     cp_size = 1 if resolved is None else resolved.size()
-    chunk = chunk_tokens or max(1, _CHUNK_LOGITS // weight.shape[0])
+    chunk = chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     scale = cp_size / count.to(dtype)
     loss = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, labels.flatten(), scale, chunk)
@@ -95,7 +95,7 @@ def score_tokens(
     losses = hidden.new_zeros(labels.numel(), dtype=torch.promote_types(hidden.dtype, torch.float32))
     correct = torch.zeros_like(losses, dtype=torch.bool)
     tokens, wanted = hidden.flatten(0, -2), labels.flatten()
-    for start in range(0, len(wanted), chunk := chunk_tokens or max(1, _CHUNK_LOGITS // weight.shape[0])):
+    for start in range(0, len(wanted), chunk := chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])):
         rows = slice(start, start + chunk)
         logits = (tokens[rows] @ weight.T).to(losses.dtype)
         losses[rows] = torch.nn.functional.cross_entropy(
@@ -136,21 +136,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=scale.dtype) if need_weight else None
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = (hidden[rows] @ weight.T).to(scale.dtype)
             labelled = labels[rows] != IGNORE_INDEX
             target = labels[rows].masked_fill(~labelled, 0).unsqueeze(1)  # any other label out of range is an error
-            lse = logits.logsumexp(1)
-            losses = lse - logits.gather(1, target).squeeze(1)
-            total += losses.masked_fill(~labelled, 0.0).sum() * scale
+            log_p = (hidden[rows] @ weight.T).log_softmax(1, dtype=scale.dtype)
+            chosen = log_p.gather(1, target)
+            total -= chosen.squeeze(1).masked_fill(~labelled, 0.0).sum() * scale
             if not (need_hidden or need_weight):
                 continue
-            counts = labelled.to(scale.dtype).unsqueeze(1)
-            grad = logits.sub_(lse.unsqueeze(1)).exp_().mul_(counts)
-            grad = grad.scatter_add_(1, target, -counts).to(hidden.dtype)
+            grad = log_p.exp_().to(hidden.dtype).scatter_(1, target, chosen.expm1().to(hidden.dtype))
+            counts = labelled.to(hidden.dtype).unsqueeze(1)  # on the narrow side of the products, not on the logits
             if grad_hidden is not None:
-                grad_hidden[rows] = grad @ weight
+                grad_hidden[rows] = (grad @ weight) * counts
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden[rows]
+                _add_product(grad_weight, grad.T, hidden[rows] * counts)
         ctx.save_for_backward(grad_hidden, grad_weight, scale)
         ctx.weight_dtype = weight.dtype
         return total
@@ -167,6 +165,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = _scaled(grad_weight, grad * scale, ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b; on GPUs a product of bf16 or fp16 is added in fp32 where it is made."""
+    narrow = total.is_cuda and total.dtype == torch.float32 and a.dtype == b.dtype != torch.float32
+    if narrow and not torch.compiler.is_compiling():  # torch 2.11's decomposition does not know `out_dtype`
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += a @ b
 
 
 def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -18,17 +20,36 @@ def use_liger(model: nn.Module) -> None:
         RuntimeError: liger-kernel is not installed, or there is no GPU for its kernels.
         NotImplementedError: a family that Liger does not know.
     """
+    _apply(_patch_of(model), model)
+
+
+def use_liger_where_installed(model: nn.Module) -> None:
+    """`use_liger`, or the model as it is; with a warning where a GPU goes without."""
+    try:
+        patch = _patch_of(model)
+    except RuntimeError as refusal:
+        if torch.cuda.is_available():
+            warnings.warn(f"liger 'auto' goes without Liger's kernels: {refusal}", stacklevel=2)
+        return
+    _apply(patch, model)
+
+
+def _patch_of(model: nn.Module) -> Callable[..., None]:
+    """What Liger patches such a model with. Raises as `use_liger`; NotImplementedError is a RuntimeError."""
+    if not torch.cuda.is_available():
+        raise RuntimeError("liger must be False without a GPU, got True; its kernels are CUDA kernels.")
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as known
     except ImportError as missing:
         raise RuntimeError(
             f"liger-kernel must be installed for liger=True, got {missing}; pip install liger-kernel, or set it False."
         ) from missing
-    if not torch.cuda.is_available():
-        raise RuntimeError("liger must be False without a GPU, got True; its kernels are CUDA kernels.")
     family = getattr(getattr(model, "config", None), "model_type", None)
     if family not in known:
         raise NotImplementedError(f"model_type must be one that Liger knows, got {family!r}; set liger to False.")
-    patch = known[family]
+    return known[family]
+
+
+def _apply(patch: Callable[..., None], model: nn.Module) -> None:
     losses = {"cross_entropy", "fused_linear_cross_entropy"} & set(inspect.signature(patch).parameters)
     patch(model=model, **dict.fromkeys(losses, False))

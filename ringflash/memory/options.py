@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from ringflash.memory.layers import checkpoint_layers
-from ringflash.memory.liger import use_liger
+from ringflash.memory.liger import use_liger, use_liger_where_installed
 from ringflash.memory.tiles import tile_mlps
 
 Checkpointing = Literal["none", "attention_kept", "full"]
@@ -23,13 +23,14 @@ class Memory:
             computes the rest again; "full" the input alone, and computes attention again too.
         offload_checkpoints: the inputs of the layers wait in the host's memory.
         mlp_tile_tokens: tokens whose MLP is computed at a time, forward and backward; 0 is all at once.
-        liger: Liger's fused norms, rotary embedding and SwiGLU; on GPUs.
+        liger: Liger's fused norms, rotary embedding and SwiGLU; on GPUs. "auto" where liger-kernel is installed and
+            knows the model.
     """
 
     checkpointing: Checkpointing = "none"
     offload_checkpoints: bool = False
     mlp_tile_tokens: int = 0
-    liger: bool = False
+    liger: bool | Literal["auto"] = False
 
 
 def save_memory(model: nn.Module, memory: Memory) -> None:
@@ -45,8 +46,10 @@ def save_memory(model: nn.Module, memory: Memory) -> None:
             f"checkpointing must be one of {', '.join(get_args(Checkpointing))}, got {memory.checkpointing!r}; "
             "'attention_kept' computes all but attention again."
         )
+    if memory.liger not in (True, False, "auto"):
+        raise ValueError(f"liger must be true, false or 'auto', got {memory.liger!r}; 'auto' is where it is installed.")
     if memory.liger:
-        use_liger(model)
+        (use_liger_where_installed if memory.liger == "auto" else use_liger)(model)
     if memory.mlp_tile_tokens:
         tile_mlps(model, memory.mlp_tile_tokens)
     if memory.checkpointing != "none":

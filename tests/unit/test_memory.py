@@ -228,13 +228,18 @@ def test_tiles_are_refused_under_zero3() -> None:
 
 
 def test_liger_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", None)
-    with pytest.raises(RuntimeError, match="liger-kernel must be installed for liger=True"):
-        model_with(Memory(liger=True))
-    pretend_liger(monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="liger must be False without a GPU"):
         model_with(Memory(liger=True))
+    model_with(Memory(liger="auto"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", None)
+    with pytest.raises(RuntimeError, match="liger-kernel must be installed for liger=True"):
+        save_memory(nn.Module(), Memory(liger=True))
+    with pytest.warns(UserWarning, match="liger 'auto' goes without Liger's kernels: liger-kernel must be installed"):
+        save_memory(nn.Module(), Memory(liger="auto"))
+    with pytest.raises(ValueError, match="liger must be true, false or 'auto', got 'yes'"):
+        save_memory(nn.Module(), Memory(liger="yes"))  # type: ignore[arg-type]
 
 
 def test_liger_replaces_layers_and_not_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +249,8 @@ def test_liger_replaces_layers_and_not_the_loss(monkeypatch: pytest.MonkeyPatch)
     model = nn.Module()
     model.config = types.SimpleNamespace(model_type="llama")
     use_liger(model)
-    assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
+    save_memory(model, Memory(liger="auto"))
+    assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})] * 2
     model.config.model_type = "unheard-of"
     with pytest.raises(NotImplementedError, match="model_type must be one that Liger knows, got 'unheard-of'"):
         use_liger(model)
