@@ -16,7 +16,7 @@ what, and why; 0008-nccl-by-heads.md what differs over NCCL.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -115,11 +115,13 @@ class Headwise:
             keys, values = gathered.of(section)
             passes[section % 2].add(keys, values, self.gathering.mask, *home.stage(section), accumulate=False)
 
-        def end(section: int) -> None:
+        def finish(section: int) -> None:
             passes[section % 2].finish(dq[:, :, gathered.query_heads(section)])
+
+        def bring_home(section: int) -> None:
             home.collect(section, dk, dv, self.impl)
 
-        self._run("backward", gathered, differentiate, begin, end)
+        self._run("backward", gathered, differentiate, begin, finish, bring_home)
         return dq, dk, dv
 
     def num_posted(self) -> int:
@@ -147,20 +149,22 @@ class Headwise:
         gathered: Gathered,
         compute: Callable[[int], None],
         begin: Callable[[int], None] | None = None,
-        end: Callable[[int], None] | None = None,
+        *end: Callable[[int], None],
     ) -> None:
         """Compute all sections, two lanes of them side by side, each as soon as its K/V are there.
 
         Args:
             begin, end: what comes before and after a section's kernel, on urgent lanes: small kernels that would
                 otherwise queue behind all of the next section's. A section begins when the last but one has ended.
+                Of the last two, for which no section waits, the first of `end` runs beside the others.
         """
         device, start = gathered.device, self.memory.mark()
-        begins = "all ranks" if transport_name(self.memory) == "copy_engine" else "its device"
-        call.reach(start, "for {} to begin", begins)
+        together = transport_name(self.memory) == "copy_engine"  # else messages order the ranks, and no barrier
+        call.reach(start, "for {} to begin", "all ranks" if together else "its device")
         in_order = self._is_first(way, gathered) or measuring()
         computed: list[Token] = []
         ended: list[Token] = []
+        finished: list[Token] = []
 
         def work(section: int, *here: Token) -> None:
             with waiting(device):
@@ -176,16 +180,24 @@ class Headwise:
                 tokens.append(self.memory.beside("begin", partial(begin, section), after, urgent=True))
             after = [start, *(computed[-1:] if in_order else [])]
             lane = "odd" if section % 2 else "even"
+            if section + 1 == gathered.sections:  # ahead of the last kernel, which may leave no SM to it
+                pulled = gathered.all_pulled()
             computed.append(self.memory.beside(lane, partial(work, section, *tokens), after))
             call.reach(computed[-1], "for section {}", section)
             if section + 1 < gathered.sections:  # before this one's gradients go home, which messages wait for
                 arrived = gathered.pull(section + 1, start, computed)
-            if end is not None:
-                ended.append(self.memory.beside("end", partial(end, section), computed[-1:], urgent=True))
+            if end:
+                last_two = section + 2 >= gathered.sections
+                rest = partial(_in_turn, end[1:] if last_two else end, section)
+                ended.append(self.memory.beside("end", rest, computed[-1:], urgent=True))
                 call.reach(ended[-1], "for the gradients of section {}", section)
-        self.memory.wait(*computed[-2:])
+                if last_two:
+                    finished.append(self.memory.beside(lane, partial(end[0], section), []))
+        if together:
+            call.reach(pulled, "for all ranks to have their keys")
+        self.memory.wait(*(finished or computed)[-2:])
         with waiting(device):
-            self.memory.wait(arrived, *ended[-1:])
+            self.memory.wait(pulled, *ended[-1:])
 
     def _gathered(self, way: str, k: torch.Tensor, num_heads: int) -> Gathered:
         def make() -> Gathered:
@@ -308,15 +320,14 @@ class Gathered:
             start: the beginning of the call.
             computed: the sections until now; of long sequences, one of them last used the buffer.
         """
-
-        def copy() -> None:
-            self.memory.move(self.pulls[section], self.sends[section], f"K/V of section {section}")
-            if section == self.sections - 1:
-                self.memory.barrier(PULLED)
-
         last = section - self.memory.turns
         used = computed[last : last + 1] if self.turns and last >= 0 else []
-        return self.memory.beside("pull", copy, [start, *used], urgent=True)
+        copies = partial(self.memory.move, self.pulls[section], self.sends[section], f"K/V of section {section}")
+        return self.memory.beside("pull", copies, [start, *used], urgent=True)
+
+    def all_pulled(self) -> Token:
+        """Behind the last pull of every rank. No kernel waits for it: each needs its own rank's keys alone."""
+        return self.memory.beside("pull", partial(self.memory.barrier, PULLED), [], urgent=True)
 
     def of(self, section: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V: (batch, rows gathered, heads of a section, head_dim)."""
@@ -410,6 +421,11 @@ class Home:
         heads = slice(*self.gathered.first[section : section + 2])
         for rows, own, others in self.sums[section]:
             collect(impl, own, others, dk[:, rows, heads], dv[:, rows, heads])
+
+
+def _in_turn(work: Sequence[Callable[[int], None]], section: int) -> None:
+    for part in work:
+        part(section)
 
 
 def _rows(first: int, piece: Piece) -> slice:

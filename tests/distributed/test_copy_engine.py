@@ -58,6 +58,7 @@ def check_all(ctx: Context) -> int:
             with taking_turns(number % 2 == 0):
                 ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
         check_unequal_sections(ctx)
+        ring_check.check(ctx, Case(layout="striped", documents="crossing"), 64)
         return ringflash.buffer_bytes()
 
 

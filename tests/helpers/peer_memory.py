@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -195,11 +196,17 @@ class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]
         self.ticket.number = ticket
         with torch.no_grad():
             work()
+        if self.ticket.number is not None:  # work without a message
+            self._take_turn(lambda: None)
 
     def move(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> None:
+        self._take_turn(partial(super().move, incoming, outgoing, what))
+
+    def _take_turn(self, work: Callable[[], None]) -> None:
         with self.turn:
             assert self.turn.wait_for(lambda: self.begun == self.ticket.number, TIMEOUT_S), "a move never began"
-        super().move(incoming, outgoing, what)
+        work()
+        self.ticket.number = None
         with self.turn:
             self.begun += 1
             self.turn.notify_all()

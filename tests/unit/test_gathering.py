@@ -20,7 +20,7 @@ from ringflash.schedule import Gathering, gather
 from ringflash.transport import MessageMemory, PointToPoint, buffers
 from ringflash.transport.peer_memory import Incoming, Outgoing
 from tests.helpers import dense
-from tests.unit.test_schedule import problems
+from tests.unit.test_schedule import problems, three_zigzags  # noqa: F401, a fixture of every test here
 
 Problem = tuple[SequenceMask, int, str]
 
