@@ -20,6 +20,7 @@ from torch.distributed.nn.functional import all_to_all_single
 import ringflash
 from benchmarks.bench_kernels import document_bounds
 from ringflash import ops, ring
+from ringflash.layout import chunks_of_rank
 from ringflash.transport import MessageMemory, buffer
 from ringflash_kernels.api import state_dtype
 
@@ -94,14 +95,25 @@ def one_device_flash_attn_4(setting: Setting) -> Built | str:
     return problem or Built(_flash_attn_4(setting), setting.inputs(whole=True))
 
 
-def ours(transport: str) -> Callable[[Setting], Built | str]:
+def ours(transport: str, layout: str = "zigzag") -> Callable[[Setting], Built | str]:
     """ring_attention over a transport."""
 
     def build(setting: Setting) -> Built | str:
         able = ("gloo",) if setting.device.type == "cpu" else ("nccl", "copy_engine")
         if transport not in able:
             return f"does not carry tensors on {setting.device.type}"
-        return Built(_ours(setting, setting.group, transport), setting.inputs())
+        return Built(_ours(setting, setting.group, transport, layout), setting.inputs())
+
+    return build
+
+
+def striped(transport: str) -> Callable[[Setting], Built | str]:
+    """`ours` in the layout for packed documents."""
+
+    def build(setting: Setting) -> Built | str:
+        if setting.row.kind != "documents" or setting.row.tokens_per_rank % chunks_of_rank("striped"):
+            return "is for documents, in chunks of a token at least"
+        return ours(transport, "striped")(setting)
 
     return build
 
@@ -232,6 +244,8 @@ IDEALS: dict[str, Callable[[Setting], Built | str]] = {
 CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
     **{f"ringflash, {transport}": ours(transport) for transport in ringflash.transport.TRANSPORTS},
     "ringflash, copy_engine, CUDA graph": captured("copy_engine"),
+    "ringflash, copy_engine, striped": striped("copy_engine"),
+    "ringflash, nccl, striped": striped("nccl"),
     "Ulysses": ulysses,
     "ring-flash-attention": ring_flash_attention,
     "torch context_parallel (MHA)": torch_context_parallel,
@@ -244,11 +258,11 @@ PROBES: dict[str, Callable[[Setting], Built | str]] = {
 }
 
 
-def _ours(setting: Setting, group: dist.ProcessGroup | None, transport: str) -> Attention:
+def _ours(setting: Setting, group: dist.ProcessGroup | None, transport: str, layout: str = "zigzag") -> Attention:
     mask = setting.mask()
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = ringflash.ring_attention(q, k, v, group=group, transport=transport, **mask)
+        out = ringflash.ring_attention(q, k, v, group=group, transport=transport, layout=layout, **mask)
         assert isinstance(out, torch.Tensor)
         return out
 

@@ -47,7 +47,7 @@ def ring_attention(
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
         cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
             its length, equal on all ranks; batch must then be 1. On the CPU it costs no synchronisation.
-        layout: "zigzag" (balanced under a causal mask) or "contiguous".
+        layout: "zigzag" (balanced under a causal mask), "striped" (also under packed documents) or "contiguous".
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses.
         transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host that map one another's
             memory: what "auto" takes there).

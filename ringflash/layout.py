@@ -6,6 +6,8 @@ causal mask every rank has the same work; `contiguous` gives it the chunk r. Fou
     position   0   1   2   3   4   5   6   7
     zigzag     r0  r1  r2  r3  r3  r2  r1  r0
 
+`striped` is 32 zigzags one behind another: no rank has much more of any document than the others.
+
 Within a shard positions only ever rise, so an interval of positions is an interval of local rows.
 """
 
@@ -19,7 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from ringflash.group import Group, resolve
 
-LAYOUTS = ("zigzag", "contiguous")
+LAYOUTS = ("zigzag", "striped", "contiguous")
+_ZIGZAGS = {"zigzag": 1, "striped": 32}  # in a sequence
 
 
 class Chunk(NamedTuple):
@@ -47,23 +50,34 @@ def chunks(seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag") -> t
     if layout == "contiguous":
         size = seqlen // cp_size
         return (Chunk(cp_rank * size, (cp_rank + 1) * size, 0),)
-    size = seqlen // (2 * cp_size)
-    last = 2 * cp_size - 1 - cp_rank
-    return (Chunk(cp_rank * size, (cp_rank + 1) * size, 0), Chunk(last * size, (last + 1) * size, size))
+    width = 2 * cp_size
+    size = seqlen // (width * _ZIGZAGS[layout])
+    numbers = [
+        first + place for first in range(0, width * _ZIGZAGS[layout], width) for place in (cp_rank, width - 1 - cp_rank)
+    ]
+    return tuple(Chunk(number * size, (number + 1) * size, index * size) for index, number in enumerate(numbers))
 
 
 def granularity(cp_size: int, layout: str = "zigzag") -> int:
     """The number that the sequence length must be a multiple of."""
     if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}; zigzag balances causal masks.")
-    return 2 * cp_size if layout == "zigzag" else cp_size
+        raise ValueError(
+            f"layout must be one of {LAYOUTS}, got {layout!r}; zigzag balances causal masks, striped packed documents."
+        )
+    return cp_size * chunks_of_rank(layout)
+
+
+def chunks_of_rank(layout: str) -> int:
+    """How many each rank holds."""
+    return 2 * _ZIGZAGS[layout] if layout in _ZIGZAGS else 1
 
 
 def check_seqlen(seqlen: int, cp_size: int, layout: str) -> None:
     """Raise ValueError unless `layout` can cut `seqlen` tokens evenly over `cp_size` ranks."""
     unit = granularity(cp_size, layout)
     if seqlen < 1 or seqlen % unit:
-        rule = "2 * cp_size" if layout == "zigzag" else "cp_size"
+        count = chunks_of_rank(layout)
+        rule = f"{count} * cp_size" if count > 1 else "cp_size"
         padded = max(1, -(-seqlen // unit)) * unit
         raise ValueError(f"seqlen must be divisible by {rule} ({unit}), got {seqlen}; pad to {padded} (pad_sequence).")
 

@@ -52,9 +52,10 @@ def data_context_mesh(device_type: str, dp_size: int, cp_size: int) -> DeviceMes
 
 
 class DataContextRanks:
-    """Where a rank stands, for what has such a mesh as `device_mesh`."""
+    """Where a rank stands, for what has such a mesh as `device_mesh`. `layout`: which tokens of a sequence it holds."""
 
     device_mesh: DeviceMesh
+    layout: str
 
     @property
     def cp_mesh(self) -> DeviceMesh:

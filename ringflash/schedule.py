@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ringflash.layout import Chunk, chunks
@@ -112,7 +112,25 @@ class Reader(NamedTuple):
     row: int
 
 
-Spans = list[tuple[int, int]]  # [first, stop) of positions, ascending, with gaps between them
+class Spans:
+    """Positions of keys that a rank sees: [first, stop), ascending, with gaps between them."""
+
+    def __init__(self, spans: list[tuple[int, int]]) -> None:
+        self.firsts, self.stops = [first for first, _ in spans], [stop for _, stop in spans]
+        self._before = [0, *accumulate(stop - first for first, stop in spans)]
+
+    def __contains__(self, position: int) -> bool:
+        index = bisect_right(self.firsts, position) - 1
+        return index >= 0 and position < self.stops[index]
+
+    def row(self, position: int) -> int:
+        """How many of them lie before a position: where it is gathered, by who sees it."""
+        index = bisect_right(self.firsts, position) - 1
+        return 0 if index < 0 else self._before[index] + min(position, self.stops[index]) - self.firsts[index]
+
+    @property
+    def num_rows(self) -> int:
+        return self._before[-1]
 
 
 @dataclass(frozen=True)
@@ -153,16 +171,16 @@ def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathe
     segments = list(_segments(shards, seen))
     pieces, gathered = [], []
     for owner, segment in segments:
-        if _sees(seen[cp_rank], segment):
-            row, there = _row(seen[cp_rank], segment), _row(seen[owner], segment)
+        if segment.start in seen[cp_rank]:
+            row, there = seen[cp_rank].row(segment.start), seen[owner].row(segment.start)
             pieces.append(Piece(owner, segment.row, row, segment.size, there))
             gathered.append(Chunk(segment.start, segment.stop, row))
-    num_rows = [sum(stop - first for first, stop in spans) for spans in seen]
+    num_rows = [spans.num_rows for spans in seen]
     regions = _regions(mask, tuple(_runs(shards[cp_rank])), tuple(_runs(gathered)))
     pairs = Mask.of(mask.seqlen // cp_size, num_rows[cp_rank], regions)
     own = tuple(segment for owner, segment in segments if owner == cp_rank)
     readers = tuple(
-        tuple(Reader(rank, _row(spans, segment)) for rank, spans in enumerate(seen) if _sees(spans, segment))
+        tuple(Reader(rank, spans.row(segment.start)) for rank, spans in enumerate(seen) if segment.start in spans)
         for segment in own
     )
     return Gathering(tuple(pieces), pairs, own, readers, max(num_rows), _arriving(segments, seen))
@@ -173,7 +191,7 @@ def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:
     size = shard[0].size
     grain = max(1, size // 64)  # few sizes of segments, none of a few rows
     grain -= grain % 16 if grain > 16 else 0  # for whose kinds of lengths kernels are compiled
-    spans: Spans = []
+    spans: list[tuple[int, int]] = []
     for chunk in shard:
         first, stop = mask.visible_span(chunk.start, chunk.stop)
         begin, end = first // size * size, (stop - 1) // size * size  # where the outermost chunks of keys begin
@@ -182,12 +200,12 @@ def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:
         if spans and first <= spans[-1][1]:
             first = spans.pop()[0]
         spans.append((first, stop))
-    return spans
+    return Spans(spans)
 
 
 def _segments(shards: list[tuple[Chunk, ...]], seen: list[Spans]) -> Iterator[tuple[int, Chunk]]:
     """All chunks by position, each with its owner, cut where some rank begins or ceases to see them."""
-    cuts = sorted({position for spans in seen for span in spans for position in span})
+    cuts = sorted({position for spans in seen for position in (*spans.firsts, *spans.stops)})
     owned = sorted((chunk.start, rank, chunk) for rank, shard in enumerate(shards) for chunk in shard)
     for _, owner, chunk in owned:
         inside = cuts[bisect_right(cuts, chunk.start) : bisect_left(cuts, chunk.stop)]
@@ -195,18 +213,10 @@ def _segments(shards: list[tuple[Chunk, ...]], seen: list[Spans]) -> Iterator[tu
             yield owner, Chunk(start, stop, chunk.row + start - chunk.start)
 
 
-def _sees(spans: Spans, segment: Chunk) -> bool:
-    return any(first <= segment.start < stop for first, stop in spans)
-
-
-def _row(spans: Spans, segment: Chunk) -> int:
-    """How many keys of these spans lie before a segment: where it is gathered, by who sees it."""
-    return sum(max(0, min(segment.start, stop) - first) for first, stop in spans)
-
-
 def _arriving(segments: list[tuple[int, Chunk]], seen: list[Spans]) -> int:
     """Most rows of gradients that any rank gets from others."""
-    firsts, stops = (sorted(span[side] for spans in seen for span in spans) for side in (0, 1))
+    firsts = sorted(first for spans in seen for first in spans.firsts)
+    stops = sorted(stop for spans in seen for stop in spans.stops)
     rows = [0] * len(seen)
     for owner, segment in segments:
         readers = bisect_right(firsts, segment.start) - bisect_right(stops, segment.start)
@@ -234,8 +244,10 @@ def _shards(seqlen: int, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
 
 def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> Iterator[Region]:
     """Non-empty regions of two shards, one per pair of chunks and document, in local rows."""
+    starts = [chunk.start for chunk in k_shard]
     for q_chunk in q_shard:
-        for k_chunk in k_shard:
+        first, stop = mask.visible_span(q_chunk.start, q_chunk.stop)
+        for k_chunk in k_shard[max(0, bisect_right(starts, first) - 1) : bisect_left(starts, stop)]:
             for region in _chunk_regions(mask, q_chunk, k_chunk):
                 trimmed = region.trimmed()
                 if trimmed is not None:

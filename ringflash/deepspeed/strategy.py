@@ -24,6 +24,7 @@ except ModuleNotFoundError as missing:
 
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check
+from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import COMPLETE
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 
@@ -41,11 +42,12 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
     Args:
         context_parallel_size: ranks that share one sequence; "auto" is all that data_parallel_size leaves.
         data_parallel_size: groups of ranks with sequences of their own; "auto" is all that is left.
+        layout: which tokens of a sequence a rank holds: "zigzag", or for packed documents "striped" (docs/masks.md).
         config: DeepSpeed's, a dictionary or the path of a JSON file; without it the options make one.
         options: further ones of DeepSpeedStrategy, such as stage.
     Raises:
-        ValueError: a config that `check` refuses, or with gradient_clipping; sizes that do not multiply to the number
-            of ranks. Before any communication.
+        ValueError: a config that `check` refuses, or with gradient_clipping; an unknown layout; sizes that do not
+            multiply to the number of ranks. Before any communication.
     """
 
     handles_gradient_clipping = True
@@ -54,11 +56,14 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
         self,
         context_parallel_size: Size = "auto",
         data_parallel_size: Size = "auto",
+        layout: str = "zigzag",
         config: str | dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(config=dict(config) if isinstance(config, dict) else config, **options)
         _check_config(self.config)
+        granularity(1, layout)  # refuses what is none
+        self.layout = layout
         self._context_parallel_size, self._data_parallel_size = context_parallel_size, data_parallel_size
         self._device_mesh: DeviceMesh | None = None
         self._local_norm: torch.Tensor | None = None

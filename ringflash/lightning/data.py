@@ -43,5 +43,7 @@ class TextData(SequenceData):
 
     def on_before_batch_transfer(self, batch: PackedSequence, dataloader_idx: int) -> Batch:
         """This rank's shard of the sequence, cut before it goes to the device."""
-        group = strategy_of(self.trainer).cp_group
-        return huggingface.prepare_batch(batch["input_ids"], group=group, cu_seqlens=batch["cu_seqlens"])
+        strategy = strategy_of(self.trainer)
+        return huggingface.prepare_batch(
+            batch["input_ids"], group=strategy.cp_group, cu_seqlens=batch["cu_seqlens"], layout=strategy.layout
+        )

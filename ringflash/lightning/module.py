@@ -75,7 +75,7 @@ class CausalLM(lightning.LightningModule):
         if self.model is not None:
             return
         strategy = strategy_of(self.trainer)
-        self.model = empty_model(self.config, strategy.cp_group, self.memory)
+        self.model = empty_model(self.config, strategy.cp_group, self.memory, strategy.layout)
         strategy.shard_parameters(self.model, _layers(self.model))
         sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
         self.flops_of = _flops_of(self.model.model.config)
@@ -206,7 +206,7 @@ def build_model(
 
 
 def empty_model(
-    config: dict[str, Any], group: dist.ProcessGroup | None, memory: Memory
+    config: dict[str, Any], group: dist.ProcessGroup | None, memory: Memory, layout: str = "zigzag"
 ) -> huggingface.CausalLMWithLoss:
     """What `build_model` returns, on the meta device: `draw_weights` or `load_weights` gives it values."""
     huggingface.register()  # refuses where transformers is missing
@@ -216,7 +216,7 @@ def empty_model(
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**config), attn_implementation="ringflash", dtype=torch.get_default_dtype()
         )
-    huggingface.set_group(model, group)
+    huggingface.set_group(model, group, layout=layout)
     save_memory(model, memory)
     return huggingface.CausalLMWithLoss(model, group)
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from ringflash import huggingface
 from ringflash.group import Group, resolve
-from ringflash.layout import local_positions, shard_sequence
+from ringflash.layout import granularity, local_positions, shard_sequence
 from ringflash.lightning.sequences import SequenceData
 from ringflash.lightning.strategy import strategy_of
 from ringflash.loss import count_tokens
@@ -53,7 +53,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         self._ringflash_ready = True
         strategy = strategy_of(self.trainer)
         _check_data(self.trainer.datamodule)
-        wrap_attention(self, strategy.cp_group)
+        wrap_attention(self, strategy.cp_group, layout=strategy.layout)
         if own := [name for name, _ in self.named_parameters(recurse=False)]:
             raise ValueError(
                 f"parameters must lie in submodules, whose forward gathers them, got {own}; move them into one."
@@ -71,9 +71,14 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             ValueError: something else.
         """
         if isinstance(batch, dict) and "input_ids" in batch:
-            return huggingface.prepare_batch(group=group, **batch)
+            if other := batch.keys() - {"input_ids", "labels", "cu_seqlens"}:
+                raise ValueError(
+                    f"batch must have input_ids, labels and cu_seqlens alone, got {', '.join(sorted(other))}, too; "
+                    "leave it out (padding is a label of -100 at the end, or a document), or override shard_batch."
+                )
+            return huggingface.prepare_batch(group=group, layout=strategy_of(self.trainer).layout, **batch)
         if isinstance(batch, tuple | list) and all(isinstance(x, Tensor) and x.dim() > 1 for x in batch):
-            return tuple(shard_sequence(x, group) for x in batch)
+            return tuple(shard_sequence(x, group, layout=strategy_of(self.trainer).layout) for x in batch)
         raise ValueError(
             f"batch must be a dict with input_ids or a tuple of (batch, seqlen) tensors, got {type(batch).__name__}; "
             "override shard_batch."
@@ -97,7 +102,8 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         """
         group = self._group()
         cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
-        return local_positions(tokens.shape[1] * cp_size, cp_size, cp_rank).to(tokens.device)
+        layout = strategy_of(self.trainer).layout
+        return local_positions(tokens.shape[1] * cp_size, cp_size, cp_rank, layout).to(tokens.device)
 
     def token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy over the tokens of the whole sequence, as `ringflash.loss` scales it.
@@ -120,7 +126,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
     def _check(self, batch: Any) -> None:
         """`check_wrapped` on the first tokens of a batch, which every rank of the ring holds whole."""
         strategy = strategy_of(self.trainer)
-        prefix = _prefix(batch, 2 * strategy.cp_size * CHECKED_TOKENS)
+        prefix = _prefix(batch, granularity(strategy.cp_size, strategy.layout) * CHECKED_TOKENS)
 
         def run(group: Group) -> None:
             shard = self.transfer_batch_to_device(self.shard_batch(prefix, group), strategy.root_device, 0)

@@ -13,11 +13,13 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ringflash.layout import granularity
 from ringflash.lightning.writing import CheckpointWriter
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 from ringflash.safe_files import check_together
@@ -33,6 +35,7 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
     Args:
         context_parallel_size: ranks that share one sequence; "auto" is all that data_parallel_size leaves.
         data_parallel_size: groups of ranks with sequences of their own; "auto" is all that is left.
+        layout: which tokens of a sequence a rank holds: "zigzag", or for packed documents "striped" (docs/masks.md).
         save_distributed_checkpoint: True writes a directory, every rank its part, loadable on any number of
             ranks; False gathers everything into one file.
         async_checkpoint: True trains on while a checkpoint is written, from a copy in the host's memory, and waits
@@ -40,8 +43,8 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         process_group_backend: default gloo on CPU and NCCL on CUDA.
         timeout: how long a collective waits for a missing rank.
     Raises:
-        ValueError: sizes that do not multiply to the number of ranks, or one file to be written while training goes
-            on; before any communication.
+        ValueError: an unknown layout, sizes that do not multiply to the number of ranks, or one file to be written
+            while training goes on; before any communication.
     """
 
     handles_gradient_clipping = False
@@ -50,6 +53,7 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         self,
         context_parallel_size: Size = "auto",
         data_parallel_size: Size = "auto",
+        layout: str = "zigzag",
         save_distributed_checkpoint: bool = True,
         async_checkpoint: bool | None = None,
         process_group_backend: str | None = None,
@@ -67,7 +71,8 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._context_parallel_size = context_parallel_size
+        granularity(1, layout)  # refuses what is none
+        self._context_parallel_size, self.layout = context_parallel_size, layout
         self._shard_mesh: DeviceMesh | None = None
         self._async_checkpoint = save_distributed_checkpoint if async_checkpoint is None else async_checkpoint
         self._writer: CheckpointWriter | None = None

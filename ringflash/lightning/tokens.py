@@ -63,7 +63,9 @@ class TokenData(SequenceData):
 
     def _sequences(self, documents: torch.Tensor, strategy: ContextParallelStrategy) -> TokenSequences:
         cp_rank = strategy.cp_mesh.get_local_rank()
-        return TokenSequences(self.files, documents, self.seqlen, cp_size=strategy.cp_size, cp_rank=cp_rank)
+        return TokenSequences(
+            self.files, documents, self.seqlen, cp_size=strategy.cp_size, cp_rank=cp_rank, layout=strategy.layout
+        )
 
     def _check_vocabulary(self, vocab_size: int) -> None:
         module = self.trainer.lightning_module

@@ -38,6 +38,16 @@ def test_short_chunks(pool: Pool, chunk: int, layout: str) -> None:
     pool.run(ring_check.check, Case(layout=layout, documents="tokens", causal=False), chunk, size=3)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_striped(pool: Pool, size: int) -> None:
+    """64 chunks a rank, of one token and of some."""
+    for documents, window, causal, chunk in (
+        ("mixed", "none", True, 96), ("crossing", "both", True, 32), ("none", "left", False, 32)
+    ):  # fmt: skip
+        case = Case(layout="striped", documents=documents, window=window, causal=causal)
+        pool.run(ring_check.check, case, chunk, size=size)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", [Case(), Case(documents="mixed", window="left"), Case(causal=False)], ids=str)
 def test_low_precision(pool: Pool, case: Case, dtype: str) -> None:

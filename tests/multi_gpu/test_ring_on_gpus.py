@@ -25,7 +25,7 @@ from tests.multi_gpu.conftest import Setup, Table
 
 pytestmark = pytest.mark.multi_gpu
 
-CHUNK = 160  # tokens; no multiple of a kernel's tile
+CHUNK = 160  # tokens, of a striped layout 10; no multiple of a kernel's tile
 LONG_CHUNK = 2048
 
 LONG = [
@@ -33,6 +33,7 @@ LONG = [
     Case(head_dim=128, causal=False),
     Case(head_dim=128, window="left", documents="mixed"),
     Case(head_dim=64, layout="contiguous", documents="crossing"),
+    Case(head_dim=128, layout="striped", documents="mixed"),
 ]
 
 
@@ -47,6 +48,7 @@ BY_HOPS = [
     Case(documents="mixed"),
     Case(causal=False, window="both", documents="crossing", layout="contiguous"),
     Case(window="left"),
+    Case(layout="striped", documents="crossing"),
     Case(batch=3, num_heads=6, num_kv_heads=2, head_dim=128),
 ]
 SECTIONS = [
@@ -54,6 +56,7 @@ SECTIONS = [
     Case(num_heads=8, num_kv_heads=8, documents="mixed", batch=1),
     Case(num_heads=12, num_kv_heads=6, batch=2, causal=False, window="both"),
     Case(num_heads=6, num_kv_heads=6, window="left", layout="contiguous"),
+    Case(num_heads=6, num_kv_heads=6, documents="crossing", layout="striped"),
 ]
 
 

@@ -66,6 +66,14 @@ def test_local_positions_are_found_before_the_first_step(ranks: list[dict[str, A
         assert rank["planted"].startswith("model.blocks.0.attn must be given the q"), rank
 
 
+def test_batch_with_a_mask_is_refused() -> None:
+    """As Hugging Face's collators make it."""
+    module = type("Module", (SequenceSharding, lightning.LightningModule), {})()
+    batch = dict.fromkeys(("input_ids", "labels", "attention_mask"), torch.zeros(1, 8, dtype=torch.int64))
+    with pytest.raises(ValueError, match="batch must have input_ids, labels .* alone, got attention_mask, too; leave"):
+        module.shard_batch(batch, None)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loss_of_many_tokens_keeps_its_digits(dtype: torch.dtype) -> None:
     """One process, on whole sequences: within eps of fp64 on the same logits, not of their sum in the low dtype."""

@@ -66,7 +66,7 @@ def main() -> None:
     sys.path.insert(0, folder)
     from changed_gpt import GPT as Changed  # type: ignore[import-not-found]
 
-    ring = train(build(Changed), devices=2, strategy=ContextParallelStrategy())
+    ring = train(build(Changed), devices=2, strategy=ContextParallelStrategy(layout="striped"))
     whole = build(GPT).double()
     optimizer, losses = whole.configure_optimizers(), []
     for batch in loader():

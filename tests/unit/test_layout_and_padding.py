@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import ringflash
-from ringflash.layout import chunks
+from ringflash.layout import chunks, granularity
 from ringflash.loss import cross_entropy, shift_labels
 from tests.helpers.tolerance import assert_close
 
-LAYOUTS = ["zigzag", "contiguous"]
+LAYOUTS = ["zigzag", "striped", "contiguous"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("cp_size", range(1, 9))
 def test_positions_are_shared_out(cp_size: int, layout: str) -> None:
     """Each position once; rising within a rank; as `chunks` says."""
-    seqlen = 6 * cp_size
+    seqlen = 3 * granularity(cp_size, layout) if layout == "striped" else 6 * cp_size
     held = [ringflash.local_positions(seqlen, cp_size, rank, layout) for rank in range(cp_size)]
     assert torch.equal(torch.cat(held).sort().values, torch.arange(seqlen))
     for rank, positions in enumerate(held):
-        assert positions.dtype == torch.int64 and positions.shape == (6,) and bool((positions.diff() > 0).all())
+        assert positions.dtype == torch.int64 and positions.shape == (seqlen // cp_size,)
+        assert bool((positions.diff() > 0).all())
         for chunk in chunks(seqlen, cp_size, rank, layout):
             rows = slice(chunk.row, chunk.row + chunk.stop - chunk.start)
             assert torch.equal(positions[rows], torch.arange(chunk.start, chunk.stop))
@@ -30,11 +33,12 @@ def test_positions_are_shared_out(cp_size: int, layout: str) -> None:
 def test_worked_examples() -> None:
     assert ringflash.local_positions(16, 4, 1).tolist() == [2, 3, 12, 13]
     assert ringflash.local_positions(16, 4, 1, "contiguous").tolist() == [4, 5, 6, 7]
+    assert ringflash.local_positions(256, 4, 1, "striped")[:6].tolist() == [1, 6, 9, 14, 17, 22]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_process_holds_everything(layout: str) -> None:
-    x = torch.randn(2, 6, 3)
+    x = torch.randn(2, 192, 3)
     assert torch.equal(ringflash.shard_sequence(x, None, layout=layout), x)
     assert torch.equal(ringflash.unshard_sequence(x, None, layout=layout), x)
 
@@ -46,7 +50,8 @@ def test_one_process_holds_everything(layout: str) -> None:
         ((13, 4, 0, "contiguous"), r"seqlen must be divisible by cp_size \(4\), got 13; pad to 16"),
         ((0, 2, 0), r"seqlen must be divisible by 2 \* cp_size \(4\), got 0; pad to 4"),
         ((16, 4, 4), r"cp_rank must be in \[0, 4\), got 4; pass"),
-        ((16, 4, 0, "striped"), "layout must be one of .*, got 'striped'; zigzag"),
+        ((12, 4, 0, "striped"), r"seqlen must be divisible by 64 \* cp_size \(256\), got 12; pad to 256"),
+        ((16, 4, 0, "braided"), "layout must be one of .*, got 'braided'; zigzag"),
     ],
 )
 def test_positions_refuse(arguments: tuple, message: str) -> None:
@@ -67,10 +72,9 @@ def train(tokens: torch.Tensor, labels: torch.Tensor, cu_seqlens: torch.Tensor |
     return {"loss": loss.detach()[None, None], "dtable": dtable, "dhead": dhead}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, multiple_of", [*itertools.product(("zigzag", "contiguous"), (1, 16)), ("striped", 1)])
 @pytest.mark.parametrize("bounds", [None, [0, 3, 13]])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("multiple_of", [1, 16])
 def test_padding_changes_nothing(layout: str, bounds: list[int] | None, causal: bool, multiple_of: int) -> None:
     bounds = bounds if causal or bounds else [0, 13]
     tokens = torch.randint(1, 32, (1, 13), generator=torch.Generator().manual_seed(0))
@@ -79,7 +83,7 @@ def test_padding_changes_nothing(layout: str, bounds: list[int] | None, causal: 
     padded = ringflash.pad_sequence(
         tokens, labels, cu_seqlens, cp_size=4, layout=layout, multiple_of=multiple_of, causal=causal
     )
-    unit = (8 if layout == "zigzag" else 4) * multiple_of
+    unit = granularity(4, layout) * multiple_of
     assert padded.tokens.shape[1] == padded.labels.shape[1] == -(-13 // unit) * unit
     assert_close(train(*padded, causal), train(tokens, labels, cu_seqlens, causal))
     if bounds is not None:

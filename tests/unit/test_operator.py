@@ -190,7 +190,7 @@ def test_module_shows_its_options() -> None:
         ({"window_size": (1,)}, ValueError, r"window_size must be \(left, right\).*got \(1,\); a window"),
         ({"window_size": 4096}, ValueError, r"window_size must be \(left, right\).*got \(4096,\); a window"),
         ({"window_size": (4.0, 0)}, ValueError, r"window_size must be \(left, right\).*got \(4.0, 0\); a window"),
-        ({"layout": "striped"}, ValueError, "layout must be one of .*got 'striped'; zigzag"),
+        ({"layout": "braided"}, ValueError, "layout must be one of .*got 'braided'; zigzag"),
         ({"impl": "flash9"}, ValueError, "impl must be 'auto' or one of .*got 'flash9'; 'auto'"),
         (
             {"impl": "flash2"},

@@ -61,7 +61,7 @@ def test_a_key_counts_when_every_token_is_right(
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        ring = SimpleNamespace(root_device=torch.device("cpu"), cp_group=dist.group.WORLD)
+        ring = SimpleNamespace(root_device=torch.device("cpu"), cp_group=dist.group.WORLD, layout="zigzag")
         monkeypatch.setattr(passkey, "strategy_of", lambda trainer: ring)
         logged: list[tuple[dict[str, float], int]] = []
         trainer = SimpleNamespace(

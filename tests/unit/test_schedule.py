@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringflash import layout as layouts
 from ringflash.layout import LAYOUTS, granularity, local_positions
 from ringflash.mask import SequenceMask
-from ringflash.schedule import Schedule, active_steps, build
+from ringflash.schedule import Schedule, active_steps, build, gather
 from tests.helpers import dense
+
+
+@pytest.fixture(scope="module", autouse=True)
+def three_zigzags() -> Iterator[None]:
+    """Of a striped sequence: chunks of a few tokens in a sequence that a dense mask can be drawn of."""
+    with mock.patch.dict(layouts._ZIGZAGS, striped=3):
+        yield
+    for cached in (active_steps, build, gather):
+        cached.cache_clear()
 
 
 @st.composite
