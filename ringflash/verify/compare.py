@@ -9,7 +9,7 @@ be closer than is usual for its kind, the usual relative error (the upper quarti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -119,7 +119,7 @@ def _chunks(runs: Runs, *tensors: Tensor) -> Iterator[Any]:
 
 def _whole(name: str, runs: Runs, read: Callable[[Observation], Tensors]) -> Check:
     got, want, baseline = read(runs.got), read(runs.want), read(runs.baseline)
-    check = Check(name, failed=[key for key in want if key not in got])
+    check = _lacking(name, got, want)
     usual = _usual((baseline[key], want[key]) for key in want)
     for key in (key for key in want if key in got):
         ratio = _spent(got[key], baseline[key], want[key], usual, runs.eps).ratio
@@ -129,10 +129,16 @@ def _whole(name: str, runs: Runs, read: Callable[[Observation], Tensors]) -> Che
     return check
 
 
+def _lacking(name: str, got: Mapping[str, object], want: Mapping[str, object]) -> Check:
+    """A check in which what cp=N does not have at all is beyond every budget."""
+    missing = [key for key in want if key not in got]
+    return Check(name, float("inf") if missing else None, missing)
+
+
 def _scalars(name: str, runs: Runs, read: Callable[[Observation], dict[str, float]]) -> Check:
     """Judged with the relative error usual for what they are computed from."""
     got, want, baseline = read(runs.got), read(runs.want), read(runs.baseline)
-    check, last = Check(name, failed=[key for key in want if key not in got]), list(runs.want.layers)[-1:]
+    check, last = _lacking(name, got, want), list(runs.want.layers)[-1:]
     usual = _usual((runs.baseline.layers[key], runs.want.layers[key]) for key in last)
     for key, value in ((key, got[key]) for key in want if key in got):
         x, base, reference = (torch.tensor(v, dtype=torch.float64) for v in (value, baseline[key], want[key]))

@@ -58,8 +58,14 @@ def batch_hint(name: str, runs: Runs, place: Place) -> str:
     return "the batch is not cut as its layout says; use ringflash.shard_sequence on every tensor of it."
 
 
-def layer_hint(name: str, probes: list[Reach], place: Place, earlier_agree: bool) -> str:
-    """What an attention layer does wrong, from what reaches what through it."""
+def infinite_hint(name: str, runs: Runs) -> str:
+    """Where a layer that differs is NaN or infinite, so that nothing can be told from what reaches what."""
+    where = "at cp=N alone" if runs.baseline.layers[name].isfinite().all() else "at cp=1 as well, in this dtype"
+    return f"{name} puts out NaN or infinity, {where}: look for a division by 0 or an overflow in it."
+
+
+def layer_hint(name: str, position: int, probes: list[Reach], place: Place, earlier_agree: bool) -> str:
+    """What an attention layer does wrong from a position on, from what reaches what through it."""
     for probe in probes:
         own = next(set(p) for p in map(place.positions, range(place.cp_size)) if probe.position in p)
         got, want = set(probe.got), set(probe.want)
@@ -72,6 +78,8 @@ def layer_hint(name: str, probes: list[Reach], place: Place, earlier_agree: bool
             seen = place.describe(min(got - want))
             return f"a mask is dropped at cp=N: position {probe.position} is seen from {seen}, as it is not at cp=1."
     if probes and all(set(p.got) == set(p.want) for p in probes):
+        if position <= min(place.chunk_ends):  # a position of the first chunk is the same within its shard
+            return "every position sees what it should, with other numbers: look for what else the layer has at cp=N."
         return "every position sees what it should, with other numbers: look for positions (RoPE) of the shard's own."
     return ""
 

@@ -50,10 +50,10 @@ class LightningSession(Session):
         trainer.fit(observer.module, datamodule=_Sequence(observer))
         return observer.seen
 
-    def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool) -> Tensors:
+    def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool, wide: bool = False) -> Tensors:
         """What the layers put out in an evaluation."""
         reader = _Reader(self, data, touch)
-        self._trainer(reader, ring=ring).validate(reader.module, _Sequence(reader), verbose=False)
+        self._trainer(reader, ring=ring, wide=wide).validate(reader.module, _Sequence(reader), verbose=False)
         return reader.outputs
 
     def _trainer(self, reader: _Reads, *, ring: bool, wide: bool = False) -> lightning.Trainer:

@@ -61,9 +61,10 @@ def with_other_tokens(data: Data, positions: list[int]) -> Data:
     return replace(data, input_ids=tokens)
 
 
-def changed(before: Tensor, after: Tensor) -> list[int]:
-    """Positions (dim 1) at which two tensors differ in any bit."""
-    return (before != after).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+def changed(before: Tensor, after: Tensor, least: float = 0.0) -> list[int]:
+    """Positions (dim 1) at which two tensors differ: in any bit, or by more than `least` of the largest value."""
+    different = (before - after).abs() > least * before.abs().max() if least else before != after
+    return different.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
 
 
 def _perturb(row: Tensor) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ringflash.layout import chunks_of_rank
 from ringflash.verify import diagnosis
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN
@@ -21,6 +22,7 @@ from ringflash.verify.probe import Touch, changed, layer_outputs, with_other_tok
 from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
 
 T = TypeVar("T")
+_REACH = 1e-6  # of the largest value: what a token does to another in fp64, though norms may be computed in fp32
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Session:
     def _with_cp1(self, got: Observation) -> Runs:
         baseline = self.observe(ring=False)
         want = self.observe(ring=False, wide=True, weights=baseline.weights)
-        num_chunks = self.group.size() * (2 if self.layout == "zigzag" else 1)
+        num_chunks = self.group.size() * chunks_of_rank(self.layout)
         return Runs(got, want, baseline, num_chunks, torch.finfo(self.settings.dtype).eps)
 
     def _on_first(self, make: Callable[[], Any]) -> Any:
@@ -166,13 +168,9 @@ class Session:
 
     def _mask_check(self) -> Check:
         """Some tokens reach no position that the declared mask hides, at cp=N and at cp=1."""
-        data, spans = self.data, self._spans()
-        other = with_other_tokens(data, list(spans))
-        got = self._reached(lambda x: self.layer_outputs(x, ring=True), (data, other))
-        want = self._at_cp1(lambda: self._reached(lambda x: self.layer_outputs(x, ring=False), (data, other)))
-        check, seen = Check("mask", 0.0), {p for start, stop in spans.items() for p in range(start, stop)}
-        for run, reached in (("cp=1", want), ("cp=N", got)):
-            beyond = [p for p in reached if p not in seen]
+        check, spans = Check("mask", 0.0), self._spans()
+        want = self._at_cp1(lambda: self._beyond(spans, ring=False))
+        for run, beyond in (("cp=1", want), ("cp=N", self._beyond(spans, ring=True))):
             if beyond:
                 check.failed.append(run)
                 check.ratio, check.position = float("inf"), beyond[0]
@@ -181,6 +179,20 @@ class Session:
             runs = " and ".join(check.failed)
             check.note = f"position {start} reaches {check.position} at {runs}, outside [{start}, {spans[start]})"
         return check
+
+    def _beyond(self, spans: dict[int, int], *, ring: bool) -> list[int]:
+        """Positions outside of the spans that their first ones reach.
+
+        Bits that change are looked at again in fp64: how an expert rounds a token depends on how many others it has.
+        """
+        pair = self.data, with_other_tokens(self.data, list(spans))
+        seen = {p for start, stop in spans.items() for p in range(start, stop)}
+
+        def beyond(wide: bool, least: float) -> list[int]:
+            reached = self._reached(lambda x: self.layer_outputs(x, ring=ring, wide=wide), pair, least=least)
+            return [p for p in reached if p not in seen]
+
+        return beyond(False, 0.0) and beyond(True, _REACH)
 
     def _spans(self) -> dict[int, int]:
         """Where the positions that are changed may reach to: the first document's middle, and every document's last."""
@@ -212,18 +224,20 @@ class Session:
             found.append(Reach(position, got, want))
         return found
 
-    def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool) -> Tensors:
+    def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool, wide: bool = False) -> Tensors:
         """What the layers put out; at cp=1 rank 0 alone calls it."""
-        return layer_outputs(self._build(ring=ring), self.group if ring else None, data, touch)
+        return layer_outputs(self._build(ring=ring, wide=wide), self.group if ring else None, data, touch)
 
     @staticmethod
-    def _reached(outputs: Callable[[Any], Tensors], pair: tuple[Any, Any], name: str | None = None) -> list[int]:
+    def _reached(
+        outputs: Callable[[Any], Tensors], pair: tuple[Any, Any], name: str | None = None, least: float = 0.0
+    ) -> list[int]:
         """Positions at which a module's output (default the last one's) differs between two forwards."""
         before, after = (outputs(x) for x in pair)
         if not before:
             raise RuntimeError("a layer must put out (1, seqlen, ...), got none; see Limits in docs/verify.md.")
         name = name or list(before)[-1]
-        return changed(before[name], after[name])
+        return changed(before[name], after[name], least)
 
 
 def _explanation(check: Check, runs: Runs, probes: list[Reach], place: Place) -> tuple[str, str]:
@@ -231,8 +245,11 @@ def _explanation(check: Check, runs: Runs, probes: list[Reach], place: Place) ->
     where = "" if check.position is None else f" at {place.describe(check.position)}"
     first = f"{check.name}: {check.failed[0]}{where}"
     if check.name == "layer outputs":
+        if not runs.got.layers[check.failed[0]].isfinite().all():
+            return first, diagnosis.infinite_hint(check.failed[0], runs)
         index = next((part for part in check.failed[0].split(".") if part.isdigit()), "0")
-        return first, diagnosis.layer_hint(check.failed[0], probes, place, int(index) > 0)
+        assert check.position is not None
+        return first, diagnosis.layer_hint(check.failed[0], check.position, probes, place, int(index) > 0)
     hints = {
         "weights before": diagnosis.weights_hint,
         "batch": lambda: diagnosis.batch_hint(check.failed[0], runs, place),

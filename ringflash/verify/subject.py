@@ -140,7 +140,8 @@ def _from_folder(path: Path, num_layers: int | None, seed: int) -> Factory:
     def build(group: dist.ProcessGroup | None) -> Training:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         _cut_layers(config, num_layers)
-        options = {"attn_implementation": "ringflash", "dtype": torch.float32}
+        # grouped products of experts know no fp64, in which cp=1 is run as well
+        options = {"attn_implementation": "ringflash", "experts_implementation": "eager", "dtype": torch.float32}
         if has_weights:
             with nullcontext() if num_layers is None else _transformers_quiet():
                 model, read = AutoModelForCausalLM.from_pretrained(

@@ -141,13 +141,16 @@ def test_a_wrapped_or_bare_model_passes(pool: Pool, plant: str) -> None:
 
 
 def test_a_folder_with_weights_or_without_passes(pool: Pool, tmp_path: Path) -> None:
-    """A checkpoint in safetensors; its configuration alone; its first layer alone."""
-    from tests.helpers.models import build
+    """A checkpoint in safetensors; its configuration alone; its first layer alone; experts, that round by the batch."""
+    from transformers import AutoConfig
+
+    from tests.helpers.models import TINY, build
 
     model = build("qwen3_window").float()
     model.save_pretrained(tmp_path / "checkpoint")
     model.config.save_pretrained(tmp_path / "config")
-    for folder, layers in (("checkpoint", None), ("config", None), ("checkpoint", 1)):
+    AutoConfig.for_model("mixtral", **TINY, num_local_experts=8).save_pretrained(tmp_path / "experts")
+    for folder, layers in (("checkpoint", None), ("config", None), ("checkpoint", 1), ("experts", None)):
         result = same_on_all_ranks(pool.run(report_of_folder, str(tmp_path / folder), layers, size=2))
         assert result == (True, [], layers or 2)
 

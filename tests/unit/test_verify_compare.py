@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringflash.verify.compare import Check, Runs, compare
-from ringflash.verify.diagnosis import Place
+from ringflash.verify.diagnosis import Place, Reach, infinite_hint, layer_hint
 from ringflash.verify.observe import Observation
 
 SEQLEN, NUM_CHUNKS = 32, 4
@@ -57,8 +57,8 @@ def test_what_is_not_finite_fails(value: float) -> None:
 def test_a_missing_gradient_and_a_missing_loss_fail() -> None:
     got = observation(torch.bfloat16)
     del got.gradients["w2"]
-    assert [(c.name, c.failed) for c in failed(replace(got, eval_losses={}))] == [
-        ("evaluation loss", ["eval loss"]), ("gradients", ["w2"]),
+    assert [(c.name, c.failed, c.ratio) for c in failed(replace(got, eval_losses={}))] == [
+        ("evaluation loss", ["eval loss"], float("inf")), ("gradients", ["w2"], float("inf")),
     ]  # fmt: skip
 
 
@@ -81,3 +81,19 @@ def test_positions_are_named_with_chunk_and_rank() -> None:
     assert place.describe(8) == "position 8 (chunk 1, held by rank 1)"
     assert place.describe(31) == "position 31 (chunk 3, held by rank 0)"
     assert place.chunk_ends == {7, 15, 23, 31}
+
+
+def test_positions_of_the_shard_are_suspected_only_where_they_differ_from_global_ones() -> None:
+    place = Place(SEQLEN, 2, "zigzag")
+    probes = [Reach(0, [0, 1, 30], [0, 1, 30])]
+    assert "(RoPE) of the shard's own" in layer_hint("layers.0", 8, probes, place, False)
+    assert "what else the layer has at cp=N" in layer_hint("layers.0", 7, probes, place, False)
+
+
+@pytest.mark.parametrize(("everywhere", "where"), [(False, "at cp=N alone"), (True, "at cp=1 as well")])
+def test_what_is_not_finite_is_no_mask_that_is_dropped(everywhere: bool, where: str) -> None:
+    """NaN differs from itself, and would seem to be reached by every token."""
+    baseline = observation(torch.bfloat16)
+    if everywhere:
+        baseline.layers["layers.1"][:, 3] = float("nan")
+    assert where in infinite_hint("layers.1", Runs(observation(), observation(), baseline, NUM_CHUNKS, 0.0))
