@@ -165,7 +165,7 @@ def _model(paths: list[Path]) -> _Named:
             recipe = _laid_over(recipe, dict(yaml.safe_load(path.read_text())))
         model, data = recipe["model"], recipe["data"]
         memory = {"checkpointing": "none", **model.get("memory", {})}
-        memory.pop("liger", None)  # does not change what is kept
+        memory.pop("liger", None)  # keeps less, by how much is not counted
         pretrained = model.get("pretrained")
         config = laid_over(read_config(Path(pretrained)) if pretrained else {}, model.get("model") or {})
         trainer = recipe.get("trainer") or {}
@@ -175,17 +175,28 @@ def _model(paths: list[Path]) -> _Named:
         named = _Named(
             config, data.get("init_args", data).get("seqlen"), memory, cp_size if cp_size != "auto" else None, precision
         )
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{paths[0]} must be a recipe with model.model and data, got {type(error).__name__}: {error}; "
             "see recipes/lightning."
         ) from error
+    _check_numbers(named, paths[-1])
     if named.precision not in (None, *get_args(Precision)):
         raise ValueError(
             f"precision must be one of {get_args(Precision)} for a plan, got {named.precision!r} in {paths[-1]}; lay a "
             "recipe with one of them over it."
         )
     return named
+
+
+def _check_numbers(named: _Named, path: Path) -> None:
+    unknown = sorted(set(named.memory) - {"checkpointing", "offload_checkpoints", "mlp_tile_tokens"})
+    if unknown:
+        raise ValueError(f"memory must have the keys of recipes/lightning, got {unknown[0]!r} in {path}; remove it.")
+    numbers = {"seqlen": named.seqlen, "context_parallel_size": named.cp_size}
+    for name, value in (numbers | {"mlp_tile_tokens": named.memory.get("mlp_tile_tokens")}).items():
+        if value is not None and not isinstance(value, int):
+            raise ValueError(f"{name} must be an integer, got {value!r} in {path}; write it in digits.")
 
 
 def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

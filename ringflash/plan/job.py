@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ringflash.plan.shape import ModelShape
 
@@ -43,6 +43,11 @@ class Job:
     ring: Ring = "flat"
 
     def __post_init__(self) -> None:
+        if self.checkpointing not in get_args(Checkpointing):
+            raise ValueError(
+                f"checkpointing must be one of {get_args(Checkpointing)}, got {self.checkpointing!r}; "
+                "'attention_kept' computes all but attention again."
+            )
         if self.offload_checkpoints and self.checkpointing == "none":
             raise ValueError(
                 "checkpointing must be 'attention_kept' or 'full' with offload_checkpoints, got 'none'; there are no "

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 from ringflash.headwise import Sections, buffer_bytes, gathered_whole, sections_of, shared_turns, taking_turns
+from ringflash.loss import CHUNK_LOGITS
 from ringflash.ops import MOST_BUFFER_BYTES
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
 from ringflash.transport import MessageMemory, SymmetricMemory
 
 BF16, FP32 = 2, 4
-_LOGITS = 1 << 26  # alive at a time in ringflash.loss
 
 
 def memory_bytes(job: Job, machine: Machine) -> dict[str, int]:
@@ -150,5 +150,5 @@ def _gathered(job: Job) -> int:
 def _loss(job: Job) -> int:
     """Logits of a chunk in bf16 and fp32 with the gradient in bf16, and the weight's gradient, reduced in fp32."""
     model = job.model
-    chunk = min(job.local_tokens * model.vocab_size, _LOGITS) * (2 * BF16 + FP32)
+    chunk = min(job.local_tokens * model.vocab_size, CHUNK_LOGITS) * (2 * BF16 + FP32)
     return chunk + model.embedding_parameters * (BF16 + FP32)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FAMILIES = ("llama", "qwen3", "mistral", "qwen2")
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}  # where a configuration does not say; else as many as heads
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,17 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         )
     sizes = {name: _size(config, name) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")}
     heads = sizes["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
+    given = {"num_key_value_heads": _KV_HEADS.get(family, heads), **config}
+    kv_heads = heads if given["num_key_value_heads"] is None else _size(given, "num_key_value_heads")
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads must divide num_attention_heads ({heads}), got {kv_heads}; correct it.")
+    head_dim = 128 if family == "qwen3" else sizes["hidden_size"] // heads
     return ModelShape(
         num_layers=sizes["num_hidden_layers"],
         hidden_size=sizes["hidden_size"],
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=config.get("head_dim") or (128 if family == "qwen3" else sizes["hidden_size"] // heads),
+        head_dim=head_dim if config.get("head_dim") is None else _size(config, "head_dim"),
         intermediate_size=_size(config, "intermediate_size"),
         vocab_size=_size(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
@@ -110,8 +113,9 @@ def windows_of(config: Mapping[str, Any]) -> list[int | None]:
     family, layers = config.get("model_type"), config["num_hidden_layers"]
     first = 0 if family == "mistral" else config.get("max_window_layers", 28)
     size = config.get("sliding_window", 4096) if family == "mistral" or config.get("use_sliding_window") else None
+    window = None if size is None else _size({"sliding_window": size}, "sliding_window") - 1
     types = config.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * layers
-    return [size - 1 if size and kind == "sliding_attention" else None for kind in types[:layers]]
+    return [window if kind == "sliding_attention" else None for kind in types[:layers]]
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:

@@ -6,6 +6,7 @@ Nothing here compares a plan with a measured run; docs/plan.md says what has bee
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,23 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         shape_of(small("llama", num_key_value_heads=3))
 
 
+@pytest.mark.parametrize("name", ["num_key_value_heads", "head_dim", "sliding_window"])
+@pytest.mark.parametrize("value", [-2, 0, "8"])
+def test_sizes_that_are_none_are_refused(name: str, value: object) -> None:
+    config = small("mistral", **{name: value})
+    with pytest.raises(ValueError, match=f"{name} must be a positive integer, got {value!r}"):
+        shape_of(config), windows_of(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_configuration_leaves_out_is_as_in_transformers(family: str) -> None:
+    AutoConfig = pytest.importorskip("transformers").AutoConfig
+    config = {"model_type": family, **SMALL, "num_attention_heads": 64}
+    for name in ("num_key_value_heads", "head_dim"):
+        del config[name]
+    assert shape_of(config) == shape_of(AutoConfig.for_model(**config).to_dict())
+
+
 def test_other_families_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="model_type must be one of llama, .* got 'mixtral'"):
         shape_of({"model_type": "mixtral"})
@@ -402,3 +420,21 @@ def test_other_families_are_refused() -> None:
 def test_a_host_more_needs_less_memory_each() -> None:
     sizes = [total_bytes(replace(JOB, cp_size=n), replace(HOST, num_gpus=n)) for n in (8, 16, 64, 512)]
     assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("memory", "seqlen", "message"),
+    [
+        ({}, "64k", r"seqlen must be an integer, got '64k' in .*recipe.yaml; write it in digits"),
+        ({"mlp_tile_tokens": "8k"}, 4096, "mlp_tile_tokens must be an integer, got '8k'"),
+        ({"checkpoints": "full"}, 4096, "memory must have the keys of recipes/lightning, got 'checkpoints'"),
+        ({"checkpointing": "half"}, 4096, r"checkpointing must be one of \('none', .*, got 'half'"),
+    ],
+)
+def test_a_recipe_that_would_not_run_is_not_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], memory: dict[str, Any], seqlen: object, message: str
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps({"model": {"model": QWEN3_8B, "memory": memory}, "data": {"seqlen": seqlen}}))
+    assert main(["plan", str(recipe)]) == 2
+    assert re.search(message, capsys.readouterr().err)
