@@ -106,8 +106,17 @@ class TokenSequences(Dataset[Batch]):
 
 
 def split(num_documents: int, held_out_percent: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the documents to train on, shuffled by the seed, and of those held out, the same for every seed."""
+    """Numbers of the documents to train on, shuffled by the seed, and of those held out, the same for every seed.
+
+    Raises:
+        ValueError: no document is left to train on.
+    """
     order = shuffled(num_documents, "held out")
     count = int(-(-num_documents * held_out_percent // 100))
+    if count >= num_documents:
+        raise ValueError(
+            f"documents must be more than the {count} that held_out_percent {held_out_percent} holds out, got "
+            f"{num_documents}; prepare more, a long text as several, or hold out less."
+        )
     held_out, trained = order[:count], order[count:].sort().values
     return trained[shuffled(len(trained), f"{seed}/documents")], held_out

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
 class Document(NamedTuple):
@@ -38,7 +39,7 @@ def find_files(inputs: Iterable[str | Path], suffixes: Iterable[str] = SUFFIXES)
     behind the links of Hugging Face's cache are named by their checksums.
 
     Raises:
-        ValueError: an input that is not there, or nothing to read.
+        ValueError: an input that is not there, nothing to read, or a compressed file, whose bytes are no text.
     """
     found: dict[Path, Path] = {}  # names by the files themselves
     for path in map(Path, inputs):
@@ -51,6 +52,8 @@ def find_files(inputs: Iterable[str | Path], suffixes: Iterable[str] = SUFFIXES)
     names = sorted(path for path in found.values() if path.stat().st_size)
     if not names:
         raise ValueError(f"inputs must hold files that end in {' or '.join(suffixes)}, got none; name others.")
+    if compressed := [path for path in names if path.suffix in _COMPRESSED]:
+        raise ValueError(f"inputs must not be compressed, got {compressed[0]}; decompress it first.")
     return names
 
 

@@ -77,12 +77,13 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
 
 def _read_and_check(config: Config, keywords: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
     """The config as a dictionary, and what is wrong with it."""
-    content: dict[str, Any] = {}
     try:
         content = dict(config) if isinstance(config, dict) else json.loads(Path(config).read_text())
         check(content, keywords)
-    except (ValueError, NotImplementedError, OSError) as error:
-        return content, ValueError(f"config must be readable, got {error}.") if isinstance(error, OSError) else error
+    except (OSError, TypeError, json.JSONDecodeError) as error:
+        return {}, ValueError(f"config must be a dictionary or a JSON file, got {config}: {error}; correct it.")
+    except (ValueError, NotImplementedError) as error:
+        return {}, error
     return content, None
 
 

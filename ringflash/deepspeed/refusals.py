@@ -37,6 +37,13 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
         ValueError: a key or keyword that changes what gradients are averaged over, or what a batch counts.
         NotImplementedError: parallelism over something else than data and context.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config must be an object of JSON, got {type(config).__name__}; see recipes/deepspeed.")
+    if keywords.get("config_params") is not None:
+        raise ValueError(
+            f"config_params must be None, got {type(keywords['config_params']).__name__}, which DeepSpeed ignores "
+            "beside a config; give one of them, as config."
+        )
     for name, reason in _KEYWORDS.items():
         if keywords.get(name) is not None:
             raise ValueError(f"{name} must be None, got {type(keywords[name]).__name__} ({reason}); {_LEAVE_OUT}.")
@@ -54,8 +61,8 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
             "rank of a ring as a sample of its own: give train_micro_batch_size_per_gpu and "
             "gradient_accumulation_steps."
         )
-    tensor_parallel = config.get("tensor_parallel", {}).get("autotp_size", 0)
-    if tensor_parallel > 1:
+    tensor_parallel = (config.get("tensor_parallel") or {}).get("autotp_size")
+    if tensor_parallel not in (None, 0, 1):
         raise NotImplementedError(
             f"tensor_parallel.autotp_size must be 0 or 1, got {tensor_parallel}; shard with ZeRO over all ranks."
         )

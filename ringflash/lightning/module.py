@@ -67,6 +67,7 @@ class CausalLM(lightning.LightningModule):
         self.seed, self.memory = seed, memory
         self.model: huggingface.CausalLMWithLoss | None = None
         self.flops_of: Callable[[Sequence[int]], float] | None = None  # of a sequence, by its documents' bounds
+        self._losses: list[torch.Tensor] = []  # of the batches of this step so far
         self.eval_losses: dict[str, float] = {}  # of the last evaluation, by the name of its loader
         self.eval_losses_by_position: dict[str, dict[int, float]] = {}  # likewise, by `position_buckets`
 
@@ -120,9 +121,12 @@ class CausalLM(lightning.LightningModule):
         return self.final_rate + (1 - self.final_rate) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """The loss of this rank; its mean over all ranks is logged, and is the mean over the sequences' tokens."""
+        """The loss of this rank; its mean over all ranks and the step's batches so far is logged."""
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self._losses = []
         loss = self(**batch)
-        self.log("loss", loss.detach(), sync_dist=True)
+        self._losses.append(loss.detach())
+        self.log("loss", torch.stack(self._losses).mean(), sync_dist=True)
         self.log("learning_rate", self.optimizers().param_groups[0]["lr"])
         return loss
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from ringflash.flops import peak_tflops
 from ringflash.lightning.buckets import bucket_bounds
 from ringflash.lightning.module import CausalLM
+from ringflash.lightning.sequences import SequenceData
 from ringflash.lightning.strategy import strategy_of
 
 _GIB = 1 << 30
@@ -44,6 +45,18 @@ class Progress(lightning.Callback):
         self.console = Console(highlight=False, soft_wrap=True)
         self.evaluations: list[tuple[int, dict[str, float]]] = []
 
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Refuse a module of one's own, which knows no FLOPs and keeps no losses, and data without a known length.
+
+        Raises:
+            ValueError: other than CausalLM on SequenceData.
+        """
+        if not (isinstance(pl_module, CausalLM) and isinstance(trainer.datamodule, SequenceData)):
+            raise ValueError(
+                f"Progress must have a CausalLM and a SequenceData, got {type(pl_module).__name__} and "
+                f"{type(trainer.datamodule).__name__}; take Lightning's progress bar."
+            )
+
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
         """Say what is trained, on what."""
         strategy = strategy_of(trainer)
@@ -70,14 +83,16 @@ class Progress(lightning.Callback):
             self.flops += pl_module.flops_of([0, seqlen] if bounds is None else bounds.tolist())
         if step <= self._clock_step or (step % self.every_n_steps and step > 1):
             return
-        loss, norm, rate = (trainer.callback_metrics[x].item() for x in ("loss", "grad_norm", "learning_rate"))
+        loss, rate = (trainer.callback_metrics[x].item() for x in ("loss", "learning_rate"))
+        norm = trainer.callback_metrics.get("grad_norm")  # a module that clips by itself may log none
+        grad_norm = "" if norm is None else f"grad_norm {norm.item():8.4f}  "
         speed = {"memory_gib": _peak_memory(strategy_of(trainer).root_device), **self._speed(trainer)}
         pl_module.log_dict(speed)
         flops = f"  {speed['tflops_per_rank']:.3g} TFLOP/s a rank" if "tflops_per_rank" in speed else ""
         mfu = f"  MFU {100 * speed['mfu']:.1f}%" if "mfu" in speed else ""
         self._print(
             trainer,
-            f"step [bold]{step:>6}[/]  loss [bold]{loss:7.4f}[/]  grad_norm {norm:8.4f}  lr {rate:.2e}  "
+            f"step [bold]{step:>6}[/]  loss [bold]{loss:7.4f}[/]  {grad_norm}lr {rate:.2e}  "
             f"{speed['memory_gib']:6.2f} GiB  {speed['tokens_per_second']:>10,.0f} tokens/s{flops}{mfu}",
         )
         self._restart_clock(trainer)

@@ -51,10 +51,12 @@ class SequenceData(lightning.LightningDataModule):
         """Read the sequences; have the trainer count what it consumes.
 
         Raises:
-            ValueError: a trainer that would share the sequences out a second time; sequences to judge by that do not
-                fit the data ranks.
+            ValueError: a trainer that would share the sequences out a second time, give all data ranks the same ones,
+                or count epochs that never end; sequences to judge by that do not fit the data ranks.
         """
         _check_sampler(self.trainer)
+        if stage == "fit":
+            _check_epochs(self.trainer)
         if not any(isinstance(callback, CountConsumed) for callback in self.trainer.callbacks):
             self.trainer.callbacks.insert(0, CountConsumed())
         self.train, self.held_out = self.read()
@@ -112,11 +114,26 @@ class SequenceData(lightning.LightningDataModule):
 
 
 def _check_sampler(trainer: lightning.Trainer) -> None:
-    """Refuse Lightning's own sampler: it would give each data rank a share of its share to judge by."""
+    """Refuse Lightning's own samplers, which know nothing of data ranks, or share out a share to judge by."""
     if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
         raise ValueError(
             "use_distributed_sampler must be False with sequences that are shared out already, got True, which is "
             "Lightning's default; pass Trainer(use_distributed_sampler=False)."
+        )
+    if trainer.overfit_batches and strategy_of(trainer).dp_size > 1:
+        raise ValueError(
+            f"overfit_batches must be 0 with several data ranks, got {trainer.overfit_batches}: all of them would "
+            "train on the same sequences; set data_parallel_size to 1."
+        )
+
+
+def _check_epochs(trainer: lightning.Trainer) -> None:
+    """Refuse a number of epochs that is never reached, Lightning's default without a limit among them."""
+    endless = isinstance(trainer.limit_train_batches, float) and not trainer.overfit_batches
+    if endless and trainer.max_epochs not in (None, -1):
+        raise ValueError(
+            f"max_epochs must be -1 without limit_train_batches, got {trainer.max_epochs}: the sequences have no end; "
+            "give max_steps, or the batches of an epoch with limit_train_batches, or max_epochs=-1 for no limit."
         )
 
 

@@ -24,7 +24,7 @@ class StopOnSignal(lightning.Callback):
         self.noted = False
         self._agreed: torch.Tensor | None = None  # whether any rank had a note, at the end of the last batch
         self._step = 0  # steps at the end of the last batch
-        self._limit_val_batches: int | float | None = None  # the trainer's, while it stops
+        self._limits: tuple[Any, Any, Any] | None = None  # the trainer's, while it stops
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Have Lightning, which takes the signal next, call this note: before the first step it would send already."""
@@ -47,16 +47,20 @@ class StopOnSignal(lightning.Callback):
             if isinstance(trainer.strategy, ContextParallelStrategy):
                 trainer.strategy.finish_checkpoints()  # before the path is named, and whatever the end still does
             trainer.should_stop = True
-            # Lightning evaluates once more before it stops, for which there may be no time.
-            self._limit_val_batches, trainer.limit_val_batches = trainer.limit_val_batches, 0
+            # Lightning goes on to its least steps and epochs, and evaluates once more: there may be no time.
+            loop = trainer.fit_loop
+            self._limits = trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps
+            trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps = 0, 0, None
             lightning.pytorch.utilities.rank_zero_info(f"Interrupted; go on with --ckpt_path {path}")
         self._agreed = torch.tensor(int(self.noted), device=pl_module.device)
         dist.all_reduce(self._agreed, op=dist.ReduceOp.MAX)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Leave the trainer as it was."""
-        if self._limit_val_batches is not None:
-            trainer.limit_val_batches, self._limit_val_batches = self._limit_val_batches, None
+        if self._limits is not None:
+            loop = trainer.fit_loop
+            trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps = self._limits
+            self._limits = None
 
     def _note(self, signum: int, frame: Any) -> None:
         self.noted = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -139,14 +139,18 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
             self.finish_checkpoints()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load, on all ranks or none, a checkpoint that holds data and nothing that would run.
+        """Load, on all ranks or none, a checkpoint of this model that holds data and nothing that would run.
 
         Args:
             weights_only: of a single file; a directory is always read as data.
+        Raises:
+            ValueError: a file that is damaged or would run code; another model's, unless its strict_loading is False.
         """
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
             check_together(path)
+            assert self.lightning_module is not None
+            check_fits(path, self.lightning_module if self.lightning_module.strict_loading else None, self.optimizers)
         return super().load_checkpoint(path, weights_only=True if weights_only is None else weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -202,6 +206,33 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
             total += torch.linalg.vector_norm(shard, dtype=dtype).square()
         dist.all_reduce(total, group=self.shard_mesh.get_group())
         return total.sqrt()
+
+
+def check_fits(path: Path, module: nn.Module | None, optimizers: Sequence[Any]) -> None:
+    """Return if a checkpoint has the module's tensors and no others, and something for its optimizers, if any.
+
+    torch reads what is asked for: of a deeper model it would leave layers out, and say nothing.
+
+    Raises:
+        ValueError: names the first tensor that differs; of a checkpoint that all ranks see, on all of them.
+    """
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    prefix = "state_dict."
+    if module is not None:
+        there = {x: tuple(m.size) for x, m in found.items() if x.startswith(prefix) and hasattr(m, "size")}
+        tensors = {x: t for x, t in get_model_state_dict(module).items() if isinstance(t, torch.Tensor)}
+        here = {prefix + x: tuple(t.shape) for x, t in tensors.items()}
+        if other := sorted(x for x in there.keys() | here.keys() if there.get(x) != here.get(x)):
+            name, (saved, own) = other[0].removeprefix(prefix), (x.get(other[0], "none") for x in (there, here))
+            raise ValueError(
+                f"{path} must be a checkpoint of this model, got {name} of shape {saved} in it and {own} here, and "
+                f"{len(other) - 1} more that differ; give the model it was made with."
+            )
+    if optimizers and not any(name.startswith("optimizer_0.") for name in found):
+        raise ValueError(
+            f"{path} must have the optimizer's state to be continued, got parameters alone (save_weights_only); give "
+            "another, or start from its parameters: export it with python -m ringflash.huggingface for pretrained."
+        )
 
 
 def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy:

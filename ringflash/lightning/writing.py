@@ -129,6 +129,7 @@ def _complete(written: Future[Any], meta: bytes, path: Path) -> None:
         os.fsync(file.fileno())
     replaced = path.with_name(path.name + REPLACED)
     if path.is_dir():
+        shutil.rmtree(replaced, ignore_errors=True)  # of a crash while it was removed
         path.rename(replaced)
     else:
         path.unlink(missing_ok=True)

@@ -26,6 +26,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from ringflash.lightning import CausalLM, ContextParallelStrategy, StopOnSignal, TextData
 from ringflash.lightning.checkpoints import is_complete
+from ringflash.lightning.module import empty_model
+from ringflash.lightning.strategy import check_fits
 from tests.recipes.strategy_worker import CONFIG
 
 STEPS = 5
@@ -61,13 +63,14 @@ def fit(
     steps: int = STEPS,
     strategy: Any = None,
     data: type[TextData] = TextData,
+    min_steps: int | None = None,
     **options: Any,
 ) -> lightning.Trainer:
     """Train the tiny model on sequences cut over all ranks."""
     trainer = lightning.Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_steps=steps, logger=False, callbacks=callbacks,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, limit_val_batches=0,
-        strategy=strategy or ContextParallelStrategy(**options), default_root_dir=sys.argv[2],
+        min_steps=min_steps, strategy=strategy or ContextParallelStrategy(**options), default_root_dir=sys.argv[2],
         enable_checkpointing=any(isinstance(x, ModelCheckpoint) for x in callbacks),
     )  # fmt: skip
     trainer.fit(CausalLM(CONFIG), datamodule=data(48, texts, ".txt", num_eval_sequences=4))
@@ -159,8 +162,10 @@ def error_while_writing(texts: str, out: Path) -> dict[str, Any]:
 
 
 def twice(texts: str, out: Path) -> dict[str, Any]:
-    """The same name in quick succession, and another right after."""
+    """The same name in quick succession, and another right after; a crash has left the one replaced before."""
     names = [out / "a.ckpt", out / "a.ckpt", out / "b.ckpt"]
+    for name in ("a.ckpt", "a.ckpt.replaced"):
+        (out / name / "part").mkdir(parents=True, exist_ok=True)
     fit(texts, [Saves({1: names, 2: names[:1]})], steps=2)
     steps = {path.name: torch.load(path / "meta.pt")["global_step"] for path in names}
     return {
@@ -179,9 +184,22 @@ class Signalled(TextData):
         return super().train_dataloader()
 
 
-def early_signal(texts: str) -> int:
-    """The step at which both ranks stop."""
-    return fit(texts, [StopOnSignal()], data=Signalled).global_step
+def early_signal(texts: str) -> list[int]:
+    """The step at which both ranks stop, of a run that was to make more in any case; what it leaves of that."""
+    trainer = fit(texts, [StopOnSignal()], data=Signalled, min_steps=STEPS - 1)
+    return [trainer.global_step, trainer.min_steps]
+
+
+def fitting(trainer: lightning.Trainer, out: Path) -> dict[str, str]:
+    """What is said of a checkpoint, of one of parameters alone, and to models of other sizes."""
+    trainer.save_checkpoint(out / "weights.ckpt", weights_only=True)
+    path, found = out / "afterwards.ckpt", {}
+    for name, value in (("num_hidden_layers", 2), ("num_hidden_layers", 1), ("intermediate_size", 64)):
+        module = CausalLM(CONFIG)
+        module.model = empty_model({**CONFIG, name: value}, None, module.memory)
+        found[f"{name}={value}"] = message(lambda module=module: check_fits(path, module, trainer.optimizers))
+    found["weights"] = message(lambda: check_fits(out / "weights.ckpt", None, trainer.optimizers))
+    return found
 
 
 def main(texts: str, out: Path) -> None:
@@ -192,6 +210,7 @@ def main(texts: str, out: Path) -> None:
     found["kept"] = sorted(path.name for path in (out / "kept").iterdir())
     trainer.save_checkpoint(out / "afterwards.ckpt")
     found["afterwards"] = is_complete(out / "afterwards.ckpt")
+    found["fitting"] = fitting(trainer, out)
     saves = Saves({1: [out / "synchronous.ckpt"]})
     fit(texts, [saves], steps=2, async_checkpoint=False)
     found["synchronous"] = saves.whole

@@ -138,10 +138,11 @@ def evaluation(folder: str) -> dict[str, Any]:
 
 
 def passkey(folder: str) -> dict[str, Any]:
-    """The keys' losses over the ring, and as one process computes them from whole logits."""
-    seqlen, callback = 192, Passkey(depths=(0.1, 0.9), num_keys=2, num_digits=3, seed=1)
+    """The keys' losses over the ring, in stripes, and as one process computes them from whole logits."""
+    seqlen, callback = 256, Passkey(depths=(0.1, 0.9), num_keys=2, num_digits=3, seed=1)
     module, texts = CausalLM(CONFIG), TextData(seqlen, folder, ".txt", num_eval_sequences=1)
-    trainer = trainer_with(plugins=[DoublePrecision()], callbacks=[callback], strategy=ContextParallelStrategy())
+    strategy = ContextParallelStrategy(layout="striped")
+    trainer = trainer_with(plugins=[DoublePrecision()], callbacks=[callback], strategy=strategy)
     trainer.validate(module, datamodule=texts, verbose=False)
     model, draw, wanted = reference_model(module.seed), random.Random(1), {}
     for depth in callback.depths:
@@ -225,16 +226,32 @@ class Curve(Logger):
         """Likewise."""
 
 
-def progress(folder: str) -> list[float]:
-    """Tokens a second of each step's line; an evaluation comes in the middle of the second step."""
-    clock, recorder = Clock(), Recorder()
+class Losses(lightning.Callback):
+    """This rank's loss of each batch, as a part of its step's."""
+
+    def __init__(self) -> None:
+        self.parts: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: CausalLM, outputs: Any, *_: Any) -> None:
+        self.parts.append(outputs["loss"])
+
+
+def progress(folder: str) -> dict[str, Any]:
+    """Tokens a second of each step's line; an evaluation comes in the middle of the second step. Errors of the loss."""
+    clock, recorder, losses = Clock(), Recorder(), Losses()
     progress_module.time = clock  # type: ignore[assignment]
     trainer = trainer_with(
-        callbacks=[clock, Progress(every_n_steps=1), recorder], logger=Curve(), accumulate_grad_batches=4,
+        callbacks=[clock, Progress(every_n_steps=1), recorder, losses], logger=Curve(), accumulate_grad_batches=4,
         check_val_every_n_epoch=None, val_check_interval=6, num_sanity_val_steps=0,
     )  # fmt: skip
-    trainer.fit(CausalLM(CONFIG), datamodule=data(folder))
-    return [step["tokens_per_second"] for step in recorder.metrics if "tokens_per_second" in step]
+    trainer.fit(LightningClipping(CONFIG), datamodule=data(folder))  # logs no norm
+    wanted = torch.stack(losses.parts).reshape(STEPS, 4).sum(1)
+    dist.all_reduce(wanted)
+    logged = torch.tensor([batch["loss"] for batch in recorder.metrics[3::4]])
+    return {
+        "speeds": [step["tokens_per_second"] for step in recorder.metrics if "tokens_per_second" in step],
+        "errors": (logged / (wanted / dist.get_world_size()) - 1).abs().tolist(),
+    }
 
 
 def refusal(folder: str) -> dict[str, Any]:

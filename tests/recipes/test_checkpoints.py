@@ -77,14 +77,27 @@ def test_training_that_fails_lets_a_write_end(ranks: list[dict[str, Any]]) -> No
 
 
 def test_signal_on_the_way_to_the_first_step_stops_both(ranks: list[dict[str, Any]]) -> None:
-    """One rank had it, once Lightning's own handler was set: that one sends, and the ranks wait for one another."""
-    assert [rank["early_signal"] for rank in ranks] == [2, 2]
+    """One rank had it, once Lightning's own handler was set: that one sends, and the ranks wait for one another.
+
+    Though the trainer's min_steps, 4, are not reached: Lightning would train on, and save after each step.
+    """
+    assert [rank["early_signal"] for rank in ranks] == [[2, 4], [2, 4]]
 
 
 def test_same_name_twice_is_the_later_one(ranks: list[dict[str, Any]]) -> None:
-    """Four saves without a pause, three of them to one name."""
+    """Four saves without a pause, three of them to one name, which a crash left while it removed an older one."""
     for rank in ranks:
         assert rank["twice"] == {"steps": {"a.ckpt": 2, "b.ckpt": 1}, "left": []}
+
+
+def test_checkpoint_of_another_model_is_refused(ranks: list[dict[str, Any]]) -> None:
+    """torch would leave a layer too many in it unread; and a training needs more than parameters."""
+    for rank in ranks:
+        found = rank["fitting"]
+        assert found["num_hidden_layers=2"] == "none"
+        assert "input_layernorm.weight of shape (32,) in it and none here, and 8 more" in found["num_hidden_layers=1"]
+        assert "down_proj.weight of shape (32, 48) in it and (32, 64) here, and 5 more" in found["intermediate_size=64"]
+        assert "must have the optimizer's state to be continued, got parameters alone" in found["weights"]
 
 
 def test_hostile_pickle_is_refused(ranks: list[dict[str, Any]]) -> None:

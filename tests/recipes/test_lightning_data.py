@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ringflash.data.order import SampleOrder
-from ringflash.lightning import TextData
+from ringflash.lightning import ContextParallelStrategy, TextData
 from ringflash.lightning.text import SEPARATOR, PackedText, is_held_out, text_files
 from ringflash.mesh import mesh_sizes
 from tests.recipes.launching import write_text
@@ -106,6 +107,25 @@ def test_checkpoint_of_other_data_is_refused() -> None:
     for name in ("seqlen", "seed", "num_sequences"):
         with pytest.raises(ValueError, match=f"{name} must be that of the checkpoint .99., got .*; resume"):
             data.load_state_dict({**state, name: 99})
+
+
+@pytest.mark.parametrize(
+    ("options", "dp_size", "message"),
+    [
+        ({"overfit_batches": 2}, 2, "overfit_batches must be 0 with several data ranks, got 2: .* set data_par"),
+        ({"max_epochs": 3}, 1, "max_epochs must be -1 without limit_train_batches, got 3: .* no end; give max_steps"),
+        ({"max_epochs": 1000, "limit_train_batches": 0.5}, 1, "max_epochs must be -1 without limit_train_batches"),
+    ],
+)
+def test_trainers_that_would_not_do_as_told_are_refused(options: dict, dp_size: int, message: str) -> None:
+    """All data ranks would train on the same sequences; an epoch would never end."""
+    defaults = {"overfit_batches": 0.0, "max_epochs": -1, "limit_train_batches": 1.0, "world_size": 1}
+    strategy = ContextParallelStrategy()
+    strategy._device_mesh = {"data_parallel": SimpleNamespace(size=lambda: dp_size)}
+    data = TextData(seqlen=16)
+    data.trainer = SimpleNamespace(**{**defaults, **options}, strategy=strategy)
+    with pytest.raises(ValueError, match=message):
+        data.setup("fit")
 
 
 @pytest.mark.parametrize(

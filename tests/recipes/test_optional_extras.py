@@ -59,6 +59,16 @@ def test_other_strategies_are_refused() -> None:
         strategy_of(SimpleNamespace(strategy="ddp"))
 
 
+def test_progress_of_another_module_is_refused() -> None:
+    """Before the training, and by what it needs."""
+    import lightning
+
+    from ringflash.lightning import Progress
+
+    with pytest.raises(ValueError, match="Progress must have a CausalLM and a SequenceData, got LightningModule and"):
+        Progress().setup(SimpleNamespace(datamodule=None), lightning.LightningModule(), "fit")
+
+
 def test_mesh_before_the_processes_have_joined_is_refused() -> None:
     """The message says when to read it."""
     from ringflash.lightning import ContextParallelStrategy

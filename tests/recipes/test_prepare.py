@@ -299,13 +299,16 @@ def test_bad_line_is_named_from_another_process(tmp_path: Path) -> None:
 
 
 def test_inputs_without_documents_are_refused(tmp_path: Path) -> None:
-    """Missing, of another suffix, or empty."""
+    """Missing, of another suffix, compressed, or empty."""
     (tmp_path / "a.md").write_text("x")
     write_jsonl(tmp_path / "a.json", ["", ""]).rename(tmp_path / "empty")
     with pytest.raises(ValueError, match="inputs must be files or folders, got .*nowhere; correct the path"):
         prepare([tmp_path / "nowhere"], tmp_path / "out")
     with pytest.raises(ValueError, match="inputs must hold files that end in .txt or .jsonl or .parquet, got none"):
         prepare([tmp_path], tmp_path / "out")
+    write_jsonl(tmp_path / "a.jsonl.gz", ["a"])
+    with pytest.raises(ValueError, match="inputs must not be compressed, got .*a.jsonl.gz; decompress it first"):
+        prepare([tmp_path], tmp_path / "out", suffixes=[".gz"])
     write_jsonl(tmp_path / "a.jsonl", ["", ""])
     with pytest.raises(ValueError, match="inputs must hold a document that is not empty, got none"):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out")

@@ -62,7 +62,13 @@ def test_passkeys_are_judged_over_four_ranks_as_on_one(ranks: list[dict[str, Any
 def test_tokens_are_counted_with_the_time_they_took(ranks: list[dict[str, Any]]) -> None:
     """By a clock of a second for each batch, of two sequences of 48: also where an evaluation has begun it anew."""
     for rank in ranks:
-        assert set(rank["progress"]) == {2 * 48.0}, rank["progress"]
+        assert set(rank["progress"]["speeds"]) == {2 * 48.0}, rank["progress"]
+
+
+def test_loss_is_that_of_all_batches_of_a_step(ranks: list[dict[str, Any]]) -> None:
+    """Four of them, in fp32; that of the last alone is another number."""
+    for rank in ranks:
+        assert max(rank["progress"]["errors"]) <= 1e-6, rank["progress"]
 
 
 def test_sequences_are_not_shared_out_twice(ranks: list[dict[str, Any]]) -> None:

@@ -174,6 +174,12 @@ def test_split_follows_the_seed() -> None:
     assert not torch.equal(split(300, 5.0, 0)[0], split(300, 5.0, 1)[0])
 
 
+def test_split_of_one_document_is_refused() -> None:
+    """A book in one file: nothing would be left to train on."""
+    with pytest.raises(ValueError, match="documents must be more than the 1 that held_out_percent 5.0 holds out, got"):
+        split(1, 5.0, 0)
+
+
 def test_length_that_cannot_be_cut_and_no_documents_are_refused(tmp_path: Path) -> None:
     """With what must hold; also a sequence that is not there, so that a loop over all of them ends."""
     files = write_tokens(tmp_path, [[1, 2, 3]], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +35,10 @@ def test_keys_that_change_the_average_are_refused(config: dict[str, Any], messag
 
 def test_what_leaves_the_average_alone_passes() -> None:
     """Keywords that are None are those of a caller who passes everything on."""
-    check({"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "mean"}, {"mpu": None, "mesh_param": None})
+    check(
+        {"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "mean", "tensor_parallel": None},
+        {"mpu": None, "mesh_param": None},
+    )
 
 
 def test_tensor_parallelism_is_refused() -> None:
@@ -43,10 +47,22 @@ def test_tensor_parallelism_is_refused() -> None:
         check({"tensor_parallel": {"autotp_size": 2}}, {})
 
 
-def test_a_missing_file_is_named() -> None:
-    """The path is in the message."""
-    with pytest.raises(ValueError, match="config must be readable, got .*nowhere.json"):
-        initialize(model=object(), config="nowhere.json")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "config must be a dictionary or a JSON file, got .*ds.json: .* No such file"),
+        ("{,}", "config must be a dictionary or a JSON file, got .*ds.json: Expecting"),
+        ("[1]", "config must be an object of JSON, got list"),
+        ("{}", "config_params must be None, got dict, which DeepSpeed ignores"),
+    ],
+)
+def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str | None, message: str) -> None:
+    """The path is in the message; so is a second config beside it."""
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        initialize(model=torch.nn.Linear(1, 1), config=path, config_params={"train_batch_size": 8})
 
 
 def test_long_configs_are_compared_by_checksum() -> None:
