@@ -125,6 +125,8 @@ def _switch(name: str, model: Any, options: Options) -> None:
     huggingface.register()
     try:
         model.set_attn_implementation(NAME)
+        if model.config._attn_implementation != NAME:  # transformers warns, and leaves it as it was
+            raise ValueError(f"{type(model).__name__}, whose layers attend by themselves; use another model.")
         huggingface.set_group(
             model, options.group, layout=options.layout, impl=options.impl, transport=options.transport,
             deterministic=options.deterministic,

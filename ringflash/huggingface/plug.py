@@ -72,7 +72,10 @@ def set_group(
     options = Options(resolve(group), layout, impl, transport, deterministic)
     modules = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
     if not modules:
-        raise ValueError(f"model must have attention layers, got none in {type(model).__name__}; pass the whole model.")
+        raise ValueError(
+            f"model must have attention layers that follow attn_implementation, got none in {type(model).__name__}; "
+            "pass the whole model, or use one that has."
+        )
     check_model(model, modules[0])
     check_rope(config)
     for module in modules:

@@ -24,6 +24,7 @@ _REFUSED = {
     "use_cache": "pass use_cache=False; the ring trains and scores, it does not generate",
     "past_key_values": "pass use_cache=False; the ring trains and scores, it does not generate",
     "output_attentions": "pass output_attentions=False; the weights never exist",
+    "output_router_logits": "set config.output_router_logits=False; the router's loss would be that of the shard alone",
 }
 
 
@@ -156,7 +157,8 @@ def find_shape_error(query: Tensor, mask: Tensor | None, position_ids: Tensor | 
     rows, length = query.shape[0], query.shape[2]
     got = None if position_ids is None else tuple(position_ids.shape)
     if got not in ((1, length), (rows, length)):
-        return ValueError(
-            f"position_ids must be (1 or batch, {length}), got {got}; pass ringflash.local_positions(...)[None]."
-        )
+        remedy = "pass ringflash.local_positions(...)[None]"
+        if position_ids is None:
+            remedy += ", or use another model where this one keeps them from its attention"
+        return ValueError(f"position_ids must be (1 or batch, {length}), got {got}; {remedy}.")
     return None

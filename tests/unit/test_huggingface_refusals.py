@@ -48,6 +48,8 @@ def test_refuses_call(case: str) -> None:
         query = torch.zeros(2, 4, LENGTH, 8)
         error = find_shape_error(query, None, changes["position_ids"])
         assert isinstance(error, kind) and "(1 or batch, 24)" in str(error)
+        lost = find_shape_error(query, None, None)  # as in Ministral3, whose attention takes them for itself
+        assert "got None" in str(lost) and "another model where this one keeps them" in str(lost)
         return
     with pytest.raises(kind, match=message):
         build()(**huggingface.prepare_batch(ids, group=None) | changes)

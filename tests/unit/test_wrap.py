@@ -54,6 +54,11 @@ def test_a_transformers_model_that_refuses_is_named() -> None:
     model.config.layer_types = ["chunked_attention"] * 2
     with pytest.raises(NotImplementedError, match="lm must take attn_implementation='ringflash', got: .*chunked"):
         ringflash.wrap_attention(nn.ModuleDict({"lm": model}), None)
+    from transformers import BloomConfig, BloomModel
+
+    bloom = BloomModel(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1))
+    with pytest.raises(NotImplementedError, match="got: BloomModel, whose layers attend by themselves; use another"):
+        ringflash.wrap_attention(nn.ModuleDict({"lm": bloom}), None)
 
 
 class Silent(nn.Module):
