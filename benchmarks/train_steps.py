@@ -21,6 +21,7 @@ import time
 import warnings
 from contextlib import ExitStack
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -245,6 +246,7 @@ class StepTimes(lightning.Callback):
         return plans(
             sorted({step.seqlen for step in self.steps}), _name(strategy.root_device), model=shape_of(module.config),
             cp_size=strategy.cp_size, dp_size=strategy.dp_size, precision=trainer.precision, memory=module.memory,
+            accumulates=trainer.accumulate_grad_batches > 1,
         )  # fmt: skip
 
     @staticmethod
@@ -263,9 +265,11 @@ def plans(lengths: list[int], device: str, *, memory: Memory, **job: Any) -> dic
     if gpu is None or job["precision"] not in get_args(Precision):
         return {}
     machine = Machine(gpu, job["cp_size"] * job["dp_size"])
-    kept = {name: value for name, value in asdict(memory).items() if name != "liger"}  # which changes none of it
+    kept = asdict(memory)
+    if memory.liger == "auto":
+        kept["liger"] = find_spec("liger_kernel") is not None
     made = {str(seqlen): make_plan(Job(seqlen=seqlen, **job, **kept), machine) for seqlen in lengths}
-    wanted = ("step_seconds", "memory_bytes", "mfu")
+    wanted = ("step_seconds", "memory_bytes", "memory_at", "mfu")
     return {seqlen: {name: plan[name] for name in wanted} for seqlen, plan in made.items()}
 
 

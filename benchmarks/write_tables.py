@@ -133,7 +133,7 @@ def steps_tables(result: dict) -> str:
         f"{result['commit']}. {result['about']} The model was built in {result['built_seconds']:.0f} s."
     )
     head = [
-        "| tokens | s of each step | planned | tokens/s a GPU | MFU | GiB | planned | ring waits, ms |",
+        "| tokens | s of each step | planned then | tokens/s a GPU | MFU | GiB | planned then | ring waits, ms |",
         "|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([source, "", *head, *rows, *_parts_table([of_kind["timed"][seqlen][-1] for seqlen in lengths])])

@@ -14,9 +14,10 @@ from rich.table import Table
 from ringflash.console import console
 from ringflash.flops import visible_pairs
 from ringflash.huggingface.weights import laid_over, read_config
+from ringflash.memory import Memory
 from ringflash.plan.job import Job, Precision
 from ringflash.plan.machine import GIB, GPUS, Machine, Rates
-from ringflash.plan.memory import memory_bytes
+from ringflash.plan.memory import worst_moment
 from ringflash.plan.search import cheapest_change, fewest_gpus, fits, longest_sequence
 from ringflash.plan.shape import shape_of, windows_of
 from ringflash.plan.timing import step_time
@@ -61,6 +62,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="tokens whose MLP is computed at a time, 0 is all; null is the recipe's, else 0",
     )
     parser.add_argument("--offload_checkpoints", action="store_true", help="keep checkpoints in the host's memory")
+    parser.add_argument(
+        "--liger", type=bool, help="count Liger's kernels; null is whether the recipe has them (auto has), else false"
+    )
+    parser.add_argument(
+        "--accumulates",
+        type=bool,
+        help="whether a step has several sequences in turn; null is the recipe's, else false",
+    )
     parser.add_argument("--offload_optimizer", action="store_true", help="keep and step the optimizer on the host")
     parser.add_argument(
         "--ring", choices=["flat", "double"], default="flat", help="how K/V come to another host; ringflash does flat"
@@ -92,11 +101,13 @@ def run(options: Namespace) -> int:
 def make_plan(job: Job, machine: Machine) -> dict[str, Any]:
     """Everything the command says, in bytes, seconds and tokens."""
     time, local = step_time(job, machine), job.seqlen * job.dp_size
+    moment, memory = worst_moment(job, machine)
     plan: dict[str, Any] = {
         "job": asdict(job),
         "machine": asdict(machine),
         "parameters": job.model.parameters,
-        "memory_bytes": memory_bytes(job, machine),
+        "memory_bytes": memory,
+        "memory_at": moment,
         "fits": fits(job, machine),
         "longest_sequence": longest_sequence(job, machine),
         "step_seconds": time.parts,
@@ -130,7 +141,8 @@ class _Named(NamedTuple):
 
 def _job(options: Namespace, named: _Named, gpus: int) -> Job:
     config = named.config
-    given = {name: options[name] for name in ("checkpointing", "mlp_tile_tokens") if options[name] is not None}
+    names = ("checkpointing", "mlp_tile_tokens", "liger", "accumulates")
+    given = {name: options[name] for name in names if options[name] is not None}
     memory = named.memory | given | ({"offload_checkpoints": True} if options.offload_checkpoints else {})
     asked = _tokens(options.seqlen) if options.seqlen else named.seqlen
     if asked is None:
@@ -165,10 +177,12 @@ def _model(paths: list[Path]) -> _Named:
             recipe = _laid_over(recipe, dict(yaml.safe_load(path.read_text())))
         model, data = recipe["model"], recipe["data"]
         memory = {"checkpointing": "none", **model.get("memory", {})}
-        memory.pop("liger", None)  # keeps less, by how much is not counted
         pretrained = model.get("pretrained")
         config = laid_over(read_config(Path(pretrained)) if pretrained else {}, model.get("model") or {})
         trainer = recipe.get("trainer") or {}
+        _check_memory(memory, paths[-1])
+        memory["liger"] = bool(memory.get("liger"))  # where it is auto, as installed
+        memory["accumulates"] = (trainer.get("accumulate_grad_batches") or 1) > 1
         strategy, precision = trainer.get("strategy"), trainer.get("precision")
         chosen = strategy.get("init_args") if isinstance(strategy, dict) else None  # by name alone it has none
         cp_size = (chosen or {}).get("context_parallel_size")
@@ -189,10 +203,13 @@ def _model(paths: list[Path]) -> _Named:
     return named
 
 
-def _check_numbers(named: _Named, path: Path) -> None:
-    unknown = sorted(set(named.memory) - {"checkpointing", "offload_checkpoints", "mlp_tile_tokens"})
+def _check_memory(memory: dict[str, Any], path: Path) -> None:
+    unknown = sorted(set(memory) - {field.name for field in fields(Memory)})
     if unknown:
         raise ValueError(f"memory must have the keys of recipes/lightning, got {unknown[0]!r} in {path}; remove it.")
+
+
+def _check_numbers(named: _Named, path: Path) -> None:
     numbers = {"seqlen": named.seqlen, "context_parallel_size": named.cp_size}
     for name, value in (numbers | {"mlp_tile_tokens": named.memory.get("mlp_tile_tokens")}).items():
         if value is not None and not isinstance(value, int):
@@ -239,7 +256,8 @@ def _print(plan: dict[str, Any]) -> None:
     gpu = machine["gpu"]
     out.print(
         f"{plan['parameters'] / 1e9:.2f} B parameters, {job['seqlen']:,} tokens over {job['cp_size']} of "
-        f"{machine['num_gpus']} {gpu['name']}, {job['precision']}, checkpointing {job['checkpointing']}"
+        f"{machine['num_gpus']} {gpu['name']}, {job['precision']}, checkpointing {job['checkpointing']}, "
+        f"{'with' if job['liger'] else 'without'} Liger"
     )
     out.print(_memory_table(plan), _time_table(plan))
     out.print(
@@ -253,7 +271,7 @@ def _print(plan: dict[str, Any]) -> None:
 
 
 def _memory_table(plan: dict[str, Any]) -> Table:
-    table = Table("memory of a GPU", "GiB")
+    table = Table(f"memory of a GPU at {plan['memory_at']}", "GiB")
     for name, value in plan["memory_bytes"].items():
         table.add_row(name, f"{value / GIB:.1f}")
     table.add_section()

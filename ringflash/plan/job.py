@@ -26,6 +26,8 @@ class Job:
         offload_checkpoints: the layers' inputs lie in the host's memory between forward and backward.
         offload_optimizer: AdamW's moments and the fp32 weights too, and the host steps.
         mlp_tile_tokens: tokens whose MLP is computed at a time; 0 is all.
+        liger: Liger's norms, rotary embedding and SwiGLU, which keep less than transformers' own.
+        accumulates: a step has several sequences one after another; gradients of the first ones are kept meanwhile.
         ring: between hosts: "flat" reads every K/V from its owner over the reader's own NIC; "double" brings each
             once to every host and passes it on inside. ringflash has "flat"; "double" is for comparison.
     """
@@ -40,6 +42,8 @@ class Job:
     offload_checkpoints: bool = False
     offload_optimizer: bool = False
     mlp_tile_tokens: int = 0
+    liger: bool = False
+    accumulates: bool = False
     ring: Ring = "flat"
 
     def __post_init__(self) -> None:

@@ -1,7 +1,11 @@
 """Bytes of one GPU at the worst moment of a step, by part.
 
-That moment is the backward of the last layer: all checkpoints still exist, and beside them one layer's activations,
-gradients and transients, and the gradient that the loss left; or, where it takes more, the loss's own backward.
+    forward of all layers | loss | backward, last layer first           | optimizer
+                            A      B                                 C    D
+
+A has all checkpoints, the loss's own gradients, and those of the step before, which Lightning clears after the
+forward; B all checkpoints and one layer at work; C the last gradients before they are spread over the ranks; D what
+AdamW makes beside its moments.
 """
 
 from __future__ import annotations
@@ -19,33 +23,56 @@ BF16, FP32 = 2, 4
 
 
 def memory_bytes(job: Job, machine: Machine) -> dict[str, int]:
-    """Bytes by part, what is lost to fragmentation included; their sum is to be at most the GPU's."""
+    """Bytes by part at the worst moment, fragmentation included; their sum is to be at most the GPU's."""
+    return worst_moment(job, machine)[1]
+
+
+def worst_moment(job: Job, machine: Machine) -> tuple[str, dict[str, int]]:
+    """Its name, and `memory_bytes`."""
     one_host = job.cp_size <= machine.gpus_per_host
-    layer = layer_bytes(job, one_host=one_host)
-    parts = {
-        "weights": job.model.parameters * _weight_bytes(job) // job.world_size,
-        "gradients": job.model.parameters * _weight_bytes(job) // job.world_size,
-        "optimizer": job.model.parameters * 2 * _weight_bytes(job) // job.world_size,
-        "gathered parameters": _gathered(job),
-        "checkpoints": _checkpoints(job),
-        "one layer at work": layer,
-        "loss": job.local_tokens * job.model.hidden_size * BF16 + max(0, _loss(job) - layer),
-        "transport buffers": transport_bytes(job, one_host=one_host),
-    }
-    if job.offload_optimizer:
-        parts["optimizer"] = 0
+    moments = _moments(job, one_host)
+    name = max(moments, key=lambda x: sum(moments[x].values()))
+    parts = moments[name] | {"transport buffers": transport_bytes(job, one_host=one_host)}
     parts["fragmentation"] = int(sum(parts.values()) * machine.rates.fragmentation)
     parts["CUDA and libraries"] = machine.rates.reserved_bytes
-    return parts
+    return name, parts
+
+
+def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
+    """What differs between moments, by their names."""
+    model, alone = job.model, job.world_size == 1
+    weights = model.parameters * _weight_bytes(job) // job.world_size
+    moments = 0 if job.offload_optimizer else 2 * weights
+    root, layer = (0 if alone else x * BF16 for x in (model.root_parameters, model.layer_parameters))
+    summed = weights if job.accumulates else 0  # over the sequences before
+    head = model.embedding_parameters * (_weight_bytes(job) if alone else BF16)  # its gradient, whole until C
+    spread = 0 if alone else model.root_parameters * (BF16 + FP32)
+
+    def parts(
+        gradients: int, *, optimizer: int = moments, gathered: int = 0, checkpoints: int = 0, layer: int = 0,
+        loss: int = 0,
+    ) -> dict[str, int]:  # fmt: skip
+        return {
+            "weights": weights, "gradients": gradients, "optimizer": optimizer, "gathered parameters": gathered,
+            "checkpoints": checkpoints, "one layer at work": layer, "loss": loss,
+        }  # fmt: skip
+
+    return {
+        "the loss": parts(weights, gathered=root, checkpoints=_checkpoints(job), loss=_loss(job)),
+        "the last layer's backward": parts(
+            summed if alone and summed else summed + head, gathered=root + 2 * layer, checkpoints=_checkpoints(job),
+            layer=layer_bytes(job, one_host=one_host), loss=layer_input_bytes(job),
+        ),
+        "the last gradients": parts(weights, gathered=spread),
+        "the optimizer's step": parts(weights, optimizer=moments * 3 // 2),
+    }  # fmt: skip
 
 
 def checkpoint_bytes(job: Job) -> int:
     """What the backward of one layer needs of its forward."""
     if job.checkpointing == "none":
         return activation_bytes(job)
-    model = job.model
-    attention = job.local_tokens * (model.q_size * BF16 + model.num_heads * FP32)
-    return layer_input_bytes(job) + (attention if job.checkpointing == "attention_kept" else 0)
+    return layer_input_bytes(job) + (_attention_kept(job) if job.checkpointing == "attention_kept" else 0)
 
 
 def layer_input_bytes(job: Job) -> int:
@@ -58,31 +85,47 @@ def activation_bytes(job: Job) -> int:
 
     Each norm its input in fp32 and its result twice (before and after the weight), those of q and k once, attention
     q, k, v, out and lse, the MLP four tensors of its width; a tile's MLP is computed again and keeps its input alone.
+    Liger's norms keep input and result, its SwiGLU three tensors.
     Not counted: the rotary angles, which all layers share, and one number for each norm and token.
     """
     model, tokens = job.model, job.local_tokens
-    norms = 2 * tokens * model.hidden_size * (FP32 + 2 * BF16)
+    norms = 2 * _norm_bytes(job)
     if model.qk_norm:
-        norms += tokens * (model.q_size + model.kv_size) * (FP32 + BF16)
+        norms += tokens * (model.q_size + model.kv_size) * (BF16 if job.liger else FP32 + BF16)
     attention = tokens * ((2 * model.q_size + 2 * model.kv_size) * BF16 + model.num_heads * FP32)
-    mlp = 0 if job.mlp_tile_tokens else 4 * tokens * model.intermediate_size * BF16
-    return norms + attention + mlp
+    return norms + attention + _mlp_bytes(job)
 
 
 def layer_bytes(job: Job, *, one_host: bool = False) -> int:
-    """One layer's activations made again, and what its backward holds beside them: attention's or the MLP's.
+    """One layer's activations made again, and the most that its backward holds beside them.
 
-    `one_host`: as `transport_bytes`. Where keys are gathered by heads dQ is in fp32 for two sections, else for all.
+    First the MLP's, then its norm's, which without Liger makes three tensors in fp32; then attention's, whose own
+    are left by then. `one_host`: as `transport_bytes`.
     """
     model, tokens = job.model, job.local_tokens
     kept = 0 if job.checkpointing == "none" else activation_bytes(job)
-    summed = model.q_size
-    if job.cp_size > 1 and (one_host or _by_heads(job)):
-        summed = sum(taking_turns(_sections(job).backward)) * model.q_size // model.num_kv_heads
-    attention = tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)  # dq twice, dout, dk, dv
+    if job.checkpointing == "attention_kept":
+        kept -= _attention_kept(job)
+    if job.checkpointing != "none" and job.liger:
+        kept -= layer_input_bytes(job)  # the first norm's
     tile = min(job.mlp_tile_tokens or tokens, tokens)
     mlp = tile * model.intermediate_size * BF16 * (3 + (4 if job.mlp_tile_tokens else 0))
-    return kept + max(attention, mlp) + 2 * layer_input_bytes(job)
+    if job.mlp_tile_tokens:
+        mlp += 3 * model.hidden_size * model.intermediate_size * FP32  # sums over tiles
+    norm = tokens * model.hidden_size * (BF16 if job.liger else 3 * FP32) - _mlp_bytes(job)
+    attention = attention_work_bytes(job, one_host=one_host) - _mlp_bytes(job) - _norm_bytes(job)
+    return kept + max(mlp, norm, attention) + 2 * layer_input_bytes(job)
+
+
+def attention_work_bytes(job: Job, *, one_host: bool = False) -> int:
+    """Gradients in attention's backward: dQ in fp32 and bf16, dO, dK and dV.
+
+    `one_host`: as `transport_bytes`. Where keys are gathered by heads dQ is in fp32 for two sections, else for all.
+    """
+    model, summed = job.model, job.model.q_size
+    if job.cp_size > 1 and (one_host or _by_heads(job)):
+        summed = sum(taking_turns(_sections(job).backward)) * model.q_size // model.num_kv_heads
+    return job.local_tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)
 
 
 def transport_bytes(job: Job, *, one_host: bool = False) -> int:
@@ -141,14 +184,27 @@ def _weight_bytes(job: Job) -> int:
     return FP32 if job.precision == "bf16-mixed" else BF16
 
 
-def _gathered(job: Job) -> int:
-    """In bf16 two layers (one ahead) and what is in no layer."""
-    model = job.model
-    return 0 if job.world_size == 1 else (2 * model.layer_parameters + model.root_parameters) * BF16
+def _attention_kept(job: Job) -> int:
+    """Of one layer's attention: out and lse."""
+    return job.local_tokens * (job.model.q_size * BF16 + job.model.num_heads * FP32)
+
+
+def _norm_bytes(job: Job) -> int:
+    """Of one norm of the hidden states."""
+    return job.local_tokens * job.model.hidden_size * (2 * BF16 if job.liger else FP32 + 2 * BF16)
+
+
+def _mlp_bytes(job: Job) -> int:
+    """Of one MLP, its input not counted."""
+    return 0 if job.mlp_tile_tokens else (3 if job.liger else 4) * job.local_tokens * job.model.intermediate_size * BF16
 
 
 def _loss(job: Job) -> int:
-    """Logits of a chunk in bf16 and fp32 with the gradient in bf16, and the weight's gradient, reduced in fp32."""
+    """The last norm, the gradients of what it puts out and, in fp32, of the head's weight; a chunk's logits.
+
+    These are in bf16, in fp32, and again in bf16 as gradients.
+    """
     model = job.model
     chunk = min(job.local_tokens * model.vocab_size, CHUNK_LOGITS) * (2 * BF16 + FP32)
-    return chunk + model.embedding_parameters * (BF16 + FP32)
+    input_and_gradient = (1 if job.liger else 2) * layer_input_bytes(job)  # Liger's norm keeps its input
+    return _norm_bytes(job) + input_and_gradient + model.embedding_parameters * FP32 + chunk

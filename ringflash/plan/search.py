@@ -12,6 +12,7 @@ from ringflash.plan.memory import memory_bytes
 from ringflash.plan.timing import step_time
 
 CHANGES: dict[str, dict[str, object]] = {
+    "use Liger's norms and SwiGLU": {"liger": True},
     "tile the MLP by 8192 tokens": {"mlp_tile_tokens": 8192},
     "keep only attention's (out, lse) of each layer": {"checkpointing": "attention_kept"},
     "keep only each layer's input": {"checkpointing": "full"},

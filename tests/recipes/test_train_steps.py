@@ -77,7 +77,7 @@ def test_plans_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> N
         flags = ["--seqlen", str(seqlen), "--gpus", "4", "--offload_checkpoints", "--json"]
         assert ringflash(["plan", str(recipe), *flags]) == 0
         want = json.loads(capsys.readouterr().out)
-        assert found[str(seqlen)] == {name: want[name] for name in ("step_seconds", "memory_bytes", "mfu")}
+        assert found[str(seqlen)] == {name: want[name] for name in ("step_seconds", "memory_bytes", "memory_at", "mfu")}
     assert plans([1 << 17], "CPU", memory=memory, **job) == {}
     assert plans([1 << 17], "NVIDIA H200", memory=memory, **{**job, "precision": "32-true"}) == {}
 
