@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.autograd.forward_ad import unpack_dual
+from torch.nn.functional import pad
 
 from ringflash import ops
 from ringflash.group import Group, resolve
@@ -41,7 +42,8 @@ def ring_attention(
 
     Args:
         q: (batch, seqlen_local, num_heads, head_dim).
-        k, v: (batch, seqlen_local, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
+        k: (batch, seqlen_local, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
+        v: as k, or narrower, as in latent attention: it is then padded with zeros, at the cost of k's head_dim.
         group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence; None for one process.
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
@@ -54,7 +56,8 @@ def ring_attention(
         deterministic: gradients have equal bits on repeat, at the kernel's cost.
         return_lse: also return the log-sum-exp, differentiable.
     Returns:
-        out: as q.  lse, if asked for: (batch, num_heads, seqlen_local), natural log, fp32 (fp64 for fp64).
+        out: as q, as wide as v.  lse, if asked for: (batch, num_heads, seqlen_local), natural log, fp32 (fp64 for
+            fp64).
     Raises:
         ValueError: bad input, or ranks that disagree. NotImplementedError: what the implementation cannot do.
             Either is raised on every rank, before anything is sent.
@@ -66,6 +69,7 @@ def ring_attention(
         raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
             "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."
         )
+    width, v = v.shape[-1] if v.dim() else 0, _as_wide_as(k, v)
     grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
     out, lse = ops.ring_attention(
         q, k, v, cu_seqlens,
@@ -74,6 +78,8 @@ def ring_attention(
         _scale_of(q) if softmax_scale is None else float(softmax_scale),
         left, right, layout, impl, transport, deterministic, grad_flags, return_lse,
     )  # fmt: skip
+    if v.dim() and v.shape[-1] > width:
+        out = out[..., :width]
     return (out, lse) if return_lse else out
 
 
@@ -124,6 +130,7 @@ def explain(
     left, right = _sides(window_size)
     name = "" if resolved is None else resolved.group_name
     options = ops.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
+    v = _as_wide_as(k, v)
     q, k, v = (ops._addressable(x) for x in (q, k, v))  # as the call does it: the kernel depends on the strides
     plan = ops._plan(q, k, v, cu_seqlens, options, 0)
     return Explanation(
@@ -150,6 +157,12 @@ def _steps(plan: ops.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
         for hop in plan.schedule.hops
         if hop.source is not None
     )
+
+
+def _as_wide_as(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """v with zeros behind its features where k has more; what else does not fit is refused by the operator."""
+    missing = k.shape[-1] - v.shape[-1] if k.dim() == v.dim() == 4 and v.shape[-1] else 0
+    return pad(v, (0, missing)) if missing > 0 else v
 
 
 def _scale_of(q: torch.Tensor) -> float:

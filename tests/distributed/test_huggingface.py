@@ -18,6 +18,14 @@ pytest.importorskip("transformers")
 
 LENGTH = 32
 BOUNDS = (0, 11, 12, 32)
+OF_KIND: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 9},
+    "deepseek_v3": {  # latent attention: keys of 8 and 4 features, values of 6; no experts, whose router is fp32
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 6, "head_dim": 4,
+        "first_k_dense_replace": 2,
+    },
+}  # fmt: skip
 
 
 def build(kind: str, group: dist.ProcessGroup | None, layout: str = "zigzag") -> huggingface.CausalLMWithLoss:
@@ -25,11 +33,13 @@ def build(kind: str, group: dist.ProcessGroup | None, layout: str = "zigzag") ->
 
     huggingface.register()
     config = AutoConfig.for_model(
-        kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, vocab_size=61, **({"sliding_window": 9} if kind == "mistral" else {}),
+        kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        **{"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61, **OF_KIND.get(kind, {})},
     )  # fmt: skip
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="ringflash", dtype=torch.float64)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="ringflash", experts_implementation="eager", dtype=torch.float64
+    )
     huggingface.set_group(model, group, layout=layout)
     return huggingface.CausalLMWithLoss(model, group)
 
@@ -55,7 +65,7 @@ def equals_one_process(ctx: Context, kind: str, bounds: tuple[int, ...] | None, 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["whole", "documents"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "deepseek_v3"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_loss_and_gradients_equal_one_process(
     pool: Pool, size: int, kind: str, bounds: tuple[int, ...] | None, layout: str

@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bidirectional": {},
     "broken": {"is_causal": True, "broken": True},
     "bound": {"make": own.Bound},
+    "latent": {"make": own.Latent},
     "reentrant": {"is_causal": True, "reentrant": True},
     "non_reentrant": {"is_causal": True, "reentrant": False, "rotary": True},
 }

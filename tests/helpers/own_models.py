@@ -49,6 +49,16 @@ class Bound(Attention):
         return self.ring(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
+class Latent(Attention):
+    """With values of fewer features than keys."""
+
+    def __init__(self) -> None:
+        super().__init__(is_causal=True)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.pad(super().attend(q, k, v[..., 1:]), (0, 1))
+
+
 class Block(nn.Module):
     """A layer, run again in the backward where `reentrant` says how."""
 

@@ -219,6 +219,7 @@ def test_refusals(change: dict[str, Any], error: type[Exception], message: str) 
         (lambda q, k, v: (q[:, :15], k[:, :15], v[:, :15]), r"seqlen must be divisible .*\(2\), got 15; pad to 16"),
         (lambda q, k, v: (q, k[:, :8], v[:, :8]), r"k must have the local sequence length of q \(16\), got 8; shard"),
         (lambda q, k, v: (q, k, v[:, :, :1]), "v must have the shape of k .*got .*; slice or pad"),
+        (lambda q, k, v: (q, k[..., :4], v), r"v must have the shape of k \(1, 16, 2, 4\), got .*, 8\); slice or pad"),
         (lambda q, k, v: (q[:, :, :3], k, v), r"num_heads must be a multiple of num_kv_heads \(2\), got 3; repeat"),
         (lambda q, k, v: (q[..., :4], k, v), r"k must have batch and head_dim of q \(1, 4\), got \(1, 8\); expand"),
         (lambda q, k, v: (q, k.float(), v), "q, k and v must share one dtype, got .*; move or cast"),
@@ -233,6 +234,23 @@ def test_refusals(change: dict[str, Any], error: type[Exception], message: str) 
 def test_tensors_are_refused(spoil: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ringflash.ring_attention(*spoil(*draw()), group=None)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_values_narrower_than_keys(compiled: bool) -> None:
+    """out, lse and gradients of values of 5 features beside keys of 8."""
+    q, k, v = draw()
+    narrow = v.detach()[..., :5].requires_grad_()
+    attend = torch.compile(ringflash.ring_attention, fullgraph=True) if compiled else ringflash.ring_attention
+    want, want_lse = ringflash.ring_attention(q, k, v, group=None, return_lse=True)
+    (want[..., :5].sum() + want_lse.sum()).backward()
+    wanted = [x.grad for x in (q, k)] + [v.grad[..., :5]]  # type: ignore[index]
+    q.grad = k.grad = None
+    out, lse = attend(q, k, narrow, group=None, return_lse=True)
+    (out.sum() + lse.sum()).backward()
+    assert out.shape == (*q.shape[:-1], 5) and torch.equal(out, want[..., :5]) and torch.equal(lse, want_lse)
+    for got, expected in zip((q.grad, k.grad, narrow.grad), wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_forward_mode_is_refused() -> None:
