@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.distributed as dist
+
 from ringflash import huggingface
+from ringflash.agreement import agree
 from ringflash.lightning.sequences import Batch, SequenceData
 from ringflash.lightning.strategy import strategy_of
 from ringflash.lightning.text import PackedSequence, PackedText, is_held_out, text_files
@@ -33,13 +38,28 @@ class TextData(SequenceData):
         self.folder, self.suffix = folder, suffix
 
     def read(self) -> tuple[PackedText, PackedText]:
-        """Read and pack the files."""
-        files = text_files(self.folder, self.suffix)
-        trained, held_out = ([path for name, path in files if is_held_out(name) == held] for held in (False, True))
-        train, judged = (
-            PackedText((path.read_bytes() for path in paths), self.seqlen) for paths in (trained, held_out)
-        )
-        return train, judged
+        """Read and pack the files, on all ranks or none.
+
+        Raises:
+            ValueError: no files, or too little text in them; other text on another rank.
+        """
+        parts: list[PackedText] = []
+        error = None
+        try:
+            files = text_files(self.folder, self.suffix)
+            for held in (False, True):
+                paths = [path for name, path in files if is_held_out(name) == held]
+                parts.append(PackedText((path.read_bytes() for path in paths), self.seqlen))
+        except (ValueError, OSError) as problem:
+            error = problem
+        agree(dist.group.WORLD, {"fingerprints of the text": [part.fingerprint for part in parts]}, error)
+        train, held_out = parts
+        return train, held_out
+
+    def identity(self) -> dict[str, Any]:
+        """Also the text."""
+        assert isinstance(self.train, PackedText)
+        return {**super().identity(), "text": self.train.fingerprint}
 
     def on_before_batch_transfer(self, batch: PackedSequence, dataloader_idx: int) -> Batch:
         """This rank's shard of the sequence, cut before it goes to the device."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import sysconfig
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
 
@@ -54,6 +55,11 @@ class PackedText(Dataset[PackedSequence]):
                 f"text must fill a sequence of seqlen {seqlen} tokens, got {len(self.stream)}; give more files, "
                 "of which one in twenty is held out of the training."
             )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all tokens."""
+        return hashlib.blake2b(self.stream.numpy().tobytes(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         return len(self.stream) // self.seqlen

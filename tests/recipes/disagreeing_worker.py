@@ -1,12 +1,29 @@
-"""Two ranks that first agree on the checkpoint to continue from, then do not; each prints what it is told."""
+"""Two ranks that agree on the checkpoint to continue from, then do not; and that read other text than one another.
+
+Each prints what it is told. Arguments: a folder of text for each rank.
+"""
+
+import sys
+from collections.abc import Callable
 
 import torch.distributed as dist
 
+from ringflash.lightning import TextData
 from ringflash.lightning.checkpoints import SameCheckpoint
 
+
+def tell(call: Callable[[], object]) -> None:
+    """The error of a call."""
+    try:
+        call()
+    except ValueError as error:
+        print(f"rank {dist.get_rank()}: {error}", flush=True)
+
+
 dist.init_process_group("gloo")
+folders, rank = sys.argv[1:], dist.get_rank()
 SameCheckpoint("a.ckpt").setup(None, None, "fit")
-try:
-    SameCheckpoint(None if dist.get_rank() else "a.ckpt").setup(None, None, "fit")
-except ValueError as error:
-    print(f"rank {dist.get_rank()}: {error}", flush=True)
+tell(lambda: SameCheckpoint(None if rank else "a.ckpt").setup(None, None, "fit"))
+TextData(16, folders[0], ".txt").read()
+tell(lambda: TextData(16, folders[rank], ".txt").read())
+tell(lambda: TextData(16, folders[0], ".no" if rank else ".txt").read())

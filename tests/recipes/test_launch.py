@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from ringflash.lightning.checkpoints import newest_checkpoint
-from tests.recipes.launching import ROOT, run, run_ranks
+from tests.recipes.launching import ROOT, run, run_ranks, write_text
 
 LAUNCH = ROOT / "launch"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -269,8 +269,12 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == complete
 
 
-def test_ranks_that_continue_from_different_checkpoints_all_fail() -> None:
-    """Two processes, of which the second does not see the folder: no rank is left to wait."""
-    output = run_ranks("tests.recipes.disagreeing_worker", num_ranks=2)
+def test_ranks_that_find_other_files_all_fail(tmp_path: Path) -> None:
+    """Two processes, of which one does not see the checkpoint, has other text, or none: nobody is left to wait."""
+    folders = [write_text(tmp_path / str(rank), 60 + rank) for rank in range(2)]
+    output = run_ranks("tests.recipes.disagreeing_worker", *folders, num_ranks=2)
+    same = "all ranks of the group must make the same call, got"
     for rank in range(2):
-        assert f"rank {rank}: all ranks of the group must make the same call, got ckpt_path a.ckpt (rank 0), " in output
+        assert f"rank {rank}: {same} ckpt_path a.ckpt (rank 0), " in output
+        assert f"rank {rank}: {same} fingerprints of the text ['" in output
+        assert f"rank {rank}: folder must hold files that end in '.no', got none in {folders[0]}" in output

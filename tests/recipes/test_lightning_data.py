@@ -104,7 +104,7 @@ def test_checkpoint_of_other_data_is_refused() -> None:
     data.num_consumed = 7
     state = data.state_dict()
     data.load_state_dict(state)
-    for name in ("seqlen", "seed", "num_sequences"):
+    for name in ("seqlen", "seed", "num_sequences", "text"):
         with pytest.raises(ValueError, match=f"{name} must be that of the checkpoint .99., got .*; resume"):
             data.load_state_dict({**state, name: 99})
 
