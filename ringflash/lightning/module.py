@@ -105,7 +105,16 @@ class CausalLM(lightning.LightningModule):
         return self.model(**batch)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW on matrices with decay and on vectors without; the rate follows `rate_factor` step by step."""
+        """AdamW on matrices with decay and on vectors without; the rate follows `rate_factor` step by step.
+
+        Raises:
+            ValueError: parameters in fp16, where AdamW's eps of 1e-8 is 0 and the first step 0 / 0.
+        """
+        if any(parameter.dtype == torch.float16 for parameter in self.parameters()):
+            raise ValueError(
+                "precision must keep parameters that AdamW can step, got fp16 (16-true), in which its eps is 0; use "
+                "bf16-mixed or bf16-true."
+            )
         matrices = [p for p in self.parameters() if p.dim() > 1]
         vectors = [p for p in self.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.recipes.launching import run
 
@@ -67,6 +68,18 @@ def test_progress_of_another_module_is_refused() -> None:
 
     with pytest.raises(ValueError, match="Progress must have a CausalLM and a SequenceData, got LightningModule and"):
         Progress().setup(SimpleNamespace(datamodule=None), lightning.LightningModule(), "fit")
+
+
+def test_parameters_in_fp16_are_refused() -> None:
+    """AdamW would make all of them NaN."""
+    from ringflash.lightning import CausalLM
+
+    module = CausalLM({"model_type": "llama"})
+    module.model = torch.nn.Linear(2, 2, dtype=torch.float16)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"got fp16 \(16-true\), in which its eps is 0; use bf16-mixed"):
+        module.configure_optimizers()
+    module.model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)  # type: ignore[assignment]
+    assert module.configure_optimizers()["optimizer"].param_groups[0]["params"]
 
 
 def test_mesh_before_the_processes_have_joined_is_refused() -> None:
