@@ -48,14 +48,17 @@ show() {
 # Runs a command and returns its status. On SIGTERM or SIGUSR1 it calls `ask` with the command's process twice a
 # second until that ends: processes that are still starting hear it later. `received` is the last such signal;
 # those that come after the end do nothing, for they must not turn a run that has saved into a failure.
+# It waits by `read` from a pipe in which nothing comes: a signal that ends the `wait` for a `sleep` can make bash 5.2
+# take 128 and its number for the command's status.
 supervise() {
-  local ask=$1 pid status=0
+  local ask=$1 pid never status
   shift
   received=
   set -m  # a process group of its own: signals to this one reach the command only through `ask`
   "$@" &
   pid=$!
   set +m
+  exec {never}<> <(:)
   trap 'received=TERM' TERM
   trap 'received=USR1' USR1
   trap 'kill -INT "$pid"' INT
@@ -63,10 +66,14 @@ supervise() {
   trap 'kill -QUIT "$pid"' QUIT
   while kill -0 "$pid" 2>/dev/null; do
     if [[ $received ]]; then "$ask" "$pid"; fi
-    sleep 0.5 &
-    wait "$!" || true
+    read -rt 0.5 -u "$never" || true
   done
-  wait "$pid" || status=$?
+  for _ in 1 2 3; do  # a signal ends this `wait` too; asked again, it has the command's own status
+    status=0
+    wait "$pid" || status=$?
+    ((status > 128)) || break
+  done
+  exec {never}<&-
   trap : TERM USR1  # neither '' nor -: with one of them pending, bash 5.2 would end the shell by it
   trap - INT HUP QUIT
   return "$status"

@@ -158,6 +158,23 @@ def test_launcher_returns_the_status_of_the_command() -> None:
         run(["bash", "-c", SUPERVISE, "-", "bash", "-c", "exit 7"], timeout_s=30.0)
 
 
+def test_signals_do_not_change_the_status() -> None:
+    """Of eight launchers that get one every 20 ms; waiting for a `sleep`, one in ten took the signal's for its own.
+
+    bash itself may still die of one while it exits, for half a millisecond.
+    """
+    command = ["bash", "-c", SUPERVISE, "-", "bash", "-c", "echo ready; sleep 0.2; exit 7"]
+    launchers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(8)]
+    for launcher in launchers:
+        assert launcher.stdout is not None and launcher.stdout.readline() == b"ready\n"
+    while any(launcher.poll() is None for launcher in launchers):
+        for launcher in launchers:
+            launcher.send_signal(signal.SIGUSR1)
+        time.sleep(0.02)
+    statuses = {launcher.returncode for launcher in launchers}
+    assert 7 in statuses and statuses <= {7, -signal.SIGUSR1}
+
+
 @pytest.mark.parametrize("name", ["INT", "HUP", "QUIT"])
 def test_other_signals_to_the_launcher_reach_the_command(name: str) -> None:
     """A terminal that closes must not leave a training behind that ignores SIGTERM."""
@@ -187,7 +204,7 @@ def test_a_signal_while_the_workers_are_asked_breaks_nothing() -> None:
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     while process.poll() is None:
         process.send_signal(signal.SIGUSR1)
-        time.sleep(1e-4)
+        time.sleep(5e-4)
     assert (process.returncode, process.stdout.read()) == (0, b"")
 
 
