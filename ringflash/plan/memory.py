@@ -42,14 +42,14 @@ def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
     """What differs between moments, by their names."""
     model, alone = job.model, job.world_size == 1
     weights = model.parameters * _weight_bytes(job) // job.world_size
-    moments = 0 if job.offload_optimizer else 2 * weights
+    states = 0 if job.offload_optimizer else 2 * weights  # AdamW's two
     root, layer = (0 if alone else x * BF16 for x in (model.root_parameters, model.layer_parameters))
     summed = weights if job.accumulates else 0  # over the sequences before
     head = model.embedding_parameters * (_weight_bytes(job) if alone else BF16)  # its gradient, whole until C
     spread = 0 if alone else model.root_parameters * (BF16 + FP32)
 
     def parts(
-        gradients: int, *, optimizer: int = moments, gathered: int = 0, checkpoints: int = 0, layer: int = 0,
+        gradients: int, *, optimizer: int = states, gathered: int = 0, checkpoints: int = 0, layer: int = 0,
         loss: int = 0,
     ) -> dict[str, int]:  # fmt: skip
         return {
@@ -64,7 +64,7 @@ def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
             layer=layer_bytes(job, one_host=one_host), loss=layer_input_bytes(job),
         ),
         "the last gradients": parts(weights, gathered=spread),
-        "the optimizer's step": parts(weights, optimizer=moments * 3 // 2),
+        "the optimizer's step": parts(weights, optimizer=states * 3 // 2),
     }  # fmt: skip
 
 
