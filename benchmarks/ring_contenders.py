@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.nn.functional import all_to_all_single
 
 import ringflash
+from benchmarks import flash_attn_4_as_2
 from benchmarks.bench_kernels import document_bounds
 from ringflash import ops, ring
 from ringflash.layout import chunks_of_rank
@@ -210,6 +211,7 @@ def ring_flash_attention(setting: Setting) -> Built | str:
         return "not installed"
     if setting.row.kind not in ("causal", "full"):
         return f"not timed for {setting.row.kind}"
+    flash_attn_4_as_2.provide()
     from ring_flash_attn import ring_flash_attn_func, zigzag_ring_flash_attn_func
 
     causal = setting.row.kind == "causal"
@@ -218,23 +220,32 @@ def ring_flash_attention(setting: Setting) -> Built | str:
 
 
 def torch_context_parallel(setting: Setting) -> Built | str:
-    """torch's context_parallel around scaled_dot_product_attention; as many KV heads as heads."""
+    """torch's context_parallel around cuDNN's attention; as many KV heads as heads, which it takes no fewer of.
+
+    Its context has to hold in the backward too, and has to be given a buffer to shard.
+    """
     if setting.device.type == "cpu":
         return "has no CPU kernel"
     if setting.row.kind not in ("causal", "full"):
         return f"not timed for {setting.row.kind}"
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     mesh, causal = DeviceMesh.from_group(setting.group, "cuda"), setting.row.kind == "causal"
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        with context_parallel(mesh):
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal)
-        return out.transpose(1, 2)
+    @contextmanager
+    def around() -> Iterator[None]:
+        sharded = torch.zeros(2 * setting.group.size(), device=setting.device)
+        shards = context_parallel(mesh, buffers=[sharded], buffer_seq_dims=[0], no_restore_buffers={sharded})
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), shards:
+            yield
 
-    return Built(call, setting.inputs(num_kv_heads=setting.row.num_heads))
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+
+    return Built(call, setting.inputs(num_kv_heads=setting.row.num_heads), around)
 
 
 IDEALS: dict[str, Callable[[Setting], Built | str]] = {
