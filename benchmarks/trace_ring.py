@@ -55,13 +55,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for the traces")
     parser.add_argument("--transport", default="", help="default gloo on CPUs, nccl on GPUs")
-    parser.add_argument("--rows", default="", help="the first row whose name contains this")
+    parser.add_argument("--rows", default="", help="the first row in whose name this pattern is found")
     parser.add_argument("--toy", action="store_true", help="small, on the CPU")
     options = parser.parse_args()
     device = join(options.toy)
     assert dist.group.WORLD is not None
     dtype = torch.float32 if options.toy else torch.bfloat16
-    row = next(row for row in (TOY if options.toy else ROWS) if options.rows in str(row))
+    rows = [row for row in (TOY if options.toy else ROWS) if re.search(options.rows, str(row))]
+    if not rows:
+        parser.error(
+            f"--rows must be found in the name of a row, got {options.rows!r}; bench_ring.py prints the names."
+        )
+    row = rows[0]
     setting = Setting(row, dist.group.WORLD, device, dtype)
     entry = ring_over(options.transport or ("gloo" if options.toy else "nccl"), setting)
     options.folder.mkdir(parents=True, exist_ok=True)
