@@ -44,6 +44,7 @@ STEPS = [
     ("liger", "bf16-mixed liger"),
     *(("deepspeed", f"fp32 {stage}") for stage in (*STAGES, "zero2_offload", "zero3_offload")),
     *(("deepspeed", f"bf16 {stage}") for stage in STAGES),
+    *(("deepspeed", f"{dtype} {stage} through lightning") for dtype in ("fp32", "bf16") for stage in STAGES[2:]),
 ]
 
 Found = dict[str, Any]

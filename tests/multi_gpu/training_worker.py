@@ -352,6 +352,39 @@ def with_deepspeed(task: Task, name: str, dtype: torch.dtype) -> Found:
     return judged(got, want, baseline, None, dtype)
 
 
+class WholeStep(lightning.Callback):
+    """Of DeepSpeed's one step: whole gradients before it and whole weights after it, on every rank."""
+
+    def on_before_optimizer_step(self, trainer: lightning.Trainer, module: CausalLM, optimizer: Any) -> None:
+        from tests.recipes.deepspeed_worker import gradients
+
+        self.gradients = {name.removeprefix("model."): x for name, x in gradients(module).items()}
+
+    def on_train_end(self, trainer: lightning.Trainer, module: CausalLM) -> None:
+        from tests.recipes.deepspeed_worker import weights
+
+        self.weights = {f"model.{name}": x for name, x in weights(module.model).items()}
+        self.loss = trainer.callback_metrics["loss"].item()
+
+
+def with_deepspeed_through_lightning(task: Task, name: str, dtype: torch.dtype) -> Found:
+    """The same stage by Lightning's strategy, which makes the engine, clips and steps."""
+    from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy
+    from tests.recipes.deepspeed_worker import config_of
+
+    want, baseline = references(task, dtype, dist_size() // 2)
+    step = WholeStep()
+    trainer = trainer_with(
+        accelerator=task.device_type, strategy=DeepSpeedContextParallelStrategy(2, config=config_of(name)),
+        precision="32-true" if dtype == torch.float32 else "bf16-mixed", max_steps=1, gradient_clip_val=CLIPPING,
+        num_sanity_val_steps=0, limit_val_batches=0, callbacks=[step],
+    )  # fmt: skip
+    data = RandomText(task.seqlen, num_eval_sequences=trainer.strategy.num_processes)
+    trainer.fit(Stepping(task.config, seed=SEED), datamodule=data)
+    got = {"gradient": step.gradients} | ({"weight": step.weights} if dtype == torch.float32 else {})
+    return judged(got, want, baseline, step.loss, dtype)
+
+
 def lightning_parts(task: Task) -> dict[str, Callable[[], Found]]:
     size = dist_size()
     steps = {f"{precision} cp": partial(compared, task, precision, size) for precision in DTYPES}
@@ -379,7 +412,13 @@ def liger_parts(task: Task) -> dict[str, Callable[[], Found]]:
 def deepspeed_parts(task: Task) -> dict[str, Callable[[], Found]]:
     names = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
     full = {f"fp32 {name}": partial(with_deepspeed, task, name, torch.float32) for name in names}
-    return full | {f"bf16 {name}": partial(with_deepspeed, task, name, torch.bfloat16) for name in names[:4]}
+    bf16 = {f"bf16 {name}": partial(with_deepspeed, task, name, torch.bfloat16) for name in names[:4]}
+    by_lightning = {
+        f"{label} {name} through lightning": partial(with_deepspeed_through_lightning, task, name, dtype)
+        for label, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        for name in ("zero2", "zero3")
+    }
+    return full | bf16 | by_lightning
 
 
 JOBS: dict[str, Callable[[Task], dict[str, Callable[[], Found]]]] = {
