@@ -6,6 +6,9 @@ The data path: `layout` (which tokens a rank holds) -> `schedule` (what it compu
 `ring` (the loop) over `transport` (how K/V move) and `ringflash_kernels` (one device) -> `loss`.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ringflash import loss
 from ringflash.agreement import set_agreement_check
 from ringflash.api import Explanation, RingAttention, explain, ring_attention
@@ -13,8 +16,10 @@ from ringflash.layout import local_positions, shard_sequence, unshard_sequence
 from ringflash.padding import PaddedBatch, pad_sequence
 from ringflash.transport import buffer_bytes, release_buffers, set_timeout
 from ringflash.transport.sms import set_comm_sms
-from ringflash.wrap import wrap_attention
-from ringflash.wrap_check import check_wrapped
+
+if TYPE_CHECKING:
+    from ringflash.wrap import wrap_attention
+    from ringflash.wrap_check import check_wrapped
 
 __version__ = "0.1.0"
 
@@ -37,3 +42,12 @@ __all__ = [
     "unshard_sequence",
     "wrap_attention",
 ]
+
+# Imported when they are asked for: with them comes torch._dynamo, which takes nearly as long as torch itself.
+_LATER = {"check_wrapped": "ringflash.wrap_check", "wrap_attention": "ringflash.wrap"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)

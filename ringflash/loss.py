@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ringflash.group import Group, resolve
 from ringflash.padding import IGNORE_INDEX
@@ -182,6 +181,8 @@ def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
+    from torch.distributed.tensor import DTensor  # takes as long as a third of `import ringflash`
+
     if isinstance(weight, DTensor):
         raise ValueError(
             "weight must be whole, got a sharded DTensor; call cross_entropy inside the forward of the module "
