@@ -22,12 +22,13 @@ What is modelled, and what is not: docs/decisions/emulator.md.
 from __future__ import annotations
 
 import builtins
+import functools
 import importlib.util
 import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 
 import torch
 import triton
@@ -126,7 +127,7 @@ class Emulator:
             module.__package__ = _PACKAGE
             module.__builtins__ = self._builtins
             self._modules[name] = sys.modules[module.__name__] = module  # dataclasses look their module up
-            exec(compile(self._source(name, path), str(path), "exec"), module.__dict__)
+            exec(_code(self._source(name, path), str(path)), module.__dict__)
         return self._modules[name]
 
     def launch(self, kernel: Kernel, grid, *args, **kwargs) -> None:
@@ -195,6 +196,11 @@ class Emulator:
         if name in self._triton:
             return self._triton[name if fromlist else name.split(".")[0]]
         return builtins.__import__(name, globals, locals, fromlist, 0)
+
+
+@functools.cache
+def _code(source: str, path: str) -> CodeType:
+    return compile(source, path, "exec")
 
 
 def _package_path() -> str:

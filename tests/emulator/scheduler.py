@@ -1,7 +1,7 @@
 """Cooperative scheduling of the partitions of resident thread blocks, in a seeded random order.
 
-One partition runs at a time, in a thread of its own. At every synchronising operation the scheduler may hand over
-to another partition, or let an asynchronous copy land. When no partition can go on and no copy is in flight, the
+One partition runs at a time, in a thread of its own. At every synchronising operation it may hand over to another
+partition, or let an asynchronous copy land. When no partition can go on and no copy is in flight, the
 kernel would hang on the device; the error says who waits for what.
 """
 
@@ -19,6 +19,13 @@ _SWITCH_CHANCE = 0.3
 _MAX_SWITCHES = 2_000_000
 
 
+def _closed() -> threading.Lock:
+    """A lock whose next `acquire` waits for a `release`, by any thread: a semaphore's work without its Python code."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class _Aborted(BaseException):
     """Unwinds the other partitions after one has failed."""
 
@@ -31,7 +38,7 @@ class Task:
         self.condition: Callable[[], bool] | None = None
         self.waits_for = ""
         self.done = False
-        self._go = threading.Semaphore(0)
+        self._go = _closed()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -46,10 +53,10 @@ class Task:
         except BaseException as error:
             self.scheduler.fail(self, error)
         self.done = True
-        self.scheduler.take_over()
+        self.scheduler.pass_on()
 
     def resume(self) -> None:
-        """Run until the task waits, is switched away from, or ends (called by the scheduler)."""
+        """Run until the task waits, is switched away from, or ends (called by whose turn ends)."""
         self._go.release()
 
     @property
@@ -62,8 +69,8 @@ class Task:
         if (condition is None or condition()) and not scheduler.wants_switch():
             return
         self.condition, self.waits_for = condition, waits_for
-        scheduler.take_over()
-        self._go.acquire()
+        if scheduler.pass_on(self) is not self:
+            self._go.acquire()
         self.condition = None
         if scheduler.aborted:
             raise _Aborted
@@ -74,8 +81,11 @@ class Scheduler:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._control = threading.Semaphore(0)
+        self._control = _closed()
         self._tasks: list[Task] = []
+        self._roots: list[Task] = []
+        self._waiting: list[tuple[int, Callable[[Task], None]]] = []
+        self._resident = self._turns = 0
         self._in_flight: list[Callable[[], None]] = []
         self._error: BaseException | None = None
         self.aborted = False
@@ -92,9 +102,25 @@ class Scheduler:
     def wants_switch(self) -> bool:
         return self._random.random() < _SWITCH_CHANCE
 
-    def take_over(self) -> None:
-        """Give control back to the scheduler's thread (called by a task)."""
-        self._control.release()
+    def pass_on(self, by: Task | None = None) -> Task | None:
+        """Resume whose turn it is next, or `run` (called by a task, or by `run`).
+
+        Args:
+            by: who would be resumed by returning.
+        Returns:
+            next: whose turn it is; None is `run`'s.
+        """
+        following = None
+        if self._error is None:
+            try:
+                following = self._next()
+            except BaseException as error:
+                self._error = error
+        if following is None:
+            self._control.release()
+        elif following is not by:
+            following.resume()
+        return following
 
     def fail(self, task: Task, error: BaseException) -> None:
         if self._error is None:
@@ -107,34 +133,33 @@ class Scheduler:
         Raises:
             EmulationError: the kernel hangs, or did something undefined.
         """
-        waiting = list(enumerate(blocks))[::-1]
-        roots: list[Task] = []
-        for _ in range(_MAX_SWITCHES):
-            roots = [task for task in roots if not task.done]
-            while waiting and len(roots) < resident:
-                index, body = waiting.pop()
-                roots.append(self.spawn(f"block {index}", body))
-            self._tasks = [task for task in self._tasks if not task.done]
-            if not self._tasks:
-                break
-            self._advance()
-            if self._error is not None:
-                self._abort()
-        else:
-            self._error = EmulationError(f"no end after {_MAX_SWITCHES} switches\n" + self._report())
+        self._waiting, self._resident = list(enumerate(blocks))[::-1], resident
+        self.pass_on()
+        self._control.acquire()
+        if self._error is not None:
             self._abort()
         while self._in_flight:
             self._land_one()
 
-    def _advance(self) -> None:
-        ready = [task for task in self._tasks if task.ready]
-        if self._in_flight and (not ready or self._random.random() < 0.5):
-            self._land_one()
-        elif ready:
-            self._random.choice(ready).resume()
-            self._control.acquire()
-        else:
-            self._error = EmulationError("deadlock\n" + self._report())
+    def _next(self) -> Task | None:
+        """The task that goes on, after copies that land before; None at the end."""
+        while self._turns < _MAX_SWITCHES:
+            self._turns += 1
+            self._roots = [task for task in self._roots if not task.done]
+            while self._waiting and len(self._roots) < self._resident:
+                index, body = self._waiting.pop()
+                self._roots.append(self.spawn(f"block {index}", body))
+            self._tasks = [task for task in self._tasks if not task.done]
+            if not self._tasks:
+                return None
+            ready = [task for task in self._tasks if task.ready]
+            if self._in_flight and (not ready or self._random.random() < 0.5):
+                self._land_one()
+            elif ready:
+                return self._random.choice(ready)
+            else:
+                raise EmulationError("deadlock\n" + self._report())
+        raise EmulationError(f"no end after {_MAX_SWITCHES} switches\n" + self._report())
 
     def _land_one(self) -> None:
         self._in_flight.pop(self._random.randrange(len(self._in_flight)))()

@@ -6,6 +6,7 @@ leaves the range raises instead of wrapping, which is how a 32-bit offset into a
 
 from __future__ import annotations
 
+import functools
 import operator
 from functools import partial
 from types import SimpleNamespace
@@ -33,7 +34,9 @@ _NUMPY = {
     "uint8": np.uint8,
     "int1": np.bool_,
 }
+_STORED = {name: np.dtype(stored) for name, stored in _NUMPY.items()}
 _FLOATS = ("fp64", "fp32", "fp16", "bf16", "fp8e4nv", "fp8e5")
+_KINDS = {name: 2 if name in _FLOATS else 0 if name == "int1" else 1 for name in _NUMPY}
 _BITS_VIEW = {1: torch.uint8, 2: torch.uint16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,7 +46,7 @@ class EmulationError(AssertionError):
 
 def numpy_dtype(dtype) -> np.dtype:
     """The numpy type that stores values of a Gluon `dtype`."""
-    return np.dtype(_NUMPY[dtype.name])
+    return _STORED[dtype.name]
 
 
 def gluon_dtype(dtype: np.dtype | torch.dtype):
@@ -79,7 +82,7 @@ def is_float(dtype) -> bool:
 
 
 def _kind(dtype) -> int:
-    return 2 if is_float(dtype) else 0 if dtype.name == "int1" else 1
+    return _KINDS[dtype.name]
 
 
 def _literal_dtype(value):
@@ -100,7 +103,7 @@ def result_dtype(a, b):
             return tensor
     if _kind(a_dtype) != _kind(b_dtype):
         return a_dtype if _kind(a_dtype) > _kind(b_dtype) else b_dtype
-    if a_dtype == b_dtype:
+    if a_dtype.name == b_dtype.name:
         return a_dtype
     if is_float(a_dtype) and a_dtype.primitive_bitwidth == b_dtype.primitive_bitwidth:
         return gl.float32  # fp16 with bf16
@@ -202,15 +205,35 @@ def _dims(dims) -> tuple[int, ...]:
 def arithmetic(function, a, b) -> Tensor:
     """`function(a, b)` in the computation type, int32 results checked for overflow."""
     dtype = result_dtype(a, b)
+    if dtype.name == "int32" and _is_scalar(a) and _is_scalar(b):  # as below, many times faster
+        number = _OF_INTEGERS.get(function, function)(integer(a), integer(b))
+        if not -(2**31) <= number < 2**31:
+            raise _overflow(dtype, function, number)
+        return Tensor(number, dtype)
     if is_float(dtype):
         return Tensor(function(as_numpy(a, dtype), as_numpy(b, dtype)), dtype)
     wide = np.asarray(function(as_numpy(a).astype(np.int64), as_numpy(b).astype(np.int64)))
-    if dtype == gl.int1:
+    if dtype.name == "int1":
         return Tensor(wide != 0, dtype)
-    stored = np.iinfo(numpy_dtype(dtype))
-    if dtype != gl.int64 and wide.size and (wide.min() < stored.min or wide.max() > stored.max):
-        raise EmulationError(f"{dtype} overflow: {getattr(function, '__name__', function)} gives {wide.max()}")
+    if dtype.name != "int64" and wide.size:
+        low, high = _limits(dtype.name)
+        if wide.min() < low or wide.max() > high:
+            raise _overflow(dtype, function, wide.max())
     return Tensor(wide.astype(numpy_dtype(dtype)), dtype)
+
+
+@functools.cache
+def _limits(name: str) -> tuple[int, int]:
+    stored = np.iinfo(_STORED[name])
+    return int(stored.min), int(stored.max)
+
+
+def _is_scalar(value) -> bool:
+    return value.data.ndim == 0 if isinstance(value, Tensor) else isinstance(value, int)
+
+
+def _overflow(dtype, function, number) -> EmulationError:
+    return EmulationError(f"{dtype} overflow: {getattr(function, '__name__', function)} gives {number}")
 
 
 def reduce_sum(x: Tensor, axis=None) -> Tensor:
@@ -230,6 +253,20 @@ def _truncated_remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return a - _truncated_quotient(a, b) * b
 
 
+def _integer_quotient(a: int, b: int) -> int:
+    if b == 0:
+        raise EmulationError("integer division by zero")
+    return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+
+
+_OF_INTEGERS = {
+    np.maximum: max,
+    np.minimum: min,
+    _truncated_quotient: _integer_quotient,
+    _truncated_remainder: lambda a, b: a - _integer_quotient(a, b) * b,
+}
+
+
 def _true_quotient(a, b) -> Tensor:
     dtype = result_dtype(a, b)
     dtype = dtype if is_float(dtype) else gl.float32
@@ -238,6 +275,8 @@ def _true_quotient(a, b) -> Tensor:
 
 def _compare(function, a, b) -> Tensor:
     dtype = result_dtype(a, b)
+    if dtype.name == "int32" and _is_scalar(a) and _is_scalar(b):
+        return Tensor(function(integer(a), integer(b)), gl.int1)
     return Tensor(function(as_numpy(a, dtype), as_numpy(b, dtype)), gl.int1)
 
 
