@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from tests.compile.sass import Program
 from tests.emulator.host import cuda_properties
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -66,6 +68,11 @@ class Compiled:
     sass: str = field(repr=False)
     ttgir: str = field(repr=False)
     seconds: float
+
+    @cached_property
+    def program(self) -> Program:
+        """The SASS, read."""
+        return Program(self.sass)
 
 
 class Recorder:

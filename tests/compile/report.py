@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Iterator
 
 from tests.compile.compiler import Compiled, Launch, compile_launch
-from tests.compile.sass import Program
 from tests.compile.variants import production_launches
 
 _OPCODES = ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "MUFU", "BAR", "LDL", "STL")
@@ -44,12 +43,11 @@ def table(compiled: Iterable[Compiled]) -> Iterator[str]:
         + f" {'seconds':>8}"
     )
     for result in compiled:
-        program = Program(result.sass)
-        in_loops = sum(loop.spills_off_the_mask for loop in program.loops if not loop.masked)
+        in_loops = sum(loop.spills_off_the_mask for loop in result.program.loops if not loop.masked)
         yield (
             f"{result.name:<18} {result.variant:<40} {result.shared_bytes:>7} {result.registers:>4} "
             f"{result.spill_bytes:>6} {in_loops:>5} "
-            + " ".join(f"{program.counts[name]:>8}" for name in _OPCODES)
+            + " ".join(f"{result.program.counts[name]:>8}" for name in _OPCODES)
             + f" {result.seconds:>8.1f}"
         )
         yield from (f"    ptxas: {warning}" for warning in result.warnings)

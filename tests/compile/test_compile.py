@@ -17,7 +17,7 @@ from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES, QueryTiles
 from ringflash_kernels.hopper.launcher import Launcher
 from tests.compile.compiler import Compiled, Launch, compile_launch
 from tests.compile.report import compile_all
-from tests.compile.sass import Loop, Program, exp_within_turns, share_of_exp_before_last_wait
+from tests.compile.sass import Loop, exp_within_turns, share_of_exp_before_last_wait
 from tests.compile.shared_memory import allocations, overlaps
 from tests.compile.variants import dq_launch, forward_launch, keys_launch, production_launches, publish_launch
 
@@ -92,7 +92,7 @@ def test_nothing_shares_its_place(launch, compiled):
 @_of(ATTENTION)
 def test_hopper_instructions(launch, compiled):
     """Tensor cores, TMA loads, and in the backward TMA reductions wherever dQ, dK or dV is summed."""
-    counts = Program(compiled[launch].sass).counts
+    counts = compiled[launch].program.counts
     assert counts["HGMMA"] and counts["UTMALDG"]
     sums = launch in BACKWARD and not (launch.name == "backward_wide" and "store" in launch.variant)
     assert counts["UTMAREDG"] if sums else counts["UTMASTG"]
@@ -114,13 +114,13 @@ def _global_accesses(result: Compiled) -> tuple[int, int]:
 @_of([launch for launch in BACKWARD if "store" in launch.variant])
 def test_stored_gradients_are_not_summed(launch, compiled):
     """dK and dV leave by TMA stores, also in fp32; at most four reductions are left, those of dQ in the loop."""
-    counts = Program(compiled[launch].sass).counts
+    counts = compiled[launch].program.counts
     assert counts["UTMASTG"] and counts["UTMAREDG"] <= (0 if launch.name == "backward_wide" else 4)
 
 
 @_of(ATTENTION)
 def test_no_spills_where_nothing_is_masked(launch, compiled):
-    loops = [loop for loop in Program(compiled[launch].sass).loops if not loop.masked]
+    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
     assert len(loops) >= 2, "the main loop of each consumer"
     spills = max(loop.spills_off_the_mask for loop in loops)
     known = KNOWN_SPILLS.get(_name(launch), 0)
@@ -137,12 +137,12 @@ def _overlaps(launch: Launch) -> bool:
 @_of([launch for launch in FORWARD if _overlaps(launch)])
 def test_softmax_runs_under_the_products(launch, compiled):
     """exp2 of one block comes before the wait for the products of the other."""
-    loops = [loop for loop in Program(compiled[launch].sass).loops if not loop.masked]
+    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
     assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
 
 
 def _unmasked_loops(launch: Launch) -> list[Loop]:
-    return [loop for loop in Program(compile_launch(launch).sass).loops if not loop.masked]
+    return [loop for loop in compile_launch(launch).program.loops if not loop.masked]
 
 
 QUERIES = [launch for launch in BACKWARD if launch.name == "backward_queries"]
@@ -155,14 +155,14 @@ def _tiles(launch: Launch) -> QueryTiles:
 @_of([launch for launch in QUERIES if _tiles(launch).exp_under_dp])
 def test_exp_of_dq_runs_under_dp(launch, compiled):
     """exp2 comes before the wait for dP."""
-    loops = [loop for loop in Program(compiled[launch].sass).loops if not loop.masked]
+    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
     assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
 
 
 @_of([launch for launch in QUERIES if _tiles(launch).turns])
 def test_exp_of_dq_is_out_of_turn(launch, compiled):
     """The other consumer may issue its products before this one computes exp2."""
-    loops = [loop for loop in Program(compiled[launch].sass).loops if not loop.masked]
+    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
     assert loops and all(exp_within_turns(loop) == 0 for loop in loops)
 
 
@@ -232,6 +232,6 @@ def test_spills_and_serialised_products_are_seen():
     """With half of the registers the main loop spills, and ptxas serialises the products and says so."""
     launch = forward_launch(forward, 128, "full")
     tight = compile_launch(replace(launch, options=launch.options | {"maxnreg": 128}))
-    loops = [loop for loop in Program(tight.sass).loops if not loop.masked]
+    loops = [loop for loop in tight.program.loops if not loop.masked]
     assert any(loop.spills_off_the_mask for loop in loops)
     assert any("C7512" in warning for warning in tight.warnings)
