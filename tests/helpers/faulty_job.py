@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash_kernels import reference
+from tests.helpers.forked import forked
 from tests.helpers.peer_memory import copy_engine
 from tests.helpers.pool import _free_port
 from tests.recipes.launching import ROOT
@@ -73,12 +74,15 @@ class Job:
         by_hops: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ringflash-faults-")
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[subprocess.Popen[bytes] | _Forked] = []
         paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
         env = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         port = _free_port()
         for rank in range(size):
             task = Task(rank, size, port, transport, fault, device, impl, victim, timeout_s, by_hops)
+            if device == "cpu" and fault != "none":  # no rank lives to leave its interpreter
+                self._ranks.append(_Forked(self._log(rank), task))
+                continue
             with self._log(rank).open("wb") as log:
                 command = [sys.executable, "-m", "tests.helpers.faulty_job", json.dumps(task._asdict())]
                 self._ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log))
@@ -104,6 +108,37 @@ class Job:
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}"
+
+
+class _Forked:
+    """As Popen of a rank, with the imports already done (tests/helpers/forked.py)."""
+
+    def __init__(self, log: Path, task: Task) -> None:
+        self._process = forked().Process(target=_be_rank, args=(log, task))  # type: ignore[attr-defined]
+        self._process.start()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Its exit code, None while it runs."""
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """End it."""
+        self._process.kill()
+
+
+def _be_rank(log: Path, task: Task) -> None:
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    main(task)
 
 
 def main(task: Task) -> None:
