@@ -1,11 +1,13 @@
-"""benchmarks/bench_ring.py from end to end at toy sizes: two CPU processes over gloo. Its structure, and no speed."""
+"""benchmarks/bench_ring.py from end to end at toy sizes: two CPU processes over gloo. Its structure, and no speed.
+
+Without torchrun, which `ringflash bench` starts it by (test_bench_command.py).
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,8 @@ from tests.recipes import launching
 
 def test_rows_and_figures(tmp_path: Path) -> None:
     file = tmp_path / "ring.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launching.run(
-        [*command, "benchmarks/bench_ring.py", "--toy", "--probes", "--rounds", "2", "--json", file], timeout_s=100
-    )
+    arguments = ("--toy", "--probes", "--rounds", "2", "--json", file)
+    launching.run_ranks("benchmarks.bench_ring", *arguments, num_ranks=2, timeout_s=100)
     written = json.loads(file.read_text())
     assert written["ranks"] == 2 and "torch" in written["environment"]
     assert [result["row"] for result in written["results"]] == [str(row) for row in TOY for _ in range(2)]
@@ -34,8 +34,7 @@ def test_rows_and_figures(tmp_path: Path) -> None:
 
 
 def test_a_ring_beside_collectives() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    printed = launching.run([*command, "benchmarks/bench_beside.py", "--toy"], timeout_s=100)
+    printed = launching.run_ranks("benchmarks.bench_beside", "--toy", num_ranks=2, timeout_s=100)
     found = re.findall(
         r", (forward|forward \+ backward): 6 calls ([\d.]+) ms, 4 all-gathers .* ([\d.]+) ms, tog", printed
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from benchmarks.trace_ring import Hop, hops, timeline
@@ -52,8 +51,8 @@ def test_timeline_names_what_the_device_did() -> None:
 
 
 def test_real_trace(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    output = launching.run([*command, "benchmarks/trace_ring.py", "--toy", "--folder", tmp_path], timeout_s=100)
+    arguments = ("--toy", "--folder", tmp_path)
+    output = launching.run_ranks("benchmarks.trace_ring", *arguments, num_ranks=2, timeout_s=100)
     assert "exposed us" in output
     assert json.loads((tmp_path / "timeline.json").read_text())["spans"] == []  # CPUs have no device
     for rank in range(2):
