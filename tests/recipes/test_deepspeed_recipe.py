@@ -1,6 +1,7 @@
-"""The DeepSpeed quickstart, scaled down by flags, as launch/local.sh starts it: two gloo processes on the CPU, fp32.
+"""The DeepSpeed quickstart, scaled down by flags: two gloo processes on the CPU, fp32.
 
-It trains four steps; continued from its checkpoint after two, without the launcher, it has the same bits.
+It trains four steps by the command that launch/local.sh prints (and runs, in test_lightning_recipes.py); continued from
+its checkpoint after two, it has the same bits.
 """
 
 from __future__ import annotations
@@ -37,8 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def quickstart(folder: Path) -> tuple[str, dict[int, float]]:
     """What the uninterrupted run prints, and its losses."""
-    output = run(["launch/local.sh", *arguments(folder, "quickstart")], NPROC="2", DS_ACCELERATOR="cpu")
+    output = train(*arguments(folder, "quickstart"), num_ranks=2, DS_ACCELERATOR="cpu")
     return output, read_losses(newest_curve(folder / "quickstart"))
+
+
+def test_launcher_hands_both_configs_on() -> None:
+    shown = run(["launch/local.sh", "--dry-run", *RECIPES, "--trainer.plugins=null"], NPROC="2")
+    assert f"-m recipes.lightning.train fit --config {' '.join(RECIPES)} --trainer.plugins=null" in shown
 
 
 def test_quickstart_trains(quickstart: tuple[str, dict[int, float]]) -> None:
