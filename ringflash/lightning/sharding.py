@@ -19,7 +19,7 @@ from ringflash import huggingface
 from ringflash.group import Group, resolve
 from ringflash.layout import granularity, local_positions, shard_sequence
 from ringflash.lightning.sequences import SequenceData
-from ringflash.lightning.strategy import strategy_of
+from ringflash.lightning.strategy import keeping_ties, strategy_of
 from ringflash.loss import count_tokens
 from ringflash.padding import IGNORE_INDEX
 from ringflash.wrap import wrap_attention
@@ -47,7 +47,11 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
     check_sequence_sharding = True  # False skips the comparison, which runs the training step twice without gradients
 
     def configure_model(self) -> None:
-        """Wrap the attention and shard the parameters over all ranks, once: each entry of a ModuleList is a unit."""
+        """Wrap the attention and shard the parameters over all ranks, once: each entry of a ModuleList is a unit.
+
+        Raises:
+            ValueError: parameters of the module itself, or tied ones of two of its children.
+        """
         if self._ringflash_ready:
             return
         self._ringflash_ready = True
@@ -58,8 +62,9 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             raise ValueError(
                 f"parameters must lie in submodules, whose forward gathers them, got {own}; move them into one."
             )
-        for child in _with_forward(self.children()):
-            strategy.shard_parameters(child, _units(child))
+        with keeping_ties(self):
+            for child in _with_forward(self.children()):
+                strategy.shard_parameters(child, _units(child))
 
     def shard_batch(self, batch: Any, group: Group) -> Any:
         """This rank's part of a batch.

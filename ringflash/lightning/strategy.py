@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -103,11 +104,15 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         """Shard `layers`, each as a unit that is gathered at once, then what remains of `module`, in place.
 
         The loss must be computed in the forward of `module`: outside it the output embedding is not whole.
+
+        Raises:
+            ValueError: a parameter of two of these, of which each would go on with one of its own.
         """
         policy = mixed_precision_policy(self.precision_plugin.precision)
-        for layer in layers:
-            fully_shard(layer, mesh=self.shard_mesh, mp_policy=policy)
-        fully_shard(module, mesh=self.shard_mesh, mp_policy=policy)
+        with keeping_ties(module):
+            for layer in layers:
+                fully_shard(layer, mesh=self.shard_mesh, mp_policy=policy)
+            fully_shard(module, mesh=self.shard_mesh, mp_policy=policy)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's shards where they are: the writer copies them to the host, once."""
@@ -206,6 +211,27 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
             total += torch.linalg.vector_norm(shard, dtype=dtype).square()
         dist.all_reduce(total, group=self.shard_mesh.get_group())
         return total.sqrt()
+
+
+@contextmanager
+def keeping_ties(module: nn.Module) -> Iterator[None]:
+    """Parameters that have two names at the start are one at the end: FSDP2 parts those of two units, and says nothing.
+
+    Raises:
+        ValueError: names both.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    yield
+    for first, *others in names.values():
+        for other in others:
+            if module.get_parameter(other) is not module.get_parameter(first):
+                raise ValueError(
+                    f"{other} must lie in the unit of {first}, whose parameter it is, got another: sharded apart, each "
+                    "would be trained by itself; give both one parent with a forward that is sharded as a whole, or do "
+                    "not tie them."
+                )
 
 
 def check_fits(path: Path, module: nn.Module | None, optimizers: Sequence[Any]) -> None:

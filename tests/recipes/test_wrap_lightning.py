@@ -66,6 +66,12 @@ def test_local_positions_are_found_before_the_first_step(ranks: list[dict[str, A
         assert rank["planted"].startswith("model.blocks.0.attn must be given the q"), rank
 
 
+def test_parameters_that_sharding_would_part_are_refused(ranks: list[dict[str, Any]]) -> None:
+    """A head and an embedding in two children of the module, tied: FSDP2 would make two parameters of them."""
+    for rank in ranks:
+        assert rank["tied"].startswith("head.weight must lie in the unit of model.embedding.weight, whose"), rank
+
+
 def test_batch_with_a_mask_is_refused() -> None:
     """As Hugging Face's collators make it."""
     module = type("Module", (SequenceSharding, lightning.LightningModule), {})()

@@ -50,9 +50,21 @@ def build(kind: type[lightning.LightningModule]) -> lightning.LightningModule:
         return kind()
 
 
-def planted(kind: Any) -> str:
-    """What the first step says of positions that are counted from the shard."""
-    module = build(type("Misplaced", (kind,), {"positions": lambda self, tokens: torch.arange(tokens.shape[1])}))
+def misplaced(kind: Any) -> Any:
+    """With positions that are counted from the shard."""
+    return build(type("Misplaced", (kind,), {"positions": lambda self, tokens: torch.arange(tokens.shape[1])}))
+
+
+def tied(kind: Any) -> Any:
+    """With a head beside the model, whose weight is the embedding's."""
+    module = build(kind)
+    module.head = torch.nn.Linear(own.WIDTH, own.VOCAB, bias=False)
+    module.head.weight = module.model.embedding.weight
+    return module
+
+
+def planted(module: lightning.LightningModule) -> str:
+    """What is said of it before the first step."""
     try:
         train(module, devices=2, strategy=ContextParallelStrategy())
     except ValueError as error:
@@ -79,7 +91,8 @@ def main() -> None:
     errors = [((ring["weights"][n] - p).abs().max() / p.abs().max()).item() for n, p in whole.named_parameters()]
     found = {
         "weights": max(errors), "loss": abs(ring["metrics"]["loss"] - losses[-1].item()),
-        "eval_loss": abs(ring["metrics"]["eval_loss"] - evaluation), "planted": planted(Changed),
+        "eval_loss": abs(ring["metrics"]["eval_loss"] - evaluation), "planted": planted(misplaced(Changed)),
+        "tied": planted(tied(Changed)),
     }  # fmt: skip
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
