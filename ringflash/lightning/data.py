@@ -10,7 +10,7 @@ from ringflash import huggingface
 from ringflash.agreement import agree
 from ringflash.lightning.sequences import Batch, SequenceData
 from ringflash.lightning.strategy import strategy_of
-from ringflash.lightning.text import PackedSequence, PackedText, is_held_out, text_files
+from ringflash.lightning.text import VOCAB_SIZE, PackedSequence, PackedText, is_held_out, text_files
 
 
 class TextData(SequenceData):
@@ -41,8 +41,10 @@ class TextData(SequenceData):
         """Read and pack the files, on all ranks or none.
 
         Raises:
-            ValueError: no files, or too little text in them; other text on another rank.
+            ValueError: no files, or too little text in them; other text on another rank; a model without the bytes
+                and the separator.
         """
+        self.check_vocabulary(VOCAB_SIZE, "bytes and the separator between documents")
         parts: list[PackedText] = []
         error = None
         try:

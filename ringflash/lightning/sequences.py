@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ringflash.data.order import SampleOrder
+from ringflash.lightning.module import CausalLM
 from ringflash.lightning.strategy import strategy_of
 
 Loader = DataLoader[Any]
@@ -103,6 +104,20 @@ class SequenceData(lightning.LightningDataModule):
                 )
         self.num_consumed = state_dict["num_consumed"]
 
+    def check_vocabulary(self, vocab_size: int, where: str) -> None:
+        """Refuse a `CausalLM` without some of the tokens: the ranks that meet one would fail, and the others wait.
+
+        Raises:
+            ValueError: a model with a smaller vocabulary.
+        """
+        module = self.trainer.lightning_module
+        got = _vocab_size(module.config) if isinstance(module, CausalLM) else None
+        if got is not None and got < vocab_size:
+            raise ValueError(
+                f"vocab_size of the model must be {vocab_size} or more for {where}, got {got}; "
+                "give the model that of the tokenizer."
+            )
+
     def _check_eval_sequences(self) -> None:
         dp_size, available = strategy_of(self.trainer).dp_size, min(len(self.train), len(self.held_out))
         count = self.num_eval_sequences
@@ -111,6 +126,15 @@ class SequenceData(lightning.LightningDataModule):
                 f"num_eval_sequences must be a multiple of the data-parallel size ({dp_size}) from 1 to the number of "
                 f"held-out sequences ({available}), got {count}; change it, or give more text."
             )
+
+
+def _vocab_size(config: dict[str, Any]) -> int | None:
+    """Of a configuration, which may leave it to its family."""
+    if "vocab_size" in config:
+        return config["vocab_size"]
+    from transformers import AutoConfig
+
+    return getattr(AutoConfig.for_model(**config), "vocab_size", None)
 
 
 def _check_sampler(trainer: lightning.Trainer) -> None:

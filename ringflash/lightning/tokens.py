@@ -11,7 +11,6 @@ import torch.distributed as dist
 from ringflash.data.files import TokenFiles, raise_for
 from ringflash.data.format import TokenFileError
 from ringflash.data.sequences import TokenSequences, split
-from ringflash.lightning.module import CausalLM
 from ringflash.lightning.sequences import SequenceData
 from ringflash.lightning.strategy import ContextParallelStrategy, strategy_of
 
@@ -51,7 +50,7 @@ class TokenData(SequenceData):
         """
         strategy = strategy_of(self.trainer)
         self.files = open_together(Path(self.folder), strategy, self.verify)
-        self._check_vocabulary(self.files.header.vocab_size)
+        self.check_vocabulary(self.files.header.vocab_size, self.folder)
         parts = split(len(self.files), self.held_out_percent, self.seed)
         train, held_out = (self._sequences(documents, strategy) for documents in parts)
         return train, held_out
@@ -66,15 +65,6 @@ class TokenData(SequenceData):
         return TokenSequences(
             self.files, documents, self.seqlen, cp_size=strategy.cp_size, cp_rank=cp_rank, layout=strategy.layout
         )
-
-    def _check_vocabulary(self, vocab_size: int) -> None:
-        module = self.trainer.lightning_module
-        got = module.config.get("vocab_size") if isinstance(module, CausalLM) else None
-        if got is not None and got < vocab_size:
-            raise ValueError(
-                f"vocab_size of the model must be {vocab_size} or more for {self.folder}, got {got}; "
-                "give the model that of the tokenizer."
-            )
 
 
 def open_together(folder: Path, strategy: ContextParallelStrategy, verify: bool) -> TokenFiles:

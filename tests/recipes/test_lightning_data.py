@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringflash.data.order import SampleOrder
-from ringflash.lightning import ContextParallelStrategy, TextData
+from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
 from ringflash.lightning.text import SEPARATOR, PackedText, is_held_out, text_files
 from ringflash.mesh import mesh_sizes
 from tests.recipes.launching import write_text
@@ -107,6 +107,17 @@ def test_checkpoint_of_other_data_is_refused() -> None:
     for name in ("seqlen", "seed", "num_sequences", "text"):
         with pytest.raises(ValueError, match=f"{name} must be that of the checkpoint .99., got .*; resume"):
             data.load_state_dict({**state, name: 99})
+
+
+@pytest.mark.parametrize(("config", "got"), [({"vocab_size": 256}, 256), ({}, 32000)])
+def test_model_without_some_of_the_tokens_is_refused(config: dict, got: int) -> None:
+    """256 bytes and no separator; and a vocabulary that is left to the family."""
+    module = CausalLM({"model_type": "llama", **config})
+    data = TextData(seqlen=16)
+    data.trainer = SimpleNamespace(lightning_module=module)
+    with pytest.raises(ValueError, match=f"vocab_size of the model must be {got + 1} or more for text, got"):
+        data.check_vocabulary(got + 1, "text")
+    data.check_vocabulary(got, "text")
 
 
 @pytest.mark.parametrize(
