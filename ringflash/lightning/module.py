@@ -107,6 +107,8 @@ class CausalLM(lightning.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW on matrices with decay and on vectors without; the rate follows `rate_factor` step by step.
 
+        A checkpoint that is continued has the place in the schedule and AdamW's moments, not the rate, decay and betas.
+
         Raises:
             ValueError: parameters in fp16, where AdamW's eps of 1e-8 is 0 and the first step 0 / 0.
         """
@@ -119,7 +121,7 @@ class CausalLM(lightning.LightningModule):
         vectors = [p for p in self.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
-        scheduler = LambdaLR(optimizer, self.rate_factor)
+        scheduler = _Schedule(optimizer, self.rate_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def rate_factor(self, step: int) -> float:
@@ -198,6 +200,22 @@ class CausalLM(lightning.LightningModule):
                 "return {'held_out': loader}."
             )
         return list(loaders)
+
+
+class _Schedule(LambdaLR):
+    """The rate, decay and betas are those that are asked for, also after a checkpoint that was made with others."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
+        super().__init__(optimizer, factor)
+        names = ("initial_lr", "weight_decay", "betas")
+        self.asked = [{name: group[name] for name in names} for group in optimizer.param_groups]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The place in the schedule."""
+        own = {"asked": self.asked, "base_lrs": self.base_lrs}
+        super().load_state_dict({**state_dict, **own})
+        for group, asked, factor in zip(self.optimizer.param_groups, self.asked, self.lr_lambdas, strict=True):
+            group.update(asked, lr=asked["initial_lr"] * factor(self.last_epoch))
 
 
 def build_model(

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 
 import lightning
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ringflash.data.order import SampleOrder
@@ -53,7 +54,8 @@ class SequenceData(lightning.LightningDataModule):
 
         Raises:
             ValueError: a trainer that would share the sequences out a second time, give all data ranks the same ones,
-                or count epochs that never end; sequences to judge by that do not fit the data ranks.
+                count epochs that never end, or end them in the middle of a step; sequences to judge by that do not
+                fit the data ranks.
         """
         _check_sampler(self.trainer)
         if stage == "fit":
@@ -91,11 +93,13 @@ class SequenceData(lightning.LightningDataModule):
         return {"num_consumed": self.num_consumed, **self.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the place of a checkpoint.
+        """Continue at the place of a checkpoint; an evaluation of it takes nothing over.
 
         Raises:
             ValueError: other text, length or order than the checkpoint was made with.
         """
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return
         for name, value in self.identity().items():
             if state_dict[name] != value:
                 raise ValueError(
@@ -152,12 +156,18 @@ def _check_sampler(trainer: lightning.Trainer) -> None:
 
 
 def _check_epochs(trainer: lightning.Trainer) -> None:
-    """Refuse a number of epochs that is never reached, Lightning's default without a limit among them."""
+    """Refuse epochs that never end, Lightning's default without a limit among them, or end in the middle of a step."""
     endless = isinstance(trainer.limit_train_batches, float) and not trainer.overfit_batches
     if endless and trainer.max_epochs not in (None, -1):
         raise ValueError(
             f"max_epochs must be -1 without limit_train_batches, got {trainer.max_epochs}: the sequences have no end; "
             "give max_steps, or the batches of an epoch with limit_train_batches, or max_epochs=-1 for no limit."
+        )
+    batches, accumulated = trainer.limit_train_batches, trainer.accumulate_grad_batches
+    if isinstance(batches, int) and batches % accumulated and not trainer.fast_dev_run:
+        raise ValueError(
+            f"limit_train_batches must be a multiple of accumulate_grad_batches ({accumulated}), got {batches}: the "
+            "last step of an epoch would divide by batches that it does not have; change one of them."
         )
 
 
@@ -192,6 +202,18 @@ class CountConsumed(lightning.Callback):
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         """Every data rank has consumed one sample."""
         trainer.datamodule.num_consumed += strategy_of(trainer).dp_size
+
+    def on_load_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """A step begins with the first batch also where it has more of them (accumulate_grad_batches) than before.
+
+        Lightning ends a step by the number of batches so far, which is rounded up to whole steps.
+        """
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        missing = -progress["current"]["ready"] % trainer.accumulate_grad_batches
+        for kind in ("current", "total"):
+            progress[kind] = {name: count + missing for name, count in progress[kind].items()}
 
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]

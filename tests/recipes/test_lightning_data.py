@@ -107,6 +107,9 @@ def test_checkpoint_of_other_data_is_refused() -> None:
     for name in ("seqlen", "seed", "num_sequences", "text"):
         with pytest.raises(ValueError, match=f"{name} must be that of the checkpoint .99., got .*; resume"):
             data.load_state_dict({**state, name: 99})
+    data.trainer = SimpleNamespace(state=SimpleNamespace(fn="validate"))
+    data.load_state_dict({**state, "seqlen": 99, "num_consumed": 8})  # its model may be judged by other data
+    assert data.num_consumed == 7
 
 
 @pytest.mark.parametrize(("config", "got"), [({"vocab_size": 256}, 256), ({}, 32000)])
@@ -126,11 +129,17 @@ def test_model_without_some_of_the_tokens_is_refused(config: dict, got: int) -> 
         ({"overfit_batches": 2}, 2, "overfit_batches must be 0 with several data ranks, got 2: .* set data_par"),
         ({"max_epochs": 3}, 1, "max_epochs must be -1 without limit_train_batches, got 3: .* no end; give max_steps"),
         ({"max_epochs": 1000, "limit_train_batches": 0.5}, 1, "max_epochs must be -1 without limit_train_batches"),
+        (
+            {"limit_train_batches": 3},
+            1,
+            r"limit_train_batches must be a multiple of accumulate_grad\w+ \(2\)",
+        ),
     ],
 )
 def test_trainers_that_would_not_do_as_told_are_refused(options: dict, dp_size: int, message: str) -> None:
-    """All data ranks would train on the same sequences; an epoch would never end."""
+    """All data ranks would train on the same sequences; an epoch would never end, or end in the middle of a step."""
     defaults = {"overfit_batches": 0.0, "max_epochs": -1, "limit_train_batches": 1.0, "world_size": 1}
+    defaults |= {"accumulate_grad_batches": 2, "fast_dev_run": False}
     strategy = ContextParallelStrategy()
     strategy._device_mesh = {"data_parallel": SimpleNamespace(size=lambda: dp_size)}
     data = TextData(seqlen=16)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ringflash.data import SampleOrder
-from ringflash.lightning import TokenData
+from ringflash.lightning import CausalLM, TokenData
 from tests.helpers.tokens import write_tokens
 from tests.recipes.launching import run_ranks
 
@@ -63,6 +63,18 @@ def test_checkpoint_in_the_middle_of_a_step_goes_on_with_the_whole_step(ranks: d
     """Two of its four sequences had gradients, which no checkpoint holds: all four come again, and the same bits."""
     whole, resumed = ranks["0-of-1"]["mid_step"]
     assert sorted(whole) == ["1", "2", "3"] and resumed.items() <= whole.items() and sorted(resumed) == ["2", "3"]
+
+
+def test_continuing_with_more_batches_a_step_begins_with_a_whole_one(ranks: dict[str, dict[str, Any]]) -> None:
+    """Six sequences in three steps, then a step of two: with the count of batches as it was it would have one."""
+    found = ranks["0-of-1"]["changed"]
+    assert found["num_consumed"] == 8 and found["wrong"] == []
+
+
+def test_continuing_with_another_rate_has_that_rate(ranks: dict[str, dict[str, Any]]) -> None:
+    """And decay and betas, where the checkpoint has others; after four steps of the warm-up."""
+    rate = 1e-5 * CausalLM({}).rate_factor(4)
+    assert ranks["0-of-1"]["changed"]["groups"] == [[rate, 0.5, [0.8, 0.9]], [rate, 0.0, [0.8, 0.9]]]
 
 
 def test_both_kinds_of_sequences_are_judged(ranks: dict[str, dict[str, Any]]) -> None:

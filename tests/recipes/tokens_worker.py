@@ -30,6 +30,7 @@ from tests.recipes.strategy_worker import CONFIG
 
 WORLD_SIZE = int(os.environ["WORLD_SIZE"])
 SEQLEN, SEED, HELD_OUT_PERCENT, STEPS = 48, 3, 20.0, 3
+RATES = {"learning_rate": 1e-5, "weight_decay": 0.5, "betas": (0.8, 0.9)}
 
 
 class Recorder(lightning.Callback):
@@ -78,6 +79,7 @@ def fit(data: TokenData, folder: Path, cp_size: int, **options: Any) -> dict[str
     """Train on a mesh; the trainer saves nothing by itself."""
     recorder, config = Recorder(folder), options.pop("config", CONFIG)
     steps, checkpoint, save = (options.pop(name, None) for name in ("steps", "checkpoint", "save"))
+    rates = options.pop("rates", {})
     callbacks = [recorder, *options.pop("callbacks", [])]
     trainer = lightning.Trainer(
         strategy=ContextParallelStrategy(context_parallel_size=cp_size), accelerator="cpu", logger=False,
@@ -85,12 +87,13 @@ def fit(data: TokenData, folder: Path, cp_size: int, **options: Any) -> dict[str
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
         check_val_every_n_epoch=None, val_check_interval=STEPS, **options,
     )  # fmt: skip
-    module = CausalLM(config)
+    module = CausalLM(config, **rates)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     if save is not None:
         trainer.save_checkpoint(save)
     found = {"indices": recorder.indices, "wrong": recorder.wrong, "num_consumed": data.num_consumed}
-    return {**found, "eval_losses": module.eval_losses, "num_sequences": len(data.train)}
+    groups = [[group[name] for name in ("lr", "weight_decay", "betas")] for group in trainer.optimizers[0].param_groups]
+    return {**found, "eval_losses": module.eval_losses, "num_sequences": len(data.train), "groups": groups}
 
 
 def token_data(folder: Path, **options: Any) -> TokenData:
@@ -135,6 +138,9 @@ def main() -> None:
         found["mid_step"] = mid_step(folder, out / "mid_step.ckpt")
         found["epochs"] = fit(token_data(folder), folder, 1, steps=3 * STEPS, limit_train_batches=STEPS, max_epochs=3)
     found["context"] = fit(token_data(folder), folder, WORLD_SIZE, **checkpoint)
+    if WORLD_SIZE == 1:
+        options = {**checkpoint, "steps": STEPS + 1, "rates": RATES, "accumulate_grad_batches": 2}
+        found["changed"] = fit(token_data(folder), folder, 1, **options)
     found["resumed_with_other"] = error_of(
         lambda: fit(token_data(folder, held_out_percent=30.0), folder, WORLD_SIZE, **checkpoint)
     )
