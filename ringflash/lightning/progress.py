@@ -99,6 +99,8 @@ class Progress(lightning.Callback):
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
         """Print the losses; before the first step too, where the sanity check runs over all of the data."""
+        if trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches:
+            return  # the mean over a few of the sequences is no loss to compare with
         self.evaluations.append((trainer.global_step, pl_module.eval_losses))
         if trainer.sanity_checking:  # what a module logs then is dropped
             for logger in trainer.loggers:

@@ -237,12 +237,15 @@ class Losses(lightning.Callback):
 
 
 def progress(folder: str) -> dict[str, Any]:
-    """Tokens a second of each step's line; an evaluation comes in the middle of the second step. Errors of the loss."""
-    clock, recorder, losses = Clock(), Recorder(), Losses()
+    """Tokens a second of each step's line; an evaluation comes in the middle of the second step. Errors of the loss.
+
+    The sanity check takes half of the sequences.
+    """
+    clock, recorder, losses, lines = Clock(), Recorder(), Losses(), Progress(every_n_steps=1)
     progress_module.time = clock  # type: ignore[assignment]
     trainer = trainer_with(
-        callbacks=[clock, Progress(every_n_steps=1), recorder, losses], logger=Curve(), accumulate_grad_batches=4,
-        check_val_every_n_epoch=None, val_check_interval=6, num_sanity_val_steps=0,
+        callbacks=[clock, lines, recorder, losses], logger=Curve(), accumulate_grad_batches=4,
+        check_val_every_n_epoch=None, val_check_interval=6, num_sanity_val_steps=1,
     )  # fmt: skip
     trainer.fit(LightningClipping(CONFIG), datamodule=data(folder))  # logs no norm
     wanted = torch.stack(losses.parts).reshape(STEPS, 4).sum(1)
@@ -251,6 +254,7 @@ def progress(folder: str) -> dict[str, Any]:
     return {
         "speeds": [step["tokens_per_second"] for step in recorder.metrics if "tokens_per_second" in step],
         "errors": (logged / (wanted / dist.get_world_size()) - 1).abs().tolist(),
+        "evaluated_at": [step for step, _ in lines.evaluations],
     }
 
 

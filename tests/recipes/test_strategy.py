@@ -65,6 +65,11 @@ def test_tokens_are_counted_with_the_time_they_took(ranks: list[dict[str, Any]])
         assert set(rank["progress"]["speeds"]) == {2 * 48.0}, rank["progress"]
 
 
+def test_losses_of_a_few_sequences_are_not_shown_beside_those_of_all(ranks: list[dict[str, Any]]) -> None:
+    """Lightning's sanity check takes two batches unless it is told otherwise."""
+    assert all(rank["progress"]["evaluated_at"] == [1, 3] for rank in ranks), ranks[0]["progress"]
+
+
 def test_loss_is_that_of_all_batches_of_a_step(ranks: list[dict[str, Any]]) -> None:
     """Four of them, in fp32; that of the last alone is another number."""
     for rank in ranks:
