@@ -129,6 +129,7 @@ def test_model_without_some_of_the_tokens_is_refused(config: dict, got: int) -> 
         ({"overfit_batches": 2}, 2, "overfit_batches must be 0 with several data ranks, got 2: .* set data_par"),
         ({"max_epochs": 3}, 1, "max_epochs must be -1 without limit_train_batches, got 3: .* no end; give max_steps"),
         ({"max_epochs": 1000, "limit_train_batches": 0.5}, 1, "max_epochs must be -1 without limit_train_batches"),
+        ({"_val_check_time_interval": 600.0}, 1, "val_check_interval must be a number of batches .*, got 600 s; give"),
         (
             {"limit_train_batches": 3},
             1,
@@ -137,13 +138,14 @@ def test_model_without_some_of_the_tokens_is_refused(config: dict, got: int) -> 
     ],
 )
 def test_trainers_that_would_not_do_as_told_are_refused(options: dict, dp_size: int, message: str) -> None:
-    """All data ranks would train on the same sequences; an epoch would never end, or end in the middle of a step."""
-    defaults = {"overfit_batches": 0.0, "max_epochs": -1, "limit_train_batches": 1.0, "world_size": 1}
-    defaults |= {"accumulate_grad_batches": 2, "fast_dev_run": False}
+    """All data ranks would train on the same; epochs without end, or that end in a step; ranks that would part."""
+    defaults = {"overfit_batches": 0.0, "max_epochs": -1, "limit_train_batches": 1.0, "world_size": 2}
+    defaults |= {"accumulate_grad_batches": 2, "fast_dev_run": False, "_val_check_time_interval": None}
     strategy = ContextParallelStrategy()
     strategy._device_mesh = {"data_parallel": SimpleNamespace(size=lambda: dp_size)}
     data = TextData(seqlen=16)
-    data.trainer = SimpleNamespace(**{**defaults, **options}, strategy=strategy)
+    connector = SimpleNamespace(use_distributed_sampler=False)
+    data.trainer = SimpleNamespace(**{**defaults, **options}, strategy=strategy, _accelerator_connector=connector)
     with pytest.raises(ValueError, match=message):
         data.setup("fit")
 
