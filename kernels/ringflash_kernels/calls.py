@@ -51,18 +51,22 @@ class Call:
         return *self._cum, max_q, max_k
 
 
-def calls(mask: Mask) -> list[Call]:
-    """The mask's regions as operator calls; runs of regions that continue one another share one."""
-    if "calls" not in mask._cache:
+def calls(mask: Mask, batch: int = 1) -> list[Call]:
+    """The mask's regions as operator calls; runs of regions that continue one another share one.
+
+    Not in a batch of several sequences: the operator knows documents in a single one alone.
+    """
+    key = ("calls", batch > 1)
+    if key not in mask._cache:
         runs: list[_Run] = []
         for region in (piece for whole in mask.regions for piece in _pieces(whole)):
-            longer = runs[-1].joined(region) if runs else None
+            longer = runs[-1].joined(region) if runs and batch == 1 else None
             if longer is not None:
                 runs[-1] = longer
             else:
                 runs.append(_Run.of(region))
-        mask._cache["calls"] = [run.call() for run in runs]
-    return mask._cache["calls"]  # type: ignore[return-value]
+        mask._cache[key] = [run.call() for run in runs]
+    return mask._cache[key]  # type: ignore[return-value]
 
 
 Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call, float], tuple[torch.Tensor, torch.Tensor]]
@@ -84,7 +88,7 @@ def merged_forward(
     if acc is None:
         out.zero_()
         lse.fill_(float("-inf"))
-    todo = calls(mask)
+    todo = calls(mask, q.shape[0])
     alone = acc is None and len(todo) == 1  # nothing to merge with: no need for a state that does not round
     state = acc
     if state is None:
@@ -136,7 +140,7 @@ class MergedBackward:
     ) -> None:
         """Gradients of the pairs of `mask`: added to dk, dv and to the dq held here."""
         total_k, total_v = (x if accumulate else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv))
-        for call in calls(mask):
+        for call in calls(mask, k.shape[0]):
             part_q, part_k, part_v = self.gradients(k[:, call.cols], v[:, call.cols], call)
             self.dq[:, call.rows] += part_q
             total_k[:, call.cols] += part_k

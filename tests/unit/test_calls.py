@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ringflash.mask import SequenceMask
 from ringflash.schedule import build
-from ringflash_kernels.calls import Call, MergedBackward, calls
+from ringflash_kernels.calls import Call, MergedBackward, calls, merged_forward
 from ringflash_kernels.mask import Mask, Region
 
 LENGTH = 12
@@ -32,10 +32,11 @@ def operator(seqlen_q: int, seqlen_k: int, left: int, right: int, max_seqlen_k: 
     return (distance <= right) & ((distance >= -left) | causal)
 
 
-def covered(mask: Mask) -> torch.Tensor:
+def covered(mask: Mask, batch: int = 1) -> torch.Tensor:
     """How often the calls compute each pair."""
     count = torch.zeros(mask.seqlen_q, mask.seqlen_k, dtype=torch.int32)
-    for call in calls(mask):
+    for call in calls(mask, batch):
+        assert batch == 1 or not call.is_packed
         longest = max(b - a for a, b in pairwise(call.k_bounds))
         for (q0, q1), (k0, k1) in zip(pairwise(call.q_bounds), pairwise(call.k_bounds), strict=True):
             rows = slice(call.rows.start + q0, call.rows.start + q1)
@@ -98,10 +99,33 @@ def test_a_causal_hop_is_one_call() -> None:
         assert len(calls(hop.mask)) == 1
 
 
+def test_a_batch_has_no_packed_call() -> None:
+    """A window leaves squares along the diagonal, which are documents to the operator, in one sequence alone."""
+    mask = build(SequenceMask(64, window_size=(3, -1)), 4, 1, "zigzag").hops[0].mask
+    assert [call.is_packed for call in calls(mask)] == [True]
+    assert torch.equal(covered(mask, batch=2), mask.dense().int())
+    q = torch.zeros(2, mask.seqlen_q, 2, 8, dtype=torch.bfloat16)
+    lse, seen = torch.zeros(2, 2, mask.seqlen_q), []
+
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float) -> tuple[torch.Tensor, ...]:
+        seen.append(call)
+        return torch.zeros_like(q), torch.zeros(2, 2, q.shape[1])
+
+    merged_forward(flash, q, q, q, mask, 1.0, out=torch.empty_like(q), lse=lse, acc=None)  # type: ignore[arg-type]
+    backward = Ones(q, q, q, lse, softmax_scale=1.0)
+    backward.add(q, q, mask, torch.zeros(q.shape), torch.zeros(q.shape))
+    assert seen == backward.seen == calls(mask, 2)
+
+
 class Ones(MergedBackward):
     """Counts, in place of gradients, the calls that hold a row."""
 
+    def __init__(self, *tensors: torch.Tensor, softmax_scale: float) -> None:
+        super().__init__(*tensors, softmax_scale=softmax_scale)
+        self.seen: list[Call] = []
+
     def gradients(self, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, ...]:
+        self.seen.append(call)
         return torch.ones_like(self.q[:, call.rows]), torch.ones_like(k), torch.ones_like(v)
 
 
