@@ -88,6 +88,10 @@ class Machine:
                     f"{name} must be positive, got {getattr(self, name)}; count GPUs, and GB/s, from above 0."
                 )
 
+    def keeps_on_a_host(self, cp_size: int) -> bool:
+        """Whether every ring of so many ranks, which follow one another, stays on one host."""
+        return self.num_gpus <= self.gpus_per_host or self.gpus_per_host % cp_size == 0
+
     @property
     def num_hosts(self) -> int:
         """Hosts, all full but perhaps one."""

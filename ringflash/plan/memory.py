@@ -29,7 +29,7 @@ def memory_bytes(job: Job, machine: Machine) -> dict[str, int]:
 
 def worst_moment(job: Job, machine: Machine) -> tuple[str, dict[str, int]]:
     """Its name, and `memory_bytes`."""
-    one_host = job.cp_size <= machine.gpus_per_host
+    one_host = machine.keeps_on_a_host(job.cp_size)
     moments = _moments(job, one_host)
     name = max(moments, key=lambda x: sum(moments[x].values()))
     parts = moments[name] | {"transport buffers": transport_bytes(job, one_host=one_host)}

@@ -91,7 +91,7 @@ def _ring_exposed(job: Job, machine: Machine, forward: float, backward: float) -
 
 def _far_hops(job: Job, machine: Machine) -> int:
     """Hops on which some rank reads from another host, whom the others wait for."""
-    return job.cp_size - 1 if job.cp_size > machine.gpus_per_host else 0
+    return 0 if machine.keeps_on_a_host(job.cp_size) else job.cp_size - 1
 
 
 def _parameters_exposed(job: Job, machine: Machine, work: float) -> float:

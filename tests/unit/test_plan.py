@@ -287,6 +287,16 @@ def test_a_slow_network_is_exposed_and_a_double_ring_hides_it() -> None:
     assert step_time(JOB, HOST).parts["ring exposed"] == 0
 
 
+def test_rings_that_lie_across_two_hosts_are_planned_so() -> None:
+    """The second six of 24 ranks are the last two of a host of eight and four of the next; two fours are not."""
+    job = replace(JOB, seqlen=3 << 15, cp_size=6, dp_size=4)
+    machine = replace(HOST, num_gpus=24, network_gbytes=1.0)
+    assert step_time(job, machine).parts["ring exposed"] > 0
+    assert step_time(replace(job, cp_size=4, dp_size=6), machine).parts["ring exposed"] == 0
+    assert step_time(replace(job, dp_size=1), replace(machine, num_gpus=6)).parts["ring exposed"] == 0
+    assert worst_moment(job, machine)[1]["transport buffers"] == transport_bytes(job)
+
+
 @pytest.mark.parametrize(
     ("arguments", "status"), [(["--seqlen", "128k"], 0), (["--seqlen", "16m"], 1)], ids=["fits", "does-not-fit"]
 )
