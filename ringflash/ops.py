@@ -226,7 +226,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: O
     if impl not in IMPLS:
         raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}; 'auto' chooses by device and dtype.")
     implementation(impl, q, k, v)
-    transport = None if group is None else choose_transport(options.transport, group, q.device)
+    transport = choose_transport(options.transport, group, q.device)
     return Plan(mask, cp_size, cp_rank, impl, reason, transport, options)
 
 

@@ -44,8 +44,10 @@ _TRIAL_BYTES = 4096
 _decided: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
-def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) -> str:
+def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.device) -> str | None:
     """The transport that `name` stands for; UNDECIDED for "auto" over NCCL before its ranks first called together.
+
+    None for a single process, which sends nothing.
 
     Raises:
         ValueError: unknown name.
@@ -55,6 +57,8 @@ def choose_transport(name: str, group: dist.ProcessGroup, device: torch.device) 
         raise ValueError(
             f"transport must be 'auto' or one of {TRANSPORTS}, got {name!r}; 'auto' takes what the GPUs' links allow."
         )
+    if group is None:
+        return None
     able = "gloo" if device.type == "cpu" else "nccl"
     if name == "copy_engine" and device.type == "cuda":
         return name

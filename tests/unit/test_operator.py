@@ -197,6 +197,7 @@ def test_module_shows_its_options() -> None:
             NotImplementedError,
             r"impl='flash2' must be able .*got dtype torch.float64.*; use one of",
         ),
+        ({"transport": "pigeon"}, ValueError, "transport must be 'auto' or one of .*got 'pigeon'; 'auto'"),
         ({"group": "world"}, ValueError, "group must be a ProcessGroup, a 1-D DeviceMesh or None, got str; a rank"),
         ({"cu_seqlens": torch.tensor([0, 16])}, ValueError, "cu_seqlens must be 1-D int32, got 1-D torch.int64; pass"),
         ({"cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}, ValueError, r"end at .*\(16\), got 9; give"),
