@@ -29,10 +29,12 @@ _ATTENTION = ("attention", "flash_attn", "flash_fwd")  # in the name of any oper
 
 
 class Call(NamedTuple):
-    """What one attention was given: its layer's name, and q, k, v as (batch, seqlen, heads, head_dim)."""
+    """What one attention was given: its layer's name; q, k, v as (batch, seqlen, heads, head_dim); mask and scale."""
 
     layer: str
     tensors: tuple[Tensor, ...]
+    causal: bool
+    scale: float | None
 
 
 @dataclass(eq=False)
@@ -66,11 +68,11 @@ class Calls:
                 "such call in its forward; its attention cannot be seen, and would stay within each rank's shard."
             )
 
-    def note(self, layer: str, *tensors: Tensor) -> None:
+    def note(self, layer: str, *tensors: Tensor, causal: bool, scale: float | None) -> None:
         """A layer attends."""
         _mark_called(self.key)
         if self.trace is not None:
-            self.trace.append(Call(layer, tuple(x.detach() for x in tensors)))
+            self.trace.append(Call(layer, tuple(x.detach() for x in tensors), causal, scale))
 
 
 _known: WeakValueDictionary[int, Calls] = WeakValueDictionary()
@@ -99,7 +101,7 @@ class Interception(TorchFunctionMode):
                 return self._attend(*args, **kwargs)
         if kind == "ring":
             with torch._C.DisableTorchFunction():
-                self.calls.note(self.layer, *args[:3])
+                self.calls.note(self.layer, *args[:3], causal=args[5], scale=args[6])
                 return func(*args, **kwargs)
         if kind is not None:
             self._refuse(f"attend by scaled_dot_product_attention, got {kind}; call torch.nn.functional's")
@@ -121,7 +123,7 @@ class Interception(TorchFunctionMode):
         self._check(query, key, value, attn_mask, dropout_p, enable_gqa)
         query, key, value = (autocast(x) for x in (query, key, value))
         q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
-        self.calls.note(self.layer, q, k, v)
+        self.calls.note(self.layer, q, k, v, causal=is_causal, scale=scale)
         if self.calls.whole:
             return F.scaled_dot_product_attention(
                 query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

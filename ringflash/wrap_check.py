@@ -89,6 +89,12 @@ def _difference(local: list[Call], whole: list[Call], options: Options) -> Value
             error = _compare(mine.layer, name, got, shard_sequence(full, options.group, 1, options.layout))
             if error is not None:
                 return error
+        if (mine.causal, mine.scale) != (all_of_it.causal, all_of_it.scale):
+            return ValueError(
+                f"{mine.layer} must be given the is_causal and scale that it has in the whole sequence "
+                f"({all_of_it.causal}, {all_of_it.scale}), got {mine.causal}, {mine.scale}; "
+                "they must not depend on the length of the shard."
+            )
     return None
 
 

@@ -200,6 +200,28 @@ def checked(ctx: Context, kind: type[own.Model], options: dict[str, Any]) -> str
     return ""
 
 
+class ScaledByLength(own.Attention):
+    """The planted error: a scale that grows with the length, which is the shard's."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=q.shape[2] / 100)
+
+
+class Single(own.Model):
+    """One layer, behind which no other is given anything."""
+
+    def __init__(self) -> None:
+        super().__init__(ScaledByLength)
+        self.blocks = self.blocks[:1]
+
+
+def test_check_finds_a_scale_of_the_shards_length(pool: Pool) -> None:
+    """q, k and v are right."""
+    for text in pool.run(checked, Single, {}, size=2):
+        assert text.startswith("blocks.0.attn must be given the is_causal and scale"), text
+        assert "(True, 0.32), got True, 0.16" in text
+
+
 @pytest.mark.parametrize("name", ["learned", "rotary", "gqa", "bidirectional", "bound"])
 def test_check_accepts_what_is_right(pool: Pool, name: str) -> None:
     assert pool.run(checked, own.Model, MODELS[name], size=2) == ["", ""]
