@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -212,6 +214,12 @@ class RingAttention(nn.Module):
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingAttention:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.group)] = self.group  # a process group cannot be copied
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
 
     def extra_repr(self) -> str:
         """Options that differ from call to call of print(model)."""

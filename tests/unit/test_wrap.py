@@ -89,6 +89,15 @@ def test_what_is_not_wrapped_is_left_alone() -> None:
     assert duplicate._ringflash_calls is duplicate.blocks[1].attn._ringflash_calls
 
 
+def test_a_ring_is_copied_with_its_group() -> None:
+    """As a moving average of the weights copies a model; a process group itself cannot be."""
+    model: Any = own.build(own.Bound)
+    model.ring.group = group = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 2)
+    duplicate = copy.deepcopy(model)
+    assert duplicate.ring is not model.ring and duplicate.ring.group is group
+    assert vars(duplicate.ring).keys() == vars(model.ring).keys() and repr(duplicate.ring) == repr(model.ring)
+
+
 def test_autocast_reaches_the_attention() -> None:
     """torch's own attention casts its inputs, and so must the ring's."""
     plain, wrapped = (own.build(own.Model, rotary=True, is_causal=True).float() for _ in range(2))
