@@ -21,7 +21,10 @@ def plain_name(name: str) -> str:
 
 
 def watched(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers and their direct children, by name: the items of every outermost ModuleList, else every module."""
+    """The layers and their direct children, by name: the items of every outermost ModuleList, else every module.
+
+    Where no accessor of transformers' names the last hidden state, also what stands beside the lists: the layers may.
+    """
     found: dict[str, nn.Module] = {}
     lists: list[str] = []
     for name, child in module.named_modules():
@@ -31,8 +34,20 @@ def watched(module: nn.Module) -> dict[str, nn.Module]:
         for index, layer in enumerate(child):
             found |= {f"{name}.{index}.{part}": m for part, m in layer.named_children()}
             found[f"{name}.{index}"] = layer
+    if found and embedding_head(module) is None:
+        found |= _beside(module, lists)
     found = found or {name: child for name, child in module.named_modules() if name}
     return {plain_name(name): m for name, m in found.items()}
+
+
+def _beside(module: nn.Module, lists: list[str]) -> dict[str, nn.Module]:
+    """The outermost modules that neither hold a list nor lie in one."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        holds = any(f"{inner}.".startswith(f"{name}." if name else "") for inner in lists)
+        if not holds and not any(name.startswith(f"{outer}.") for outer in (*lists, *found)):
+            found[name] = child
+    return found
 
 
 def tensor_of(output: Any, length: int) -> Tensor | None:

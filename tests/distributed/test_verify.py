@@ -106,6 +106,7 @@ def test_a_mistake_in_the_attention_is_named(pool: Pool, patch: str, size: int) 
     [
         ("documents_dropped_in_ring", "layers.0.self_attn at position 19 (chunk 1", "a mask is dropped at cp=N"),
         ("documents_dropped_everywhere", "mask: cp=1", "position 18 reaches 19 at cp=1 and cp=N"),
+        ("documents_dropped_beside_a_list", "mask: cp=1", "position 18 reaches 19 at cp=1 and cp=N"),
         ("bounds_a_token_early", "mask: cp=1", "position 18 reaches 19 at cp=1 and cp=N, outside [18, 19)"),
         ("bounds_but_the_first_dropped", "mask: cp=1", "position 28 reaches 29 at cp=1 and cp=N"),
     ],

@@ -302,6 +302,24 @@ def bare_on_own_shard(group: Group) -> Training:
     return training
 
 
+class Listed(Bare):
+    """Its only list is one of embeddings, and the attention stands beside it; documents are dropped, at cp=1 too."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.embeddings = nn.ModuleList([self.embedding])
+
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, **rest: Any) -> Tensor:
+        return super().forward(input_ids, shift_labels, cu_seqlens=None)
+
+
+def documents_dropped_beside_a_list(group: Group) -> Training:
+    """What is listed ends before the attention begins."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Training(Listed(group))
+
+
 @contextmanager
 def patched_attention(**changes: Any) -> Iterator[None]:
     """Attention over a ring is called with other arguments."""
