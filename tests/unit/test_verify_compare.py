@@ -54,6 +54,16 @@ def test_what_is_not_finite_fails(value: float) -> None:
     assert (check.name, check.failed) == ("gradients", ["w1"])
 
 
+def test_a_baseline_that_overflows_lets_nothing_pass() -> None:
+    """Its error would be an infinite budget: for what is finite and wrong, and for what overflows as well."""
+    for value in (7.0, float("inf")):
+        baseline, got = observation(torch.bfloat16), observation(torch.bfloat16)
+        baseline.layers["layers.1"][:, 3] = float("inf")
+        got.layers["layers.1"][:, 3] = value
+        checks = compare(Runs(got, observation(), baseline, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps))
+        assert [(c.name, c.failed) for c in checks if c.failed] == [("layer outputs", ["layers.1"])]
+
+
 def test_a_missing_gradient_and_a_missing_loss_fail() -> None:
     got = observation(torch.bfloat16)
     del got.gradients["w2"]
@@ -74,6 +84,16 @@ def test_a_parameter_rounded_below_the_others_is_not_held_to_its_luck() -> None:
     baseline.gradients["w0"] = observation().gradients["w0"]
     runs = Runs(got, observation(), baseline, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps)
     assert not any(check.failed for check in compare(runs))
+
+
+@pytest.mark.parametrize(("times", "passes"), [(4, True), (40, False)])
+def test_a_gradient_of_nothing_may_be_rounded_otherwise(times: float, passes: bool) -> None:
+    """The bias of keys without rotary positions: one draw of the rounding is no bound of another."""
+    want, baseline, got = observation(), observation(torch.bfloat16), observation(torch.bfloat16)
+    rounding = 1e-9 * observation().gradients["w0"]
+    want.gradients["w0"], baseline.gradients["w0"], got.gradients["w0"] = 1e-9 * rounding, rounding, times * rounding
+    checks = compare(Runs(got, want, baseline, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps))
+    assert [(c.name, c.failed) for c in checks if c.failed] == ([] if passes else [("gradients", ["w0"])])
 
 
 def test_positions_are_named_with_chunk_and_rank() -> None:
