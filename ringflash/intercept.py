@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -68,11 +68,15 @@ class Calls:
                 "such call in its forward; its attention cannot be seen, and would stay within each rank's shard."
             )
 
-    def note(self, layer: str, *tensors: Tensor, causal: bool, scale: float | None) -> None:
+    def note(self, layer: nn.Module, *tensors: Tensor, causal: bool, scale: float | None) -> None:
         """A layer attends."""
         _mark_called(self.key)
         if self.trace is not None:
-            self.trace.append(Call(layer, tuple(x.detach() for x in tensors), causal, scale))
+            self.trace.append(Call(self.name_of(layer), tuple(x.detach() for x in tensors), causal, scale))
+
+    def name_of(self, layer: nn.Module) -> str:
+        """Read only where it is needed: torch.compile compiles code anew for each name that it reads."""
+        return str(layer._ringflash_name) or self.root
 
 
 _known: WeakValueDictionary[int, Calls] = WeakValueDictionary()
@@ -87,9 +91,9 @@ def _mark_called(key: int) -> None:
 class Interception(TorchFunctionMode):
     """Attention calls of one layer's forward; those of layers within it are theirs."""
 
-    def __init__(self, calls: Calls, name: str) -> None:
+    def __init__(self, calls: Calls, layer: nn.Module) -> None:
         super().__init__()
-        self.calls, self.layer = calls, name or calls.root
+        self.calls, self.layer = calls, layer
         self.recomputation = _recomputation()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -164,7 +168,7 @@ class Interception(TorchFunctionMode):
     def _refuse(self, rest: str) -> None:
         """Raise, naming the layer."""
         with torch._C.DisableTorchFunction():
-            _raise_together(self.calls.key, f"{self.layer} must {rest}.")
+            _raise_together(self.calls.key, f"{self.calls.name_of(self.layer)} must {rest}.")
 
 
 @torch.compiler.assume_constant_result

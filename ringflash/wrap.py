@@ -71,6 +71,7 @@ def wrap_attention(
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
             layer._ringflash_calls, layer._ringflash_name = calls, name  # type: ignore[assignment]
+            layer._ringflash_is_root = name == ""  # type: ignore[assignment]
             layer.__class__ = _entered(type(layer))  # type: ignore[arg-type]
     return module
 
@@ -151,9 +152,9 @@ def _entry(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls: Calls = self._ringflash_calls
-        with Interception(calls, self._ringflash_name):
+        with Interception(calls, self):
             result = method(self, *args, **kwargs)
-        if self._ringflash_name == "":
+        if self._ringflash_is_root:
             calls.check_called()
         return result
 

@@ -109,6 +109,19 @@ def test_autocast_reaches_the_attention() -> None:
     assert {x.dtype for attention in calls.trace for x in attention.tensors} == {torch.bfloat16}
 
 
+def test_layers_compiled_one_by_one_share_their_code() -> None:
+    """As they did before they were wrapped: torch gives up after 8 compilations, and the rest would run eagerly."""
+    from torch._dynamo.testing import CompileCounter
+
+    model: Any = ringflash.wrap_attention(own.build(own.Model, rotary=True, is_causal=True), None)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    for block in model.blocks:
+        block.compile(backend=counter)
+    call(model)
+    assert counter.frame_count == 1
+
+
 def test_check_wrapped_wants_a_wrapped_module() -> None:
     with pytest.raises(ValueError, match="module must be wrapped, got Silent as it was"):
         ringflash.check_wrapped(Silent(), lambda group: None)
