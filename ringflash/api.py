@@ -13,6 +13,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.nn.functional import pad
 
 from ringflash import ops
+from ringflash.agreement import agree
 from ringflash.group import Group, resolve
 from ringflash.headwise import sections_of
 from ringflash.mask import check_window_size
@@ -66,7 +67,11 @@ def ring_attention(
     Numerics: state and gradients travel and accumulate in fp32 (fp64 for fp64); docs/numerics.md.
     """
     resolved = resolve(group)
-    left, right = _sides(window_size)
+    try:
+        left, right = _sides(window_size)
+    except ValueError as error:
+        agree(resolved, {}, error)  # other ranks may have gone on
+        raise
     if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in (q, k, v)):
         raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
             "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."

@@ -185,6 +185,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "ranks_differ_after_both_calls": Refusal("ValueError", SAME + "causal", _used_before),
     "one_rank_window": Refusal("ValueError", r"window_size must be", _last_rank(_set(window_size=(-2, 0)))),
+    "one_rank_window_length": Refusal("ValueError", r"window_size must be", _last_rank(_set(window_size=(1, 2, 3)))),
     "one_rank_impl": Refusal("NotImplementedError", "must be able to take", _last_rank(_set(impl="flash2"))),
     "one_rank_length": Refusal("ValueError", "seqlen must be divisible", _last_rank(_tensors(_cut(7)))),
     "one_rank_documents": Refusal("ValueError", "cu_seqlens must start", _last_rank(_cu_seqlens(lambda n: [1, n]))),
