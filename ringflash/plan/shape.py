@@ -17,7 +17,7 @@ class ModelShape:
     Args:
         tied: input and output embedding are one matrix.
         qk_norm: an RMSNorm on every head's q and k.
-        qkv_bias: biases on the projections to q, k and v.
+        qkv_bias, out_bias, mlp_bias: biases on the projections to q, k and v, from their heads, and of the MLP.
     """
 
     num_layers: int
@@ -30,6 +30,8 @@ class ModelShape:
     tied: bool = False
     qk_norm: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
 
     @property
     def q_size(self) -> int:
@@ -52,6 +54,8 @@ class ModelShape:
         """Of one layer, vectors included."""
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
         biases = self.q_size + 2 * self.kv_size if self.qkv_bias else 0
+        biases += self.hidden_size if self.out_bias else 0
+        biases += 2 * self.intermediate_size + self.hidden_size if self.mlp_bias else 0
         return self.layer_matrix_parameters + norms + biases
 
     @property
@@ -93,6 +97,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     kv_heads = heads if given["num_key_value_heads"] is None else _size(given, "num_key_value_heads")
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads must divide num_attention_heads ({heads}), got {kv_heads}; correct it.")
+    biased = family in ("llama", "qwen3") and bool(config.get("attention_bias", False))
     head_dim = 128 if family == "qwen3" else sizes["hidden_size"] // heads
     return ModelShape(
         num_layers=sizes["num_hidden_layers"],
@@ -104,7 +109,9 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         vocab_size=_size(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         qk_norm=family == "qwen3",
-        qkv_bias=family == "qwen2",
+        qkv_bias=family == "qwen2" or biased,
+        out_bias=biased,
+        mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
     )
 
 

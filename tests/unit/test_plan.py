@@ -65,11 +65,13 @@ def small(family: str, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [False, True])
-def test_parameters_are_those_of_the_model(family: str, tied: bool) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}], ids=str
+)
+def test_parameters_are_those_of_the_model(family: str, options: dict[str, bool]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(**small(family, tie_word_embeddings=tied))
+    config = AutoConfig.for_model(**small(family, **options))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shape = shape_of(config.to_dict())
