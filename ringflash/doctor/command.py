@@ -42,18 +42,22 @@ def run(options: Namespace) -> int:
     """Print the findings on the first rank; 1 where one is a fault. Other ranks return 0."""
     if options.seconds <= 0:
         raise ValueError(f"--seconds must be positive, got {options.seconds}; 120 is the default.")
-    facts, meeting = collect(), Meeting(options.seconds)
+    facts, meeting, rank = collect(), Meeting(options.seconds), world()[0]
     ranks, missing = meeting.gather(facts)
-    if world()[0] != 0:
-        join_ring(meeting.hear(), world()[0], options.seconds)
+    if rank != 0:
+        told = meeting.hear()
+        join_ring(told.get("ring", {}), rank, options.seconds)
+        if rank in told.get("probing", ()):
+            meeting.report([finding.as_dict() for finding in probes(facts, options.seconds)])
         return 0
     findings = examine(ranks, missing)
     ring = {} if options.no_probes or missing else ring_of_hosts(ranks)
-    meeting.tell(ring)
+    probing = [] if options.no_probes else first_with_their_gpus(ranks)
+    meeting.tell({"ring": ring, "probing": probing})
     if ring:
         findings += _between_hosts(*join_ring(ring, 0, options.seconds), len(ring["ranks"]))
-    if not options.no_probes:
-        findings += probes(facts, options.seconds)
+    if probing:
+        findings += probes_of_all(meeting, ranks, probing, options.seconds)
     _print(findings, options.json)
     return int(any(finding.level == "fault" for finding in findings))
 
@@ -71,8 +75,36 @@ def examine(ranks: dict[int, Facts], missing: list[int]) -> list[Finding]:
     return findings + (differences(ranks) if len(ranks) > 1 else [])
 
 
+def first_with_their_gpus(ranks: dict[int, Facts]) -> list[int]:
+    """On each host the first rank, and the first of those that see other GPUs than it."""
+    seen = {
+        (facts["host"], facts["environment"].get("CUDA_VISIBLE_DEVICES")): rank
+        for rank, facts in sorted(ranks.items(), reverse=True)
+    }
+    return sorted(seen.values())
+
+
+def probes_of_all(meeting: Meeting, ranks: dict[int, Facts], probing: list[int], seconds: float) -> list[Finding]:
+    """`probes` of this rank and, as they report them, of the others that probe; named where there are several."""
+    found = {0: probes(ranks[0], seconds)}
+    hosts = [ranks[rank]["host"] for rank in probing]
+    for rank in probing[1:]:
+        reported = meeting.reported(rank, seconds * (2 + len(ranks[rank]["gpus"])))
+        missing = [fault("probes", f"rank {rank} did not report", "see its log; can its host be reached?")]
+        found[rank] = missing if reported is None else [Finding(**finding) for finding in reported]
+    findings = []
+    for rank, host in zip(probing, hosts, strict=True):
+        alone = hosts.count(host) == 1
+        label = "" if len(hosts) == 1 else f"{host}: " if alone else f"{host}, rank {rank}: "
+        findings += [Finding(x.level, label + x.what, x.found, x.remedy) for x in found[rank]]
+    for host in sorted({host for host in hosts if hosts.count(host) > 1}):
+        remedy = "let a rank see all GPUs of its host, and run doctor again"
+        findings.append(warning(f"{host}: ring", "not tried: its ranks see GPUs of their own", remedy))
+    return findings
+
+
 def probes(facts: Facts, seconds: float) -> list[Finding]:
-    """Kernels on every GPU of this host, or on its CPU, and a ring between two of its ranks."""
+    """Kernels on every GPU that this rank sees, or on its CPU, and a ring between two of its host's ranks."""
     devices = [f"cuda:{i}" for i in range(len(facts["gpus"]))] or ["cpu"]
     return [*(_kernel(device, seconds) for device in devices), *_ring(facts, seconds)]
 

@@ -54,6 +54,18 @@ class Meeting:
             return {}
         return json.loads(self._store.get("told"))
 
+    def report(self, what: Any) -> None:
+        """From another rank to the first."""
+        assert self._store is not None
+        self._store.set(f"report{self._rank}", json.dumps(what))
+
+    def reported(self, rank: int, seconds: float) -> Any:
+        """What another rank reports; None where it does not in so many seconds from now."""
+        assert self._store is not None
+        if not _wait(self._store, f"report{rank}", time.monotonic() + seconds):
+            return None
+        return json.loads(self._store.get(f"report{rank}"))
+
 
 def _store(seconds: float) -> dist.Store:
     """The store of torchrun's own agent, or one on the first rank where there is none."""

@@ -246,18 +246,44 @@ from ringflash.cli import main
 from ringflash.doctor import command
 facts = command.collect()
 command.collect = lambda: {**facts, "host": f"host{int(os.environ['RANK']) // 2}"}
-command.probes = lambda *_: []
+command.probes = lambda facts, seconds: [command.ok("kernel", facts["host"])]
 print("status", main(["doctor", "--json", "--seconds", "60"]))
 """
 
 
 def test_hosts_exchange_under_torchrun() -> None:
-    """Three ranks that say they are on two hosts: the first of each exchange, and only the first rank prints."""
+    """Three ranks that say they are on two hosts: the first of each exchange and probe, only the first rank prints."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
     output = run([*launch, "--no_python", sys.executable, "-c", HOSTS])
     found = {x["what"]: x for x in json.loads(output[output.index("{") : output.rindex("}") + 1])["findings"]}
     assert found["ring over 2 hosts, gloo"]["found"].endswith("GB/s each way, one GPU of each host")
     assert found["ring over 2 hosts, gloo"]["level"] == "ok"
+    assert [found[f"{host}: kernel"]["found"] for host in ("host0", "host1")] == ["host0", "host1"]
+
+
+def test_every_gpu_of_every_host_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of a host that see a GPU each, two of another that see all, and one of a third, which is silent."""
+
+    def rank(host: str, **environment: str) -> dict[str, Any]:
+        return {"host": host, "gpus": [GPU], "environment": environment}
+
+    ranks = {0: rank("a", CUDA_VISIBLE_DEVICES="0"), 1: rank("a", CUDA_VISIBLE_DEVICES="1"), 2: rank("b")}
+    ranks |= {3: rank("b"), 4: rank("c")}
+    probing = command.first_with_their_gpus(ranks)
+    assert probing == [0, 1, 2, 4]
+
+    class Meeting:
+        def reported(self, rank: int, seconds: float) -> Any:
+            assert seconds == 30
+            return None if rank == 4 else [command.fault("kernel", f"by {rank}", "x").as_dict()]
+
+    monkeypatch.setattr(command, "probes", lambda facts, seconds: [command.ok("kernel", "by 0")])
+    found = command.probes_of_all(Meeting(), ranks, probing, 10)  # type: ignore[arg-type]
+    assert [(x.level, x.what, x.found) for x in found] == [
+        ("ok", "a, rank 0: kernel", "by 0"), ("fault", "a, rank 1: kernel", "by 1"), ("fault", "b: kernel", "by 2"),
+        ("fault", "c: probes", "rank 4 did not report"),
+        ("warning", "a: ring", "not tried: its ranks see GPUs of their own"),
+    ]  # fmt: skip
 
 
 def test_rings_of_hosts_are_judged() -> None:
