@@ -115,7 +115,7 @@ class SequenceData(lightning.LightningDataModule):
         Raises:
             ValueError: a model with a smaller vocabulary.
         """
-        module = self.trainer.lightning_module
+        module = None if self.trainer is None else self.trainer.lightning_module
         got = _vocab_size(module.config) if isinstance(module, CausalLM) else None
         if got is not None and got < vocab_size:
             raise ValueError(

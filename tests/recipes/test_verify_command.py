@@ -32,7 +32,7 @@ def test_the_documents_example_passes(tmp_path: Path) -> None:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of all LightningModules, by one launch."""
     out = tmp_path_factory.mktemp("verify") / "reports.json"
-    run_ranks("tests.recipes.verify_worker", out, num_ranks=2, timeout_s=90)
+    run_ranks("tests.recipes.verify_worker", out, num_ranks=2)
     return json.loads(out.read_text())
 
 
