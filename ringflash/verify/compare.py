@@ -3,10 +3,8 @@
     max|got - want| <= 2 max|baseline - want| + eps max|want|          (and the same with means)
 
 `want` is cp=1 in fp64, `baseline` cp=1 in the dtype under test, `got` cp=N in that dtype; positions are judged chunk
-by chunk. It is the tests' rule (`tolerance`), with two additions. Where the baseline of a chunk or parameter happens to
-be closer than is usual for its kind, the usual relative error (the upper quartile) takes its place. Where it is off by
-more than all that there is, it is one draw of the rounding, and so is `got`: 10 times instead of 2. Such is the
-gradient of the keys' bias without rotary positions, which is 0.
+by chunk. It is the tests' rule (`tolerance`), with one addition: where the baseline of a chunk or parameter happens to
+be closer than is usual for its kind, the usual relative error (the upper quartile) takes its place.
 """
 
 from __future__ import annotations
@@ -189,9 +187,7 @@ def _spent(got: Tensor, base: Tensor, want: Tensor, usual: float, eps: float) ->
     if not torch.isfinite(error).all():
         error = error.nan_to_num(float("inf"), float("inf"))
     size = want.abs()
-    limits = [
-        (2 if a < b else 10) * max(a, usual * b) + eps * b for a, b in zip(_extent(allowed), _extent(size), strict=True)
-    ]
+    limits = [2 * max(a, usual * b) + eps * b for a, b in zip(_extent(allowed), _extent(size), strict=True)]
     ratios = [_over(e, limit) for e, limit in zip(_extent(error), limits, strict=True)]
     rows = error.movedim(1, 0).flatten(1).amax(1) > limits[0] if error.dim() > 1 else torch.zeros(1, dtype=torch.bool)
     return _Spent(max(ratios), int(rows.nonzero()[0]) if rows.any() else 0)

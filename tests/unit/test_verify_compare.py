@@ -86,16 +86,6 @@ def test_a_parameter_rounded_below_the_others_is_not_held_to_its_luck() -> None:
     assert not any(check.failed for check in compare(runs))
 
 
-@pytest.mark.parametrize(("times", "passes"), [(4, True), (40, False)])
-def test_a_gradient_of_nothing_may_be_rounded_otherwise(times: float, passes: bool) -> None:
-    """The bias of keys without rotary positions: one draw of the rounding is no bound of another."""
-    want, baseline, got = observation(), observation(torch.bfloat16), observation(torch.bfloat16)
-    rounding = 1e-9 * observation().gradients["w0"]
-    want.gradients["w0"], baseline.gradients["w0"], got.gradients["w0"] = 1e-9 * rounding, rounding, times * rounding
-    checks = compare(Runs(got, want, baseline, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps))
-    assert [(c.name, c.failed) for c in checks if c.failed] == ([] if passes else [("gradients", ["w0"])])
-
-
 def test_positions_are_named_with_chunk_and_rank() -> None:
     place = Place(SEQLEN, 2, "zigzag")
     assert place.describe(8) == "position 8 (chunk 1, held by rank 1)"
