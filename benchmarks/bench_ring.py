@@ -4,10 +4,12 @@
     torchrun --nproc-per-node 2 benchmarks/bench_ring.py --toy            (CPU, gloo)
 
 100% is the faster kernel on the whole sequence on one device, divided by their number, with all devices loaded at
-once. All contenders of a row run in one process, in random order; a sample follows a run of the same contender and
-is a train of calls back to back, as the layers of a model make them, of at least --sample-ms; its time is that of
-the slowest rank. Figures are medians. Windows and documents have an ideal of their own mask, so their share is of the
-visible work. Host: what a call takes to enqueue. Memory: what the transport holds after the row's call.
+once; with `--ideal heads` that kernel on the whole sequence for each device's share of the heads, which is as much work
+and takes a rank's share of the time, where the whole would take minutes. All contenders of a row run in one process, in
+random order; a sample follows a run of the same contender and is a train of calls back to back, as the layers of a
+model make them, of at least --sample-ms; its time is that of the slowest rank. Figures are medians. Windows and
+documents have an ideal of their own mask, so their share is of the visible work. Host: what a call takes to enqueue.
+Memory: what the transport holds after the row's call.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 import ringflash  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
-from benchmarks.ring_contenders import CONTENDERS, IDEALS, PROBES, Built, Row, Setting  # noqa: E402
+from benchmarks.ring_contenders import CONTENDERS, IDEALS, IDEALS_BY_HEADS, PROBES, Built, Row, Setting  # noqa: E402
 
 K = 1024
 TOY = tuple(Row(64, 4, 2, 16, kind) for kind in ("causal", "full", "window", "documents"))
@@ -54,7 +56,8 @@ def main() -> None:
     for row in rows:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         every = CONTENDERS | (PROBES if options.probes else {})
-        entries = IDEALS | {name: build for name, build in every.items() if re.search(options.contenders, name)}
+        ideals = IDEALS_BY_HEADS if options.ideal == "heads" else IDEALS
+        entries = ideals | {name: build for name, build in every.items() if re.search(options.contenders, name)}
         results += bench(Setting(row, dist.group.WORLD, device, dtype), entries, options.rounds, options.sample_ms)
         if dist.get_rank() == 0:
             print("\n".join(map(line, results[-2:])), flush=True)
@@ -70,6 +73,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows in whose name this pattern is found")
     parser.add_argument("--contenders", default="", help="only contenders in whose name this pattern is found")
+    parser.add_argument("--ideal", choices=("whole", "heads"), default="whole", help="what 100%% is, see above")
     parser.add_argument("--rounds", type=int, default=7, help="samples of a contender")
     parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample")
     parser.add_argument("--probes", action="store_true", help="also the kernels without messages, and NCCL by hops")
@@ -192,11 +196,12 @@ def timed(call: Callable[[], object], setting: Setting, calls: int = 1) -> tuple
 
 def shares(ms: dict[str, float], num_devices: int) -> dict:
     """Times, the ideal, and what each contender reaches of it."""
-    ideal = min(ms[name] for name in IDEALS if name in ms) / num_devices
+    divisors = dict.fromkeys(IDEALS, num_devices) | dict.fromkeys(IDEALS_BY_HEADS, 1)
+    ideal = min(ms[name] / divisor for name, divisor in divisors.items() if name in ms)
     return {
         "ms": ms,
         "ideal_ms": ideal,
-        "percent": {name: 100 * ideal / taken for name, taken in ms.items() if name not in IDEALS},
+        "percent": {name: 100 * ideal / taken for name, taken in ms.items() if name not in divisors},
     }
 
 

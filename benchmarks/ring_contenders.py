@@ -51,13 +51,16 @@ class Setting(NamedTuple):
     device: torch.device
     dtype: torch.dtype
 
-    def inputs(self, *, whole: bool = False, num_kv_heads: int | None = None) -> tuple[torch.Tensor, ...]:
-        """q, k, v of this rank's tokens or of all; random normal."""
+    def inputs(
+        self, *, whole: bool = False, num_kv_heads: int | None = None, head_ranks: int = 1
+    ) -> tuple[torch.Tensor, ...]:
+        """q, k, v of this rank's tokens or of all, with one of `head_ranks` equal parts of the heads; random normal."""
         tokens = self.row.tokens_per_rank * (self.group.size() if whole else 1)
         keys = num_kv_heads or self.row.num_kv_heads
         return tuple(
             torch.randn(
-                1, tokens, heads, self.row.head_dim, device=self.device, dtype=self.dtype, requires_grad=True
+                1, tokens, heads // head_ranks, self.row.head_dim, device=self.device, dtype=self.dtype,
+                requires_grad=True,
             )
             for heads in (self.row.num_heads, keys, keys)
         )  # fmt: skip
@@ -94,6 +97,19 @@ def one_device_flash_attn_4(setting: Setting) -> Built | str:
     """flash-attn-4 on the whole sequence."""
     problem = _flash_attn_4_problem(setting)
     return problem or Built(_flash_attn_4(setting), setting.inputs(whole=True))
+
+
+def by_heads(ideal: Callable[[Setting], Built | str]) -> Callable[[Setting], Built | str]:
+    """`ideal` with a rank's share of the heads: as much work as its share of the sequence, whose time it is at once."""
+
+    def build(setting: Setting) -> Built | str:
+        size, row = setting.group.size(), setting.row
+        if row.num_heads % size or row.num_kv_heads % size:
+            return f"{row.num_heads}/{row.num_kv_heads} heads over {size} ranks"
+        built = ideal(setting)
+        return built if isinstance(built, str) else built._replace(inputs=setting.inputs(whole=True, head_ranks=size))
+
+    return build
 
 
 def ours(transport: str, layout: str = "zigzag") -> Callable[[Setting], Built | str]:
@@ -252,6 +268,7 @@ IDEALS: dict[str, Callable[[Setting], Built | str]] = {
     "one device, ringflash": one_device,
     "one device, flash-attn-4": one_device_flash_attn_4,
 }
+IDEALS_BY_HEADS = {f"{name}, a share of the heads": by_heads(build) for name, build in IDEALS.items()}
 CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
     **{f"ringflash, {transport}": ours(transport) for transport in ringflash.transport.TRANSPORTS},
     "ringflash, copy_engine, CUDA graph": captured("copy_engine"),

@@ -33,6 +33,15 @@ def test_rows_and_figures(tmp_path: Path) -> None:
     assert written["results"][0]["transport_bytes"] == {"ringflash, gloo": 5 * 2 * 64 * 2 * 16 * 4}
 
 
+def test_the_ideal_by_heads(tmp_path: Path) -> None:
+    file = tmp_path / "ring.json"
+    arguments = ("--toy", "--ideal", "heads", "--rows", "full", "--rounds", "1", "--json", file)
+    launching.run_ranks("benchmarks.bench_ring", *arguments, num_ranks=2, timeout_s=100)
+    for result in json.loads(file.read_text())["results"]:
+        assert result["ideal_ms"] == result["ms"]["one device, ringflash, a share of the heads"]
+        assert set(result["percent"]) == {"ringflash, gloo", "Ulysses"}
+
+
 def test_a_ring_beside_collectives() -> None:
     printed = launching.run_ranks("benchmarks.bench_beside", "--toy", num_ranks=2, timeout_s=100)
     found = re.findall(
@@ -43,4 +52,6 @@ def test_a_ring_beside_collectives() -> None:
 
 def test_the_ideal_is_the_faster_kernel_divided_by_the_devices() -> None:
     got = shares({"one device, ringflash": 80.0, "one device, flash-attn-4": 64.0, "Ulysses": 10.0}, 8)
+    assert got["ideal_ms"] == 8.0 and got["percent"] == {"Ulysses": pytest.approx(80.0)}
+    got = shares({"one device, flash-attn-4, a share of the heads": 8.0, "Ulysses": 10.0}, 8)
     assert got["ideal_ms"] == 8.0 and got["percent"] == {"Ulysses": pytest.approx(80.0)}
