@@ -148,6 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_hidden[rows] = (grad @ weight) * counts
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, hidden[rows] * counts)
+            del log_p, grad  # or they would lie beside the next chunk's
         ctx.save_for_backward(grad_hidden, grad_weight, scale)
         ctx.weight_dtype = weight.dtype
         return total

@@ -202,9 +202,9 @@ def _mlp_bytes(job: Job) -> int:
 def _loss(job: Job) -> int:
     """The last norm, the gradients of what it puts out and, in fp32, of the head's weight; a chunk's logits.
 
-    These are in bf16, in fp32, and again in bf16 as gradients.
+    These are in bf16, in fp32, and again in fp32 as logarithms of probabilities.
     """
     model = job.model
-    chunk = min(job.local_tokens * model.vocab_size, CHUNK_LOGITS) * (2 * BF16 + FP32)
+    chunk = min(job.local_tokens * model.vocab_size, CHUNK_LOGITS) * (BF16 + 2 * FP32)
     input_and_gradient = (1 if job.liger else 2) * layer_input_bytes(job)  # Liger's norm keeps its input
     return _norm_bytes(job) + input_and_gradient + model.embedding_parameters * FP32 + chunk

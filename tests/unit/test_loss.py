@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,24 +100,50 @@ def test_frozen_inputs(frozen: str) -> None:
         assert_close({"grad": got[None]}, {"grad": want[None]})
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor an operation returns."""
+class Alive(TorchDispatchMode):
+    """The most elements of any tensor an operation returns, and the most bytes alive of all of them."""
 
-    elements = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = self.bytes = self.now = 0
+        self.storages: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
             self.elements = max(self.elements, result.numel())
+            self.hold(result.untyped_storage())
         return result
 
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.storages:
+            return
+        self.storages[key] = size
+        self.now += size
+        self.bytes = max(self.bytes, self.now)
+        weakref.finalize(storage, self.drop, key)
 
-def test_never_holds_more_logits_than_a_chunk() -> None:
-    hidden = torch.randn(1, 512, 8, requires_grad=True)
-    weight = torch.randn(4096, 8, requires_grad=True)
-    with Largest() as largest:
-        cross_entropy(hidden, weight, torch.zeros(1, 512, dtype=torch.int64), group=None, chunk_tokens=16).backward()
-    assert largest.elements == 16 * 4096
+    def drop(self, key: int) -> None:
+        self.now -= self.storages.pop(key)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 32])
+def test_never_holds_more_logits_than_a_chunk(chunks: int) -> None:
+    """Ten bytes of each in bf16: themselves, in fp32, and the logarithms of their probabilities. Of no chunk before."""
+    chunk, vocab = 64, 4096
+    num_tokens = chunk * chunks
+    hidden = torch.randn(1, num_tokens, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, 8, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(1, num_tokens, dtype=torch.int64)
+    with Alive() as alive:
+        loss = cross_entropy(hidden, weight, labels, group=None, num_tokens=num_tokens, chunk_tokens=chunk)
+    assert alive.elements == chunk * vocab
+    gradients = weight.numel() * 4 + hidden.numel() * 2
+    assert 10 * chunk * vocab < alive.bytes < 11 * chunk * vocab + gradients
+    with alive:
+        loss.backward()
+    assert alive.elements == chunk * vocab
 
 
 @pytest.mark.parametrize(
