@@ -4,12 +4,12 @@
     torchrun --nproc-per-node 2 benchmarks/bench_ring.py --toy            (CPU, gloo)
 
 100% is the faster kernel on the whole sequence on one device, divided by their number, with all devices loaded at
-once; with `--ideal heads` that kernel on the whole sequence for each device's share of the heads, which is as much work
-and takes a rank's share of the time, where the whole would take minutes. All contenders of a row run in one process, in
-random order; a sample follows a run of the same contender and is a train of calls back to back, as the layers of a
-model make them, of at least --sample-ms; its time is that of the slowest rank. Figures are medians. Windows and
-documents have an ideal of their own mask, so their share is of the visible work. Host: what a call takes to enqueue.
-Memory: what the transport holds after the row's call.
+once; with `--ideal heads` that kernel on the whole sequence for each device's share of the heads, which is as much
+work and takes a rank's share of the time, where the whole would take minutes. All contenders of a row run in one
+process, in random order; a sample follows a run of the same contender and is a train of calls of at least --sample-
+ms, as the layers of a model make them: all forwards, then all backwards in one pass of autograd. Its time is that of
+the slowest rank. Figures are medians. Windows and documents have an ideal of their own mask, so their share is of the
+visible work. Host: what a call takes to enqueue. Memory: what the transport holds after the row's call.
 """
 
 from __future__ import annotations
@@ -134,19 +134,22 @@ def transport_bytes(entry: Built) -> int:
     return ringflash.buffer_bytes()
 
 
-def run(entry: Built, backward: bool) -> None:
-    """One call."""
+def run(entry: Built, backward: bool, calls: int = 1) -> None:
+    """Calls as the layers of a model make them: one forward behind another, then all backwards in one pass."""
     with entry.around():
         if not backward:
             with torch.no_grad():
-                entry.call(*entry.inputs)
+                for _ in range(calls):
+                    entry.call(*entry.inputs)
             return
-        out = entry.call(*entry.inputs)
-        torch.autograd.grad(out, entry.inputs, out.detach())
+        # Leaves of their own: nothing is added up over the calls.
+        leaves = [tuple(x.detach().requires_grad_() for x in entry.inputs) for _ in range(calls)]
+        outs = [entry.call(*inputs) for inputs in leaves]
+        torch.autograd.grad(outs, [x for inputs in leaves for x in inputs], [out.detach() for out in outs])
 
 
-def capture(entry: Built, backward: bool) -> Callable[[], object]:
-    """A call as a graph, to be replayed."""
+def capture(entry: Built, backward: bool) -> Callable[[int], None]:
+    """A call as a graph, to be replayed so many times."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         run(entry, backward)
@@ -154,44 +157,50 @@ def capture(entry: Built, backward: bool) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         run(entry, backward)
-    return graph.replay
+
+    def replay(calls: int) -> None:
+        for _ in range(calls):
+            graph.replay()
+
+    return replay
 
 
 def measure(
     built: dict[str, Built], setting: Setting, rounds: int, sample_ms: float, backward: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Median milliseconds and host microseconds of a call, by contender, in an order that all ranks draw alike."""
-    runs = {
+    runs: dict[str, Callable[[int], None]] = {
         name: capture(entry, backward) if entry.captured else partial(run, entry, backward)
         for name, entry in built.items()
     }
-    calls = {name: max(1, round(sample_ms / timed(call, setting)[0])) for name, call in runs.items()}
+    calls = {name: max(1, round(sample_ms / timed(partial(call, 1), setting)[0])) for name, call in runs.items()}
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in built}
     order = random.Random(str(setting.row))
     for _ in range(rounds):
         for name in order.sample(list(built), len(built)):
-            runs[name]()
-            samples[name].append(timed(runs[name], setting, calls[name]))
+            train = partial(runs[name], calls[name])
+            train()
+            ms, host_us = timed(train, setting)
+            samples[name].append((ms / calls[name], host_us / calls[name]))
     medians = {
         name: [statistics.median(column) for column in zip(*both, strict=True)] for name, both in samples.items()
     }
     return {name: both[0] for name, both in medians.items()}, {name: both[1] for name, both in medians.items()}
 
 
-def timed(call: Callable[[], object], setting: Setting, calls: int = 1) -> tuple[float, float]:
-    """Milliseconds of a call until the device has done it, and microseconds until the host has; of the slowest rank."""
+def timed(work: Callable[[], object], setting: Setting) -> tuple[float, float]:
+    """Milliseconds until the device has done it, and microseconds until the host has; of the slowest rank."""
     wait = torch.cuda.synchronize if setting.device.type == "cuda" else lambda: None
     wait()
     dist.barrier(setting.group)
     wait()
     begin = time.perf_counter()
-    for _ in range(calls):
-        call()
+    work()
     enqueued = time.perf_counter()
     wait()
     both = torch.tensor([time.perf_counter() - begin, enqueued - begin], dtype=torch.float64, device=setting.device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=setting.group)
-    return both[0].item() * 1e3 / calls, both[1].item() * 1e6 / calls
+    return both[0].item() * 1e3, both[1].item() * 1e6
 
 
 def shares(ms: dict[str, float], num_devices: int) -> dict:
