@@ -6,10 +6,10 @@
 100% is the faster kernel on the whole sequence on one device, divided by their number, with all devices loaded at
 once; with `--ideal heads` that kernel on the whole sequence for each device's share of the heads, which is as much
 work and takes a rank's share of the time, where the whole would take minutes. All contenders of a row run in one
-process, in random order; a sample follows a run of the same contender and is a train of calls of at least --sample-
-ms, as the layers of a model make them: all forwards, then all backwards in one pass of autograd. Its time is that of
-the slowest rank. Figures are medians. Windows and documents have an ideal of their own mask, so their share is of the
-visible work. Host: what a call takes to enqueue. Memory: what the transport holds after the row's call.
+process, in random order; a sample follows a run of the same contender and is a train of calls of at least
+--sample-ms, as the layers of a model make them: all forwards, then all backwards in one pass of autograd. Its time is
+that of the slowest rank. Figures are medians. Windows and documents have an ideal of their own mask, so their share
+is of the visible work. Host: what a call takes to enqueue. Memory: what the transport holds after the row's call.
 """
 
 from __future__ import annotations
