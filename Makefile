@@ -21,8 +21,12 @@ train: $(VENV)/.ready  ## Train a small model on real text through the ring: all
 
 test: test-cpu  ## Run the tests that need no GPU
 
+# The emulator computes in one process for each test, so that these share the cores; other tests use all of them.
 test-cpu: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(PYTEST) tests -m "not gpu and not multi_gpu"
+	@failed=0; export OMP_NUM_THREADS=1; \
+	$(PYTEST) tests/emulator -n auto || failed=1; \
+	$(PYTEST) tests --ignore tests/emulator -m "not gpu and not multi_gpu" || failed=1; \
+	exit $$failed
 
 test-gpu: $(VENV)/.ready  ## Run the kernel tests on one Hopper GPU
 	$(PYTEST) tests -m gpu

@@ -1,4 +1,4 @@
-"""Every production kernel compiles for sm_90a to the code it was designed to be. CPU; about two minutes on two cores.
+"""Every production kernel compiles for sm_90a to the code it was designed to be. CPU; about five minutes on two cores.
 
 What is compiled is what the launchers launch (variants.py). The last tests show that the checks can fail.
 """
