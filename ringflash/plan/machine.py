@@ -44,11 +44,12 @@ class Rates:
         attention_forward, attention_backward: of the peak FLOP/s, the attention kernels on visible work.
         nvlink: of the links' GB/s, messages inside a host.
         memory: of the memory's GB/s, the optimizer.
+        host_seconds: for the host to give out a layer's work, forward and backward: what a short step takes at least.
         reserved_bytes: CUDA context, NCCL, libraries' workspaces.
         fragmentation: of what is allocated, lost between blocks (with expandable segments).
     Source: attention, benchmarks/results/kernels_h200.json (head_dim 128, 8k to 128k tokens); linear, the steps in
-        docs/plan.md; nvlink, NCCL between two H200s (266 of 450 GB/s; copies reach 366); the others are not measured
-        yet.
+        docs/plan.md; nvlink, NCCL between two H200s (266 of 450 GB/s; copies reach 366); host_seconds, steps of 16,384
+        tokens on 4 H200s, 36 layers checkpointed under Lightning and FSDP2; the others are not measured yet.
     """
 
     linear: float = 0.45
@@ -56,6 +57,7 @@ class Rates:
     attention_backward: float = 0.59
     nvlink: float = 0.6
     memory: float = 0.8
+    host_seconds: float = 0.033
     reserved_bytes: int = int(3.0 * GIB)
     fragmentation: float = 0.03
 

@@ -49,6 +49,7 @@ def step_time(job: Job, machine: Machine) -> StepTime:
         "checkpoints copied": _checkpoints_copied(job, machine),
         "optimizer": _optimizer(job, machine),
     }
+    parts["waiting for the host"] = max(0.0, job.model.num_layers * rates.host_seconds - sum(parts.values()))
     # 2.5 times the forward are computed backward, but the model's own products are twice the forward's.
     useful = (linear_flops(job) + 3 * attention_flops(job)) / sum(parts.values())
     return StepTime(parts, useful / 1e12, useful / peak)
