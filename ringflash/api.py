@@ -78,7 +78,7 @@ def ring_attention(
         )
     width, v = v.shape[-1] if v.dim() else 0, _as_wide_as(k, v)
     grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
-    out, lse = ops.ring_attention(
+    out, lse = ops.attend(
         q, k, v, cu_seqlens,
         "" if resolved is None else resolved.group_name,
         causal,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 import torch
@@ -147,6 +148,25 @@ def _backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Attention(torch.autograd.Function):
+    """The operator and its gradient, as `register_autograd` has them."""
+
+    @staticmethod
+    def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
+        output = ring_attention(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+        return _backward(ctx, *gradients)
+
+
+def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`ring_attention`, at less cost to the host: torch takes some 300 µs to get from an operator to its gradient."""
+    return ring_attention(*inputs) if torch.compiler.is_compiling() else _Attention.apply(*inputs)
 
 
 @dataclass(frozen=True)
