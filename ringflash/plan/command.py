@@ -17,7 +17,7 @@ from ringflash.huggingface.weights import laid_over, read_config
 from ringflash.memory import Memory
 from ringflash.plan.job import Job, Precision
 from ringflash.plan.machine import GIB, GPUS, Machine, Rates
-from ringflash.plan.memory import worst_moment
+from ringflash.plan.memory import host_bytes, worst_moment
 from ringflash.plan.search import cheapest_change, fewest_gpus, fits, longest_sequence
 from ringflash.plan.shape import shape_of, windows_of
 from ringflash.plan.timing import step_time
@@ -46,6 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--network_gbytes", type=float, default=50.0, help="GB/s of a GPU's NIC")
     parser.add_argument("--host_gbytes", type=float, default=50.0, help="GB/s between GPU and host")
+    parser.add_argument("--host_memory_gib", type=float, help="GiB of a host's memory; null is not compared")
     parser.add_argument(
         "--precision",
         choices=list(get_args(Precision)),
@@ -108,6 +109,7 @@ def make_plan(job: Job, machine: Machine) -> dict[str, Any]:
         "parameters": job.model.parameters,
         "memory_bytes": memory,
         "memory_at": moment,
+        "host_memory_bytes": host_bytes(job) * machine.gpus_of_a_host,
         "fits": fits(job, machine),
         "longest_sequence": longest_sequence(job, machine),
         "step_seconds": time.parts,
@@ -247,8 +249,14 @@ def _machine(options: Namespace, gpus: int) -> Machine:
         raise ValueError(f"--rates must name {', '.join(sorted(known))}, got {', '.join(unknown)}; remove it.")
     return Machine(
         GPUS[options.gpu], gpus, options.gpus_per_host, options.network_gbytes, options.host_gbytes,
-        replace(Rates(), **options.rates),
+        replace(Rates(), **options.rates), _host_memory(options.host_memory_gib),
     )  # fmt: skip
+
+
+def _host_memory(gib: float | None) -> int | None:
+    if gib is not None and not gib > 0:
+        raise ValueError(f"--host_memory_gib must be positive, got {gib}; leave it out where it is not known.")
+    return None if gib is None else int(gib * GIB)
 
 
 def _print(plan: dict[str, Any]) -> None:
@@ -264,6 +272,10 @@ def _print(plan: dict[str, Any]) -> None:
         f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['model_tflops_per_gpu']:.0f} model TFLOP/s a GPU, "
         f"MFU {100 * plan['mfu']:.0f}% (backward attention counted as twice the forward, nothing computed again)"
     )
+    if plan["host_memory_bytes"]:
+        known = machine["host_memory_bytes"]
+        of_known = "" if known is None else f" of {known / GIB:.0f}"
+        out.print(f"kept in the memory of a host: {plan['host_memory_bytes'] / GIB:.0f} GiB{of_known}, beside the rest")
     out.print(f"longest sequence that fits: {plan['longest_sequence']:,} tokens")
     for line in _verdict(plan):
         out.print(line)

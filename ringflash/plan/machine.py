@@ -74,6 +74,7 @@ class Machine:
     Args:
         network_gbytes: GB/s from a GPU to another host, in one direction: its own NIC's.
         host_gbytes: GB/s between a GPU and its host's memory, in one direction.
+        host_memory_bytes: of one host; None is not known.
     """
 
     gpu: Gpu
@@ -82,6 +83,7 @@ class Machine:
     network_gbytes: float = 50.0
     host_gbytes: float = 50.0
     rates: Rates = Rates()
+    host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "gpus_per_host", "network_gbytes", "host_gbytes"):
@@ -93,6 +95,11 @@ class Machine:
     def keeps_on_a_host(self, cp_size: int) -> bool:
         """Whether every ring of so many ranks, which follow one another, stays on one host."""
         return self.num_gpus <= self.gpus_per_host or self.gpus_per_host % cp_size == 0
+
+    @property
+    def gpus_of_a_host(self) -> int:
+        """GPUs of a full host."""
+        return min(self.num_gpus, self.gpus_per_host)
 
     @property
     def num_hosts(self) -> int:

@@ -146,6 +146,17 @@ def transport_bytes(job: Job, *, one_host: bool = False) -> int:
     return max(_gathered_keys(job, rank, turns) for rank in (0, job.cp_size - 1))
 
 
+def host_bytes(job: Job) -> int:
+    """What one GPU's process keeps in its host's memory.
+
+    Offloaded checkpoints are pinned, and torch rounds what it pins up to a power of two. Of an offloaded optimizer the
+    fp32 weights and moments are counted, not what DeepSpeed has beside them.
+    """
+    pinned = 1 << (layer_input_bytes(job) - 1).bit_length()
+    checkpoints = job.model.num_layers * pinned if job.offload_checkpoints else 0
+    return checkpoints + (3 * FP32 * job.model.parameters // job.world_size if job.offload_optimizer else 0)
+
+
 def _by_heads(job: Job) -> bool:
     """Whether NCCL gathers by heads."""
     arriving = job.seqlen - job.local_tokens

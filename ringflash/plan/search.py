@@ -8,7 +8,7 @@ from itertools import combinations
 
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
-from ringflash.plan.memory import memory_bytes
+from ringflash.plan.memory import host_bytes, memory_bytes
 from ringflash.plan.timing import step_time
 
 CHANGES: dict[str, dict[str, object]] = {
@@ -17,6 +17,7 @@ CHANGES: dict[str, dict[str, object]] = {
     "keep only attention's (out, lse) of each layer": {"checkpointing": "attention_kept"},
     "keep only each layer's input": {"checkpointing": "full"},
     "offload the checkpoints to the host": {"offload_checkpoints": True},
+    "leave the checkpoints on the GPU": {"offload_checkpoints": False},
     "offload the optimizer to the host": {"offload_optimizer": True},
     "train in bf16-true": {"precision": "bf16-true"},
 }
@@ -29,8 +30,10 @@ def total_bytes(job: Job, machine: Machine) -> int:
 
 
 def fits(job: Job, machine: Machine) -> bool:
-    """Whether a GPU has them."""
-    return total_bytes(job, machine) <= machine.gpu.memory_bytes
+    """Whether a GPU has them, and a host whose memory is known what its GPUs leave there."""
+    host = host_bytes(job) * machine.gpus_of_a_host
+    in_host = machine.host_memory_bytes is None or host <= machine.host_memory_bytes
+    return in_host and total_bytes(job, machine) <= machine.gpu.memory_bytes
 
 
 def longest_sequence(job: Job, machine: Machine) -> int:

@@ -29,6 +29,7 @@ from ringflash.plan.memory import (
     activation_bytes,
     attention_work_bytes,
     checkpoint_bytes,
+    host_bytes,
     layer_bytes,
     memory_bytes,
     transport_bytes,
@@ -229,6 +230,23 @@ def test_what_is_there_at_each_moment() -> None:
     assert worst_moment(replace(alone, seqlen=1 << 20), HOST)[1]["gradients"] == 8 * weights
 
 
+def test_what_is_offloaded_must_fit_into_the_host() -> None:
+    """torch pins powers of two: 1.25 times the tokens take twice the memory. Two hosts have half of it each."""
+    job = replace(JOB, offload_checkpoints=True)  # 1,048,576 tokens over 8 GPUs: a GiB for each layer
+    layers = job.model.num_layers
+    assert host_bytes(JOB) == 0
+    assert [host_bytes(replace(job, seqlen=n << 18)) for n in (2, 4, 5, 8)] == [layers * n << 29 for n in (1, 2, 4, 4)]
+    offloaded = replace(job, offload_optimizer=True)
+    assert host_bytes(offloaded) == host_bytes(job) + 12 * job.model.parameters // 8
+    enough = replace(HOST, host_memory_bytes=8 * host_bytes(job))
+    assert fits(job, HOST) and fits(job, enough) and not fits(job, replace(enough, host_memory_bytes=1))
+    assert fits(job, replace(enough, gpus_per_host=4, host_memory_bytes=4 * host_bytes(job)))
+    assert longest_sequence(job, enough) == 1 << 20 < longest_sequence(job, HOST)
+    longer = cheapest_change(replace(job, seqlen=3 << 19, liger=True), enough)
+    assert longer is not None
+    assert longer[0] == ("keep only each layer's input", "leave the checkpoints on the GPU")
+
+
 def test_flops_are_counted_by_hand() -> None:
     """Of one GPU: 6 for each parameter that multiplies a token; 4 * head_dim for each pair a head sees."""
     job = Job(shape_of(small("llama")), 256, cp_size=2)
@@ -397,6 +415,7 @@ def test_command_reads_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seqlen", "1k", "--gpus_per_host", "0"], "gpus_per_host must be positive, got 0"),
         (["--seqlen", "1k", "--network_gbytes", "0"], "network_gbytes must be positive, got 0"),
         (["--seqlen", "1k", "--host_gbytes", "-5"], "host_gbytes must be positive, got -5"),
+        (["--seqlen", "1k", "--host_memory_gib", "0"], "--host_memory_gib must be positive, got 0"),
         (["--seqlen", "1k", "--visible", "2"], "visible_fraction must be above 0 and at most 1, got 2"),
         (["--seqlen", "1k", "--mlp_tile_tokens", "-5"], "mlp_tile_tokens must be 0 or more, got -5"),
         (["--seqlen", "0"], "seqlen must be divisible by 2 * cp_size (16), got 0; pad to 16."),
