@@ -24,7 +24,7 @@ test: test-cpu  ## Run the tests that need no GPU
 # The emulator computes in one process for each test, so that these share the cores; other tests use all of them.
 test-cpu: $(VENV)/.ready
 	@failed=0; export OMP_NUM_THREADS=1; \
-	$(PYTEST) tests/emulator -n auto || failed=1; \
+	$(PYTEST) tests/emulator -n auto --maxprocesses 8 || failed=1; \
 	$(PYTEST) tests --ignore tests/emulator -m "not gpu and not multi_gpu" || failed=1; \
 	exit $$failed
 
