@@ -88,26 +88,25 @@ class Built(NamedTuple):
     captured: bool = False
 
 
-def one_device(setting: Setting) -> Built | str:
-    """Our kernel on the whole sequence."""
-    return Built(_ours(setting, None, "auto"), setting.inputs(whole=True))
+def one_device(setting: Setting, head_ranks: int = 1) -> Built | str:
+    """Our kernel on the whole sequence, for one of so many parts of the heads."""
+    return Built(_ours(setting, None, "auto"), setting.inputs(whole=True, head_ranks=head_ranks))
 
 
-def one_device_flash_attn_4(setting: Setting) -> Built | str:
-    """flash-attn-4 on the whole sequence."""
+def one_device_flash_attn_4(setting: Setting, head_ranks: int = 1) -> Built | str:
+    """flash-attn-4 likewise."""
     problem = _flash_attn_4_problem(setting)
-    return problem or Built(_flash_attn_4(setting), setting.inputs(whole=True))
+    return problem or Built(_flash_attn_4(setting), setting.inputs(whole=True, head_ranks=head_ranks))
 
 
-def by_heads(ideal: Callable[[Setting], Built | str]) -> Callable[[Setting], Built | str]:
+def by_heads(ideal: Callable[[Setting, int], Built | str]) -> Callable[[Setting], Built | str]:
     """`ideal` with a rank's share of the heads: as much work as its share of the sequence, whose time it is at once."""
 
     def build(setting: Setting) -> Built | str:
         size, row = setting.group.size(), setting.row
         if row.num_heads % size or row.num_kv_heads % size:
             return f"{row.num_heads}/{row.num_kv_heads} heads over {size} ranks"
-        built = ideal(setting)
-        return built if isinstance(built, str) else built._replace(inputs=setting.inputs(whole=True, head_ranks=size))
+        return ideal(setting, size)
 
     return build
 
@@ -264,7 +263,7 @@ def torch_context_parallel(setting: Setting) -> Built | str:
     return Built(call, setting.inputs(num_kv_heads=setting.row.num_heads), around)
 
 
-IDEALS: dict[str, Callable[[Setting], Built | str]] = {
+IDEALS: dict[str, Callable[..., Built | str]] = {
     "one device, ringflash": one_device,
     "one device, flash-attn-4": one_device_flash_attn_4,
 }

@@ -159,9 +159,7 @@ class _Attention(torch.autograd.Function):
         _setup_context(ctx, inputs, output)
         return output
 
-    @staticmethod
-    def backward(ctx, *gradients):  # type: ignore[no-untyped-def]
-        return _backward(ctx, *gradients)
+    backward = staticmethod(_backward)
 
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ from ringflash.huggingface.weights import laid_over, read_config
 from ringflash.memory import Memory
 from ringflash.plan.job import Job, Precision
 from ringflash.plan.machine import GIB, GPUS, Machine, Rates
-from ringflash.plan.memory import host_bytes, worst_moment
-from ringflash.plan.search import cheapest_change, fewest_gpus, fits, longest_sequence
+from ringflash.plan.memory import worst_moment
+from ringflash.plan.search import bytes_of_a_host, cheapest_change, fewest_gpus, fits, longest_sequence
 from ringflash.plan.shape import shape_of, windows_of
 from ringflash.plan.timing import step_time
 
@@ -109,7 +109,7 @@ def make_plan(job: Job, machine: Machine) -> dict[str, Any]:
         "parameters": job.model.parameters,
         "memory_bytes": memory,
         "memory_at": moment,
-        "host_memory_bytes": host_bytes(job) * machine.gpus_of_a_host,
+        "host_memory_bytes": bytes_of_a_host(job, machine),
         "fits": fits(job, machine),
         "longest_sequence": longest_sequence(job, machine),
         "step_seconds": time.parts,

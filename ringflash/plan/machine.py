@@ -97,11 +97,6 @@ class Machine:
         return self.num_gpus <= self.gpus_per_host or self.gpus_per_host % cp_size == 0
 
     @property
-    def gpus_of_a_host(self) -> int:
-        """GPUs of a full host."""
-        return min(self.num_gpus, self.gpus_per_host)
-
-    @property
     def num_hosts(self) -> int:
         """Hosts, all full but perhaps one."""
         return -(-self.num_gpus // self.gpus_per_host)

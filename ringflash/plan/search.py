@@ -29,10 +29,15 @@ def total_bytes(job: Job, machine: Machine) -> int:
     return sum(memory_bytes(job, machine).values())
 
 
+def bytes_of_a_host(job: Job, machine: Machine) -> int:
+    """Bytes that the GPUs of a full host leave in its memory."""
+    return host_bytes(job) * min(machine.num_gpus, machine.gpus_per_host)
+
+
 def fits(job: Job, machine: Machine) -> bool:
-    """Whether a GPU has them, and a host whose memory is known what its GPUs leave there."""
-    host = host_bytes(job) * machine.gpus_of_a_host
-    in_host = machine.host_memory_bytes is None or host <= machine.host_memory_bytes
+    """Whether a GPU has what it needs, and a host whose memory is known."""
+    limit = machine.host_memory_bytes
+    in_host = limit is None or bytes_of_a_host(job, machine) <= limit
     return in_host and total_bytes(job, machine) <= machine.gpu.memory_bytes
 
 
