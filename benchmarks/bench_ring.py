@@ -106,6 +106,8 @@ def bench(
             left_out[name] = problem
         else:
             built[name] = entry
+    if not built.keys() & (IDEALS.keys() | IDEALS_BY_HEADS.keys()):
+        raise ValueError(f"a kernel on one device must be there as the ideal, got {left_out}; use --ideal whole.")
     held = {name: transport_bytes(built[name]) for name in built if name.startswith("ringflash, ")}
     results = []
     for direction, backward in (("forward", False), ("forward + backward", True)):

@@ -9,11 +9,15 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from benchmarks.bench_ring import TOY, shares
-from benchmarks.ring_contenders import CONTENDERS, IDEALS, PROBES
+from benchmarks.bench_ring import ROWS, TOY, bench, shares
+from benchmarks.ring_contenders import CONTENDERS, IDEALS, IDEALS_BY_HEADS, PROBES, Setting
 from tests.recipes import launching
 
 
@@ -40,6 +44,14 @@ def test_the_ideal_by_heads(tmp_path: Path) -> None:
     for result in json.loads(file.read_text())["results"]:
         assert result["ideal_ms"] == result["ms"]["one device, ringflash, a share of the heads"]
         assert set(result["percent"]) == {"ringflash, gloo", "Ulysses"}
+
+
+def test_heads_that_cannot_be_shared_out_are_no_ideal() -> None:
+    """8 KV heads over 3 ranks."""
+    group = cast(dist.ProcessGroup, SimpleNamespace(size=lambda: 3))
+    setting = Setting(ROWS[0], group, torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match="must be there as the ideal, got .*32/8 heads over 3 ranks.*--ideal whole"):
+        bench(setting, dict(IDEALS_BY_HEADS), 1, 1.0)
 
 
 def test_a_ring_beside_collectives() -> None:
