@@ -369,7 +369,6 @@ class Home:
             for readers in gathering.readers
             for reader in readers
         }
-        rows = [dict(readers)[rank] for readers in gathering.readers]
         self.stages, self.pulls, self.sends, self.sums = [], [], [], []
         for section, heads in enumerate(gathered.heads):
             turn = section % 2
@@ -381,11 +380,10 @@ class Home:
             assert mine is not None
             own = mine[:, : gathering.num_rows]
             self.stages.append((own[..., 0, :], own[..., 1, :]))
+            came = _sections(arrived, (sum(lines),), (heads,), head_dim)[0]
             come = [
                 part.view(len(readers), batch, size, heads, 2, head_dim)
-                for part, readers, size in zip(
-                    _sections(arrived, (sum(lines),), (heads,), head_dim)[0].split(lines), others, sizes, strict=True
-                )
+                for part, readers, size in zip(came.split(lines), others, sizes, strict=True)
             ]
             self.pulls.append([
                 Incoming(target, reader.rank, None if source is None else source[sequence, reader.row :][:size])
@@ -400,10 +398,9 @@ class Home:
                 if piece.owner != rank
                 for sequence in own
             ])  # fmt: skip
-            self.sums.append([
-                (slice(segment.row, segment.row + size), mine[:, row : row + size], partial)
-                for segment, size, row, partial in zip(gathering.segments, sizes, rows, come, strict=True)
-            ])  # fmt: skip
+            self.sums.append((mine, came))
+        self.most = max(map(len, others))
+        self.sources = _sources(gathering, rank, lines, k.shape[1]).to(k.device)
 
     def stage(self, section: int) -> tuple[torch.Tensor, torch.Tensor]:
         """dk and dv of a section's gathered keys, for the kernel to write."""
@@ -419,8 +416,24 @@ class Home:
         if section + 2 < self.gathered.sections:  # of the last two, the next call's BEGIN says as much
             self.memory.barrier(FREE)
         heads = slice(*self.gathered.first[section : section + 2])
-        for rows, own, others in self.sums[section]:
-            collect(impl, own, others, dk[:, rows, heads], dv[:, rows, heads])
+        collect(impl, *self.sums[section], self.sources, self.most, dk[:, :, heads], dv[:, :, heads])
+
+
+def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> torch.Tensor:
+    """Where the gradients of each of this rank's rows are, as `ringflash_kernels.api.collect` takes it.
+
+    Args:
+        lines: rows that come of each segment, one segment behind another.
+    """
+    sources = torch.empty(4, rows, dtype=torch.int32)
+    firsts = accumulate(lines, initial=0)
+    for segment, readers, first in zip(gathering.segments, gathering.readers, firsts, strict=False):
+        mine = sources[:, segment.row : segment.row + segment.size]
+        places = torch.arange(segment.size)
+        mine[0] = dict(readers)[rank] + places
+        mine[1] = first + places
+        mine[2:] = torch.tensor([[segment.size], [len(readers) - 1]])
+    return sources
 
 
 def _in_turn(work: Sequence[Callable[[int], None]], section: int) -> None:

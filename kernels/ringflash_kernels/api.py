@@ -202,22 +202,38 @@ def publish(
     area.view(-1, 2, head_dim)[places] = torch.stack([k, v], dim=3)
 
 
-def collect(impl: str, own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """dk, dv = own + others[0] + others[1] + ..., in this order, cast once: the sum over ranks.
+def collect(
+    impl: str,
+    own: torch.Tensor,
+    others: torch.Tensor,
+    sources: torch.Tensor,
+    most: int,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    """dk, dv = own + what the first of the others has + the second + ..., in this order, cast once: the sum over ranks.
 
     Args:
-        own: (batch, rows, heads, 2, head_dim), fp32 (fp64 for fp64), dk and dv side by side; may be overwritten.
-        others: (ranks, *own.shape), contiguous.
+        own: (batch, any rows, heads, 2, head_dim), fp32 (fp64 for fp64), dk and dv side by side.
+        others: (any rows, heads, 2, head_dim), as own. Rows of one segment lie together: (others, batch, size).
+        sources: (4, rows), int32; of each row its place in own, that of the first sequence and the first other, the
+            size of its segment, and how many others have it.
+        most: of the last.
         dk, dv: (batch, rows, heads, head_dim), any dtype.
     """
     fused = getattr(_module(impl), "collect", None)
     if fused is not None:
-        fused(own, others, dk, dv)
+        fused(own, others, sources, dk, dv)
         return
-    for partial in others:
-        own += partial
-    dk.copy_(own[..., 0, :])
-    dv.copy_(own[..., 1, :])
+    place, first, size, count = sources
+    batch, total = own.shape[0], own[:, place]
+    sequence = torch.arange(batch, device=own.device)[:, None]
+    for index in range(most):
+        has = index < count
+        partial = others[torch.where(has, first + (index * batch + sequence) * size, 0)]
+        total = torch.where(has[:, None, None, None], total + partial, total)
+    dk.copy_(total[..., 0, :])
+    dv.copy_(total[..., 1, :])
 
 
 def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:

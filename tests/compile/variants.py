@@ -134,10 +134,10 @@ def _backward(
 
 
 def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = exchange) -> None:
-    recorder.variant = f"hd{head_dim} bfloat16 sum of four ranks"
-    own, others = torch.zeros(1, _TOKENS, 2, 2, head_dim), torch.zeros(3, 1, _TOKENS, 2, 2, head_dim)
+    recorder.variant = f"hd{head_dim} bfloat16 sum over ranks"
+    own, others = torch.zeros(1, _TOKENS, 2, 2, head_dim), torch.zeros(3 * _TOKENS, 2, 2, head_dim)
     dk, dv = torch.empty(2, 1, _TOKENS, 2, head_dim, dtype=torch.bfloat16)
-    module.collect(own, others, dk, dv)
+    module.collect(own, others, torch.zeros(4, _TOKENS, dtype=torch.int32), dk, dv)
     recorder.variant = f"hd{head_dim} bfloat16 to the peers"
     lines, there = torch.zeros(2, 2, dtype=torch.int64), torch.arange(_TOKENS, dtype=torch.int32)
     module.publish(dk, dv, torch.zeros(dk.numel() * 2, dtype=dk.dtype), lines, there, _TOKENS)

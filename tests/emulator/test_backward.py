@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ringflash_kernels.api import publish
+from ringflash_kernels.api import collect, publish
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
 from tests.emulator.oracle import MASKS, Shape, far_apart, inputs, oracle_and_baseline, random_problem
@@ -378,29 +378,48 @@ def test_planted_faults_are_caught_with_dq_apart(fault):
     assert any(_fails(fault, MASKS[name], Shape(192)) for name in ("wide window", "window", "causal, ragged"))
 
 
-@pytest.mark.parametrize("head_dim, ranks", [(64, 3), (96, 1), (128, 0)])
-def test_sum_over_ranks(head_dim: int, ranks: int) -> None:
-    """Own and others' dK and dV, out of one strided view into another; the sum is fp32 in the order given."""
+@pytest.mark.parametrize("head_dim, ranks", [(64, (3,)), (96, (1, 0, 2)), (128, (0,)), (64, (0, 7, 1, 2))])
+def test_sum_over_ranks(head_dim: int, ranks: tuple[int, ...]) -> None:
+    """Own and others' dK and dV, of segments that so many others have; the sum is fp32 in the order given."""
     torch.manual_seed(head_dim)
-    whole = torch.randn(2, 50, 3, 2, head_dim)
-    own, others = whole[:, 7:44], torch.randn(ranks, 2, 37, 3, 2, head_dim)
-    want = own.clone()
-    for partial in others:
-        want += partial
-    gradients = torch.full((2, 2, 40, 5, head_dim), torch.nan, dtype=torch.bfloat16)
-    dk, dv = gradients[:, :, 1:38, 2:]
-    Emulator().load("exchange").collect(own, others, dk, dv)
-    assert torch.equal(torch.stack((dk, dv), -2), want.bfloat16())
-    assert int(gradients.isnan().sum()) == gradients.numel() - dk.numel() - dv.numel()
+    whole = torch.randn(2, 60, 3, 2, head_dim)
+    places = range(7, 60, 14)  # of each segment in what this rank has gathered
+    own = [whole[:, place : place + 11 - index] for index, place in zip(range(len(ranks)), places, strict=False)]
+    come = [torch.randn(count, 2, x.shape[1], 3, 2, head_dim) for count, x in zip(ranks, own, strict=True)]
+    sources, first = [], 0
+    for place, x, partials in zip(places, own, come, strict=False):
+        rows = torch.arange(x.shape[1])
+        constant = [torch.full_like(rows, value) for value in (x.shape[1], len(partials))]
+        sources.append(torch.stack([place + rows, first + rows, *constant]))
+        first += partials.shape[:3].numel()
+    want = [x.clone() for x in own]
+    for total, partials in zip(want, come, strict=True):
+        for partial in partials:
+            total += partial
+    wanted, others = torch.cat(want, 1), torch.cat([partials.flatten(0, 2) for partials in come])
+    rows = wanted.shape[1]
+    for fused in (True, False):
+        gradients = torch.full((2, 2, rows + 3, 5, head_dim), torch.nan, dtype=torch.bfloat16)
+        dk, dv = gradients[:, :, 1 : rows + 1, 2:]
+        if fused:
+            Emulator().load("exchange").collect(whole, others, torch.cat(sources, 1), dk, dv)
+        else:
+            collect("reference", whole, others, torch.cat(sources, 1), max(ranks), dk, dv)
+        assert torch.equal(torch.stack((dk, dv), -2), wanted.bfloat16())
+        assert int(gradients.isfinite().sum()) == wanted.numel()
 
 
 def test_sums_of_ranks_whose_offsets_pass_32_bits(tmp_path):
     """As on 8 ranks from some ten million tokens on."""
-    own, others = torch.randn(1, 5, 2, 2, 64), torch.randn(3, 1, 5, 2, 2, 64)
-    want = own + others[0] + others[1] + others[2]
+    row = 2 * 2 * 64
+    first, partials = 2**31 // row - 7, torch.randn(15, 2, 2, 64)
+    others = torch.from_file(str(tmp_path / "others"), shared=True, size=2**31 + 16 * row).view(-1, 2, 2, 64)
+    others[first : first + 15] = partials  # mostly a hole in a file
+    own, rows = torch.randn(1, 5, 2, 2, 64), torch.arange(5)
+    sources = torch.stack([rows, first + rows, torch.full_like(rows, 5), torch.full_like(rows, 3)])
     dk, dv = torch.full((2, 1, 5, 2, 64), torch.nan)
-    Emulator().load("exchange").collect(own, far_apart(others, tmp_path / "others"), dk, dv)
-    assert torch.equal(torch.stack((dk, dv), -2), want)
+    Emulator().load("exchange").collect(own, others, sources, dk, dv)
+    assert torch.equal(torch.stack((dk, dv), -2), own + partials[:5] + partials[5:10] + partials[10:])
 
 
 @pytest.mark.parametrize("head_dim", [64, 96])

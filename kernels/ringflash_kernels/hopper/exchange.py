@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ringflash_kernels.hopper.launcher import Launcher
 
-LINES = 32  # rows, or (row, head) pairs, of a program
+LINES, LINES_OF_A_SUM = 32, 8  # rows of a program
 
 
 @triton.jit
@@ -51,26 +51,35 @@ def publish(
 
 @triton.jit
 def _collect(
-    own_ptr, others_ptr, dk_ptr, dv_ptr, num_lines, rows, heads, own_batch, own_row, own_head, others_rank,
-    dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
-    RANKS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr,
+    own_ptr, others_ptr, sources_ptr, dk_ptr, dv_ptr, rows, heads, num_blocks, num_batches,
+    own_batch, own_row, own_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    line = (tl.program_id(0) * LINES + tl.arange(0, LINES)).to(tl.int64)[:, None]
+    head, block = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads
+    batch, row = (block // num_blocks).to(tl.int64), block % num_blocks * LINES + tl.arange(0, LINES)
     column = tl.arange(0, COLUMNS)[None, :]
-    inside = line < num_lines
+    exists = row < rows
+    inside = exists[:, None]
     if HEAD_DIM < COLUMNS:
         inside &= column < HEAD_DIM
-    head, row, batch = line % heads, line // heads % rows, line // heads // rows
-    own_at = own_ptr + batch * own_batch + row * own_row + head * own_head + column
-    others_at = others_ptr + line * (2 * HEAD_DIM) + column
+    place = tl.load(sources_ptr + row, mask=exists, other=0).to(tl.int64)
+    first = tl.load(sources_ptr + rows + row, mask=exists, other=0).to(tl.int64)
+    size = tl.load(sources_ptr + 2 * rows + row, mask=exists, other=0).to(tl.int64)
+    count = tl.load(sources_ptr + 3 * rows + row, mask=exists, other=0)
+    own_at = own_ptr + (batch * own_batch + place * own_row + head * own_head)[:, None] + column
+    others_at = others_ptr + (((first + batch * size) * heads + head) * (2 * HEAD_DIM))[:, None] + column
+    step = (size * num_batches * heads * (2 * HEAD_DIM))[:, None]
     dk = tl.load(own_at, mask=inside, other=0.0)
     dv = tl.load(own_at + HEAD_DIM, mask=inside, other=0.0)
-    for _ in tl.static_range(RANKS):
-        dk += tl.load(others_at, mask=inside, other=0.0)
-        dv += tl.load(others_at + HEAD_DIM, mask=inside, other=0.0)
-        others_at += others_rank  # not times a rank, which may pass 32 bits
-    dk_at = dk_ptr + batch * dk_batch + row * dk_row + head * dk_head + column
-    dv_at = dv_ptr + batch * dv_batch + row * dv_row + head * dv_head + column
+    for index in range(0, tl.max(count, 0), TOGETHER):
+        for ahead in tl.static_range(TOGETHER):  # loads that do not wait for one another
+            has = inside & (index + ahead < count)[:, None]
+            dk += tl.load(others_at, mask=has, other=0.0)
+            dv += tl.load(others_at + HEAD_DIM, mask=has, other=0.0)
+            others_at += step
+    row = row.to(tl.int64)
+    dk_at = dk_ptr + (batch * dk_batch + row * dk_row + head * dk_head)[:, None] + column
+    dv_at = dv_ptr + (batch * dv_batch + row * dv_row + head * dv_head)[:, None] + column
     tl.store(dk_at, dk.to(dk_ptr.dtype.element_ty), mask=inside)
     tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
 
@@ -78,19 +87,13 @@ def _collect(
 _PUBLISH, _COLLECT = (Launcher(kernel, specialised=True) for kernel in (_publish, _collect))
 
 
-def collect(own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """dk, dv = own + others[0] + others[1] + ..., in this order.
-
-    Args:
-        own: (batch, rows, heads, 2, head_dim), fp32: dk and dv; the last two dimensions contiguous.
-        others: (ranks, batch, rows, heads, 2, head_dim), fp32, each rank's contiguous.
-        dk, dv: (batch, rows, heads, head_dim), unit last stride.
-    """
-    batch, rows, heads, _, head_dim = own.shape
-    lines = batch * rows * heads
+def collect(own: torch.Tensor, others: torch.Tensor, sources: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """As `api.collect`; the last two dimensions of own contiguous, others too, dk and dv with unit last stride."""
+    batch, rows, heads, head_dim = dk.shape
+    num_blocks = triton.cdiv(rows, LINES_OF_A_SUM)
     _COLLECT(
-        (head_dim, len(others)), triton.cdiv(lines, LINES),
-        own, others, dk, dv, lines, rows, heads, *own.stride()[:3], others.stride(0),
+        head_dim, batch * num_blocks * heads,
+        own, others, sources, dk, dv, rows, heads, num_blocks, batch, *own.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3],
-        RANKS=len(others), HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), LINES=LINES,
+        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), LINES=LINES_OF_A_SUM, TOGETHER=4,
     )  # fmt: skip

@@ -61,8 +61,8 @@ def publish(
     exchange.publish(k, v, area, lines, there, area_rows)
 
 
-def collect(own: torch.Tensor, others: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+def collect(own: torch.Tensor, others: torch.Tensor, sources: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """See `api.collect`."""
     from ringflash_kernels.hopper import exchange
 
-    exchange.collect(own, others, dk, dv)
+    exchange.collect(own, others, sources, dk, dv)
