@@ -22,7 +22,7 @@ from benchmarks import flash_attn_4_as_2
 from benchmarks.bench_kernels import document_bounds
 from ringflash import ops, ring
 from ringflash.layout import chunks_of_rank
-from ringflash.transport import MessageMemory, buffer
+from ringflash.transport import Pending, PointToPoint, buffer
 from ringflash_kernels.api import state_dtype
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -186,7 +186,7 @@ def _own_keys() -> Iterator[None]:
     with (
         mock.patch.object(ring, "Exchange", OwnKeys),
         mock.patch.object(ring, "GradientExchange", OwnGradients),
-        mock.patch.object(MessageMemory, "move", lambda *_: None),
+        mock.patch.object(PointToPoint, "post", lambda *_: Pending([])),
     ):
         yield
 

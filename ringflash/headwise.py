@@ -295,6 +295,10 @@ class Gathered:
             ]
             for section in mine
         ]
+        self.moves = [
+            memory.moving(pulls, sends, f"K/V of section {section}")
+            for section, (pulls, sends) in enumerate(zip(self.pulls, self.sends, strict=True))
+        ]
         self.lines = torch.tensor(
             [
                 (math.prod(places) * line * first + head * line, heads * line)
@@ -322,8 +326,7 @@ class Gathered:
         """
         last = section - self.memory.turns
         used = computed[last : last + 1] if self.turns and last >= 0 else []
-        copies = partial(self.memory.move, self.pulls[section], self.sends[section], f"K/V of section {section}")
-        return self.memory.beside("pull", copies, [start, *used], urgent=True)
+        return self.memory.beside("pull", self.moves[section], [start, *used], urgent=True)
 
     def all_pulled(self) -> Token:
         """Behind the last pull of every rank. No kernel waits for it: each needs its own rank's keys alone."""
@@ -401,6 +404,10 @@ class Home:
             self.sums.append((mine, came))
         self.most = max(map(len, others))
         self.sources = _sources(gathering, rank, lines, k.shape[1]).to(k.device)
+        self.moves = [
+            self.memory.moving(pulls, sends, f"dK/dV of section {section}")
+            for section, (pulls, sends) in enumerate(zip(self.pulls, self.sends, strict=True))
+        ]
 
     def stage(self, section: int) -> tuple[torch.Tensor, torch.Tensor]:
         """dk and dv of a section's gathered keys, for the kernel to write."""
@@ -412,7 +419,7 @@ class Home:
         Copied before they are added: an addition that reads a peer's memory would hold SMs for as long.
         """
         self.memory.barrier(READY)
-        self.memory.move(self.pulls[section], self.sends[section], f"dK/dV of section {section}")
+        self.moves[section]()
         if section + 2 < self.gathered.sections:  # of the last two, the next call's BEGIN says as much
             self.memory.barrier(FREE)
         heads = slice(*self.gathered.first[section : section + 2])

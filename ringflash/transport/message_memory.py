@@ -7,7 +7,7 @@ wrote before, receives where nobody reads any more, and the caller's stream wait
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -50,15 +50,18 @@ class MessageMemory(Lanes):
             return None
         return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def move(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> None:
-        pending = self.channel.post(
-            [Message(tensor, rank, what) for tensor, rank in outgoing],
-            [Message(target, rank, what) for target, rank, source in incoming if source is None],
-        )
-        for target, _, source in incoming:
-            if source is not None:
+    def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
+        sends = [Message(tensor, rank, what) for tensor, rank in outgoing]
+        receives = [Message(target, rank, what) for target, rank, source in incoming if source is None]
+        own = [(target, source) for target, _, source in incoming if source is not None]
+
+        def move() -> None:
+            pending = self.channel.post(sends, receives)
+            for target, source in own:
                 target.copy_(source, non_blocking=True)
-        pending.wait()
+            pending.wait()
+
+        return move
 
     def barrier(self, channel: int) -> None:
         """Messages order the ranks."""

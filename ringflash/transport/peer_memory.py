@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ringflash import graphs
 from ringflash.agreement import gather
+from ringflash.transport.copies import Copies
 from ringflash.transport.lanes import Lanes, T, Token
 
 
@@ -66,8 +67,11 @@ class PeerMemory(Protocol):
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """The area of a rank, from its beginning; None where it is out of reach."""
 
-    def move(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> None:
-        """On the current stream, bring here what others have. Both of a pair of ranks name its moves in one order."""
+    def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
+        """What brings here what others have, on the stream that is then current.
+
+        Both of a pair of ranks name its moves in one order.
+        """
 
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         """What `make` returned for this key, made again after one of its areas grew or many other keys came."""
@@ -151,10 +155,10 @@ class SymmetricMemory(Lanes):
             return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         return self._handles[name].get_buffer(rank, shape, dtype)
 
-    def move(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> None:
-        for target, _, source in incoming:  # both contiguous: no SM
-            assert source is not None
-            target.copy_(source, non_blocking=True)
+    def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
+        pairs = [(target, source) for target, _, source in incoming if source is not None]
+        assert len(pairs) == len(incoming)
+        return Copies(pairs, self._device)
 
     def barrier(self, channel: int) -> None:
         self._pad.barrier(channel, self._timeout_ms)

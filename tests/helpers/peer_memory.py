@@ -96,9 +96,12 @@ class SharedMemory(Threads):
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.areas[name][rank][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def move(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> None:
-        for target, _, source in incoming:
-            target.copy_(source)
+    def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
+        def move() -> None:
+            for target, _, source in incoming:
+                target.copy_(source)
+
+        return move
 
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         return self.kept.get((key, headwise.WHOLE_BYTES), areas, make)  # which tests change
@@ -199,8 +202,8 @@ class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]
         if self.ticket.number is not None:  # work without a message
             self._take_turn(lambda: None)
 
-    def move(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> None:
-        self._take_turn(partial(super().move, incoming, outgoing, what))
+    def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
+        return partial(self._take_turn, super().moving(incoming, outgoing, what))
 
     def _take_turn(self, work: Callable[[], None]) -> None:
         with self.turn:

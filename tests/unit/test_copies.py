@@ -1,0 +1,88 @@
+"""Copies handed to the driver in one call: its arguments, and what happens where it does not take them. CPU, no driver.
+
+Whether the driver copies right, and beside kernels, tests/multi_gpu says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ringflash.transport import copies
+from ringflash.transport.copies import Copies
+
+CPU = torch.device("cpu")
+
+
+class Driver:
+    """cuMemcpyBatchAsync over host memory. `problem`: the error that it returns."""
+
+    def __init__(self, problem: int = 0) -> None:
+        self.problem = problem
+        self.calls: list[tuple[int, int]] = []  # copies and stream
+
+    def __call__(self, *args: Any) -> int:
+        targets, sources, sizes, count, attributes, firsts, kinds, stream = args
+        assert (kinds, firsts.value) == (1, 0)
+        assert (attributes.source_access_order, attributes.flags, ctypes.sizeof(attributes)) == (1, 1, 24)
+        self.calls.append((count, stream))
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            ctypes.memmove(target, source, size)
+        return self.problem
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(copies, "_driver_batch", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    return driver
+
+
+def pieces(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Targets and sources of several sizes, in larger tensors."""
+    target, source = torch.zeros(100, 3, dtype=torch.bfloat16), torch.randn(100, 3).bfloat16()
+    return [(target[10 * i : 10 * i + i + 1], source[5 * i : 5 * i + i + 1]) for i in range(count)]
+
+
+def test_one_call_for_all(driver: Driver) -> None:
+    pairs = pieces(7)
+    copy = Copies(pairs, CPU)
+    for _ in range(2):
+        copy()
+        assert all(torch.equal(target, source) for target, source in pairs)
+        pairs[0][0].zero_()
+    assert driver.calls == [(7, 7), (7, 7)]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_few_copies_are_torchs(driver: Driver, count: int) -> None:
+    pairs = pieces(count)
+    Copies(pairs, CPU)()
+    assert all(torch.equal(target, source) for target, source in pairs) and not driver.calls
+
+
+def test_a_graph_captures_torchs_copies(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "capturing", lambda device: True)
+    pairs = pieces(3)
+    Copies(pairs, CPU)()
+    assert all(torch.equal(target, source) for target, source in pairs) and not driver.calls
+
+
+def test_an_older_driver_gets_torchs_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    copies._driver_batch.cache_clear()
+    pairs = pieces(3)
+    Copies(pairs, CPU)()
+    copies._driver_batch.cache_clear()
+    assert all(torch.equal(target, source) for target, source in pairs)
+
+
+def test_an_error_of_the_driver_is_raised(driver: Driver) -> None:
+    driver.problem = 1
+    with pytest.raises(RuntimeError, match="must take 3 copies in one call, got its error 1"):
+        Copies(pieces(3), CPU)()
