@@ -388,13 +388,14 @@ class Home:
                 part.view(len(readers), batch, size, heads, 2, head_dim)
                 for part, readers, size in zip(came.split(lines), others, sizes, strict=True)
             ]
-            self.pulls.append([
+            pulls = [
                 Incoming(target, reader.rank, None if source is None else source[sequence, reader.row :][:size])
                 for segment, readers, size in zip(come, others, sizes, strict=True)
                 for targets, reader in zip(segment, readers, strict=True)
                 for source in (there[reader.rank],)
                 for sequence, target in enumerate(targets)
-            ])  # fmt: skip
+            ]
+            self.pulls.append(sorted(pulls, key=lambda pull: (pull.rank <= rank, pull.rank)))  # nearest first, as K/V
             self.sends.append([
                 Outgoing(sequence[_rows(piece.row, piece)], piece.owner)
                 for piece in gathering.pieces

@@ -122,6 +122,14 @@ def test_messages_of_two_ranks_pair_up(problem: Problem, turns: bool) -> None:
     for section in range(2):
         pair_up([way.sends[section] for way in there], [way.pulls[section] for way in there])
         pair_up([way.sends[section] for way in home], [way.pulls[section] for way in home])
+        for way in (there, home):
+            for rank, part in enumerate(way):
+                nearest_first(rank, [pull.rank for pull in part.pulls[section] if pull.rank != rank])
+
+
+def nearest_first(rank: int, owners: list[int]) -> None:
+    """Assert that each rank begins with another owner: all with the same one would share what that one can send."""
+    assert owners == sorted(owners, key=lambda owner: (owner < rank, owner))
 
 
 def messages(rank: int, k: torch.Tensor) -> MessageMemory:
