@@ -30,7 +30,8 @@ class Launcher:
                 the kernel is specialised.
             args: of the kernel, all but its constants, which come last.
         """
-        wide = any(type(x) is int and not -(1 << 31) <= x < 1 << 31 for x in args)
+        integers = [x for x in args if type(x) is int]
+        wide = not -(1 << 31) <= min(integers) <= max(integers) < 1 << 31
         found = tuple(map(_found_in, args)) if self._specialised else None
         key = (torch.cuda.current_device() if torch.cuda.is_initialized() else None, wide, variant, found)
         compiled = self._compiled.get(key)
