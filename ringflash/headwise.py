@@ -43,6 +43,7 @@ _WORK_OF_A_SECTION = 1 << 18  # query heads times keys; with less a section take
 _WORK_OF_A_LONG_CALL = 1 << 33  # heads times queries times keys; with less, a third section of a backward would, too
 _STAGE_BYTES = 192 << 20  # of a buffer of K/V, or of gradients, where a section may be smaller
 _ROWS_OF_A_PULL = 3000  # query rows whose kernel takes as long as the pull of their keys
+_WAY_HOME = 0.8  # of what a forward hides: kernels 2.6 times as long, twice the bytes, two barriers and a sum
 _EXPOSED = 0.05  # of a forward: the pull of the first section, where one section more would shorten it
 
 
@@ -490,12 +491,12 @@ def sections_of(shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, 
         return Sections((num_kv_heads,), (num_kv_heads,))
     head = 2 * batch * keys * head_dim
     most = num_kv_heads if gathered_whole(shape, keys, dtype) else max(least, _STAGE_BYTES // (head * dtype.itemsize))
-    forward = _growing(num_kv_heads, max(1.0, group * rows / _ROWS_OF_A_PULL), most)
+    hiding = max(1.0, group * rows / _ROWS_OF_A_PULL)
+    forward = _growing(num_kv_heads, hiding, most)
     if batch * num_heads * rows * keys < _WORK_OF_A_LONG_CALL:
         return Sections(forward, _parts(num_kv_heads, least))
-    return Sections(
-        forward, _small_at_both_ends(num_kv_heads, max(least, _STAGE_BYTES // (head * state_dtype(dtype).itemsize)))
-    )
+    most = max(least, _STAGE_BYTES // (head * state_dtype(dtype).itemsize))
+    return Sections(forward, _small_at_both_ends(num_kv_heads, hiding, most))
 
 
 def buffer_bytes(
@@ -542,10 +543,15 @@ def _growing(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
     return tuple(heads)
 
 
-def _small_at_both_ends(num_heads: int, most: int) -> tuple[int, ...]:
-    end = math.ceil(min(num_heads / 16, most))
-    between = max(0, num_heads - 2 * end)
-    return tuple(heads for heads in (end, *_parts(between, most), num_heads - between - end) if heads > 0)
+def _small_at_both_ends(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
+    """Sections of a backward: a small first one, and last ones that each hide the way home of the one before."""
+    first = math.ceil(min(num_heads / 16, most))
+    last = [first][: num_heads - first]
+    grown = math.floor(first * hiding * _WAY_HOME)
+    while last and last[0] < grown < most and first + sum(last) + grown <= num_heads:
+        last.insert(0, grown)
+        grown = math.floor(grown * hiding * _WAY_HOME)
+    return first, *_parts(num_heads - first - sum(last), most), *last
 
 
 def _parts(num_heads: int, most: int) -> tuple[int, ...]:
