@@ -3,10 +3,11 @@
     torchrun --nproc-per-node 8 benchmarks/trace_ring.py --folder traces
     torchrun --nproc-per-node 2 benchmarks/trace_ring.py --toy --folder traces     (CPU, gloo)
 
-Every rank writes traces/rank<r>.json for chrome://tracing or Perfetto; rank 0 prints its hops. Kernel time is that of
-a hop's range (by heads a section's: two may overlap). The gap before it is exposed communication as far as
-a message, a copy or a wait for one ran in it, and idle otherwise. traces/timeline.json is what rank 1's device did, for
-the figure in docs/performance.md.
+Every rank writes traces/rank<r>.json for chrome://tracing or Perfetto; rank 0 prints its hops. Devices spin until all
+hosts have issued two calls of both passes, as in a training step, whose hosts are ahead and whose links are awake; the
+second call is shown. Kernel time is that of a hop's range (by heads a section's: two may overlap). The gap before it is
+exposed communication as far as a message, a copy or a wait for one ran in it, and idle otherwise.
+traces/timeline.json is what rank 1's device did, for the figure in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 from benchmarks.bench_ring import ROWS, TOY, join, run  # noqa: E402
-from benchmarks.device_time import MESSAGE, WAIT, device_events, span_of  # noqa: E402
+from benchmarks.device_time import MARK, MESSAGE, ON_DEVICE, WAIT, device_events, span_of  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
 from benchmarks.ring_contenders import Built, Setting, ring_over  # noqa: E402
 
+_SPIN_CYCLES = 150_000_000  # some 80 ms: hosts are several times as slow under a profiler
 _HOP = re.compile(r"ringflash::(forward|backward)_(?:step|section)(\d+)$")
 _COMMUNICATION = re.compile(rf"{MESSAGE}|{WAIT}|ringflash::arrive")
 _KINDS = {
@@ -72,7 +74,7 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     path = options.folder / f"rank{dist.get_rank()}.json"
     trace(entry, path)
-    events = json.loads(path.read_text())["traceEvents"]
+    events = after_mark(json.loads(path.read_text())["traceEvents"])
     if dist.get_rank() == 0:
         print(table(hops(events)))
     if dist.get_rank() == 1:
@@ -87,10 +89,24 @@ def trace(entry: Built, path: Path) -> None:
     dist.barrier()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities) as profiler:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda._sleep(_SPIN_CYCLES)
+            run(entry, True)
+            torch.cuda._sleep(1)  # the mark
         run(entry, True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))
+
+
+def after_mark(events: list[dict]) -> list[dict]:
+    """What a trace's device did after it had spun, and all that its host did."""
+    ends = [span_of(event)[1] for event in device_events(events) if MARK in event["name"]]
+    begin = max(ends, default=float("-inf"))
+    on_device = (*ON_DEVICE, "gpu_user_annotation")
+    return [event for event in events if event.get("cat") not in on_device or float(event["ts"]) >= begin]
 
 
 def hops(events: list[dict]) -> list[Hop]:
@@ -132,10 +148,6 @@ def table(found: list[Hop]) -> str:
     lines = [f"{'hop':>12} {'kernel us':>11} {'exposed us':>11} {'idle us':>11}"]
     lines += [f"{h.direction:>9} {h.step:>2} {h.kernel_us:11.1f} {h.exposed_us:11.1f} {h.idle_us:11.1f}" for h in found]
     return "\n".join(lines)
-
-
-def _span(event: dict) -> tuple[float, float]:
-    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
 def _united(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:

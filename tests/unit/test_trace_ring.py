@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.trace_ring import Hop, hops, timeline
+from benchmarks.trace_ring import Hop, after_mark, hops, timeline
 from tests.recipes import launching
 
 
@@ -48,6 +48,14 @@ def test_timeline_names_what_the_device_did() -> None:
         {"kind": "wait", "start_us": 18, "us": 2}, {"kind": "backward", "start_us": 20, "us": 40},
         {"kind": "other", "start_us": 61, "us": 1},
     ]  # fmt: skip
+
+
+def test_what_a_device_did_until_it_had_spun_is_left_out() -> None:
+    host = event("user_annotation", "ringflash::forward_step0", 0, 1)
+    work = [event("kernel", "forward_kernel", 30, 40), event("gpu_user_annotation", "ringflash::forward_step0", 30, 40)]
+    before = [event("kernel", "forward_kernel", 0, 5), event("kernel", "at::cuda::spin_kernel(long)", 5, 30)]
+    assert after_mark([host, *before, *work]) == [host, *work]
+    assert after_mark([host, *work]) == [host, *work]
 
 
 def test_real_trace(tmp_path: Path) -> None:
