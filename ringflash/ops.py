@@ -45,8 +45,7 @@ class Options:
     deterministic: bool
 
 
-@torch.library.custom_op("ringflash::ring_attention", mutates_args=())
-def ring_attention(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -82,6 +81,9 @@ def ring_attention(
         return work.forward(q, k, v)
 
 
+ring_attention = torch.library.custom_op("ringflash::ring_attention", _forward, mutates_args=())
+
+
 @ring_attention.register_fake
 def _(q, k, v, cu_seqlens, group_name, *options):  # type: ignore[no-untyped-def]
     check_inputs(q, k, v)
@@ -89,8 +91,7 @@ def _(q, k, v, cu_seqlens, group_name, *options):  # type: ignore[no-untyped-def
     return q.new_empty(q.shape), lse
 
 
-@torch.library.custom_op("ringflash::ring_attention_backward", mutates_args=())
-def ring_attention_backward(
+def _gradients(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -121,6 +122,9 @@ def ring_attention_backward(
         return work.backward(dout, dlse, q, k, v, out, lse)
 
 
+ring_attention_backward = torch.library.custom_op("ringflash::ring_attention_backward", _gradients, mutates_args=())
+
+
 @ring_attention_backward.register_fake
 def _(dout, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -143,7 +147,8 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
     dlse = dlse if ctx.return_lse else None
-    grads = ring_attention_backward(dout, dlse, q, k, v, out, lse, cu_seqlens, *ctx.options)
+    differentiate = _gradients if _unobserved(dout, q, k, v) else ring_attention_backward
+    grads = differentiate(dout, dlse, q, k, v, out, lse, cu_seqlens, *ctx.options)
     return *grads, *[None] * (len(ctx.options) + 3)
 
 
@@ -155,7 +160,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        output = ring_attention(*inputs)
+        output = (_forward if _unobserved(*inputs[:3]) else ring_attention)(*inputs)
         _setup_context(ctx, inputs, output)
         return output
 
@@ -165,6 +170,20 @@ class _Attention(torch.autograd.Function):
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """`ring_attention`, at less cost to the host: torch takes some 200 µs to get from an operator to its gradient."""
     return ring_attention(*inputs) if torch.compiler.is_compiling() else _Attention.apply(*inputs)
+
+
+def _unobserved(*tensors: Tensor) -> bool:
+    """Whether nobody would see the operator pass by, which torch takes 60 µs to dispatch.
+
+    Seen by: modes (wrapped layers, selective checkpoints, counters of FLOPs, fake tensors), profilers, subclasses of
+    Tensor, and autograd where gradients are to have gradients, which it refuses.
+    """
+    return (
+        torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+        and not torch.autograd._profiler_enabled()
+        and not torch.is_grad_enabled()
+        and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    )
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,24 @@ def test_checkpointing_that_keeps_attention_runs_it_once() -> None:
     assert_close(got, want)
 
 
+def test_a_profiler_sees_the_operators() -> None:
+    """Eager calls pass them by where nobody looks."""
+    q, k, v = draw()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        ringflash.ring_attention(q, k, v, group=None).sum().backward()
+    seen = {event.name for event in profiler.events()}
+    assert {"ringflash::ring_attention", "ringflash::ring_attention_backward"} <= seen
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    """What the backward does in place would be recorded, and differentiated wrongly."""
+    q, k, v = draw()
+    out = ringflash.ring_attention(q, k, v, group=None)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(dq.sum(), q)
+
+
 def test_autocast_does_not_reach_into_an_implementation() -> None:
     """It would round what is summed in fp32: eager products of upcast tensors are autocast like any others."""
     inputs = [x.to(torch.bfloat16) for x in draw(requires_grad=False)]
