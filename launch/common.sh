@@ -11,9 +11,11 @@ read_arguments() {
 
 # Sets NPROC to one process for each GPU, or 2 without GPUs, and what the processes need.
 set_environment() {
-  local gpus cores
+  local gpus=0 cores
   PYTHON=${PYTHON:-python}
-  gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+  if [[ -z ${NPROC:-} || -z ${OMP_NUM_THREADS:-} ]]; then  # seconds: only where it is to be known
+    gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+  fi
   NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))}
   cores=$(nproc)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((gpus == 0 && cores > NPROC ? cores / NPROC : 1))}

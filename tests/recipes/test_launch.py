@@ -88,7 +88,7 @@ def test_host_dry_run() -> None:
     shown = dry_run("launch/host.sh", NNODES="4", NODE_RANK="0", RDZV_ENDPOINT="a:1", RDZV_ID="job", NPROC="8")
     meeting = "--nnodes 4 --rdzv_id job --rdzv_backend c10d --rdzv_endpoint a:1 --rdzv_conf is_host=1"
     assert f"torch.distributed.run {meeting} --nproc_per_node 8 -m recipes.lightning.train" in shown
-    shown = dry_run("launch/host.sh", NNODES="4", NODE_RANK="3", RDZV_ENDPOINT="a:1", LOCAL_ADDR="b")
+    shown = dry_run("launch/host.sh", NNODES="4", NODE_RANK="3", RDZV_ENDPOINT="a:1", LOCAL_ADDR="b", NPROC="8")
     assert "--rdzv_id ringflash" in shown and "is_host=0 --local_addr b" in shown
 
 
