@@ -4,6 +4,10 @@ VENV ?= .venv
 PYTEST = $(VENV)/bin/python -m pytest
 EXTRAS = huggingface,data,parquet,lightning,deepspeed,bench,docs,dev
 
+# pip would compile all of every package to bytecode, for more than a minute. What is imported is compiled then, and kept.
+INSTALL = $(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile -c .ci/constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help train test test-cpu test-gpu test-multi-gpu lint docs figures format clean
 
@@ -61,7 +65,6 @@ $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 		$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e '.[$(EXTRAS)]'; \
 	else \
 		$(PYTHON) -m venv $(VENV) && \
-		$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt torch==2.13.0 && \
-		$(VENV)/bin/python -m pip install -q --disable-pip-version-check -c .ci/constraints.txt -e '.[$(EXTRAS)]'; \
+		$(INSTALL) torch==2.13.0 && $(INSTALL) -e '.[$(EXTRAS)]'; \
 	fi
 	@touch $@
