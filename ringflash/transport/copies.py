@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -48,14 +48,14 @@ class Copies:
     def __call__(self) -> None:
         """On the current stream, which is not the default one."""
         batch = _driver_batch() if len(self._pairs) > 1 else None
-        if batch is None or capturing(self._device):  # a graph takes no batch
+        if batch is None or capturing(self._device) or self._refused(batch):  # a graph takes no batch
             for target, source in self._pairs:
                 target.copy_(source, non_blocking=True)
-            return
+
+    def _refused(self, batch: Callable[..., int]) -> bool:
+        """Whether the driver made none of them, or not all: it does not say why, torch's copies will."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        problem = batch(*self._arrays, len(self._pairs), _ATTRIBUTES, _FROM_THE_FIRST, 1, stream)
-        if problem:
-            raise RuntimeError(f"the driver must take {len(self._pairs)} copies in one call, got its error {problem}.")
+        return batch(*self._arrays, len(self._pairs), _ATTRIBUTES, _FROM_THE_FIRST, 1, stream) != 0
 
 
 _ATTRIBUTES = _Attributes(_IN_STREAM_ORDER, (0, 0), (0, 0), _BESIDE_KERNELS)

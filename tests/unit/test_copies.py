@@ -19,10 +19,10 @@ CPU = torch.device("cpu")
 
 
 class Driver:
-    """cuMemcpyBatchAsync over host memory. `problem`: the error that it returns."""
+    """cuMemcpyBatchAsync over host memory. `problem`: the error that it returns, after `made` copies."""
 
-    def __init__(self, problem: int = 0) -> None:
-        self.problem = problem
+    def __init__(self) -> None:
+        self.problem, self.made = 0, 1 << 30
         self.calls: list[tuple[int, int]] = []  # copies and stream
 
     def __call__(self, *args: Any) -> int:
@@ -30,7 +30,7 @@ class Driver:
         assert (kinds, firsts.value) == (1, 0)
         assert (attributes.source_access_order, attributes.flags, ctypes.sizeof(attributes)) == (1, 1, 24)
         self.calls.append((count, stream))
-        for target, source, size in zip(targets, sources, sizes, strict=True):
+        for target, source, size in [*zip(targets, sources, sizes, strict=True)][: self.made]:
             ctypes.memmove(target, source, size)
         return self.problem
 
@@ -82,7 +82,9 @@ def test_an_older_driver_gets_torchs_copies(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(torch.equal(target, source) for target, source in pairs)
 
 
-def test_an_error_of_the_driver_is_raised(driver: Driver) -> None:
-    driver.problem = 1
-    with pytest.raises(RuntimeError, match="must take 3 copies in one call, got its error 1"):
-        Copies(pieces(3), CPU)()
+def test_what_the_driver_refuses_torch_copies(driver: Driver) -> None:
+    """It may have made some of them by then."""
+    driver.problem, pairs = 801, pieces(3)
+    driver.made = 1
+    Copies(pairs, CPU)()
+    assert all(torch.equal(target, source) for target, source in pairs) and driver.calls == [(3, 7)]
