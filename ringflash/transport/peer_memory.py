@@ -156,9 +156,19 @@ class SymmetricMemory(Lanes):
         return self._handles[name].get_buffer(rank, shape, dtype)
 
     def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
-        pairs = [(target, source) for target, _, source in incoming if source is not None]
+        pairs = [(target, source, rank) for target, rank, source in incoming if source is not None]
         assert len(pairs) == len(incoming)
-        return Copies(pairs, self._device)
+        # A copy within this GPU waits for SMs, which a kernel may keep to its end: behind those that need none.
+        from_peers, from_here = (
+            Copies([(target, source) for target, source, rank in pairs if (rank == self.rank) is here], self._device)
+            for here in (False, True)
+        )
+
+        def move() -> None:
+            from_peers()
+            from_here()
+
+        return move
 
     def barrier(self, channel: int) -> None:
         self._pad.barrier(channel, self._timeout_ms)

@@ -14,6 +14,7 @@ import torch
 
 from ringflash.transport import copies
 from ringflash.transport.copies import Copies
+from ringflash.transport.peer_memory import Incoming, SymmetricMemory
 
 CPU = torch.device("cpu")
 
@@ -88,3 +89,16 @@ def test_what_the_driver_refuses_torch_copies(driver: Driver) -> None:
     driver.made = 1
     Copies(pairs, CPU)()
     assert all(torch.equal(target, source) for target, source in pairs) and driver.calls == [(3, 7)]
+
+
+def test_copies_within_a_gpu_come_behind_those_of_peers(driver: Driver) -> None:
+    """They wait for SMs, which a kernel may keep to its end."""
+    memory = SymmetricMemory.__new__(SymmetricMemory)
+    memory.rank, memory._device = 1, CPU
+    pairs = pieces(7)
+    incoming = [
+        Incoming(target, owner, source) for (target, source), owner in zip(pairs, (1, 2, 1, 0, 1, 3, 0), strict=True)
+    ]
+    memory.moving(incoming, [], "K/V")()
+    assert [count for count, _ in driver.calls] == [4, 3]
+    assert all(torch.equal(target, source) for target, source in pairs)
