@@ -138,6 +138,9 @@ class Areas:
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    def moving(self, *what: object) -> None:
+        """Nothing is moved."""
+
 
 def gathered_bytes(job: Job, rank: int, turns: int) -> int:
     """Bytes of a rank's areas and buffers, made without memory."""
