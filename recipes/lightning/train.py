@@ -17,12 +17,11 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from ringflash.lightning import CausalLM, Progress, StopOnSignal
-from ringflash.lightning.checkpoints import SameCheckpoint, newest_checkpoint
+from ringflash.lightning.checkpoints import ModelCheckpoint, SameCheckpoint, newest_checkpoint
 from ringflash.lightning.sequences import SequenceData
 
 

@@ -13,6 +13,7 @@ except ModuleNotFoundError as missing:
         f"lightning must be installed for ringflash.lightning, got {missing}; pip install 'ringflash[lightning]'."
     ) from missing
 
+from ringflash.lightning.checkpoints import ModelCheckpoint
 from ringflash.lightning.data import TextData
 from ringflash.lightning.exposed import ExposedCommunication
 from ringflash.lightning.module import CausalLM
@@ -28,6 +29,7 @@ __all__ = [
     "CausalLM",
     "ContextParallelStrategy",
     "ExposedCommunication",
+    "ModelCheckpoint",
     "Passkey",
     "Progress",
     "SequenceSharding",

@@ -1,4 +1,4 @@
-"""Which checkpoint a run that is started again goes on from."""
+"""By what checkpoints are judged, and which one a run that is started again goes on from."""
 
 from __future__ import annotations
 
@@ -6,15 +6,55 @@ import re
 import shutil
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch.distributed as dist
+from lightning.pytorch import callbacks
 from lightning.pytorch.utilities import rank_zero_info
 
 from ringflash.agreement import agree
 from ringflash.lightning.writing import leftovers, restore
 
 COMPLETE = "complete"  # a file in a checkpoint of DeepSpeed's once all ranks have written theirs
+
+
+class ModelCheckpoint(callbacks.ModelCheckpoint):
+    """Lightning's, which judges a step by what an evaluation of that step has logged, and by no other.
+
+    Lightning's own takes the evaluation that came last, also where the step's own is about to follow. Where `monitor`
+    is a metric of evaluations, a save that is due waits for the next of them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._before: dict[str, Any] = {}  # all metrics when the evaluation began
+        self._of_evaluations: set[str] = set()
+        self._in_batch = False
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Save where one is due, unless an evaluation is to be waited for."""
+        self._in_batch = True
+        super().on_train_batch_end(*args)
+        self._in_batch = False
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """What is logged from here on is of an evaluation."""
+        self._before = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Save what has waited for this."""
+        metrics = trainer.callback_metrics.items()
+        self._of_evaluations |= {name for name, value in metrics if value is not self._before.get(name)}
+        super().on_validation_end(trainer, pl_module)
+
+    def _monitor_candidates(self, trainer: lightning.Trainer) -> dict[str, Any]:
+        hidden = self._of_evaluations if self._in_batch else set()
+        return {name: value for name, value in super()._monitor_candidates(trainer).items() if name not in hidden}
+
+    def _should_save_on_train_epoch_end(self, trainer: lightning.Trainer) -> bool:
+        """Not what waits for an evaluation, which Lightning would forget there."""
+        return not self._defer_save_until_validation and super()._should_save_on_train_epoch_end(trainer)
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:

@@ -122,6 +122,24 @@ def test_resume_continues_on_another_number_of_ranks(recipe: Path, folder: Path,
     assert count == 2 and difference <= RTOL_FP64 * max(two_ranks.losses.values())
 
 
+@pytest.mark.parametrize("every_n_epochs", ["null", 1])
+def test_checkpoints_are_judged_by_the_evaluation_of_their_step(
+    recipe: Path, folder: Path, every_n_epochs: object
+) -> None:
+    """A save is due at every step, an evaluation comes after every second: no checkpoint has another step's loss."""
+    monitor = {"checkpoint.monitor": "eval_loss/held_out", "checkpoint.mode": "min"}
+    epochs = {"checkpoint.every_n_train_steps": 1, "trainer.check_val_every_n_epoch": every_n_epochs}
+    if every_n_epochs != "null":
+        epochs |= {"trainer.limit_train_batches": 2, "trainer.val_check_interval": 1.0, "trainer.max_epochs": -1}
+    run = Run(recipe, folder, f"{recipe.stem}-judged-{every_n_epochs}", 1, **monitor, **epochs)
+    with (run.results / "metrics.csv").open(newline="") as file:
+        rows = [(int(row["step"]) + 1, float(x)) for row in csv.DictReader(file) if (x := row["eval_loss/held_out"])]
+    state = torch.load(run.checkpoint(STEPS) / "meta.pt", weights_only=True)["callbacks"]
+    (kept,) = (value["best_k_models"] for name, value in state.items() if name.startswith("ModelCheckpoint"))
+    judged = {int(Path(path).stem.rpartition("=")[2]): loss.item() for path, loss in kept.items()}
+    assert judged == pytest.approx(dict(rows[1:])) and sorted(judged) == [2, STEPS]
+
+
 def test_signal_ends_a_run_with_a_checkpoint(recipe: Path, folder: Path) -> None:
     """Sent SIGTERM, both ranks finish a step with all its batches, write their parts, and evaluate no more.
 
