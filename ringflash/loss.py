@@ -60,11 +60,11 @@ def cross_entropy(
     Returns:
         loss: scalar, fp32 (fp64 for fp64). A shard without labels contributes 0, with zero gradients.
     Raises:
-        ValueError: shapes that do not fit; a weight that is still sharded.
+        ValueError: shapes that do not fit; a weight that is still sharded; a chunk without tokens.
         RuntimeError: a label that is neither -100 nor in the vocabulary; a device-side assertion on GPUs.
     Numerics: softmax, loss and the sum over tokens in fp32; the gradient of weight is summed over chunks in fp32.
     """
-    _check(hidden, weight, labels)
+    _check(hidden, weight, labels, chunk_tokens)
     resolved = resolve(group)
     if num_tokens is None:
         num_tokens = count_tokens(labels, group)
@@ -90,7 +90,7 @@ def score_tokens(
     Raises:
         ValueError: as `cross_entropy`.
     """
-    _check(hidden, weight, labels)
+    _check(hidden, weight, labels, chunk_tokens)
     losses = hidden.new_zeros(labels.numel(), dtype=torch.promote_types(hidden.dtype, torch.float32))
     correct = torch.zeros_like(losses, dtype=torch.bool)
     tokens, wanted = hidden.flatten(0, -2), labels.flatten()
@@ -181,9 +181,11 @@ def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> tor
     return torch.mul(grad, factor.view(1, 1), out=torch.empty_like(grad, dtype=dtype))
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> None:
+def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int | None) -> None:
     from torch.distributed.tensor import DTensor  # takes as long as a third of `import ringflash`
 
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be 1 or more, got {chunk_tokens}; leave it out for 512 MiB of logits.")
     if isinstance(weight, DTensor):
         raise ValueError(
             "weight must be whole, got a sharded DTensor; call cross_entropy inside the forward of the module "

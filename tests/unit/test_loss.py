@@ -158,6 +158,14 @@ def test_refusals(change: Any, message: str) -> None:
         cross_entropy(*change(*draw()), group=None)
 
 
+@pytest.mark.parametrize("chunk", [0, -1])
+@pytest.mark.parametrize("call", [cross_entropy, score_tokens])
+def test_a_chunk_without_tokens_is_refused(call: Any, chunk: int) -> None:
+    """-1, which is no limit elsewhere, would leave out every token: a loss of 0, and no gradients."""
+    with pytest.raises(ValueError, match=f"chunk_tokens must be 1 or more, got {chunk}; leave it out"):
+        call(*draw(), chunk_tokens=chunk, **({"group": None} if call is cross_entropy else {}))
+
+
 @pytest.mark.parametrize("label", [-1, -7, VOCAB])
 @pytest.mark.parametrize("call", [cross_entropy, score_tokens])
 def test_a_label_out_of_range_is_an_error(call: Any, label: int) -> None:
