@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 try:
     from lightning.pytorch.accelerators import CUDAAccelerator
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DeepSpeedStrategy
 except ModuleNotFoundError as missing:
     raise ImportError(
@@ -26,6 +27,7 @@ from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check
 from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import COMPLETE
+from ringflash.lightning.writing import check_local
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 
 
@@ -109,6 +111,15 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
             self.set_world_ranks()
             self._init_deepspeed_distributed()
 
+    def setup(self, trainer: Any) -> None:
+        """Lightning's, where checkpoints can be written.
+
+        Raises:
+            ValueError: they would go to a bucket.
+        """
+        check_local(*(each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)))
+        super().setup(trainer)
+
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Parameters are whole until DeepSpeed takes them over."""
@@ -124,6 +135,7 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """DeepSpeed's, and a file that says that all ranks have written their parts: `--ckpt_path auto` finds it."""
+        check_local(filepath)
         mark = Path(self.broadcast(filepath), COMPLETE)
         if self.is_global_zero:
             mark.unlink(missing_ok=True)  # of one of the same name, whose files are written over

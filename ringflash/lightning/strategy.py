@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ringflash.layout import granularity
-from ringflash.lightning.writing import CheckpointWriter
+from ringflash.lightning.writing import CheckpointWriter, check_local
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 from ringflash.safe_files import check_together
 
@@ -90,6 +91,15 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
+    def setup(self, trainer: Any) -> None:
+        """Lightning's, where checkpoints can be written.
+
+        Raises:
+            ValueError: they would go to a bucket.
+        """
+        check_local(*(each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)))
+        super().setup(trainer)
+
     @property
     def shard_mesh(self) -> DeviceMesh:
         """All ranks in one axis, over which parameters are sharded."""
@@ -132,8 +142,10 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         """Write a checkpoint that has its name only once it is whole; during training return while it is written.
 
         Raises:
+            ValueError: the address of a bucket.
             RuntimeError: this one, or the one before where that was left to be written, failed; on every rank.
         """
+        check_local(filepath)
         if not self._save_distributed_checkpoint or storage_options is not None:  # which Lightning refuses
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         optimizers = enumerate(checkpoint.pop("optimizer_states", []))

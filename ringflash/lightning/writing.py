@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -95,6 +96,20 @@ class CheckpointWriter:
         errors = [job.exception() for job in self._jobs]
         self._jobs = []
         return next((_in_words(error) for error in errors if error is not None), None)
+
+
+def check_local(*places: str | Path | None) -> None:
+    """Refuse the address of a bucket: as a path it is that of a folder here, named s3: for instance.
+
+    Raises:
+        ValueError: an address in the place of a folder.
+    """
+    for place in places:
+        if place is not None and re.match(r"[A-Za-z][\w+.-]+:/", str(place)):  # Path makes one slash of two
+            raise ValueError(
+                f"checkpoints must go to a folder of a file system, got {place}; name one that all hosts share, and "
+                "copy them on from there."
+            )
 
 
 def restore(folder: str | Path) -> None:

@@ -170,6 +170,19 @@ def test_run_without_loggers_goes_on_below_its_output_dir(recipe: Path, folder: 
     assert not (ROOT / "checkpoints").exists()
 
 
+@pytest.mark.parametrize("strategy", ["lightning", "deepspeed"])
+def test_bucket_is_refused(recipe: Path, folder: Path, strategy: str) -> None:
+    """Before the first step: checkpoints would lie in a folder memory: of this machine, and none in the bucket."""
+    name = f"{recipe.stem}-bucket-{strategy}"
+    given = arguments(recipe, folder, name, **{"checkpoint.dirpath": "memory://bucket/run"})
+    if strategy == "deepspeed":
+        given[1:1] = ["--config", ROOT / "recipes" / "deepspeed" / "quickstart.yaml", "--trainer.plugins=null"]
+    with pytest.raises(AssertionError) as failed:
+        train(*given, num_ranks=1)
+    assert "checkpoints must go to a folder of a file system, got memory://bucket/run; name one" in str(failed.value)
+    assert "step      1 " not in str(failed.value) and not (ROOT / "memory:").exists()
+
+
 def test_last_checkpoint_of_a_run_that_has_none_is_refused(recipe: Path, folder: Path) -> None:
     """Lightning looks for it in the new version's own folder, finds none, warns, and starts from nothing."""
     with pytest.raises(ValueError, match="ckpt_path must be auto or a checkpoint .*, got last, .*; give auto"):
