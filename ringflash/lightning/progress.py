@@ -72,6 +72,11 @@ class Progress(lightning.Callback):
         """The clock starts with the first batch."""
         self._restart_clock(trainer)
 
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: CausalLM, *_: Any) -> None:
+        """After an evaluation the clock starts here: other callbacks may have evaluated on."""
+        if self._evaluated:
+            self._restart_clock(trainer)
+
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: CausalLM, outputs: Any, batch: dict[str, Any], batch_idx: int
     ) -> None:
@@ -107,7 +112,7 @@ class Progress(lightning.Callback):
                 logger.log_metrics({f"eval_loss/{name}": x for name, x in pl_module.eval_losses.items()}, step=0)
         text = "  ".join(f"{name} [bold]{loss:.4f}[/]" for name, loss in pl_module.eval_losses.items())
         self._print(trainer, f"step [bold]{trainer.global_step:>6}[/]  loss over fixed sequences: {text}")
-        self._restart_clock(trainer)
+        self._evaluated = True
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
         """Losses first and last, and the files."""
@@ -143,7 +148,7 @@ class Progress(lightning.Callback):
         return speed
 
     def _restart_clock(self, trainer: lightning.Trainer) -> None:
-        self._clock, self._clock_step = time.perf_counter(), trainer.global_step
+        self._clock, self._clock_step, self._evaluated = time.perf_counter(), trainer.global_step, False
         self.num_tokens, self.flops = 0, 0.0
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
