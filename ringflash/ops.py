@@ -147,7 +147,8 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
     q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
     dlse = dlse if ctx.return_lse else None
-    differentiate = _gradients if _unobserved(dout, q, k, v) else ring_attention_backward
+    plain = _unobserved(dout, q, k, v) and _as_declared(cu_seqlens, *ctx.options)
+    differentiate = _gradients if plain else ring_attention_backward
     grads = differentiate(dout, dlse, q, k, v, out, lse, cu_seqlens, *ctx.options)
     return *grads, *[None] * (len(ctx.options) + 3)
 
@@ -160,7 +161,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs):  # type: ignore[no-untyped-def]
-        output = (_forward if _unobserved(*inputs[:3]) else ring_attention)(*inputs)
+        plain = _unobserved(*inputs[:3]) and _as_declared(*inputs[3:])
+        output = (_forward if plain else ring_attention)(*inputs)
         _setup_context(ctx, inputs, output)
         return output
 
@@ -176,13 +178,24 @@ def _unobserved(*tensors: Tensor) -> bool:
     """Whether nobody would see the operator pass by, which torch takes 60 µs to dispatch.
 
     Seen by: modes (wrapped layers, selective checkpoints, counters of FLOPs, fake tensors), profilers, subclasses of
-    Tensor, and autograd where gradients are to have gradients, which it refuses.
+    Tensor, torch.compile, which would else compile what is in it, batches of gradients, and autograd where gradients
+    are to have gradients, which it refuses.
     """
     return (
-        torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
+        not torch.compiler.is_compiling()
+        and torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
+        and torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
         and not torch.autograd._profiler_enabled()
         and not torch.is_grad_enabled()
-        and all(type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+        and all(type(x) in (Tensor, torch.nn.Parameter) and torch._C._has_storage(x) for x in tensors)
+    )
+
+
+def _as_declared(cu_seqlens: object, *options: object) -> bool:
+    """Whether options are neither to be converted, as numpy's integers, nor to be refused: the operator does both."""
+    kinds = (str, bool, float, int, int, str, str, str, bool, int, bool)
+    return (cu_seqlens is None or isinstance(cu_seqlens, Tensor)) and all(
+        type(x) is kind for x, kind in zip(options, kinds, strict=False)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 from unittest import mock
 
@@ -128,6 +129,51 @@ def test_a_profiler_sees_the_operators() -> None:
         ringflash.ring_attention(q, k, v, group=None).sum().backward()
     seen = {event.name for event in profiler.events()}
     assert {"ringflash::ring_attention", "ringflash::ring_attention_backward"} <= seen
+
+
+@pytest.mark.parametrize("options", [{"causal": "no"}, {"deterministic": "no"}], ids=str)
+def test_an_option_of_another_type_is_refused(options: dict[str, Any]) -> None:
+    """By the operator, which eager calls pass by; without it "no" was a causal mask."""
+    with pytest.raises(RuntimeError, match="Expected a value of type 'bool'"):
+        ringflash.ring_attention(*draw(), group=None, **options)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    """In the backward too."""
+    size = pytest.importorskip("numpy").int64(3)
+    got, want = (gradients(draw(), window_size=(x, 0)) for x in (size, 3))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_gradients_come_in_batches() -> None:
+    """As torch.autograd.functional.jacobian asks for them."""
+    inputs = draw()
+    out = ringflash.ring_attention(*inputs, group=None)
+    douts = torch.stack([torch.ones_like(out), torch.arange(float(out.numel())).view_as(out).to(out)])
+    got = torch.autograd.grad(out, inputs, douts, retain_graph=True, is_grads_batched=True)
+    for index, dout in enumerate(douts):
+        want = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        assert all(torch.equal(a[index], b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_compiled_step_does_not_compile_what_is_in_the_operator() -> None:
+    """A backward in it runs in Python, of a forward that did."""
+    graphs: list[set[str]] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append({str(node.target) for node in module.graph.nodes if node.op == "call_function"})
+        return module.forward
+
+    inputs = draw()
+    forward = torch.compiler.disable(lambda: ringflash.ring_attention(*inputs, group=None))
+    torch.compile(lambda: forward().sum().backward(), backend=backend)()
+    assert all(names <= {"ringflash.ring_attention_backward.default", str(operator.getitem)} for names in graphs)
+
+
+def gradients(inputs: tuple[torch.Tensor, ...], **options: Any) -> tuple[torch.Tensor, ...]:
+    out = ringflash.ring_attention(*inputs, group=None, **options)
+    assert isinstance(out, torch.Tensor)
+    return torch.autograd.grad(out.square().sum(), inputs)
 
 
 def test_gradients_of_gradients_are_refused() -> None:
