@@ -291,13 +291,13 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in about.items()))
     print("| row | pass | ringflash TFLOP/s | peers (ratio) |\n|---|---|---|---|", flush=True)
     results = []
-    for row in (row for row in ROWS if re.search(options.rows, str(row))):
-        for direction in options.passes.split(","):
-            result = bench(row, direction, teams, rounds=options.rounds, sample_ms=options.sample_ms)
-            torch.cuda.empty_cache()
-            if result is not None:
-                print(line(result), flush=True)
-                results.append(result)
+    asked = [(row, d) for row in ROWS for d in options.passes.split(",") if re.search(options.rows, f"{row}, {d}")]
+    for row, direction in asked:
+        result = bench(row, direction, teams, rounds=options.rounds, sample_ms=options.sample_ms)
+        torch.cuda.empty_cache()
+        if result is not None:
+            print(line(result), flush=True)
+            results.append(result)
         if options.json:
             options.json.write_text(json.dumps({"environment": about, "results": results}, indent=1))
 

@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """What to run, where results go, and what to compare with."""
     parser.add_argument("what", help="kernels (one GPU), ring (all GPUs), or a file of results to show")
     parser.add_argument("--rows", default="", help="only rows in whose name this regular expression is found")
-    parser.add_argument("--rounds", type=int, default=5, help="samples of each contender")
+    parser.add_argument("--rounds", type=int | None, default=None, help="samples of each contender; null is 5")
     parser.add_argument("--nproc", type=int, help="ranks of the ring; null is all GPUs")
     parser.add_argument("--toy", action="store_true", help="small rings over gloo: shows that it runs, and no speed")
     parser.add_argument("--out", type=Path | None, default=None, help="file for the results, with machine and versions")
@@ -44,6 +44,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Print the table; 1 where a row is slower than the baseline by more than the tolerance."""
     _check_rows(options.rows)
+    _check_run(options)
+    if not 0 <= options.tolerance < 1:
+        raise ValueError(
+            f"--tolerance must be a part, from 0 to below 1, got {options.tolerance:g}; five percent are 0.05."
+        )
     if options.plot is not None:
         _check_plot(options.plot)
     before = [] if options.baseline is None else read_results(options.baseline)[1]  # an error before the long run
@@ -53,7 +58,7 @@ def run(options: Namespace) -> int:
         environment, rows = read_results(path)
     rows = [row for row in rows if re.search(options.rows, row.name)]
     if not rows:
-        raise ValueError(f"--rows must be found in the name of a row, got {options.rows!r}; leave it out for all rows.")
+        raise _no_row(options.rows)
     compared = changes(rows, before)
     slower = [change for change in compared if change.ratio < 1 - options.tolerance]
     if options.json:
@@ -76,7 +81,8 @@ def _measure(options: Namespace, out: Path) -> Path:
     script = ROOT / "benchmarks" / f"bench_{options.what}.py"
     if not script.exists():
         raise RuntimeError(f"{script} must be there, got an installed package; run ringflash bench from a clone.")
-    arguments = [str(script), "--rows", options.rows, "--rounds", str(options.rounds), "--json", str(out.resolve())]
+    rounds, before = 5 if options.rounds is None else options.rounds, _written(out)
+    arguments = [str(script), "--rows", options.rows, "--rounds", str(rounds), "--json", str(out.resolve())]
     command = [sys.executable]
     if options.what == "ring":
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(_num_ranks(options))]
@@ -87,7 +93,18 @@ def _measure(options: Namespace, out: Path) -> Path:
     done = subprocess.run([*command, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr)
     if done.returncode != 0:
         raise RuntimeError(f"{script.name} must end with status 0, got {done.returncode}; its output is above.")
+    if _written(out) == before:  # what is there is of an earlier run
+        raise _no_row(options.rows)
     return out
+
+
+def _written(path: Path) -> int | None:
+    """When it was, in nanoseconds."""
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def _no_row(pattern: str) -> ValueError:
+    return ValueError(f"--rows must be found in the name of a row, got {pattern!r}; leave it out for all rows.")
 
 
 def _check_gpu() -> None:
@@ -150,6 +167,18 @@ def _check_rows(pattern: str) -> None:
         raise ValueError(
             f"--rows must be a regular expression, got {pattern!r} ({error}); put a backslash before ( ) [ * + ?."
         ) from error
+
+
+def _check_run(options: Namespace) -> None:
+    """Options of a run that is none, or that this run does not have."""
+    given = {"out": options.out is not None, "rounds": options.rounds is not None}
+    given |= {"nproc": options.nproc is not None, "toy": options.toy}
+    taken = {"ring": tuple(given), "kernels": ("out", "rounds")}.get(options.what, ())
+    for name in (name for name, is_given in given.items() if is_given and name not in taken):
+        wanted = "ring" if name in ("nproc", "toy") else "kernels or ring"
+        raise ValueError(f"--{name} must come with {wanted}, got {options.what!r}; leave it out.")
+    if options.out is not None and not options.out.resolve().parent.is_dir():
+        raise ValueError(f"--out must lie in a folder that is there, got {options.out}; make it first.")
 
 
 def _check_plot(path: Path) -> None:

@@ -113,6 +113,12 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         (["kernels"], "kernels must be timed on a GPU, got none; bench ring --toy runs without"),
         ([str(COMMITTED), "--rows", "hd("], "--rows must be a regular expression, got 'hd('"),
         ([str(COMMITTED), "--rows", "hd7"], "--rows must be found in the name of a row, got 'hd7'"),
+        ([str(COMMITTED), "--tolerance", "5"], "--tolerance must be a part, from 0 to below 1, got 5; five percent"),
+        ([str(COMMITTED), "--out", "x.json"], "--out must come with kernels or ring, got"),
+        ([str(COMMITTED), "--rounds", "5"], "--rounds must come with kernels or ring, got"),
+        (["kernels", "--toy"], "--toy must come with ring, got 'kernels'"),
+        (["kernels", "--nproc", "2"], "--nproc must come with ring, got 'kernels'"),
+        (["ring", "--toy", "--out", "nowhere/x.json"], "--out must lie in a folder that is there, got nowhere/x.json"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -129,6 +135,17 @@ def test_an_installation_without_the_scripts_is_refused(
     monkeypatch.setattr(command, "ROOT", tmp_path)
     assert main(["bench", "ring", "--toy"]) == 2
     assert "run ringflash bench from a clone" in capsys.readouterr().err
+
+
+def test_rows_are_asked_for_by_the_names_that_are_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where the script found none, the results of an earlier run were shown as new ones."""
+    out = tmp_path / "ring.json"
+    arguments = ["bench", "ring", "--toy", "--rounds", "1", "--out", str(out)]
+    assert main([*arguments, "--rows", "causal, forward$", "--json"]) == 0
+    (row,) = json.loads(capfd.readouterr().out)["rows"]
+    assert row["name"].endswith("causal, forward")
+    assert main([*arguments, "--rows", "causal$"]) == 2
+    assert "--rows must be found in the name of a row, got 'causal$'" in capfd.readouterr().err
 
 
 def test_a_small_ring_is_run_kept_and_compared(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
