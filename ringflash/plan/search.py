@@ -85,6 +85,9 @@ def _changed(job: Job) -> Iterator[tuple[tuple[str, ...], Job]]:
     for count in range(1, _MOST_CHANGES + 1):
         for names in combinations(useful, count):
             change = {key: value for name in names for key, value in useful[name].items()}
+            without = {"checkpointing": job.checkpointing, **change}["checkpointing"] == "none"
+            if change.get("offload_checkpoints") and without:
+                continue  # what is offloaded are checkpoints
             if len(change) == count:  # two levels of checkpointing at once are none
                 yield names, replace(job, **change)  # type: ignore[arg-type]
 
@@ -92,8 +95,6 @@ def _changed(job: Job) -> Iterator[tuple[tuple[str, ...], Job]]:
 def _saves(job: Job, change: dict[str, object]) -> bool:
     if change.get("checkpointing") == "attention_kept" and job.checkpointing == "full":
         return False
-    if "offload_checkpoints" in change and job.checkpointing == "none":
-        return False  # what is offloaded are checkpoints
     if "mlp_tile_tokens" in change and job.mlp_tile_tokens:
         return False
-    return replace(job, **change) != job  # type: ignore[arg-type]
+    return any(getattr(job, key) != value for key, value in change.items())

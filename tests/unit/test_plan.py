@@ -311,6 +311,14 @@ def test_the_cheapest_change_fits_and_no_cheaper_one_does() -> None:
             assert step_time(changed, HOST).step <= step_time(other, HOST).step
 
 
+def test_changes_that_only_help_together_are_named() -> None:
+    """Checkpoints that a job does not have yet, and the host for them."""
+    offloaded = replace(JOB, checkpointing="full", offload_checkpoints=True)
+    job = replace(JOB, checkpointing="none", seqlen=longest_sequence(offloaded, HOST))
+    cheapest = cheapest_change(job, HOST)
+    assert cheapest is not None and cheapest[1].offload_checkpoints and cheapest[1].precision == job.precision
+
+
 def test_more_gpus_are_named_only_where_they_suffice() -> None:
     job = replace(JOB, seqlen=1 << 22)
     gpus = fewest_gpus(job, HOST)
