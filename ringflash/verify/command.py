@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ringflash.agreement import agree
 from ringflash.console import console
 from ringflash.layout import check_seqlen
 from ringflash.mask import check_cu_seqlens
@@ -76,15 +77,28 @@ def _answer(options: Any) -> int:
 
 
 def _run_rank(options: Any) -> int:
-    settings = _settings(options)
-    factory = load(options.target, options.layers, options.seed)
     if dist.is_initialized():  # a process that has joined already stays so
-        return _verdict(factory, settings, options.json)
-    dist.init_process_group("gloo" if settings.device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=_WAIT)
+        return _verdict(*_asked(options), options.json)
+    asked, problem = None, None
     try:
-        return _verdict(factory, settings, options.json)
+        asked = _asked(options)
+    except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
+        problem = error
+    if problem is not None and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise problem
+    on_gpus = options.device != "cpu" and torch.cuda.is_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=_WAIT)
+    try:
+        agree(dist.group.WORLD, {}, problem)  # the others would wait for a rank that is gone
+        assert asked is not None
+        return _verdict(*asked, options.json)
     finally:
         dist.destroy_process_group()
+
+
+def _asked(options: Any) -> tuple[Factory, Settings]:
+    settings = _settings(options)
+    return load(options.target, options.layers, options.seed), settings
 
 
 def _verdict(factory: Factory, settings: Settings, as_json: bool) -> int:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ringflash.agreement import agree
 from ringflash.layout import chunks_of_rank
 from ringflash.verify import diagnosis
 from ringflash.verify.attention import attention_checks
@@ -270,6 +271,13 @@ def session_for(factory: Factory, group: dist.ProcessGroup, settings: Settings) 
 
         from ringflash.verify.lightning import LightningSession
 
-        if isinstance(factory(group).module, LightningModule):
+        made, problem = None, None
+        try:
+            made = factory(group)
+        except Exception as error:  # the model is the user's code
+            text = f"the model must be built on every rank, got {type(error).__name__}: {error}; call it by itself."
+            problem = RuntimeError(text)
+        agree(group, {}, problem)
+        if made is not None and isinstance(made.module, LightningModule):
             return LightningSession(factory, group, settings)
     return Session(factory, group, settings)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -34,6 +35,19 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("verify") / "reports.json"
     run_ranks("tests.recipes.verify_worker", out, num_ranks=2)
     return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("where", ["import", "build"])
+def test_a_rank_that_fails_alone_ends_all_with_its_error(tmp_path: Path, where: str) -> None:
+    """The others waited for it half an hour, and nobody said why."""
+    problem = 'if os.environ["RANK"] == "1":\n    raise ImportError("planted")\n'
+    code = example("docs/verify.md", "# my_training.py")
+    if where == "build":
+        code = code.replace("def build(group):\n", "def build(group):\n" + indent(problem, "    "))
+    (tmp_path / "failing.py").write_text(f"import os\nimport lightning\n{code}{problem if where == 'import' else ''}")
+    command = [sys.executable, "-m", "ringflash", "verify", "failing:build", "--nproc", "2", "--seqlen", "64"]
+    with pytest.raises(AssertionError, match=r"(?s)exit status 2:.*planted"):
+        run(command, PYTHONPATH=f".:kernels:{tmp_path}", timeout_s=100)
 
 
 def failed(report: dict[str, Any]) -> list[str]:
