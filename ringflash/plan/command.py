@@ -197,6 +197,7 @@ def _model(paths: list[Path]) -> _Named:
             "see recipes/lightning."
         ) from error
     _check_numbers(named, paths[-1])
+    _check_strategy(strategy, paths[-1])
     if named.precision not in (None, *get_args(Precision)):
         raise ValueError(
             f"precision must be one of {get_args(Precision)} for a plan, got {named.precision!r} in {paths[-1]}; lay a "
@@ -209,6 +210,15 @@ def _check_memory(memory: dict[str, Any], path: Path) -> None:
     unknown = sorted(set(memory) - {field.name for field in fields(Memory)})
     if unknown:
         raise ValueError(f"memory must have the keys of recipes/lightning, got {unknown[0]!r} in {path}; remove it.")
+
+
+def _check_strategy(strategy: object, path: Path) -> None:
+    name = strategy.get("class_path") if isinstance(strategy, dict) else strategy
+    if isinstance(name, str) and "deepspeed" in name.lower():
+        raise NotImplementedError(
+            f"trainer.strategy must be ContextParallelStrategy for a plan, got {name} in {path}; ZeRO below stage 3 "
+            "keeps weights whole on every GPU. Leave that recipe out for stage 3, which shards them as FSDP2 does."
+        )
 
 
 def _check_numbers(named: _Named, path: Path) -> None:

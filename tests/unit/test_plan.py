@@ -401,6 +401,13 @@ def test_a_precision_that_no_plan_knows_is_refused(tmp_path: Path, capsys: pytes
     assert "got '32-true' in" in capsys.readouterr().err
 
 
+def test_recipes_of_deepspeed_are_not_planned_as_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
+    """ZeRO below stage 3 has the weights whole on every GPU: 30 GiB of 8 B parameters, planned as 4."""
+    recipes = [str(ROOT / "recipes" / x) for x in ("lightning/qwen3_8b_pretrain.yaml", "deepspeed/quickstart.yaml")]
+    assert main(["plan", *recipes]) == 2
+    assert "trainer.strategy must be ContextParallelStrategy for a plan, got ringflash.deep" in capsys.readouterr().err
+
+
 def test_command_reads_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ROOT / "recipes" / "lightning" / "quickstart.yaml"
     assert main(["plan", str(recipe), "--gpus", "2", "--json"]) == 0
