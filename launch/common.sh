@@ -9,6 +9,24 @@ read_arguments() {
   flags=("$@")
 }
 
+# Refuses a checkpoint by name where a run may be started more than once: each start would begin there, and lose the steps
+# since. `why`: what starts it.
+check_checkpoint() {
+  local why=$1 i value
+  for i in "${!flags[@]}"; do
+    case ${flags[i]} in
+      --ckpt_path) value=${flags[i + 1]:-nothing} ;;
+      --ckpt_path=*) value=${flags[i]#*=} ;;
+      *) continue ;;
+    esac
+    if [[ $value != auto ]]; then
+      echo "--ckpt_path must be auto where $why, got $value: the run would begin there each time. Put the checkpoint" \
+        "below a new output_dir, where auto finds it: mkdir -p NEW/start && ln -s CHECKPOINT.ckpt NEW/start/" >&2
+      exit 2
+    fi
+  done
+}
+
 # Sets NPROC to one process for each GPU, or 2 without GPUs, and what the processes need.
 set_environment() {
   local gpus=0 cores
@@ -29,6 +47,7 @@ set_environment() {
 
 # Runs the recipe with one torchrun, whose rendezvous the arguments describe, or prints what would run.
 train() {
+  if ((PET_MAX_RESTARTS > 0)); then check_checkpoint "MAX_RESTARTS is $PET_MAX_RESTARTS"; fi
   local command=("$PYTHON" -m torch.distributed.run "$@" --nproc_per_node "$NPROC"
     -m recipes.lightning.train fit --config "$recipe" "${flags[@]}")
   if ((dry_run)); then

@@ -108,10 +108,22 @@ def test_host_of_no_number_is_refused(rank: str) -> None:
 
 
 def test_slurm_dry_run() -> None:
-    """One host script for each node, from the newest checkpoint; the user's flags come last and win."""
+    """One host script for each node, from the newest checkpoint; the user's flags come last."""
     shown = dry_run("bash", "launch/slurm.sbatch", "a.yaml", "--trainer.max_steps", "3", SLURM_NNODES="4")
     assert "NNODES=4 MAX_RESTARTS=3 RDZV_ENDPOINT=localhost:29500 RDZV_ID=" in shown
     assert "srun --kill-on-bad-exit=1 launch/host.sh a.yaml --ckpt_path auto --trainer.max_steps 3" in shown
+
+
+@pytest.mark.parametrize("flag", [("--ckpt_path", "runs/a.ckpt"), ("--ckpt_path=null",)], ids=str)
+def test_a_checkpoint_that_every_start_would_begin_from_is_refused(flag: tuple[str, ...]) -> None:
+    """A job that is queued again, or started again after a crash, would lose the steps since."""
+    value = flag[-1].removeprefix("--ckpt_path=")
+    with pytest.raises(AssertionError, match=f"must be auto where SLURM may queue the job again, got {value}: "):
+        dry_run("bash", "launch/slurm.sbatch", "a.yaml", *flag)
+    with pytest.raises(AssertionError, match=f"must be auto where MAX_RESTARTS is 2, got {value}: .* auto finds it"):
+        dry_run("launch/local.sh", *flag, NPROC="2", MAX_RESTARTS="2")
+    assert value in dry_run("launch/local.sh", *flag, NPROC="2")
+    assert "--ckpt_path auto" in dry_run("bash", "launch/slurm.sbatch", "a.yaml", "--ckpt_path", "auto")
 
 
 def test_kubernetes_dry_run() -> None:
