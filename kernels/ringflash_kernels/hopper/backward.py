@@ -21,7 +21,7 @@ from ringflash_kernels.hopper.backward_queries import backward_queries
 from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.backward_wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
-from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, misaligned
+from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, misaligned
 from ringflash_kernels.hopper.launcher import Launcher, on
 from ringflash_kernels.hopper.preprocess import postprocess, preprocess
 from ringflash_kernels.mask import Mask, Region
@@ -175,7 +175,7 @@ class Backward:
         num_tiles = -(-hop.num_keys // works.tile)
         num_ctas = self._num_ctas(mask, hop, works)
         queries = self._queries(hop.q_start, hop.q_stop)
-        keys = [_rows(x, hop.k_start, hop.k_stop) for x in (k, v, dk, dv)]
+        keys = [cut(x, 1, (hop.k_start, hop.k_stop)) for x in (k, v, dk, dv)]
         scalars = (
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             k.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
@@ -217,7 +217,7 @@ class Backward:
         works = Works(batch * num_heads, heads_together, _HELD_QUERIES, choices.block, from_last=True)
         num_tiles = -(-hop.num_keys // works.tile)
         queries = self._queries(hop.k_start, hop.k_stop)
-        keys = [_tiles(_rows(x, hop.q_start, hop.q_stop), tiles.pieces, choices.block) for x in (k, v)]
+        keys = [_tiles(cut(x, 1, (hop.q_start, hop.q_stop)), tiles.pieces, choices.block) for x in (k, v)]
         _QUERIES(
             (head_dim, self.q.dtype, hop.has_bounds), self._num_ctas(mask, hop, works),
             *queries.q, *keys[0], *keys[1], *queries.dout,
@@ -237,7 +237,7 @@ class Backward:
         """Descriptors of the query side for the rows [start, stop), made once."""
         if (start, stop) not in self._views:
             tiles = self.tiles
-            q, dout = (_tiles(_rows(x, start, stop), tiles.pieces) for x in (self.q, self.dout))
+            q, dout = (_tiles(cut(x, 1, (start, stop)), tiles.pieces) for x in (self.q, self.dout))
             columns = () if tiles.wide else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
             dq = [_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
             stats = _descriptor(self.stats, (1, 2, 64))
@@ -384,11 +384,6 @@ def _kept_transpose(mask: Mask) -> Mask:
     if "transposed" not in mask._cache:
         mask._cache["transposed"] = mask.transposed()
     return mask._cache["transposed"]  # type: ignore[return-value]
-
-
-def _rows(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """x[:, start:stop]; x itself where that is all of it, since each view costs microseconds."""
-    return x if (start, stop) == (0, x.shape[1]) else x[:, start:stop]
 
 
 def _tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

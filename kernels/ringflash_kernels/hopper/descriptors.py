@@ -24,7 +24,6 @@ def block_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLa
     return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
 
 
-@functools.cache
 def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Shared-memory layout of a (1, rows, 1, columns) box."""
     return block_layout((1, rows, 1, columns), dtype)
@@ -34,6 +33,12 @@ def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescripto
     """Descriptor that moves (rows, columns) of one batch and head; rows past the end read 0 and are not written."""
     strides = _box_strides(x)
     return Descriptor(x, list(x.shape), strides, [1, rows, 1, columns], tile_layout(rows, columns, x.dtype))
+
+
+def cut(x: torch.Tensor | None, dim: int, bounds: tuple[int, int]) -> torch.Tensor | None:
+    """x[start:stop] of a dimension, as a view; x itself where that is all of it, since each view costs microseconds."""
+    start, stop = bounds
+    return x if x is None or stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
 
 
 def misaligned(x: torch.Tensor) -> str | None:

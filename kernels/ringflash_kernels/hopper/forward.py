@@ -38,7 +38,7 @@ from ringflash_kernels.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ringflash_kernels.hopper.descriptors import misaligned, tile_descriptor, tile_layout
+from ringflash_kernels.hopper.descriptors import cut, misaligned, tile_descriptor, tile_layout
 from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.hopper.launcher import Launcher, on
 from ringflash_kernels.hopper.tiles import FORWARD_TILES, ForwardTiles
@@ -975,8 +975,8 @@ def plan(
     else:
         kind, lower, upper = "bounds", 0, 0
         start, stop = (bound[slice(*rows)] for bound in mask.bounds(q.device))
-    q, out, lse, acc = _cut(q, 1, rows), _cut(out, 1, rows), _cut(lse, 2, rows), _cut(acc, 1, rows)
-    k, v = _cut(k, 1, keys), _cut(v, 1, keys)
+    q, out, lse, acc = cut(q, 1, rows), cut(out, 1, rows), cut(lse, 2, rows), cut(acc, 1, rows)
+    k, v = cut(k, 1, keys), cut(v, 1, keys)
     variant = _variant(FORWARD_TILES[q.shape[3]], kind, acc is not None)
     if kind == "bounds":
         table = _tile_table(mask, q.device, variant.tiles.rows)
@@ -1067,12 +1067,6 @@ def _settle(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None, rows
         lse[:, :, rows] = -math.inf
     elif acc is not out and acc.data_ptr() != out.data_ptr():
         out[:, rows] = acc[:, rows]
-
-
-def _cut(x: torch.Tensor | None, dim: int, bounds: tuple[int, int]) -> torch.Tensor | None:
-    """x[start:stop] of a dimension, as a view; x itself where that is all of it, since each view costs microseconds."""
-    start, stop = bounds
-    return x if x is None or stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
 
 
 @functools.cache
