@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -53,9 +54,16 @@ class Copies:
                 target.copy_(source, non_blocking=True)
 
     def _refused(self, batch: Callable[..., int]) -> bool:
-        """Whether the driver made none of them, or not all: it does not say why, torch's copies will."""
+        """Whether the driver made none of them, or not all."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        return batch(*self._arrays, len(self._pairs), _ATTRIBUTES, _FROM_THE_FIRST, 1, stream) != 0
+        problem = batch(*self._arrays, len(self._pairs), _ATTRIBUTES, _FROM_THE_FIRST, 1, stream)
+        if problem:
+            warnings.warn(
+                f"copies are made one by one, at more of the host's time: of {len(self._pairs)} in one call the driver "
+                f"says error {problem}.",
+                stacklevel=2,
+            )
+        return problem != 0
 
 
 _ATTRIBUTES = _Attributes(_IN_STREAM_ORDER, (0, 0), (0, 0), _BESIDE_KERNELS)
