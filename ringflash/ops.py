@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 from weakref import ref
 
 import torch
@@ -193,10 +193,13 @@ def _unobserved(*tensors: Tensor) -> bool:
 
 def _as_declared(cu_seqlens: object, *options: object) -> bool:
     """Whether options are neither to be converted, as numpy's integers, nor to be refused: the operator does both."""
-    kinds = (str, bool, float, int, int, str, str, str, bool, int, bool)
     return (cu_seqlens is None or isinstance(cu_seqlens, Tensor)) and all(
-        type(x) is kind for x, kind in zip(options, kinds, strict=False)
+        type(x) is kind for x, kind in zip(options, _KINDS, strict=False)
     )
+
+
+_TENSORS = ("q", "k", "v", "cu_seqlens", "return")
+_KINDS = [kind for name, kind in get_type_hints(_forward).items() if name not in _TENSORS]
 
 
 @dataclass(frozen=True)

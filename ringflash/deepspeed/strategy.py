@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 try:
     from lightning.pytorch.accelerators import CUDAAccelerator
-    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DeepSpeedStrategy
 except ModuleNotFoundError as missing:
     raise ImportError(
@@ -26,7 +25,7 @@ except ModuleNotFoundError as missing:
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check
 from ringflash.layout import granularity
-from ringflash.lightning.checkpoints import COMPLETE
+from ringflash.lightning.checkpoints import COMPLETE, check_folders
 from ringflash.lightning.writing import check_local
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 
@@ -117,7 +116,7 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
         Raises:
             ValueError: they would go to a bucket.
         """
-        check_local(*(each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)))
+        check_folders(trainer)
         super().setup(trainer)
 
     @contextmanager

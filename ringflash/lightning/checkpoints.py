@@ -14,7 +14,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities import rank_zero_info
 
 from ringflash.agreement import agree
-from ringflash.lightning.writing import leftovers, restore
+from ringflash.lightning.writing import check_local, leftovers, restore
 
 COMPLETE = "complete"  # a file in a checkpoint of DeepSpeed's once all ranks have written theirs
 
@@ -55,6 +55,17 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def _should_save_on_train_epoch_end(self, trainer: lightning.Trainer) -> bool:
         """Not what waits for an evaluation, which Lightning would forget there."""
         return not self._defer_save_until_validation and super()._should_save_on_train_epoch_end(trainer)
+
+
+def check_folders(trainer: lightning.Trainer) -> None:
+    """Refuse a trainer whose checkpoints would go to a bucket, as `check_local` does.
+
+    Raises:
+        ValueError: an address in the place of a folder.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, callbacks.ModelCheckpoint) and callback.dirpath is not None:
+            check_local(callback.dirpath)
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ringflash.layout import granularity
+from ringflash.lightning.checkpoints import check_folders
 from ringflash.lightning.writing import CheckpointWriter, check_local
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 from ringflash.safe_files import check_together
@@ -97,7 +97,7 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         Raises:
             ValueError: they would go to a bucket.
         """
-        check_local(*(each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)))
+        check_folders(trainer)
         super().setup(trainer)
 
     @property

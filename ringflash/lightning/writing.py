@@ -98,18 +98,17 @@ class CheckpointWriter:
         return next((_in_words(error) for error in errors if error is not None), None)
 
 
-def check_local(*places: str | Path | None) -> None:
+def check_local(place: str | Path) -> None:
     """Refuse the address of a bucket: as a path it is that of a folder here, named s3: for instance.
 
     Raises:
         ValueError: an address in the place of a folder.
     """
-    for place in places:
-        if place is not None and re.match(r"[A-Za-z][\w+.-]+:/", str(place)):  # Path makes one slash of two
-            raise ValueError(
-                f"checkpoints must go to a folder of a file system, got {place}; name one that all hosts share, and "
-                "copy them on from there."
-            )
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(place)):  # Path makes one slash of two
+        raise ValueError(
+            f"checkpoints must go to a folder of a file system, got {place}; name one that all hosts share, and "
+            "copy them on from there."
+        )
 
 
 def restore(folder: str | Path) -> None:

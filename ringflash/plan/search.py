@@ -85,8 +85,7 @@ def _changed(job: Job) -> Iterator[tuple[tuple[str, ...], Job]]:
     for count in range(1, _MOST_CHANGES + 1):
         for names in combinations(useful, count):
             change = {key: value for name in names for key, value in useful[name].items()}
-            without = {"checkpointing": job.checkpointing, **change}["checkpointing"] == "none"
-            if change.get("offload_checkpoints") and without:
+            if change.get("offload_checkpoints") and change.get("checkpointing", job.checkpointing) == "none":
                 continue  # what is offloaded are checkpoints
             if len(change) == count:  # two levels of checkpointing at once are none
                 yield names, replace(job, **change)  # type: ignore[arg-type]
