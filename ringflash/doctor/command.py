@@ -19,7 +19,7 @@ from rich.table import Table
 from ringflash.console import console
 from ringflash.doctor.facts import collect
 from ringflash.doctor.finding import Finding, fault, ok, warning
-from ringflash.doctor.gather import Meeting, world
+from ringflash.doctor.gather import Meeting, tell_apart, world
 from ringflash.doctor.judge import Facts, differences, judge
 
 _SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # less than this between GPUs of one host is not NVLink
@@ -50,6 +50,7 @@ def run(options: Namespace) -> int:
         if rank in told.get("probing", ()):
             meeting.report([finding.as_dict() for finding in probes(facts, options.seconds)])
         return 0
+    ranks = tell_apart(ranks)
     findings = examine(ranks, missing)
     ring = {} if options.no_probes or missing else ring_of_hosts(ranks)
     probing = [] if options.no_probes else first_with_their_gpus(ranks)

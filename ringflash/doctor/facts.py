@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ringflash.host import this_host
 from ringflash_kernels.hopper.environment import check_environment
 
 PACKAGES = (
@@ -25,8 +26,10 @@ _SECONDS = 20
 
 def collect() -> dict[str, Any]:
     """All of it."""
+    host = this_host()
     return {
-        "host": platform.node(),
+        "host": host.name,
+        "boot": host.boot,
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
         "cuda": torch.version.cuda,

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ringflash.host import Host
+
 _PREFIX = "ringflash/doctor"
 
 
@@ -65,6 +67,16 @@ class Meeting:
         if not _wait(self._store, f"report{rank}", time.monotonic() + seconds):
             return None
         return json.loads(self._store.get(f"report{rank}"))
+
+
+def tell_apart(ranks: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Facts by rank, in which hosts of one name have names of their own, with their boots."""
+    hosts = {rank: Host(facts["host"], facts["boot"]) for rank, facts in ranks.items()}
+    names = [name for name, _ in set(hosts.values())]
+    return {
+        rank: facts if names.count(facts["host"]) == 1 else {**facts, "host": str(hosts[rank])}
+        for rank, facts in ranks.items()
+    }
 
 
 def _store(seconds: float) -> dist.Store:

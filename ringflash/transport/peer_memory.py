@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from ringflash import graphs
 from ringflash.agreement import gather
+from ringflash.host import this_host
 from ringflash.transport.copies import Copies
 from ringflash.transport.lanes import Lanes, T, Token
 
@@ -194,7 +194,7 @@ def _place(device: torch.device) -> list[object]:
         for other in range(torch.cuda.device_count())
         if other != device.index and not torch.cuda.can_device_access_peer(device, other)
     ]
-    return [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), strangers]
+    return [str(this_host()), str(torch.cuda.get_device_properties(device).uuid), strangers]
 
 
 def _check_places(places: list) -> None:

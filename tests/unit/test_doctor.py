@@ -17,12 +17,14 @@ from ringflash.cli import main
 from ringflash.doctor import command, probe
 from ringflash.doctor.command import _kernel, _probe, _ring, examine
 from ringflash.doctor.facts import collect, parse_topology
+from ringflash.doctor.gather import tell_apart
 from ringflash.doctor.judge import declared_ranges, differences, judge
 from tests.recipes.launching import run
 
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}
 HEALTHY: dict[str, Any] = {
-    "host": "a", "python": "3.12.3", "cuda": "13.0", "nccl": "2.28.9", "driver": "580.1", "gpus": [GPU] * 2,
+    "host": "a", "boot": "1a", "python": "3.12.3", "cuda": "13.0", "nccl": "2.28.9", "driver": "580.1",
+    "gpus": [GPU] * 2,
     "packages": {
         "torch": "2.11.0", "triton": "3.6.0", "lightning": "2.6.6", "pytorch-lightning": "2.6.6",
         "deepspeed": "0.19.8", "transformers": "5.17.0",
@@ -118,6 +120,17 @@ def test_hosts_that_differ_are_named() -> None:
     assert "on a (rank 0)" in finding.found and "on b (rank 1, 2)" in finding.found
     (finding,) = differences({0: HEALTHY, 1: {**HEALTHY, "host": "b"}})
     assert (finding.level, finding.found) == ("ok", "2, alike")
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_boots() -> None:
+    """Hosts made from one image; and containers of one host, which have names of their own."""
+    told = tell_apart({0: {**HEALTHY, "host": "node", "boot": "1a"}, 1: {**HEALTHY, "host": "node", "boot": "2b"}})
+    assert [facts["host"] for facts in told.values()] == ["node (1a)", "node (2b)"]
+    (finding,) = differences(told)
+    assert finding.found == "2, alike"
+    names = ("a", "b", "b")
+    told = tell_apart({rank: {**HEALTHY, "host": name, "boot": "1a"} for rank, name in enumerate(names)})
+    assert tuple(facts["host"] for facts in told.values()) == names
 
 
 def test_the_newer_name_of_the_allocators_variable_counts() -> None:
