@@ -14,7 +14,7 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
-from ringflash.bench.results import Change, Measured, changes, read_results
+from ringflash.bench.results import Change, Measured, changes, gone, read_results
 from ringflash.console import console
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--toy", action="store_true", help="small rings over gloo: shows that it runs, and no speed")
     parser.add_argument("--out", type=Path | None, default=None, help="file for the results, with machine and versions")
     parser.add_argument(
-        "--baseline", type=Path | None, default=None, help="earlier results; exit status 1 where a row is slower"
+        "--baseline",
+        type=Path | None,
+        default=None,
+        help="earlier results; exit status 1 where a row is slower, or gone",
     )
     parser.add_argument(
         "--tolerance", type=float, default=0.05, help="part of the baseline's speed that a row may lose"
@@ -42,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the table; 1 where a row is slower than the baseline by more than the tolerance."""
+    """Print the table; 1 where a row of the baseline is gone, or slower than there by more than the tolerance."""
     _check_rows(options.rows)
     _check_run(options)
     if not 0 <= options.tolerance < 1:
@@ -61,15 +64,16 @@ def run(options: Namespace) -> int:
         raise _no_row(options.rows)
     compared = changes(rows, before)
     slower = [change for change in compared if change.ratio < 1 - options.tolerance]
+    missing = gone(rows, [row for row in before if re.search(options.rows, row.name)])
     if options.json:
-        print(json.dumps(_as_json(environment, rows, compared, slower), indent=2))
+        print(json.dumps(_as_json(environment, rows, compared, slower, missing), indent=2))
     else:
-        _print(environment, rows, compared, slower)
+        _print(environment, rows, compared, slower, missing)
     if options.plot is not None:
         _plot(options.plot, rows)
     if options.baseline is not None and not compared:
         raise ValueError(f"{options.baseline} must have rows of these results, got none in common; see --rows.")
-    return 1 if slower else 0
+    return 1 if slower or missing else 0
 
 
 def _measure(options: Namespace, out: Path) -> Path:
@@ -126,7 +130,7 @@ def _num_ranks(options: Namespace) -> int:
 
 
 def _as_json(
-    environment: dict[str, Any], rows: list[Measured], compared: list[Change], slower: list[Change]
+    environment: dict[str, Any], rows: list[Measured], compared: list[Change], slower: list[Change], missing: list[str]
 ) -> dict[str, Any]:
     return {
         "environment": environment,
@@ -136,10 +140,13 @@ def _as_json(
         ],
         "compared": [change.__dict__ for change in compared],
         "regressions": [change.name for change in slower],
+        "gone": missing,
     }
 
 
-def _print(environment: dict[str, Any], rows: list[Measured], compared: list[Change], slower: list[Change]) -> None:
+def _print(
+    environment: dict[str, Any], rows: list[Measured], compared: list[Change], slower: list[Change], missing: list[str]
+) -> None:
     out = console()
     about = ("device", "torch", "triton", "commit", "command")
     out.print(", ".join(f"{key} {environment[key]}" for key in about if key in environment))
@@ -158,6 +165,8 @@ def _print(environment: dict[str, Any], rows: list[Measured], compared: list[Cha
     out.print(table)
     for change in slower:
         out.print(f"[red]slower than the baseline: {change.name}, {change.ratio:.3f}[/]")
+    for name in missing:
+        out.print(f"[red]in the baseline alone: {name}[/]")
 
 
 def _check_rows(pattern: str) -> None:
@@ -177,6 +186,8 @@ def _check_run(options: Namespace) -> None:
     for name in (name for name, is_given in given.items() if is_given and name not in taken):
         wanted = "ring" if name in ("nproc", "toy") else "kernels or ring"
         raise ValueError(f"--{name} must come with {wanted}, got {options.what!r}; leave it out.")
+    if options.nproc is not None and options.nproc < 2:
+        raise ValueError(f"--nproc must be 2 or more, got {options.nproc}; a ring of one sends nothing.")
     if options.out is not None and not options.out.resolve().parent.is_dir():
         raise ValueError(f"--out must lie in a folder that is there, got {options.out}; make it first.")
 

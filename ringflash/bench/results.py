@@ -80,6 +80,12 @@ def _measured(row: dict[str, Any]) -> Measured | None:
     return Measured(f"{row['row']}, {row['pass']}", figures, ours, "TFLOP/s" if row.get("tflops") else "% of the ideal")
 
 
+def gone(new: list[Measured], old: list[Measured]) -> list[str]:
+    """Names of the rows that the new results do not have: left out, or their kernel failed."""
+    there = {row.name for row in new}
+    return [row.name for row in old if row.name not in there]
+
+
 def changes(new: list[Measured], old: list[Measured]) -> list[Change]:
     """Rows that both results have."""
     before = {row.name: row for row in old}

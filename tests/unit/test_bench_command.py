@@ -57,6 +57,18 @@ def test_a_regression_is_named_and_exits_with_1(
     assert json.loads(capsys.readouterr().out)["regressions"] == (["a, forward"] if status else [])
 
 
+def test_a_row_that_is_gone_is_named_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A kernel that fails leaves its row out; a row that was not asked for is not missed."""
+    old = write(tmp_path / "old", a={"ringflash": 600}, b={"ringflash": 500})
+    new = write(tmp_path / "new", a={"ringflash": 600}, b={"fa": 500})
+    arguments = ["bench", str(new), "--baseline", str(old)]
+    assert main(arguments) == 1
+    assert "in the baseline alone: b, forward" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["gone"] == ["b, forward"]
+    assert main([*arguments, "--rows", "^a"]) == 0
+
+
 def test_a_baseline_without_a_row_in_common_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing was compared, so nothing is known to be as fast as it was."""
     old, new = (write(tmp_path / name, **{name: {"ringflash": 600}}) for name in ("old", "new"))
@@ -118,6 +130,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         ([str(COMMITTED), "--rounds", "5"], "--rounds must come with kernels or ring, got"),
         (["kernels", "--toy"], "--toy must come with ring, got 'kernels'"),
         (["kernels", "--nproc", "2"], "--nproc must come with ring, got 'kernels'"),
+        (["ring", "--toy", "--nproc", "1"], "--nproc must be 2 or more, got 1; a ring of one sends nothing"),
         (["ring", "--toy", "--out", "nowhere/x.json"], "--out must lie in a folder that is there, got nowhere/x.json"),
     ],
 )
