@@ -21,6 +21,7 @@ _KEYWORDS = {
     "mpu": "its groups are summed over at some stages and averaged over at others",
     "mesh_param": "gradients are then reduced over its data axis alone",
 }
+_TWICE = {"optimizer": "optimizer", "lr_scheduler": "scheduler"}  # keywords, and the keys that say the same
 _KEYS = {
     "sequence_parallel_size": "gradients are then reduced over the data axis alone",
     "data_parallel_size": "with sequence_parallel_size it makes a mesh of DeepSpeed's own",
@@ -34,7 +35,8 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
         config: DeepSpeed's, as a dictionary.
         keywords: further ones of `deepspeed.initialize`.
     Raises:
-        ValueError: a key or keyword that changes what gradients are averaged over, or what a batch counts.
+        ValueError: a key or keyword that changes what gradients are averaged over, or what a batch counts; one that
+            DeepSpeed ignores beside another.
         NotImplementedError: parallelism over something else than data and context.
     """
     if not isinstance(config, Mapping):
@@ -44,6 +46,12 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
             f"config_params must be None, got {type(keywords['config_params']).__name__}, which DeepSpeed ignores "
             "beside a config; give one of them, as config."
         )
+    for keyword, name in _TWICE.items():
+        if keywords.get(keyword) is not None and name in config:
+            raise ValueError(
+                f"{name} must not be in the config beside {keyword}=, got {config[name]}, which DeepSpeed then "
+                "ignores; give one of them."
+            )
     for name, reason in _KEYWORDS.items():
         if keywords.get(name) is not None:
             raise ValueError(f"{name} must be None, got {type(keywords[name]).__name__} ({reason}); {_LEAVE_OUT}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 
@@ -39,6 +40,27 @@ def test_what_leaves_the_average_alone_passes() -> None:
         {"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "mean", "tensor_parallel": None},
         {"mpu": None, "mesh_param": None},
     )
+
+
+@pytest.mark.parametrize(("keyword", "name"), [("optimizer", "optimizer"), ("lr_scheduler", "scheduler")])
+def test_what_is_given_twice_is_refused(keyword: str, name: str) -> None:
+    """DeepSpeed takes the keyword; either alone is well."""
+    check({name: {"type": "Adam"}}, {keyword: None})
+    check({}, {keyword: object()})
+    with pytest.raises(ValueError, match=f"{name} must not be in the config beside {keyword}=, got .*Adam.* ignores"):
+        check({name: {"type": "Adam"}}, {keyword: object()})
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+def test_a_modules_optimizer_has_one_place_with_lightning(name: str) -> None:
+    """Lightning would train with the config's, at another rate than the module's."""
+
+    class Module(lightning.LightningModule):
+        def configure_optimizers(self) -> None: ...
+
+    strategy = DeepSpeedContextParallelStrategy(config={name: {"type": "Adam", "params": {"lr": 1.0}}})
+    with pytest.raises(ValueError, match=f"{name} must not be in the config of a module that has configure_optimizers"):
+        strategy._initialize_deepspeed_train(Module())
 
 
 def test_tensor_parallelism_is_refused() -> None:
