@@ -198,6 +198,16 @@ class _Unconsumed(Sampler[int]):
         return iter(order)
 
 
+def _check_class(data: object, checkpoint: dict[str, Any]) -> None:
+    """Lightning keeps a place under the name of the data's class, and begins at the first sequence without one."""
+    places = [name for name, state in checkpoint.items() if isinstance(state, dict) and "num_consumed" in state]
+    if places and type(data).__qualname__ not in places:
+        raise ValueError(
+            f"data must be of the checkpoint's class ({', '.join(places)}), got {type(data).__qualname__}, which would "
+            "begin at its first sequence; resume with the same data, or start a new run from exported weights."
+        )
+
+
 def _loader(sequences: Sequences, chosen: Sampler[int] | list[int]) -> Loader:
     return DataLoader(cast(Dataset[Any], sequences), batch_size=None, sampler=chosen)
 
@@ -219,7 +229,12 @@ class CountConsumed(lightning.Callback):
         """A step begins with the first batch also where it has more of them (accumulate_grad_batches) than before.
 
         Lightning ends a step by the number of batches so far, which is rounded up to whole steps.
+
+        Raises:
+            ValueError: a run that another class of data has begun, whose place in it Lightning would not hand over.
         """
+        if trainer.state.fn == TrainerFn.FITTING:
+            _check_class(trainer.datamodule, checkpoint)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         missing = -progress["current"]["ready"] % trainer.accumulate_grad_batches
         for kind in ("current", "total"):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
+from ringflash.lightning.sequences import CountConsumed
 from ringflash.lightning.text import SEPARATOR, PackedText, is_held_out, text_files
 from ringflash.mesh import mesh_sizes
 from tests.recipes.launching import write_text
@@ -110,6 +113,21 @@ def test_checkpoint_of_other_data_is_refused() -> None:
     data.trainer = SimpleNamespace(state=SimpleNamespace(fn="validate"))
     data.load_state_dict({**state, "seqlen": 99, "num_consumed": 8})  # its model may be judged by other data
     assert data.num_consumed == 7
+
+
+@pytest.mark.parametrize(("place", "refused"), [("TokenData", True), ("TextData", False), ("OwnData", False)])
+def test_checkpoint_of_another_class_of_data_is_refused(place: str, refused: bool) -> None:
+    """Lightning does not hand its place over: the run began at the first sequence again. Data of one's own has none."""
+    states = {"OwnData": {"seen": 1}} if place == "OwnData" else {place: {"num_consumed": 7}}
+    batches = {kind: {"ready": 4, "completed": 4} for kind in ("current", "total")}
+    checkpoint = {"state_dict": {}, **states, "loops": {"fit_loop": {"epoch_loop.batch_progress": batches}}}
+    state = SimpleNamespace(fn=TrainerFn.FITTING)
+    trainer = SimpleNamespace(state=state, datamodule=TextData(seqlen=16), accumulate_grad_batches=1)
+    match = r"data must be of the checkpoint's class \(TokenData\), got TextData, which would begin at its first"
+    with pytest.raises(ValueError, match=match) if refused else nullcontext():
+        CountConsumed().on_load_checkpoint(trainer, CausalLM({"model_type": "llama"}), checkpoint)
+    state.fn = TrainerFn.VALIDATING
+    CountConsumed().on_load_checkpoint(trainer, CausalLM({"model_type": "llama"}), checkpoint)
 
 
 @pytest.mark.parametrize(("config", "got"), [({"vocab_size": 256}, 256), ({}, 32000)])
