@@ -47,8 +47,10 @@ def pad_sequence(
         multiple_of: a further divisor of the padded length, such as a kernel's tile.
         causal: False for attention in both directions; padding then needs `cu_seqlens`.
     Raises:
-        ValueError: padding without cu_seqlens under a mask that would let real tokens see it.
+        ValueError: padding without cu_seqlens under a mask that would let real tokens see it; a divisor that is none.
     """
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of must be 1 or more, got {multiple_of}; leave it out for the layout's own.")
     unit = granularity(cp_size, layout) * multiple_of
     extra = -tokens.shape[1] % unit
     if extra and cu_seqlens is None and not causal:

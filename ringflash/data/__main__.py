@@ -43,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     making = commands.add_parser("prepare", help="write token files; again, to go on after an interruption")
     making.set_defaults(run=_prepare)
-    making.add_argument("inputs", nargs="+", type=Path, help="text, .jsonl or .parquet files, or folders of them")
+    making.add_argument(
+        "inputs", nargs="+", type=Path, help="text, .jsonl, .ndjson or .parquet files, or folders of them"
+    )
     making.add_argument("--out", required=True, type=Path, help="folder of the token files")
     making.add_argument("--tokenizer", default="bytes", help="folder of a Hugging Face tokenizer, or %(default)s")
     making.add_argument("--text-field", default="text", help="field of JSONL and column of parquet (%(default)s)")

@@ -1,6 +1,7 @@
 """Documents out of text, JSONL and parquet files, and how the files are cut into shards of work.
 
-A text file is a document; a line of a .jsonl file and a row of a .parquet file each hold one in their text field.
+A text file is a document; a line of a .jsonl or .ndjson file and a row of a .parquet file each hold one in their text
+field.
 Shards follow from the files and the options alone: as many processes as there may be write the same ones.
 """
 
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
+_LINES = (".jsonl", ".ndjson")  # two names of one format
+SUFFIXES = (".txt", *_LINES, ".parquet")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
@@ -87,7 +89,7 @@ def cut_into_shards(files: Iterable[Path], shard_bytes: int) -> list[list[Piece]
 
 def _pieces(path: Path, shard_bytes: int) -> Iterator[Piece]:
     size = path.stat().st_size
-    if path.suffix == ".jsonl":
+    if path.suffix in _LINES:
         for start in range(0, size, shard_bytes):
             stop = min(start + shard_bytes, size)
             yield Piece(path, start, stop, stop - start)
@@ -106,7 +108,7 @@ def documents(pieces: Iterable[Piece], text_field: str) -> Iterator[Document]:
         ValueError: a line or a row without a text; with its place.
     """
     for piece in pieces:
-        if piece.path.suffix == ".jsonl":
+        if piece.path.suffix in _LINES:
             found = _jsonl(piece, text_field)
         elif piece.path.suffix == ".parquet":
             found = _rows(piece, text_field)

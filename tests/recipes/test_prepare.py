@@ -62,10 +62,12 @@ def test_text_and_jsonl_become_bytes_behind_a_separator(tmp_path: Path) -> None:
     assert sorted(content(tmp_path / "out")) == ["00000.bin", "header.json"]
 
 
-@pytest.mark.parametrize("shard_bytes", [1, 7, 100, 1000, 10**6])
-def test_jsonl_is_cut_anywhere_and_keeps_every_line(tmp_path: Path, shard_bytes: int) -> None:
+@pytest.mark.parametrize(
+    ("shard_bytes", "suffix"), [*((size, "jsonl") for size in (1, 7, 100, 1000, 10**6)), (100, "ndjson")]
+)
+def test_jsonl_is_cut_anywhere_and_keeps_every_line(tmp_path: Path, shard_bytes: int, suffix: str) -> None:
     """Also within a line, and within a character of several bytes; a last line may lack its end."""
-    path = write_jsonl(tmp_path / "a.jsonl", [text[:20] for text in TEXTS[:12]])
+    path = write_jsonl(tmp_path / f"a.{suffix}", [text[:20] for text in TEXTS[:12]])
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
     prepare([path], tmp_path / "out", shard_bytes=shard_bytes)
     assert read_all(tmp_path / "out") == as_bytes([text[:20] for text in TEXTS[:12]])
@@ -304,7 +306,9 @@ def test_inputs_without_documents_are_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.json", ["", ""]).rename(tmp_path / "empty")
     with pytest.raises(ValueError, match="inputs must be files or folders, got .*nowhere; correct the path"):
         prepare([tmp_path / "nowhere"], tmp_path / "out")
-    with pytest.raises(ValueError, match="inputs must hold files that end in .txt or .jsonl or .parquet, got none"):
+    with pytest.raises(
+        ValueError, match="inputs must hold files that end in .txt or .jsonl or .ndjson or .parquet, got none"
+    ):
         prepare([tmp_path], tmp_path / "out")
     write_jsonl(tmp_path / "a.jsonl.gz", ["a"])
     with pytest.raises(ValueError, match="inputs must not be compressed, got .*a.jsonl.gz; decompress it first"):

@@ -72,6 +72,12 @@ def train(tokens: torch.Tensor, labels: torch.Tensor, cu_seqlens: torch.Tensor |
     return {"loss": loss.detach()[None, None], "dtable": dtable, "dhead": dhead}
 
 
+def test_a_divisor_that_is_none_is_refused() -> None:
+    for multiple_of in (0, -1):
+        with pytest.raises(ValueError, match=f"multiple_of must be 1 or more, got {multiple_of}; leave it out"):
+            ringflash.pad_sequence(torch.zeros(1, 3, dtype=torch.long), cp_size=2, multiple_of=multiple_of)
+
+
 @pytest.mark.parametrize("layout, multiple_of", [*itertools.product(("zigzag", "contiguous"), (1, 16)), ("striped", 1)])
 @pytest.mark.parametrize("bounds", [None, [0, 3, 13]])
 @pytest.mark.parametrize("causal", [True, False])
