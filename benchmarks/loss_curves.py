@@ -2,14 +2,15 @@
 
     python -m benchmarks.loss_curves [--sizes 1,2,4,8] [--again] [--steps 200] [--json results.json]
 
-Trains recipes/lightning/quickstart.yaml once for each context_parallel_size: on CPUs smaller, in fp64, where curves may
-differ only by the order of sums; on GPUs larger, in bf16-mixed, where they may by rounding. `--again` trains the first
-size twice: how far a run lies from itself, whose kernels add dQ in any order. One host.
+Trains recipes/lightning/quickstart.yaml once for each context_parallel_size: on CPUs smaller, in fp64 throughout, where
+curves may differ only by the order of sums; on GPUs larger, in bf16-mixed, where they may by rounding. `--again` trains
+the first size twice: how far a run lies from itself, whose kernels add dQ in any order. One host.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -18,6 +19,9 @@ import tempfile
 from pathlib import Path
 
 import torch
+from lightning.pytorch import plugins
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from benchmarks.environment import ROOT, describe
 from recipes.lightning.compare import newest_curve, read_losses
@@ -34,6 +38,26 @@ ON_GPUS = {  # heads of 128: the Hopper kernels
     "data.seqlen": 8192, "model.model.hidden_size": 512, "model.model.intermediate_size": 1536,
     "model.learning_rate": 3e-4,
 }  # fmt: skip
+
+
+class DoublePrecision(plugins.DoublePrecision):
+    """Lightning's, and norms in fp64, too: transformers computes them in fp32 whatever the model's dtype.
+
+    One fp32 rounding that the order of a sum turns the other way is 1e-8 of an activation, where sums differ by 1e-16.
+    """
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Also the norms."""
+        module = super().convert_module(module)
+        norms = [part for part in module.modules() if isinstance(part, LlamaRMSNorm)]
+        assert norms, "a model with LlamaRMSNorm"
+        for norm in norms:
+            norm.forward = functools.partial(_rms_norm, norm)
+        return module
+
+
+def _rms_norm(norm: LlamaRMSNorm, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
 
 
 def main() -> None:
@@ -65,7 +89,7 @@ def train(size: int, steps: int, out: Path) -> list[float]:
     flags = {**FLAGS, **(ON_GPUS if cuda else SMALLER), "output_dir": out}
     flags |= {"trainer.max_steps": steps, "model.decay_steps": steps}
     if not cuda:
-        flags["trainer.plugins"] = "lightning.pytorch.plugins.DoublePrecision"
+        flags["trainer.plugins"] = "benchmarks.loss_curves.DoublePrecision"
     command = ["launch/local.sh", "recipes/lightning/quickstart.yaml", *(f"--{k}={v}" for k, v in flags.items())]
     environment = {**os.environ, "NPROC": str(size), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
