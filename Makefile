@@ -25,17 +25,11 @@ train: $(VENV)/.ready  ## Train a small model on real text through the ring: all
 
 test: test-cpu  ## Run the tests that need no GPU
 
-# Kernels compile beside the other tests, at the lowest priority: ranks that wait for one another leave cores idle. The
-# emulator computes in one process for each test, so that these share the cores; other tests use all of them.
-COMPILED = build/test-compile.log
-test-cpu: SHELL = bash
+# The emulator computes in one process for each test, so that these share the cores; other tests use all of them.
 test-cpu: $(VENV)/.ready
-	@failed=0; export OMP_NUM_THREADS=1; mkdir -p build; \
-	set -m; nice -n 19 $(PYTEST) tests/compile > $(COMPILED) 2>&1 & compiling=$$!; set +m; \
-	trap 'kill -- -$$compiling 2> /dev/null' EXIT; \
+	@failed=0; export OMP_NUM_THREADS=1; \
 	$(PYTEST) tests/emulator -n auto --maxprocesses 8 || failed=1; \
-	$(PYTEST) tests --ignore tests/emulator --ignore tests/compile -m "not gpu and not multi_gpu" || failed=1; \
-	wait $$compiling || failed=1; cat $(COMPILED); \
+	$(PYTEST) tests --ignore tests/emulator -m "not gpu and not multi_gpu" || failed=1; \
 	exit $$failed
 
 test-gpu: $(VENV)/.ready  ## Run the kernel tests on one Hopper GPU
