@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from ringflash.headwise import Sections
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
@@ -23,15 +25,24 @@ LIMIT_S = 120.0  # of a busy machine; the ranks end seconds after they began
 BACKWARD = f"in backward call {2 * (GOOD_STEPS + 1)}"
 
 
-def end_of(fault: str, victim: int = 1, timeout_s: float = TIMEOUT_S) -> tuple[list[int | None], list[str]]:
-    job = Job(
+Ended = tuple[list[int | None], list[str]]  # exit codes and what was printed, by rank
+
+
+def begun(fault: str, victim: int = 1, timeout_s: float = TIMEOUT_S) -> Job:
+    return Job(
         3, transport="copy_engine", fault=fault, device="cpu", impl="reference", victim=victim, timeout_s=timeout_s
     )
-    return job.finish(LIMIT_S)
 
 
-def test_a_rank_that_dies_is_named_by_all_others() -> None:
-    codes, texts = end_of("dies")
+@pytest.fixture(scope="module")
+def ended() -> dict[tuple[str, int], Ended]:
+    """Jobs by fault and victim, side by side: they wait most of their time."""
+    jobs = {(fault, victim): begun(fault, victim) for fault, victim in (("dies", 1), ("sleeps", 1), ("dies", 0))}
+    return {which: job.finish(LIMIT_S) for which, job in jobs.items()}
+
+
+def test_a_rank_that_dies_is_named_by_all_others(ended: dict[tuple[str, int], Ended]) -> None:
+    codes, texts = ended["dies", 1]
     assert codes == [1, -9, 1], texts
     for rank in (0, 2):
         assert f"rank {rank} has done {GOOD_STEPS} steps" in texts[rank]
@@ -41,16 +52,16 @@ def test_a_rank_that_dies_is_named_by_all_others() -> None:
         assert "; rank 1 says nothing: it died, or its host is stuck; " in report
 
 
-def test_a_rank_that_sleeps_ends_too() -> None:
-    codes, texts = end_of("sleeps")
+def test_a_rank_that_sleeps_ends_too(ended: dict[tuple[str, int], Ended]) -> None:
+    codes, texts = ended["sleeps", 1]
     assert codes == [1, 1, 1], texts
     for text in texts:
         assert re.search(rf"; rank 1 has waited \d+ s for section 0 {BACKWARD}; rank 2 has", text), text
     assert "in _fail" in texts[1]  # where Python was
 
 
-def test_the_rank_that_keeps_the_store_may_be_the_one_that_dies() -> None:
-    codes, texts = end_of("dies", victim=0)
+def test_the_rank_that_keeps_the_store_may_be_the_one_that_dies(ended: dict[tuple[str, int], Ended]) -> None:
+    codes, texts = ended["dies", 0]
     assert codes == [-9, 1, 1], texts
     for rank in (1, 2):
         assert f"got: rank {rank} has waited" in texts[rank]
@@ -59,7 +70,7 @@ def test_the_rank_that_keeps_the_store_may_be_the_one_that_dies() -> None:
 
 
 def test_ranks_without_a_fault_end_well() -> None:
-    codes, texts = end_of("none", timeout_s=60)
+    codes, texts = begun("none", timeout_s=60).finish(LIMIT_S)
     assert codes == [0, 0, 0], texts
     assert all("has ended well" in text and "must get on" not in text for text in texts)
 
