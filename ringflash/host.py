@@ -23,5 +23,9 @@ class Host(NamedTuple):
 
 
 def this_host() -> Host:
-    """The host of this process; `boot` is the start of its boot's id, empty where the system has none."""
-    return Host(platform.node(), _BOOT_ID.read_text()[:8] if _BOOT_ID.exists() else "")
+    """The host of this process; `boot` is the start of its boot's id, empty where the system tells none."""
+    try:
+        boot = _BOOT_ID.read_text()[:8]
+    except OSError:
+        boot = ""
+    return Host(platform.node(), boot)

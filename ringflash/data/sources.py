@@ -1,8 +1,7 @@
 """Documents out of text, JSONL and parquet files, and how the files are cut into shards of work.
 
 A text file is a document; a line of a .jsonl or .ndjson file and a row of a .parquet file each hold one in their text
-field.
-Shards follow from the files and the options alone: as many processes as there may be write the same ones.
+field. Shards follow from the files and the options alone: as many processes as there may be write the same ones.
 """
 
 from __future__ import annotations

@@ -6,19 +6,23 @@ One process, and two gloo processes for the ring and for ranks that answer, or d
 from __future__ import annotations
 
 import json
+import platform
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ringflash import host
 from ringflash.cli import main
 from ringflash.doctor import command, probe
 from ringflash.doctor.command import _kernel, _probe, _ring, examine
 from ringflash.doctor.facts import collect, parse_topology
 from ringflash.doctor.gather import tell_apart
 from ringflash.doctor.judge import declared_ranges, differences, judge
+from ringflash.host import this_host
 from tests.recipes.launching import run
 
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}
@@ -131,6 +135,12 @@ def test_hosts_of_one_name_are_told_apart_by_their_boots() -> None:
     names = ("a", "b", "b")
     told = tell_apart({rank: {**HEALTHY, "host": name, "boot": "1a"} for rank, name in enumerate(names)})
     assert tuple(facts["host"] for facts in told.values()) == names
+
+
+def test_a_system_without_a_boots_id_has_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert len(this_host().boot) == 8 and str(this_host()) == f"{platform.node()} ({this_host().boot})"
+    monkeypatch.setattr(host, "_BOOT_ID", tmp_path / "none")
+    assert str(this_host()) == platform.node()
 
 
 def test_the_newer_name_of_the_allocators_variable_counts() -> None:
