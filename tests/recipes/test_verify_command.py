@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -37,17 +38,24 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("where", ["import", "build"])
-def test_a_rank_that_fails_alone_ends_all_with_its_error(tmp_path: Path, where: str) -> None:
-    """The others waited for it half an hour, and nobody said why."""
+def test_a_rank_that_fails_alone_ends_all_with_its_error(tmp_path: Path) -> None:
+    """As the module is imported, or builds; the others waited for it half an hour, and nobody said why."""
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(_fail_alone, [tmp_path / "import", tmp_path / "build"]))
+
+
+def _fail_alone(folder: Path) -> None:
+    """At the place that the folder is named by."""
+    folder.mkdir()
     problem = 'if os.environ["RANK"] == "1":\n    raise ImportError("planted")\n'
     code = example("docs/verify.md", "# my_training.py")
-    if where == "build":
+    if folder.name == "build":
         code = code.replace("def build(group):\n", "def build(group):\n" + indent(problem, "    "))
-    (tmp_path / "failing.py").write_text(f"import os\nimport lightning\n{code}{problem if where == 'import' else ''}")
+    at_import = problem if folder.name == "import" else ""
+    (folder / "failing.py").write_text(f"import os\nimport lightning\n{code}{at_import}")
     command = [sys.executable, "-m", "ringflash", "verify", "failing:build", "--nproc", "2", "--seqlen", "64"]
     with pytest.raises(AssertionError, match=r"(?s)exit status 2:.*planted"):
-        run(command, PYTHONPATH=f".:kernels:{tmp_path}", timeout_s=100)
+        run(command, PYTHONPATH=f".:kernels:{folder}", timeout_s=100)
 
 
 def failed(report: dict[str, Any]) -> list[str]:

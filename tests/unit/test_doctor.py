@@ -9,6 +9,7 @@ import json
 import platform
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -326,10 +327,12 @@ def test_one_host_has_no_ring_of_hosts() -> None:
 
 
 def test_ranks_answer_under_torchrun_or_are_named() -> None:
-    """Two ranks of one host; then one that never answers."""
+    """Two ranks of one host; beside them, for they wait, two of which one never answers."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    output = run([*launch, "-m", "ringflash", "doctor", "--no_probes", "--json", "--seconds", "60"])
+    doctor = ["-m", "ringflash", "doctor", "--no_probes", "--json", "--seconds", "60"]
+    commands = ([*launch, *doctor], [*launch, "--no_python", sys.executable, "-c", SILENT])
+    with ThreadPoolExecutor() as threads:
+        output, silent = threads.map(run, commands)
     found = {x["what"]: x for x in json.loads(output[output.index("{") : output.rindex("}") + 1])["findings"]}
     assert found["hosts"]["found"] == "1, alike" and "ranks" not in found
-    output = run([*launch, "--no_python", sys.executable, "-c", SILENT])
-    assert "rank 1 did not answer" in output and "status 1" in output
+    assert "rank 1 did not answer" in silent and "status 1" in silent
