@@ -168,6 +168,9 @@ def test_a_small_ring_is_run_kept_and_compared(tmp_path: Path, capfd: pytest.Cap
     assert main([*run, "--rows", "causal, forward$"]) == 0
     printed = capfd.readouterr().out
     assert "fastest peer" in printed and "causal, forward" in printed and "backward" not in printed
+    assert main(["bench", str(out), "--rows", "causal, forward$", "--json"]) == 0
+    (row,) = json.loads(capfd.readouterr().out)["rows"]
+    assert row["name"].endswith("causal, forward")
     arguments: list[Any] = ["bench", str(out), "--baseline", str(out), "--json"]
     assert main(arguments) == 0
     said = json.loads(capfd.readouterr().out)

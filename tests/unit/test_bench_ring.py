@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.bench_ring import ROWS, TOY, bench, shares
+from benchmarks.bench_ring import ROWS, TOY, bench, is_asked_for, shares
 from benchmarks.ring_contenders import CONTENDERS, IDEALS, IDEALS_BY_HEADS, PROBES, Setting
 from tests.recipes import launching
 
@@ -35,6 +35,13 @@ def test_rows_and_figures(tmp_path: Path) -> None:
         assert all(math.isfinite(x) and x > 0 for x in figures)
     # One hop crosses two ranks: own and arriving K/V; own, leaving and arriving gradients; all fp32.
     assert written["results"][0]["transport_bytes"] == {"ringflash, gloo": 5 * 2 * 64 * 2 * 16 * 4}
+
+
+def test_rows_are_asked_for_by_the_names_of_their_results() -> None:
+    """A pattern that is found in no name asks for nothing."""
+    assert [is_asked_for(row, "causal, forward$") for row in TOY] == [True, False, False, False]
+    assert all(is_asked_for(row, r"forward \+ backward$") for row in TOY)
+    assert not any(is_asked_for(row, "causal$") for row in TOY)
 
 
 def test_the_ideal_by_heads(tmp_path: Path) -> None:
