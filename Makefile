@@ -59,7 +59,7 @@ clean:  ## Remove the environment and what runs left behind
 	rm -rf $(VENV) runs build dist
 
 # A CUDA build of torch that is already installed is used as it is; otherwise CI's versions are installed.
-# pip of 2023, which comes with Python 3.11, takes three times as long over these packages as the newest.
+# pip of 2023, which comes with Python 3.11, takes more than twice as long over these packages as the newest.
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 	@if $(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then \
 		echo "using the installed CUDA torch"; \
