@@ -9,8 +9,9 @@
 A section is some KV heads with the query heads that share them. All the keys that a rank sees lie before the kernel
 in the order of their positions, so that a section is one launch, as on one device: no state passes from hop to hop.
 The first section is small, since nothing hides its pull, and so is the last of a backward, whose gradients go home.
-Long sequences take turns with two buffers, over NCCL with three. docs/decisions/0005-copy-engine.md says what waits for
-what, and why; 0008-nccl-by-heads.md what differs over NCCL.
+Long sequences take turns with two buffers, over NCCL with three. Where a call is long and its keys still come at once,
+gradients go home a few sections at a time, so that the links sleep in between. docs/decisions/0005-copy-engine.md says
+what waits for what, and why; 0008-nccl-by-heads.md what differs over NCCL.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -38,10 +39,12 @@ from ringflash_kernels.api import BackwardPass, begin_backward, collect, impleme
 
 T = TypeVar("T")
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
-WHOLE_BYTES = 1 << 30  # K/V of all the keys that a rank gathers, at once up to so many
+WHOLE_BYTES = 2 << 30  # K/V of all the keys that a rank gathers, at once up to so many
 _WORK_OF_A_SECTION = 1 << 18  # query heads times keys; with less a section takes the host longer than the GPU
-_WORK_OF_A_LONG_CALL = 1 << 33  # heads times queries times keys; with less, a third section of a backward would, too
+_WORK_OF_A_LONG_CALL = 1 << 32  # heads times queries times keys; with less, a third section of a backward would, too
+_WORK_WHERE_LINKS_SLEEP = 1 << 44  # likewise, times columns: a backward of 140 ms. NVLinks sleep after 50 ms of rest
 _STAGE_BYTES = 192 << 20  # of a buffer of K/V, or of gradients, where a section may be smaller
+_STAGES_BYTES = 1 << 30  # of all buffers of gradients, where more than two let links sleep
 _ROWS_OF_A_PULL = 3000  # query rows whose kernel takes as long as the pull of their keys
 _WAY_HOME = 0.8  # of what a forward hides: kernels 2.6 times as long, twice the bytes, two barriers and a sum
 _EXPOSED = 0.05  # of a forward: the pull of the first section, where one section more would shorten it
@@ -363,7 +366,10 @@ class Home:
         self.gathered, self.memory = gathered, gathered.memory
         rank, dtype, batch, head_dim = gathered.memory.rank, state_dtype(k.dtype), k.shape[0], k.shape[3]
         places, sizes = (batch, gathering.capacity), [segment.size for segment in gathering.segments]
-        stages = [math.prod(places) * most * 2 * head_dim for most in taking_turns(gathered.heads)]
+        num_heads = k.shape[2] * gathered.group
+        self.turns = stages_of(k.shape, num_heads, gathering.capacity, k.dtype, gathered.heads)
+        self.together = {group[-1]: group for group in sent_together(gathered.sections, self.turns)}
+        stages = [math.prod(places) * most * 2 * head_dim for most in taking_turns(gathered.heads, self.turns)]
         self.memory.reserve("dkv", sum(stages) * dtype.itemsize)
         others = [[reader for reader in readers if reader.rank != rank] for readers in gathering.readers]
         lines = [len(readers) * batch * size for readers, size in zip(others, sizes, strict=True)]
@@ -375,7 +381,7 @@ class Home:
         }
         self.stages, self.pulls, self.sends, self.sums = [], [], [], []
         for section, heads in enumerate(gathered.heads):
-            turn = section % 2
+            turn = section % self.turns
             there = {
                 peer: None if area is None else _sections(area.split(stages)[turn], places, (heads,), head_dim)[0]
                 for peer, area in areas.items()
@@ -416,16 +422,19 @@ class Home:
         return self.stages[section]
 
     def collect(self, section: int, dk: torch.Tensor, dv: torch.Tensor, impl: str) -> None:
-        """dk and dv of this rank's own keys and a section's heads, from all ranks that see them.
+        """dk and dv of this rank's own keys and the heads of all sections that go home behind this one, if any do.
 
         Copied before they are added: an addition that reads a peer's memory would hold SMs for as long.
         """
-        self.memory.barrier(READY)
-        self.moves[section]()
-        if section + 2 < self.gathered.sections:  # of the last two, the next call's BEGIN says as much
-            self.memory.barrier(FREE)
-        heads = slice(*self.gathered.first[section : section + 2])
-        collect(impl, *self.sums[section], self.sources, self.most, dk[:, :, heads], dv[:, :, heads])
+        together = self.together.get(section, ())
+        if together:
+            self.memory.barrier(READY)
+        for each in together:
+            self.moves[each]()
+            if each == section and together[0] + self.turns < self.gathered.sections:
+                self.memory.barrier(FREE)  # of the last stages, the next call's BEGIN says as much
+            heads = slice(*self.gathered.first[each : each + 2])
+            collect(impl, *self.sums[each], self.sources, self.most, dk[:, :, heads], dv[:, :, heads])
 
 
 def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> torch.Tensor:
@@ -509,8 +518,35 @@ def buffer_bytes(
     """
     row, sections = 2 * shape[0] * shape[3], sections_of(shape, num_heads, keys, dtype)
     kv = shape[2] if gathered_whole(shape, keys, dtype) else sum(shared_turns(sections, MessageMemory.turns))
-    gradients = sum(taking_turns(sections.backward)) * keys + max(sections.backward) * arriving
+    stages = taking_turns(sections.backward, stages_of(shape, num_heads, keys, dtype, sections.backward))
+    gradients = sum(stages) * keys + max(sections.backward) * arriving
     return row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
+
+
+def stages_of(
+    shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, dtype: torch.dtype, heads: tuple[int, ...]
+) -> int:
+    """Buffers of gradients that take turns: two, or as many as let the links sleep from one way home to the next.
+
+    Args: as `sections_of`, and
+        heads: KV heads of each section of the backward.
+    """
+    batch, rows, _, head_dim = shape
+    short = batch * num_heads * rows * keys * head_dim < _WORK_WHERE_LINKS_SLEEP
+    if short or not gathered_whole(shape, keys, dtype):  # keys that come a section at a time wake them, too
+        return min(2, len(heads))
+    stage = max(heads) * 2 * batch * keys * head_dim * state_dtype(dtype).itemsize
+    return min(max(2, _STAGES_BYTES // stage), len(heads))
+
+
+def sent_together(sections: int, turns: int) -> list[tuple[int, ...]]:
+    """The sections whose gradients go home together: few times, while another stage is filled; the last one by itself.
+
+    Args:
+        turns: stages that take turns.
+    """
+    ends = [0, *accumulate(_parts(sections - 1, max(1, turns - 1)) if sections > 1 else ()), sections]
+    return [tuple(range(*both)) for both in pairwise(ends)]
 
 
 def gathered_whole(shape: torch.Size | tuple[int, ...], keys: int, dtype: torch.dtype) -> bool:

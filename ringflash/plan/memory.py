@@ -12,7 +12,15 @@ from __future__ import annotations
 
 import torch
 
-from ringflash.headwise import Sections, buffer_bytes, gathered_whole, sections_of, shared_turns, taking_turns
+from ringflash.headwise import (
+    Sections,
+    buffer_bytes,
+    gathered_whole,
+    sections_of,
+    shared_turns,
+    stages_of,
+    taking_turns,
+)
 from ringflash.loss import CHUNK_LOGITS
 from ringflash.ops import MOST_BUFFER_BYTES
 from ringflash.plan.job import Job
@@ -170,7 +178,9 @@ def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
     sections, keys = _sections(job), head * job.model.num_kv_heads
     if not gathered_whole(_shape(job), job.seqlen, torch.bfloat16):
         keys = keys // job.cp_size + sum(shared_turns(sections, buffers)) * head * seen // chunks
-    gradients = sum(taking_turns(sections.backward)) * head + max(sections.backward) * head * returning // chunks
+    turns = stages_of(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16, sections.backward)
+    stages = sum(taking_turns(sections.backward, turns))
+    gradients = stages * head + max(sections.backward) * head * returning // chunks
     return keys * BF16 + gradients * FP32
 
 

@@ -72,6 +72,49 @@ def check_unequal_sections(ctx: Context) -> None:
             ring_check.check(ctx, case, 4 + number)
 
 
+def stages(count: int) -> AbstractContextManager:
+    """Gradients of so many sections wait for their way home, as in long calls, all but the last of them together."""
+    return mock.patch.object(headwise, "stages_of", lambda *args: min(count, len(args[-1])))
+
+
+def check_stages(ctx: Context, memory: Callable[[], AbstractContextManager]) -> None:
+    with memory():
+        for number, case in enumerate([*CASES[1::4], *MANY_HEADS]):
+            with taking_turns(number % 2 == 0), stages(3 + number % 3):
+                ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
+        with stages(3):
+            check_unequal_sections(ctx)
+
+
+@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads])
+def test_gradients_sent_together(pool: Pool, memory: Callable[[], AbstractContextManager]) -> None:
+    pool.run(check_stages, memory, size=3)
+
+
+@pytest.mark.parametrize("turns", range(1, 9))
+def test_a_stage_is_free_when_its_next_section_begins(turns: int) -> None:
+    """A section waits for the last but one; what is sent with that, or before, has left its stage."""
+    for sections in range(turns, 40):
+        together = headwise.sent_together(sections, turns)
+        assert [section for group in together for section in group] == list(range(sections))
+        assert together[-1] == (sections - 1,)
+        sent = {section: group[-1] for group in together for section in group}
+        assert all(sent[section] <= max(section + turns - 2, section) for section in range(sections))
+        fewest = 1 + -(-(sections - 1) // max(1, turns - 1))
+        assert len(together) == fewest
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "stages"),
+    [(1 << 15, 2, 2), (1 << 16, 2, 8), (1 << 17, 2, 4), (1 << 15, 8, 4), (1 << 16, 8, 2), (1 << 17, 8, 2)],
+)
+def test_stages(rows: int, ranks: int, stages: int) -> None:
+    """Of 8 KV heads of 128: more than two, in a GiB, where calls are long and their keys come at once."""
+    shape, keys = (1, rows, 8, 128), ranks * rows
+    heads = _sections_of(shape, 32, keys, torch.bfloat16).backward
+    assert headwise.stages_of(shape, 32, keys, torch.bfloat16, heads) == stages
+
+
 def check_messages(ctx: Context) -> None:
     """Every second case, gathered by messages."""
     with messages_by_heads():
@@ -153,12 +196,14 @@ def test_buffers_are_kept_counted_and_released(pool: Pool, turns: bool) -> None:
         (4096, 8, 32, (2, 6), (4, 4)),
         (8192, 8, 32, (1, 7), (1, 6, 1)),
         (32768, 8, 32, (1, 7), (1,) * 8),
-        (131072, 8, 32, (1,) * 8, (1,) * 8),
+        (131072, 8, 32, (1, 7), (1,) * 8),
+        (262144, 8, 32, (1,) * 8, (1,) * 8),
         (8192, 32, 32, (3, 8, 21), (2, 8, 8, 8, 4, 2)),
         (8192, 64, 64, (6, 16, 42), (4, *[8] * 7, 4)),
         (131072, 64, 64, (1,) * 64, (1,) * 64),
         (8192, 8, 64, (1, 7), (1, 6, 1)),
-        (10000, 6, 12, (1, 5), (3, 3)),
+        (8000, 6, 12, (1, 5), (3, 3)),
+        (10000, 6, 12, (1, 5), (1, 4, 1)),
         (12000, 6, 24, (1, 5), (1, 4, 1)),
         (10**6, 1, 8, (1,), (1,)),
         (10**6, 2, 8, (1, 1), (1, 1)),
@@ -242,12 +287,15 @@ _MEMORY = "tests.helpers.peer_memory"
 _BESIDE, _BARRIER = f"{_MEMORY}.SharedMemory.beside", f"{_MEMORY}.SharedMemory.barrier"
 _COMPUTE = slow_lanes("even", "odd")
 _TURNS: dict[str, object] = {"ringflash.headwise.WHOLE_BYTES": 0}
+_STAGES: dict[str, object] = {"ringflash.headwise.stages_of": lambda *_: 3}
 PLANTS: dict[str, dict[str, object]] = {
     "nothing": {},
     "nothing, by turns": _TURNS,
+    "nothing, of three stages": _STAGES,
     "begin": {_BARRIER: without(headwise.BEGIN)},
     "ready": {_BARRIER: without(headwise.READY)},
     "free": {_BARRIER: late_at_home},
+    "free, of three stages": {_BARRIER: late_at_home, **_STAGES},
     "second buffer": {"ringflash.headwise.buffer": one_buffer, _BESIDE: _COMPUTE, **_TURNS},
     "buffer in use": {"ringflash.headwise.Gathered.pull": too_early, _BESIDE: _COMPUTE, **_TURNS},
     "arrival": {_BESIDE: no_wait_for_pulls},
@@ -306,7 +354,7 @@ def test_messages_wait_for_their_buffers(pool: Pool, early: bool) -> None:
         assert ("errors must stay within their budget" in text) if early else text == "passed"
 
 
-@pytest.mark.parametrize("plant", ["nothing", "nothing, by turns"])
+@pytest.mark.parametrize("plant", [name for name in PLANTS if "nothing" in name])
 def test_the_control_of_the_controls(pool: Pool, plant: str) -> None:
     assert pool.run(verdict, plant, size=4) == ["passed"] * 4
 

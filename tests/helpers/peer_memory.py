@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -199,20 +198,25 @@ class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]
         self.ticket.number = ticket
         with torch.no_grad():
             work()
-        if self.ticket.number is not None:  # work without a message
-            self._take_turn(lambda: None)
+        if ticket is not None:
+            self._await_turn()  # of work without a message
+            with self.turn:
+                self.begun += 1
+                self.turn.notify_all()
 
     def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
-        return partial(self._take_turn, super().moving(incoming, outgoing, what))
+        move = super().moving(incoming, outgoing, what)
 
-    def _take_turn(self, work: Callable[[], None]) -> None:
+        def in_turn() -> None:
+            self._await_turn()
+            move()
+
+        return in_turn
+
+    def _await_turn(self) -> None:
+        """Which a piece of work keeps to its end: it may have several messages."""
         with self.turn:
             assert self.turn.wait_for(lambda: self.begun == self.ticket.number, TIMEOUT_S), "a move never began"
-        work()
-        self.ticket.number = None
-        with self.turn:
-            self.begun += 1
-            self.turn.notify_all()
 
 
 @contextmanager

@@ -87,11 +87,12 @@ def over(transport: str) -> AbstractContextManager:
 
 @contextmanager
 def in_sections(turns: bool) -> Iterator[None]:
-    """A head a section; keys in buffers that take turns, as where they are many, or whole."""
+    """A head a section; keys in buffers that take turns, as where they are many, or whole, with a third stage."""
     schedule.gather.cache_clear()  # what is kept belongs to a gathering
     with (
         mock.patch.object(headwise, "sections_of", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])),
         mock.patch.object(headwise, "WHOLE_BYTES", 0 if turns else headwise.WHOLE_BYTES),
+        mock.patch.object(headwise, "stages_of", lambda *args: min(2 if turns else 3, len(args[-1]))),
     ):
         yield
     schedule.gather.cache_clear()
