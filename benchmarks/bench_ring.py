@@ -39,7 +39,7 @@ from benchmarks.ring_contenders import CONTENDERS, IDEALS, IDEALS_BY_HEADS, PROB
 K = 1024
 TOY = tuple(Row(64, 4, 2, 16, kind) for kind in ("causal", "full", "window", "documents"))
 ROWS = (
-    *(Row(length * K, 32, 8, 128, "causal") for length in (4, 8, 32, 128)),
+    *(Row(length * K, 32, 8, 128, "causal") for length in (4, 8, 32, 64, 128)),
     *(Row(length * K, 32, 8, 128, "full") for length in (8, 32)),
     *(Row(8 * K, *shape, "causal") for shape in ((32, 8, 64), (64, 8, 128), (32, 32, 128))),
     *(Row(128 * K, 32, 8, 128, kind) for kind in ("window", "documents")),

@@ -42,9 +42,9 @@ BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
 WHOLE_BYTES = 2 << 30  # K/V of all the keys that a rank gathers, at once up to so many
 _WORK_OF_A_SECTION = 1 << 18  # query heads times keys; with less a section takes the host longer than the GPU
 _WORK_OF_A_LONG_CALL = 1 << 32  # heads times queries times keys; with less, a third section of a backward would, too
-_WORK_WHERE_LINKS_SLEEP = 1 << 44  # likewise, times columns: a backward of 140 ms. NVLinks sleep after 50 ms of rest
+_WORK_WHERE_LINKS_SLEEP = 1 << 43  # heads times visible pairs times columns: a backward of 140 ms
 _STAGE_BYTES = 192 << 20  # of a buffer of K/V, or of gradients, where a section may be smaller
-_STAGES_BYTES = 1 << 30  # of all buffers of gradients, where more than two let links sleep
+_STAGES_BYTES = 5 << 28  # of all buffers of gradients, where more than two let links sleep
 _ROWS_OF_A_PULL = 3000  # query rows whose kernel takes as long as the pull of their keys
 _WAY_HOME = 0.8  # of what a forward hides: kernels 2.6 times as long, twice the bytes, two barriers and a sum
 _EXPOSED = 0.05  # of a forward: the pull of the first section, where one section more would shorten it
@@ -367,7 +367,7 @@ class Home:
         rank, dtype, batch, head_dim = gathered.memory.rank, state_dtype(k.dtype), k.shape[0], k.shape[3]
         places, sizes = (batch, gathering.capacity), [segment.size for segment in gathering.segments]
         num_heads = k.shape[2] * gathered.group
-        self.turns = stages_of(k.shape, num_heads, gathering.capacity, k.dtype, gathered.heads)
+        self.turns = stages_of(k.shape, num_heads, gathering.capacity, gathering.pairs, k.dtype, gathered.heads)
         self.together = {group[-1]: group for group in sent_together(gathered.sections, self.turns)}
         stages = [math.prod(places) * most * 2 * head_dim for most in taking_turns(gathered.heads, self.turns)]
         self.memory.reserve("dkv", sum(stages) * dtype.itemsize)
@@ -509,31 +509,40 @@ def sections_of(shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, 
 
 
 def buffer_bytes(
-    shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, arriving: int, dtype: torch.dtype
+    shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, arriving: int, pairs: int, dtype: torch.dtype
 ) -> int:
     """What any rank gathers into at most, beside its own K/V, over NCCL.
 
-    Args: as `sections_of`, and
+    Args: as `sections_of` and `stages_of`, and
         arriving: most rows of gradients of one sequence that come to any rank.
     """
     row, sections = 2 * shape[0] * shape[3], sections_of(shape, num_heads, keys, dtype)
     kv = shape[2] if gathered_whole(shape, keys, dtype) else sum(shared_turns(sections, MessageMemory.turns))
-    stages = taking_turns(sections.backward, stages_of(shape, num_heads, keys, dtype, sections.backward))
-    gradients = sum(stages) * keys + max(sections.backward) * arriving
+    turns = stages_of(shape, num_heads, keys, pairs, dtype, sections.backward)
+    gradients = sum(taking_turns(sections.backward, turns)) * keys + max(sections.backward) * arriving
     return row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
 
 
 def stages_of(
-    shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, dtype: torch.dtype, heads: tuple[int, ...]
+    shape: torch.Size | tuple[int, ...],
+    num_heads: int,
+    keys: int,
+    pairs: int,
+    dtype: torch.dtype,
+    heads: tuple[int, ...],
 ) -> int:
     """Buffers of gradients that take turns: two, or as many as let the links sleep from one way home to the next.
 
+    NVLinks stay awake for 50 ms after they were used, and take power that kernels would run faster with. A call of
+    that length has nothing to gain, nor one whose keys come a section at a time.
+
     Args: as `sections_of`, and
+        pairs: visible pairs of one sequence, a rank's part of them.
         heads: KV heads of each section of the backward.
     """
-    batch, rows, _, head_dim = shape
-    short = batch * num_heads * rows * keys * head_dim < _WORK_WHERE_LINKS_SLEEP
-    if short or not gathered_whole(shape, keys, dtype):  # keys that come a section at a time wake them, too
+    batch, _, _, head_dim = shape
+    short = batch * num_heads * pairs * head_dim < _WORK_WHERE_LINKS_SLEEP
+    if short or not gathered_whole(shape, keys, dtype):
         return min(2, len(heads))
     stage = max(heads) * 2 * batch * keys * head_dim * state_dtype(dtype).itemsize
     return min(max(2, _STAGES_BYTES // stage), len(heads))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import pairwise
 
-from ringflash_kernels.mask import band_of
+from ringflash_kernels.mask import Region, band_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class SequenceMask:
     def band(self) -> tuple[int | None, int | None]:
         """(lower, upper) of lower <= key position - query position <= upper; None is unlimited."""
         return band_of(self.causal, self.window_size)
+
+    @property
+    def num_visible(self) -> int:
+        """Visible pairs of the whole sequence."""
+        documents = pairwise(self.bounds)
+        return sum(Region(start, stop, start, stop, *self.band).num_visible for start, stop in documents)
 
     def document_of(self, position: int) -> int:
         """Index of the document that holds `position`."""

@@ -228,8 +228,8 @@ class Plan:
         """Whether keys are gathered by heads; over NCCL as far as memory goes. The same on every rank."""
         if transport in (None, "gloo", "copy_engine"):
             return transport == "copy_engine"
-        keys, arriving = self.gathering.capacity, self.gathering.arriving
-        return buffer_bytes(k.shape, q.shape[2], keys, arriving, k.dtype) <= MOST_BUFFER_BYTES
+        keys, arriving, pairs = self.gathering.capacity, self.gathering.arriving, self.gathering.pairs
+        return buffer_bytes(k.shape, q.shape[2], keys, arriving, pairs, k.dtype) <= MOST_BUFFER_BYTES
 
     def open(self, group: dist.ProcessGroup | None, q: Tensor, k: Tensor) -> Ring | Headwise:
         """What carries the call out; opens the transport, on all ranks together."""

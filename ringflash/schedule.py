@@ -144,6 +144,7 @@ class Gathering:
         readers: of each of these segments, by rank; this rank is one of them.
         capacity: most rows that any rank gathers.
         arriving: most rows of gradients that any rank gets from others.
+        pairs: visible pairs of the whole sequence, over the number of ranks.
     """
 
     pieces: tuple[Piece, ...]
@@ -152,6 +153,7 @@ class Gathering:
     readers: tuple[tuple[Reader, ...], ...]
     capacity: int
     arriving: int
+    pairs: int
 
     @property
     def num_rows(self) -> int:
@@ -183,7 +185,8 @@ def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathe
         tuple(Reader(rank, spans.row(segment.start)) for rank, spans in enumerate(seen) if segment.start in spans)
         for segment in own
     )
-    return Gathering(tuple(pieces), pairs, own, readers, max(num_rows), _arriving(segments, seen))
+    most, arriving = max(num_rows), _arriving(segments, seen)
+    return Gathering(tuple(pieces), pairs, own, readers, most, arriving, mask.num_visible // cp_size)
 
 
 def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:

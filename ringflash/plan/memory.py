@@ -168,7 +168,8 @@ def host_bytes(job: Job) -> int:
 def _by_heads(job: Job) -> bool:
     """Whether NCCL gathers by heads."""
     arriving = job.seqlen - job.local_tokens
-    return buffer_bytes(_shape(job), job.model.num_heads, job.seqlen, arriving, torch.bfloat16) <= MOST_BUFFER_BYTES
+    held = buffer_bytes(_shape(job), job.model.num_heads, job.seqlen, arriving, _pairs(job), torch.bfloat16)
+    return held <= MOST_BUFFER_BYTES
 
 
 def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
@@ -178,7 +179,7 @@ def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
     sections, keys = _sections(job), head * job.model.num_kv_heads
     if not gathered_whole(_shape(job), job.seqlen, torch.bfloat16):
         keys = keys // job.cp_size + sum(shared_turns(sections, buffers)) * head * seen // chunks
-    turns = stages_of(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16, sections.backward)
+    turns = stages_of(_shape(job), job.model.num_heads, job.seqlen, _pairs(job), torch.bfloat16, sections.backward)
     stages = sum(taking_turns(sections.backward, turns))
     gradients = stages * head + max(sections.backward) * head * returning // chunks
     return keys * BF16 + gradients * FP32
@@ -187,6 +188,11 @@ def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
 def _sections(job: Job) -> Sections:
     """KV heads that are gathered at a time."""
     return sections_of(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16)
+
+
+def _pairs(job: Job) -> int:
+    """Visible ones, a rank's part of them."""
+    return int(job.visible_pairs / job.cp_size)
 
 
 def _shape(job: Job) -> tuple[int, ...]:

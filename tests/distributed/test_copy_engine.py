@@ -106,13 +106,14 @@ def test_a_stage_is_free_when_its_next_section_begins(turns: int) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "ranks", "stages"),
-    [(1 << 15, 2, 2), (1 << 16, 2, 8), (1 << 17, 2, 4), (1 << 15, 8, 4), (1 << 16, 8, 2), (1 << 17, 8, 2)],
+    [(1 << 15, 2, 2), (1 << 16, 2, 8), (1 << 17, 2, 5), (1 << 15, 8, 5), (1 << 16, 8, 2), (1 << 17, 8, 2)],
 )
 def test_stages(rows: int, ranks: int, stages: int) -> None:
-    """Of 8 KV heads of 128: more than two, in a GiB, where calls are long and their keys come at once."""
+    """Of 8 KV heads of 128: more than two, in 1.25 GiB, where calls are long and their keys come at once."""
     shape, keys = (1, rows, 8, 128), ranks * rows
     heads = _sections_of(shape, 32, keys, torch.bfloat16).backward
-    assert headwise.stages_of(shape, 32, keys, torch.bfloat16, heads) == stages
+    assert headwise.stages_of(shape, 32, keys, rows * keys // 2, torch.bfloat16, heads) == stages
+    assert headwise.stages_of(shape, 32, keys, rows * 8192, torch.bfloat16, heads) == 2  # a window
 
 
 def check_messages(ctx: Context) -> None:

@@ -54,6 +54,7 @@ def test_every_visible_key_in_order(problem: Problem) -> None:
         assert torch.equal(found.mask.dense(), want[positions[rank]][:, keys])
         assert found.mask.num_visible == int(want[positions[rank]].sum())
     assert all(found.capacity == max(other.num_rows for other in ranks) for found in ranks)
+    assert mask.num_visible == int(want.sum()) and {found.pairs for found in ranks} == {int(want.sum()) // cp_size}
 
 
 @given(SHORT | LONG)
@@ -166,7 +167,9 @@ def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) 
             mock.patch.object(headwise, "sections_of", lambda *_: sections),
             mock.patch.object(buffers, "_storage", {}),
         ):
-            said.add(headwise.buffer_bytes(k.shape, 4, gathering.capacity, gathering.arriving, k.dtype))
+            said.add(
+                headwise.buffer_bytes(k.shape, 4, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
+            )
             ways = [headwise.Gathered(memory, gathering, k, 4, heads) for heads in sections]
             headwise.Home(ways[1], k)
             assert memory.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)

@@ -126,8 +126,8 @@ def test_all_ranks_choose_alike_between_heads_and_hops() -> None:
     plans = [ops.Plan(mask, 4, rank, "reference", "", "nccl", options) for rank in range(4)]
     assert len({plan.gathering.num_rows for plan in plans}) > 1
     q, k = (torch.empty(1, 1 << 14, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
-    keys, arriving = plans[0].gathering.capacity, plans[0].gathering.arriving
-    limit = headwise.buffer_bytes(k.shape, 32, keys, arriving, k.dtype)
+    gathering = plans[0].gathering
+    limit = headwise.buffer_bytes(k.shape, 32, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
     for most, by_heads in ((limit, True), (limit - 1, False)):
         with mock.patch.object(ops, "MOST_BUFFER_BYTES", most):
             assert [plan.by_heads(q, k, "nccl") for plan in plans] == [by_heads] * 4
