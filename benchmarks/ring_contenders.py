@@ -23,6 +23,7 @@ from benchmarks.bench_kernels import document_bounds
 from ringflash import ops, ring
 from ringflash.layout import chunks_of_rank
 from ringflash.transport import Pending, PointToPoint, buffer
+from ringflash.transport.copies import Copies
 from ringflash_kernels.api import state_dtype
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -207,6 +208,16 @@ def kernels_alone(setting: Setting) -> Built | str:
     return Built(_ours(setting, setting.group, transport), setting.inputs(), _own_keys)
 
 
+def _no_copies() -> AbstractContextManager:
+    return mock.patch.object(Copies, "__call__", lambda _: None)
+
+
+def without_copies(setting: Setting) -> Built | str:
+    """`ours` over the copy engine, which moves nothing: links stay asleep. Wrong results in the time of the rest."""
+    built = ours("copy_engine")(setting)
+    return built if isinstance(built, str) else built._replace(around=_no_copies)
+
+
 def ulysses(setting: Setting) -> Built | str:
     """All-to-all from tokens to heads and back, around flash-attn-4, or our kernel where that cannot be had."""
     size, row = setting.group.size(), setting.row
@@ -281,6 +292,7 @@ CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
 
 PROBES: dict[str, Callable[[Setting], Built | str]] = {
     "kernels alone": kernels_alone,
+    "copy_engine, without copies": without_copies,
     "ringflash, nccl by hops": by_hops,
 }
 

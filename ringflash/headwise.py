@@ -41,8 +41,8 @@ T = TypeVar("T")
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
 WHOLE_BYTES = 2 << 30  # K/V of all the keys that a rank gathers, at once up to so many
 _WORK_OF_A_SECTION = 1 << 18  # query heads times keys; with less a section takes the host longer than the GPU
-_WORK_OF_A_LONG_CALL = 1 << 32  # heads times queries times keys; with less, a third section of a backward would, too
-_WORK_WHERE_LINKS_SLEEP = 1 << 43  # heads times visible pairs times columns: a backward of 140 ms
+_WORK_OF_A_LONG_CALL = 1 << 39  # heads times queries, keys and columns; with less, a third section of a backward would
+_WORK_WHERE_LINKS_SLEEP = 1 << 43  # heads times visible pairs and columns: a backward of 140 ms
 _STAGE_BYTES = 192 << 20  # of a buffer of K/V, or of gradients, where a section may be smaller
 _STAGES_BYTES = 5 << 28  # of all buffers of gradients, where more than two let links sleep
 _ROWS_OF_A_PULL = 3000  # query rows whose kernel takes as long as the pull of their keys
@@ -502,7 +502,7 @@ def sections_of(shape: torch.Size | tuple[int, ...], num_heads: int, keys: int, 
     most = num_kv_heads if gathered_whole(shape, keys, dtype) else max(least, _STAGE_BYTES // (head * dtype.itemsize))
     hiding = max(1.0, group * rows / _ROWS_OF_A_PULL)
     forward = _growing(num_kv_heads, hiding, most)
-    if batch * num_heads * rows * keys < _WORK_OF_A_LONG_CALL:
+    if batch * num_heads * rows * keys * head_dim < _WORK_OF_A_LONG_CALL:
         return Sections(forward, _parts(num_kv_heads, least))
     most = max(least, _STAGE_BYTES // (head * state_dtype(dtype).itemsize))
     return Sections(forward, _small_at_both_ends(num_kv_heads, hiding, most))

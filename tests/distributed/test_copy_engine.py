@@ -219,6 +219,12 @@ def test_sections(
     assert found == (forward, backward)
 
 
+def test_fewer_columns_are_a_shorter_call() -> None:
+    """Of as many tokens on two ranks."""
+    by_columns = [_sections_of((1, 8192, 8, dim), 32, 16384, torch.bfloat16).backward for dim in (64, 128)]
+    assert by_columns == [(4, 4), (1, 6, 1)]
+
+
 def test_sections_have_every_head_once() -> None:
     """And no buffer more than it is to hold, but for those whose least section is larger."""
     shapes = itertools.product((1, 3), (10, 10**4, 10**6), range(1, 40), (64, 128))
