@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -13,34 +15,36 @@ from ringflash.verify.subject import Data
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 64
 
 
-def attention_checks(group: dist.ProcessGroup, data: Data, windows: set[int | None], dtype: torch.dtype) -> list[Check]:
+def attention_checks(
+    group: dist.ProcessGroup, data: Data, windows: set[int | None], causal: bool, dtype: torch.dtype
+) -> list[Check]:
     """One check for each window (itself included; None is unlimited), equal on all ranks.
 
     fp32 is judged in fp64: what the ring adds to fp32's rounding is as large as that, and neither is a mistake.
     """
     kind = torch.float64 if dtype == torch.float32 else dtype
-    return [_check(group, data, window, kind) for window in sorted(windows, key=lambda w: w or 0)]
+    return [_check(group, data, window, causal, kind) for window in sorted(windows, key=lambda w: w or 0)]
 
 
-def _check(group: dist.ProcessGroup, data: Data, window: int | None, dtype: torch.dtype) -> Check:
-    size = (-1 if window is None else window - 1, -1)
+def _check(group: dist.ProcessGroup, data: Data, window: int | None, causal: bool, dtype: torch.dtype) -> Check:
+    side = -1 if window is None else window - 1
+    mask = {"causal": causal, "window_size": (side, -1 if causal else side)}
     name = "attention alone" if window is None else f"attention alone, window {window}"
     spent: list[dict[str, float]] = [{}] * group.size()
-    dist.all_gather_object(spent, _spent(group, data, size, dtype), group=group)
+    dist.all_gather_object(spent, _spent(group, data, mask, dtype), group=group)
     worst = {key: max(part[key] for part in spent) for key in spent[0]}
     return Check(name, max(worst.values()), [key for key, ratio in worst.items() if not ratio <= 1])
 
 
-def _spent(group: dist.ProcessGroup, data: Data, window_size: tuple[int, int], dtype: torch.dtype) -> dict[str, float]:
+def _spent(group: dist.ProcessGroup, data: Data, mask: dict[str, Any], dtype: torch.dtype) -> dict[str, float]:
     """Error over budget of this rank's out, dq, dk and dv; infinite where one is not finite."""
     tensors = _draw(data, dtype)
     bounds = None if data.cu_seqlens is None else data.cu_seqlens.tolist()
     want, base = (
-        dense.attention(*(x.to(kind) for x in tensors), causal=True, window_size=window_size, cu_seqlens=bounds)
-        for kind in (torch.float64, dtype)
+        dense.attention(*(x.to(kind) for x in tensors), cu_seqlens=bounds, **mask) for kind in (torch.float64, dtype)
     )
     q, k, v, dout = (ringflash.shard_sequence(x, group).requires_grad_() for x in tensors)
-    out = ringflash.ring_attention(q, k, v, group=group, window_size=window_size, cu_seqlens=data.cu_seqlens)
+    out = ringflash.ring_attention(q, k, v, group=group, cu_seqlens=data.cu_seqlens, **mask)
     assert isinstance(out, torch.Tensor)
     gradients = torch.autograd.grad(out, (q, k, v), dout.detach())
     got = {"out": out.detach()} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))

@@ -35,6 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--layers", type=int | None, default=None, help="decoder layers of a configuration's model; null is all")
     add("--cu_seqlens", type=list[int] | None, default=None, help="bounds of packed documents, as [0,100,256]")
     add("--window", type=int | None, default=None, help="keys a query sees, its own included; null asks the model")
+    add("--causal", type=bool, default=True, help="false for attention in both directions, windows to both sides")
     add("--dtype", type=str | None, default=None, help="float32 or bfloat16; null is float32 on CPUs, else bfloat16")
     add("--device", type=str | None, default=None, help="cpu or cuda; null is cuda where there is one")
     add("--seed", type=int, default=0, help="of the tokens, and of parameters without a checkpoint")
@@ -135,4 +136,5 @@ def _settings(options: Any) -> Settings:
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    return Settings(options.seqlen, DTYPES[name], device, options.cu_seqlens, options.window, options.seed)
+    bounds, window = options.cu_seqlens, options.window
+    return Settings(options.seqlen, DTYPES[name], device, bounds, window, options.seed, options.causal)

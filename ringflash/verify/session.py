@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ class Settings:
     Args:
         bounds: cu_seqlens of packed documents; None is one document.
         window: of every layer, itself included; None asks the model's configuration.
+        causal: otherwise attention goes both ways, and so do its windows.
     """
 
     seqlen: int
@@ -41,6 +43,7 @@ class Settings:
     bounds: list[int] | None = None
     window: int | None = None
     seed: int = 0
+    causal: bool = True
 
 
 @dataclass
@@ -88,7 +91,7 @@ class Session:
         runs = self._runs(got)
         report.checks = self._shared(lambda: compare(runs))
         report.checks.append(self._mask_check())
-        report.checks += attention_checks(self.group, self.data, set(self.windows) or {None}, s.dtype)
+        report.checks += attention_checks(self.group, self.data, set(self.windows) or {None}, s.causal, s.dtype)
         self._explain(report, runs)
         return report
 
@@ -177,17 +180,17 @@ class Session:
                 check.ratio, check.position = float("inf"), beyond[0]
         if check.position is not None:
             start = max((p for p in spans if p <= check.position), default=min(spans))
-            runs = " and ".join(check.failed)
-            check.note = f"position {start} reaches {check.position} at {runs}, outside [{start}, {spans[start]})"
+            runs, (first, stop) = " and ".join(check.failed), spans[start]
+            check.note = f"position {start} reaches {check.position} at {runs}, outside [{first}, {stop})"
         return check
 
-    def _beyond(self, spans: dict[int, int], *, ring: bool) -> list[int]:
-        """Positions outside of the spans that their first ones reach.
+    def _beyond(self, spans: dict[int, tuple[int, int]], *, ring: bool) -> list[int]:
+        """Positions outside of all spans that what is changed reaches.
 
         Bits that change are looked at again in fp64: how an expert rounds a token depends on how many others it has.
         """
         pair = self.data, with_other_tokens(self.data, list(spans))
-        seen = {p for start, stop in spans.items() for p in range(start, stop)}
+        seen = {p for span in spans.values() for p in range(*span)}
 
         def beyond(wide: bool, least: float) -> list[int]:
             reached = self._reached(lambda x: self.layer_outputs(x, ring=ring, wide=wide), pair, least=least)
@@ -195,13 +198,21 @@ class Session:
 
         return beyond(False, 0.0) and beyond(True, _REACH)
 
-    def _spans(self) -> dict[int, int]:
-        """Where the positions that are changed may reach to: the first document's middle, and every document's last."""
+    def _spans(self) -> dict[int, tuple[int, int]]:
+        """The positions that are changed, and where each may reach to.
+
+        Under a causal mask the first document's middle, and every document's last, which no other sees. In both
+        directions the middle of every second document: what lies between these must not change.
+        """
         bounds = [0, self.data.seqlen] if self.data.cu_seqlens is None else self.data.cu_seqlens.tolist()
-        middle, stop = bounds[1] // 2, bounds[1]
+        reach = self.data.seqlen
         if self.windows and None not in self.windows:
-            stop = min(stop, middle + 1 + sum(w - 1 for w in self.windows if w is not None))
-        return {middle: stop} | {bound - 1: bound for bound in bounds[1:]}
+            reach = sum(w - 1 for w in self.windows if w is not None)
+        if not self.settings.causal:
+            middles = {(start + stop) // 2: (start, stop) for start, stop in list(pairwise(bounds))[::2]}
+            return {p: (max(start, p - reach), min(stop, p + reach + 1)) for p, (start, stop) in middles.items()}
+        middle = bounds[1] // 2
+        return {middle: (middle, min(bounds[1], middle + 1 + reach))} | {p - 1: (p - 1, p) for p in bounds[1:]}
 
     def _explain(self, report: Report, runs: Any) -> None:
         """Name the first failure in the order of the data, and its likely cause."""

@@ -117,6 +117,41 @@ def test_dropped_documents_are_named(pool: Pool, plant: str, where: str, why: st
     assert where in first and why in hint, (failed, first, hint)
 
 
+def report_of_both_ways(
+    ctx: Context, plant: str, bounds: list[int] | None, window: int | None
+) -> tuple[dict[str, list[str]], str, str]:
+    """(what failed by check, first difference, likely cause), of a model that is said not to be causal."""
+    from ringflash.verify.session import Session, Settings
+    from tests.helpers import plants
+
+    settings = Settings(SEQLEN, torch.float32, ctx.device, bounds, window, causal=False)
+    report = Session(getattr(plants, plant), ctx.group, settings).run()
+    return {c.name: c.failed for c in report.checks if c.failed}, report.first, report.hint
+
+
+@pytest.mark.parametrize(
+    ("plant", "bounds", "window", "where", "why"),
+    [
+        ("bidirectional", None, None, "", ""),
+        ("bidirectional", BOUNDS, None, "", ""),
+        ("bidirectional_window", BOUNDS, 5, "", ""),
+        ("bidirectional_window", None, 4, "mask: cp=1", "position 24 reaches 20 at cp=1 and cp=N, outside [21, 28)"),
+        ("bidirectional_on_own_shard", None, None, "layer outputs: attention at position 0", "own shard only"),
+        ("bidirectional_without_documents", BOUNDS, None, "mask: cp=1", "reaches 19 at cp=1 and cp=N, outside [0, 19)"),
+    ],
+)
+def test_attention_in_both_directions(
+    pool: Pool, plant: str, bounds: list[int] | None, window: int | None, where: str, why: str
+) -> None:
+    failed, first, hint = same_on_all_ranks(pool.run(report_of_both_ways, plant, bounds, window, size=2))
+    assert bool(failed) == bool(where) and where in first and why in hint, (failed, first, hint)
+
+
+def test_attention_in_both_directions_must_be_said(pool: Pool) -> None:
+    _, failed, *_ = same_on_all_ranks(pool.run(report_of, "bidirectional", size=2))
+    assert failed == {"mask": ["cp=1", "cp=N"]}
+
+
 def refused(ctx: Context, plant: str) -> str:
     with pytest.raises(RuntimeError) as raised:
         report_of(ctx, plant)

@@ -274,12 +274,12 @@ def other_weights(group: Group) -> Training:
 class Bare(nn.Module):
     """One attention without a list of layers, transformers or a known head."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, **mask: Any) -> None:
         super().__init__()
         self.group = group
         self.embedding = nn.Embedding(61, 32)
         self.qkv = nn.Linear(32, 96)
-        self.attention = RingAttention(group)
+        self.attention = RingAttention(group, **mask)
         self.head = nn.Linear(32, 61, bias=False)
 
     def forward(self, input_ids: Tensor, shift_labels: Tensor, **rest: Any) -> Tensor:
@@ -288,11 +288,35 @@ class Bare(nn.Module):
         return token_loss.cross_entropy(out, self.head.weight, shift_labels, group=self.group)
 
 
-def bare(group: Group) -> Training:
+def bare(group: Group, **mask: Any) -> Training:
     """A model of plain torch."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return Training(Bare(group))
+        return Training(Bare(group, **mask))
+
+
+def bidirectional(group: Group) -> Training:
+    """Its attention goes both ways."""
+    return bare(group, causal=False)
+
+
+def bidirectional_window(group: Group) -> Training:
+    """And as far to both sides."""
+    return bare(group, causal=False, window_size=(4, 4))
+
+
+def bidirectional_on_own_shard(group: Group) -> Training:
+    """Its attention was built without the group."""
+    training = bidirectional(group)
+    training.module.attention = RingAttention(None, causal=False)
+    return training
+
+
+def bidirectional_without_documents(group: Group) -> Training:
+    """The bounds never reach the model."""
+    training = bidirectional(group)
+    training.prepare = lambda input_ids, **kw: huggingface.prepare_batch(input_ids, **kw) | {"cu_seqlens": None}
+    return training
 
 
 def bare_on_own_shard(group: Group) -> Training:
