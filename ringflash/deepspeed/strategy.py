@@ -164,8 +164,12 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
                 "model must be whole before stage 3 trains it, got one that an earlier validate() or fit() has "
                 "sharded; call fit() first, or give it a new module."
             )
-        if is_overridden("configure_optimizers", model):
-            _check_no_optimizer(self.config)
+        if "optimizer" in self.config and is_overridden("configure_optimizers", model):
+            raise ValueError(
+                "optimizer must not be in the config of a module that has configure_optimizers, got "
+                f"{self.config['optimizer']}, which Lightning would take, and ignore the module's; set the module's "
+                "(of the recipes model.learning_rate and beside it)."
+            )
         super()._initialize_deepspeed_train(model)
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
@@ -186,16 +190,6 @@ def _check_config(config: dict[str, Any]) -> None:
             f"gradient_clipping must not be in the config, got {config['gradient_clipping']}; "
             "set Trainer(gradient_clip_val=...), which DeepSpeed then clips by."
         )
-
-
-def _check_no_optimizer(config: dict[str, Any]) -> None:
-    """Lightning would take the config's optimizer, and DeepSpeed the module's scheduler."""
-    for name in ("optimizer", "scheduler"):
-        if name in config:
-            raise ValueError(
-                f"{name} must not be in the config of a module that has configure_optimizers, got {config[name]}: "
-                "one of them would be ignored; set the module's (of the recipes model.learning_rate and beside it)."
-            )
 
 
 def _check_device(device_type: str) -> None:

@@ -172,6 +172,37 @@ def default_clipping() -> float:
     return engine.gradient_clipping()
 
 
+class Line(lightning.LightningModule):
+    """A step of it takes no time; it makes an optimizer and no scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rates = nn.Linear(2, 2), list[float]()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def scheduled_rates(cp_size: int) -> list[float]:
+    """Learning rates after each step, of a scheduler that the config alone names."""
+    warm_up = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
+    config = {**config_of("zero1"), "scheduler": {"type": "WarmupLR", "params": warm_up}}
+    trainer = lightning.Trainer(
+        strategy=DeepSpeedContextParallelStrategy(cp_size, config=config), accelerator="cpu", max_steps=4,
+        devices=dist.get_world_size(), logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    module = Line()
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 2)))
+    return module.rates
+
+
 def refusals() -> dict[str, str]:
     """What each wrong call is told; in the last, rank 0 alone is wrong, and in the one before, ranks differ."""
     model, config = nn.Linear(2, 2), config_of("zero1")
@@ -207,6 +238,7 @@ def main() -> None:
     found["negative_control"] = spent(one_step("zero1", folder, mesh, 1 / int(cp_size)), want, baseline)
     if dp_size > 1:
         found["lightning"] = {name: lightning_equals_plain(name, folder, mesh) for name in CONFIGS[:4]}
+        found["rates"] = scheduled_rates(int(cp_size))
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

@@ -77,6 +77,14 @@ def test_lightning_equals_plain_deepspeed(ranks: list[Found], name: str) -> None
         assert found["loss"] == ranks[0]["lightning"][name]["loss"]
 
 
+def test_the_configs_scheduler_is_followed_where_the_module_makes_none(ranks: list[Found]) -> None:
+    """A linear warm-up over four steps, under an optimizer of the module's; through Lightning."""
+    if len(ranks) < 4:
+        pytest.skip("one data rank: the trainer's part runs on the larger mesh")
+    for rank in ranks:
+        assert rank["rates"] == pytest.approx([0.0, 0.025, 0.05, 0.075])
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
