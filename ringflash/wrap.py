@@ -26,11 +26,14 @@ Module = TypeVar("Module", bound=nn.Module)
 # Where a module is entered. The steps are LightningModule's, which runs them without forward.
 ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
+BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # not SyncBatchNorm
+
 _REFUSED: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "call scaled_dot_product_attention on its projections",
     nn.TransformerEncoderLayer: "write the layer with scaled_dot_product_attention",
     nn.TransformerDecoderLayer: "write the layer with scaled_dot_product_attention",
     nn.RNNBase: "a recurrent layer needs the whole sequence; leave it out",
+    **dict.fromkeys(BATCH_NORMS, "its statistics are of the rank's own tokens; normalise each token by itself"),
 }
 
 

@@ -295,6 +295,13 @@ def bare(group: Group, **mask: Any) -> Training:
         return Training(Bare(group, **mask))
 
 
+def batch_norm(group: Group) -> Training:
+    """Tokens are normalised by all that the rank has."""
+    training = bare(group)
+    training.module.norm = nn.BatchNorm1d(32)
+    return training
+
+
 def bidirectional(group: Group) -> Training:
     """Its attention goes both ways."""
     return bare(group, causal=False)

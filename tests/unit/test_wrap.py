@@ -26,6 +26,10 @@ def call(model: nn.Module) -> torch.Tensor:
         (nn.MultiheadAttention(8, 2), r"layers\.0 must not be nn\.MultiheadAttention, got MultiheadAttention; call"),
         (nn.TransformerEncoderLayer(8, 2), r"layers\.0 must not be nn\.TransformerEncoderLayer"),
         (nn.LSTM(2, 2), r"layers\.0 must not be nn\.RNNBase, got LSTM"),
+        (
+            nn.BatchNorm1d(2),
+            r"layers\.0 must not be nn\.BatchNorm1d, got BatchNorm1d; its statistics are of the rank's",
+        ),
         (SET, r"layers\.0\.forward must be that of its class"),
         (torch.compile(nn.Linear(2, 2)), r"layers\.0.* must not be compiled yet|layers\.0\.forward must be"),
     ],
