@@ -27,7 +27,7 @@ from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check
 from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import COMPLETE, check_folders
-from ringflash.lightning.writing import check_local
+from ringflash.lightning.writing import check_local, note_time
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 
 
@@ -141,6 +141,7 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
             mark.unlink(missing_ok=True)  # of one of the same name, whose files are written over
         super().save_checkpoint(checkpoint, filepath, storage_options)  # ranks wait for one another at both ends
         if self.is_global_zero:
+            note_time(mark.parent)
             mark.touch()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **keywords: Any) -> Any:

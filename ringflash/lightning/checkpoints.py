@@ -14,7 +14,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities import rank_zero_info
 
 from ringflash.agreement import agree
-from ringflash.lightning.writing import check_local, leftovers, restore
+from ringflash.lightning.writing import WRITTEN_AT, check_local, leftovers, restore
 
 COMPLETE = "complete"  # a file in a checkpoint of DeepSpeed's once all ranks have written theirs
 
@@ -89,10 +89,11 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def _age(checkpoint: Path) -> tuple[int, int]:
-    """When it was completed; for a file system with coarse clocks then its step."""
-    step = re.search(r"step=(\d+)", checkpoint.name)
+    """When it was completed, as noted in it or by the time of its last file; where that is the same, its step."""
+    step, noted = re.search(r"step=(\d+)", checkpoint.name), checkpoint / WRITTEN_AT
+    text = noted.read_text() if noted.is_file() else ""
     last = checkpoint / ("meta.pt" if (checkpoint / "meta.pt").is_file() else COMPLETE)
-    return last.stat().st_mtime_ns, int(step[1]) if step else -1
+    return int(text) if text.isdecimal() else last.stat().st_mtime_ns, int(step[1]) if step else -1
 
 
 class SameCheckpoint(lightning.Callback):

@@ -10,6 +10,7 @@ import io
 import os
 import re
 import shutil
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+WRITTEN_AT = "written_at"  # a file in a checkpoint with the time in ns, which its files lose where it is copied
 PARTIAL = ".partial"  # behind the name of a checkpoint that is not whole
 REPLACED = ".replaced"  # behind that of a whole one, for the moment in which another takes its name
 
@@ -28,8 +30,8 @@ REPLACED = ".replaced"  # behind that of a whole one, for the moment in which an
 class CheckpointWriter:
     """Writes one distributed checkpoint at a time in a thread of its own; all ranks make the same calls.
 
-    Once all ranks have written their parts, rank 0 adds what Lightning keeps beside them (meta.pt) and renames the
-    directory: under its name a checkpoint is whole or does not exist.
+    Once all ranks have written their parts, rank 0 adds what Lightning keeps beside them (meta.pt), notes the time and
+    renames the directory: under its name a checkpoint is whole or does not exist.
 
     Args:
         timeout: how long a rank waits for the others' parts.
@@ -128,6 +130,11 @@ def leftovers(folder: str | Path) -> list[Path]:
     return [path for suffix in (PARTIAL, REPLACED) for path in Path(folder).glob(f"**/*.ckpt{suffix}")]
 
 
+def note_time(checkpoint: Path) -> None:
+    """Note in it that it was written now."""
+    (checkpoint / WRITTEN_AT).write_text(str(time.time_ns()))
+
+
 def _partial(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
@@ -141,6 +148,7 @@ def _complete(written: Future[Any], meta: bytes, path: Path) -> None:
         file.write(meta)
         file.flush()
         os.fsync(file.fileno())
+    note_time(_partial(path))
     replaced = path.with_name(path.name + REPLACED)
     if path.is_dir():
         shutil.rmtree(replaced, ignore_errors=True)  # of a crash while it was removed

@@ -7,14 +7,15 @@ Crashes and resuming are in test_launch_recovery.py and test_lightning_recipes.p
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ringflash.lightning import ContextParallelStrategy
-from ringflash.lightning.checkpoints import newest_checkpoint
-from ringflash.lightning.writing import leftovers
+from ringflash.lightning.checkpoints import COMPLETE, newest_checkpoint
+from ringflash.lightning.writing import WRITTEN_AT, leftovers
 from tests.recipes.launching import run_ranks, write_text
 
 WORLD_SIZE = 2
@@ -113,6 +114,21 @@ def test_replaced_checkpoint_has_its_name_back(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) is None
     assert (tmp_path / "version_0" / "a.ckpt").is_dir()
     assert {path.name for path in leftovers(tmp_path)} == {"a.ckpt.partial", "b.ckpt.replaced"}
+
+
+def test_the_newest_is_the_one_that_was_completed_last(tmp_path: Path) -> None:
+    """By the time that it holds: copied one by one, the oldest last. By their files where they hold none."""
+    for name, noted, copied in (("step=9", 30, 1), ("step=2", 40, 2), ("step=7", 10, 3)):
+        checkpoint = tmp_path / f"{name}.ckpt"
+        checkpoint.mkdir()
+        (checkpoint / WRITTEN_AT).write_text(str(noted))
+        (checkpoint / COMPLETE).touch()
+        os.utime(checkpoint / COMPLETE, ns=(copied, copied))
+    assert newest_checkpoint(tmp_path) == tmp_path / "step=2.ckpt"
+    for path in tmp_path.glob("*.ckpt"):
+        (path / WRITTEN_AT).unlink()
+        os.utime(path / COMPLETE, ns=(5, 5 + ("step=7" in path.name)))
+    assert newest_checkpoint(tmp_path) == tmp_path / "step=7.ckpt"
 
 
 def test_one_file_is_not_written_beside_the_training() -> None:

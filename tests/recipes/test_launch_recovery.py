@@ -20,7 +20,7 @@ from tests.recipes.accidents import STEP
 from tests.recipes.launching import ROOT, run, train, write_text
 
 STEPS = 6
-PARTS = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
+PARTS = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp", "written_at"}
 RECIPE = ROOT / "recipes" / "lightning" / "quickstart.yaml"
 
 SCALED_DOWN = {
