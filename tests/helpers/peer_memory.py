@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ class SharedMemory(Threads):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.group = group.rank(), group
-        self.folder = _agreed_folder(group)
+        self.name = _agreed_name(group)
         self.areas: dict[str, list[torch.Tensor]] = {}
         self.threads: dict[str, ThreadPoolExecutor] = {}
         self.random = random.Random(self.rank)
@@ -82,7 +83,8 @@ class SharedMemory(Threads):
     def reserve(self, name: str, num_bytes: int) -> None:
         if name in self.areas and self.areas[name][0].numel() >= num_bytes:
             return
-        paths = [self.folder / f"{name}.{num_bytes}.{rank}" for rank in range(self.group.size())]
+        stem = Path(tempfile.gettempdir(), f"{self.name}.{name}.{num_bytes}")
+        paths = [stem.with_name(f"{stem.name}.{rank}") for rank in range(self.group.size())]
         paths[self.rank].write_bytes(bytes(num_bytes))
         self.kept.drop(name)
         dist.barrier(self.group)
@@ -154,11 +156,11 @@ def copy_engine() -> Iterator[None]:
         ringflash.set_agreement_check("changed")
 
 
-def _agreed_folder(group: dist.ProcessGroup) -> Path:
-    chosen: list[str | None] = [tempfile.mkdtemp(prefix="ringflash-peers-") if group.rank() == 0 else None]
+def _agreed_name(group: dist.ProcessGroup) -> str:
+    """For files that no other memory has; they go as soon as all ranks have opened them."""
+    chosen = [f"ringflash-peers-{uuid4().hex}"]
     dist.broadcast_object_list(chosen, group=group, group_src=0)
-    assert chosen[0] is not None
-    return Path(chosen[0])
+    return chosen[0]
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:
