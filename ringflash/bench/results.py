@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_PROBE = "kernels alone"  # bench_ring's --probes: a ring's work without its messages, which no peer leaves out
+# bench_ring's --probes: a ring's work without its messages or copies, which no peer leaves out.
+_PROBES = ("kernels alone", "copy_engine, without copies")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Measured:
     @property
     def peer(self) -> str | None:
         """The fastest of the others."""
-        others = {who: x for who, x in self.figures.items() if not who.startswith("ringflash") and who != _PROBE}
+        others = {who: x for who, x in self.figures.items() if not who.startswith("ringflash") and who not in _PROBES}
         return max(others, key=others.__getitem__, default=None)
 
     @property

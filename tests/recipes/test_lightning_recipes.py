@@ -20,6 +20,7 @@ from tests.recipes.launching import ROOT, interrupt, run, train, write_text
 RTOL_FP64 = 1e-11
 RECIPES = [ROOT / "recipes" / "lightning" / "quickstart.yaml"]
 STEPS = 4
+PARTS = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp", "written_at"}
 
 SCALED_DOWN = {
     "trainer.max_steps": STEPS,
@@ -106,7 +107,7 @@ def test_recipe_writes_its_results(two_ranks: Run) -> None:
     assert "context_parallel_size" in (two_ranks.results / "config.yaml").read_text()
     for step in (2, 4):
         parts = {path.name for path in two_ranks.checkpoint(step).iterdir()}
-        assert parts == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
+        assert parts == PARTS
 
 
 def test_resume_continues_exactly(recipe: Path, folder: Path, two_ranks: Run) -> None:
@@ -150,7 +151,7 @@ def test_signal_ends_a_run_with_a_checkpoint(recipe: Path, folder: Path) -> None
     output = interrupt(["launch/local.sh", *given], after="step      3 ", NPROC="2")
     assert output.count("loss over fixed sequences") == 1  # before the first step
     (checkpoint,) = (folder / name / "version_0").glob("interrupted-step=*.ckpt")
-    assert {path.name for path in checkpoint.iterdir()} == {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp"}
+    assert {path.name for path in checkpoint.iterdir()} == PARTS
     meta = torch.load(checkpoint / "meta.pt", weights_only=True)
     assert meta["global_step"] == meta["TextData"]["num_consumed"] / 8 == int(checkpoint.stem.rpartition("=")[2])
 
