@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, plain_name, whole
 from ringflash.verify.subject import Batch, Data, Factory, Training
-from ringflash.wrap import BATCH_NORMS
 
 Tensors = dict[str, Tensor]
 _WRAPPED = (nn.parallel.DistributedDataParallel, FSDPModule)
@@ -58,12 +57,6 @@ def build(
     wrapped = [type(m).__name__ for m in training.module.modules() if isinstance(m, _WRAPPED)]
     if wrapped:
         raise ValueError(f"module must not be wrapped yet, got {wrapped[0]} in it; do that in Training's wrap.")
-    for name, layer in training.module.named_modules():
-        if isinstance(layer, BATCH_NORMS):
-            raise ValueError(
-                f"{name} must not be nn.{type(layer).__name__}, whose statistics are of the rank's own tokens; "
-                "normalise each token by itself."
-            )
     for name, parameter in training.module.named_parameters():
         parameter.data = parameter.data.to(dtype)
         if weights is not None:
