@@ -140,9 +140,9 @@ def transport_bytes(job: Job, *, one_host: bool = False) -> int:
     """The buffers that all layers share; nothing on one rank.
 
     By heads, over the copy engine (`one_host`) or NCCL: K/V of the whole sequence where they are small, or else a
-    rank's own and those of two sections of heads (NCCL: three); the gradients of two sections, and those of one that
-    come home. By hops: own K/V and two that arrive; own gradients, two that leave and one that arrives; and the state
-    that a rank's hops hand on.
+    rank's own and those of two sections of heads (NCCL: three); the gradients of two sections, or of more where links
+    are to sleep, and those of one that come home. By hops: own K/V and two that arrive; own gradients, two that leave
+    and one that arrives; and the state that a rank's hops hand on.
     """
     if job.cp_size == 1:
         return 0
