@@ -38,6 +38,7 @@ def collect() -> dict[str, Any]:
         "gpus": _gpus(),
         "peers": _peers(),
         "links": _links(),
+        "links_sleep_us": parse_threshold(_nvidia_smi("nvlink", "-gLowPwrInfo")),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(VARIABLES)},
         "kernel_environment": _kernel_environment(),
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
@@ -75,6 +76,12 @@ def parse_topology(text: str) -> list[list[str]]:
     lines = [line.split() for line in re.sub(r"\x1b\[\d*m", "", text).splitlines()]
     rows = [words for words in lines if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and "X" in words]
     return [words[1 : len(rows) + 1] for words in rows]
+
+
+def parse_threshold(text: str) -> int | None:
+    """After how many µs without use a link of a GPU sleeps, as `nvidia-smi nvlink -gLowPwrInfo` prints it."""
+    found = re.search(r"Low Power Threshold: (\d+) us", text)
+    return int(found[1]) if found else None
 
 
 def _nvidia_smi(*arguments: str) -> str:

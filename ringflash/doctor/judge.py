@@ -102,7 +102,9 @@ def links(facts: Facts) -> Iterator[Finding]:
             "NVLink", f"none between GPUs {shown}", "a ring is as slow as its slowest link: choose other GPUs"
         )
     elif named:
-        yield ok("NVLink", f"{', '.join(sorted(set(named.values())))} between all GPUs of this host")
+        sleep = facts["links_sleep_us"]
+        awake = "" if sleep is None else f", awake for {sleep / 1000:g} ms after use"
+        yield ok("NVLink", f"{', '.join(sorted(set(named.values())))} between all GPUs of this host{awake}")
 
 
 _HURTS: dict[str, tuple[Callable[[str], bool], str]] = {

@@ -20,7 +20,7 @@ from ringflash import host
 from ringflash.cli import main
 from ringflash.doctor import command, probe
 from ringflash.doctor.command import _kernel, _probe, _ring, examine
-from ringflash.doctor.facts import collect, parse_topology
+from ringflash.doctor.facts import collect, parse_threshold, parse_topology
 from ringflash.doctor.gather import tell_apart
 from ringflash.doctor.judge import declared_ranges, differences, judge
 from ringflash.host import this_host
@@ -35,6 +35,7 @@ HEALTHY: dict[str, Any] = {
         "deepspeed": "0.19.8", "transformers": "5.17.0",
     },
     "peers": [[True, True], [True, True]], "links": [["X", "NV18"], ["NV18", "X"]], "kernel_environment": "",
+    "links_sleep_us": 50_000,
     "shared_memory_bytes": 16 << 30,
     "environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "open_files": 65536,
     "locked_memory": -1, "cores": 64,
@@ -205,6 +206,24 @@ def test_links_are_read_and_judged() -> None:
     assert parse_topology(TOPOLOGY) == HEALTHY["links"]
     assert parse_topology("") == [] and said(links=[]) == []
     assert said(links=[["X", "SYS"], ["SYS", "X"]]) == [("warning", "NVLink", "none between GPUs 0-1 SYS")]
+
+
+LOW_POWER = """\
+GPU 0: NVIDIA H200 (UUID: GPU-1)
+\t Low Power Threshold are in units of 100 us
+\t Range of Low Power Threshold values are 1 to 8191
+
+\t Link 0: Low Power Mode: Low Power State
+\t Link 0: Low Power Threshold: 50000 us
+"""
+
+
+def test_when_links_sleep_is_said() -> None:
+    """Where nvidia-smi knows it."""
+    assert parse_threshold(LOW_POWER) == 50_000 and parse_threshold("") is None
+    for threshold, shown in ((50_000, ", awake for 50 ms after use"), (None, "")):
+        (found,) = (x.found for x in judge({**HEALTHY, "links_sleep_us": threshold}) if x.what == "NVLink")
+        assert found == f"NV18 between all GPUs of this host{shown}"
 
 
 def test_rings_are_judged_by_transport(monkeypatch: pytest.MonkeyPatch) -> None:
