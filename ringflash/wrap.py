@@ -26,14 +26,16 @@ Module = TypeVar("Module", bound=nn.Module)
 # Where a module is entered. The steps are LightningModule's, which runs them without forward.
 ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
-BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # not SyncBatchNorm
-
+_NORMS: dict[type[nn.Module], str] = dict.fromkeys(
+    (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),  # SyncBatchNorm sees all ranks
+    "its statistics are of the rank's own tokens; normalise each token by itself",
+)
 _REFUSED: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "call scaled_dot_product_attention on its projections",
     nn.TransformerEncoderLayer: "write the layer with scaled_dot_product_attention",
     nn.TransformerDecoderLayer: "write the layer with scaled_dot_product_attention",
     nn.RNNBase: "a recurrent layer needs the whole sequence; leave it out",
-    **dict.fromkeys(BATCH_NORMS, "its statistics are of the rank's own tokens; normalise each token by itself"),
+    **_NORMS,
 }
 
 
@@ -93,10 +95,24 @@ def calls_of(module: nn.Module) -> Calls:
     return calls
 
 
-def _check(name: str, layer: nn.Module, layout: str) -> None:
-    for kind, remedy in _REFUSED.items():
+def check_norms(module: nn.Module) -> None:
+    """Return if no layer normalises tokens by the others that the rank happens to hold.
+
+    Raises:
+        NotImplementedError: one that does, by its name.
+    """
+    for name, layer in module.named_modules():
+        _refuse(name or type(module).__name__, layer, _NORMS)
+
+
+def _refuse(name: str, layer: nn.Module, refused: dict[type[nn.Module], str]) -> None:
+    for kind, remedy in refused.items():
         if isinstance(layer, kind):
             raise NotImplementedError(f"{name} must not be nn.{kind.__name__}, got {type(layer).__name__}; {remedy}.")
+
+
+def _check(name: str, layer: nn.Module, layout: str) -> None:
+    _refuse(name, layer, _REFUSED)
     if "forward" in vars(layer):
         raise NotImplementedError(
             f"{name}.forward must be that of its class, got one set on the object; wrap before that is set."

@@ -22,7 +22,7 @@ from ringflash.verify.diagnosis import Place, Reach
 from ringflash.verify.observe import Observation, Tensors, build, observe
 from ringflash.verify.probe import Touch, changed, layer_outputs, with_other_tokens
 from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
-from ringflash.wrap import BATCH_NORMS
+from ringflash.wrap import check_norms
 
 T = TypeVar("T")
 _REACH = 1e-6  # of the largest value: what a token does to another in fp64, though norms may be computed in fp32
@@ -111,15 +111,10 @@ class Session:
         """Take from the model what the rest depends on.
 
         Raises:
-            ValueError: a norm over tokens, which at cp=1 and cp=N is over others.
+            NotImplementedError: a norm over tokens, which at cp=1 and cp=N is over others.
         """
         s, module = self.settings, training.module
-        for name, layer in module.named_modules():
-            if isinstance(layer, BATCH_NORMS):
-                raise ValueError(
-                    f"{name} must not be nn.{type(layer).__name__}, whose statistics are of the rank's own tokens; "
-                    "normalise each token by itself."
-                )
+        check_norms(module)
         self.layout = training.layout
         self.data = draw_data(vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device)
         self.windows = windows_of(module)

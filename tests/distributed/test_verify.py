@@ -167,7 +167,7 @@ def test_a_random_forward_is_refused(pool: Pool) -> None:
 def test_a_norm_over_tokens_is_refused_by_name(pool: Pool) -> None:
     """At cp=1 alone it would be right; in fp64 it has no statistics to evaluate with."""
     for text in pool.run(refused, "batch_norm", size=2):
-        assert "norm must not be nn.BatchNorm1d, whose statistics are of the rank's own tokens; normalise each" in text
+        assert "norm must not be nn.BatchNorm1d, got BatchNorm1d; its statistics are of the rank's own tokens;" in text
 
 
 def test_only_the_evaluation_fails_where_only_it_is_wrong(pool: Pool) -> None:

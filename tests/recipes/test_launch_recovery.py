@@ -17,10 +17,9 @@ import torch
 from recipes.lightning.compare import read_losses
 from ringflash.lightning.checkpoints import is_complete, newest_checkpoint
 from tests.recipes.accidents import STEP
-from tests.recipes.launching import ROOT, run, train, write_text
+from tests.recipes.launching import PARTS, ROOT, run, train, write_text
 
 STEPS = 6
-PARTS = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp", "written_at"}
 RECIPE = ROOT / "recipes" / "lightning" / "quickstart.yaml"
 
 SCALED_DOWN = {

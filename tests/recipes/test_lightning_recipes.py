@@ -15,12 +15,11 @@ import torch
 
 from recipes.lightning.compare import largest_difference, newest_curve, read_losses
 from recipes.lightning.train import _loggers, main
-from tests.recipes.launching import ROOT, interrupt, run, train, write_text
+from tests.recipes.launching import PARTS, ROOT, interrupt, run, train, write_text
 
 RTOL_FP64 = 1e-11
 RECIPES = [ROOT / "recipes" / "lightning" / "quickstart.yaml"]
 STEPS = 4
-PARTS = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp", "written_at"}
 
 SCALED_DOWN = {
     "trainer.max_steps": STEPS,
