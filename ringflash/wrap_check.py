@@ -6,8 +6,9 @@ each changes what some attention is given, from one layer on.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ringflash.wrap import calls_of
 def check_wrapped(module: nn.Module, run: Callable[[Group], Any]) -> None:
     """Compare what every attention is given on the ring with what it is given on the whole sequence.
 
-    A few tokens for each rank are enough: `2 * cp_size * 8`. Without gradients, and in evaluation mode.
+    A few tokens for each rank are enough: `2 * cp_size * 8`. Without gradients, in evaluation mode, and not compiled.
 
     Args:
         module: from `wrap_attention`.
@@ -48,13 +49,22 @@ def _traced(module: nn.Module, calls: Calls, run: Callable[[Group], Any], group:
     trace: list[Call] = []
     calls.trace = trace
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _not_compiled():
             run(group)
     finally:
         calls.trace = None
         for layer, mode in modes.items():
             layer.training = mode
     return trace
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Run what torch.compile was given as it is written.
+
+    Compiled attention of the whole sequence is an operator that wrapping refuses, and a graph for these few tokens
+    would make torch take later lengths for variable ones.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

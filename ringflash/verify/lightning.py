@@ -13,8 +13,11 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import DoublePrecision
+from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ringflash import huggingface
+from ringflash.lightning.sharding import SequenceSharding
 from ringflash.lightning.strategy import ContextParallelStrategy
 from ringflash.verify.capture import Capture, plain_name, whole
 from ringflash.verify.observe import (
@@ -90,6 +93,7 @@ class _Reads(lightning.Callback):
         self.training, self.strategy = training, strategy
         module = training.module
         module.configure_optimizers = lambda: training.optimizer(module.parameters())  # type: ignore[assignment]
+        module.check_sequence_sharding = False  # type: ignore[assignment]  # it would raise before verify has looked
 
     @property
     def module(self) -> Any:
@@ -105,10 +109,19 @@ class _Reads(lightning.Callback):
         """The whole sequence."""
         return self.session.data
 
-    def batch(self) -> dict[str, Any]:
-        """This rank's part of it."""
-        data = self.data()
-        return self.training.prepare(data.input_ids, group=self.group, cu_seqlens=data.cu_seqlens, labels=data.labels)
+    def batch(self) -> Any:
+        """What a data loader gives this rank: its part of it, or all of it for a module that cuts its batches."""
+        data, prepare, group = self.data(), self.training.prepare, self.group
+        if isinstance(self.module, SequenceSharding):
+            prepare, group = _whole if prepare is huggingface.prepare_batch else prepare, None
+        return prepare(data.input_ids, group=group, cu_seqlens=data.cu_seqlens, labels=data.labels)
+
+
+def _whole(input_ids: Tensor, *, labels: Tensor, cu_seqlens: Tensor | None, group: None) -> Any:
+    """The batch that `SequenceSharding.shard_batch` cuts."""
+    if cu_seqlens is None:
+        return input_ids, labels
+    return {"input_ids": input_ids, "labels": labels, "cu_seqlens": cu_seqlens}
 
 
 class _Reader(_Reads):
@@ -145,12 +158,6 @@ class _Observer(_Reads):
             self.session._see(self.training)
         return super().data()
 
-    def batch(self) -> dict[str, Any]:
-        """This rank's part of it, kept whole as well."""
-        batch = super().batch()
-        self.seen.inputs = whole_inputs(batch, self.group, self.session.data.seqlen, self.training.layout)
-        return batch
-
     def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """The first thing after the model was built: give it its weights, and read them."""
         if self.seen.weights:
@@ -162,7 +169,8 @@ class _Observer(_Reads):
         self.seen.apart_before = disagreement_of(self.seen.weights, self.group)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Watch the layers."""
+        """Keep the batch as the module gets it, and watch the layers."""
+        self.seen.inputs = whole_inputs(batch, self.group, self.session.data.seqlen, self.training.layout)
         self.order = gradient_order(module)
         length = self.session.data.seqlen // self.strategy.cp_size
         self.capture = Capture(module, length, keep_gradient=True).__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,9 +125,11 @@ def prepared(training: Training, group: dist.ProcessGroup | None, data: Data) ->
     return training.prepare(data.input_ids, group=group, cu_seqlens=data.cu_seqlens, labels=data.labels)
 
 
-def whole_inputs(batch: Batch, group: dist.ProcessGroup | None, seqlen: int, layout: str) -> Tensors:
-    """The integer tensors of a batch that run along the sequence."""
+def whole_inputs(batch: Any, group: dist.ProcessGroup | None, seqlen: int, layout: str) -> Tensors:
+    """The integer tensors of a batch, a dict or a tuple, that run along the sequence."""
     length = seqlen // (1 if group is None else group.size())
+    if isinstance(batch, tuple | list):
+        batch = {f"batch[{i}]": x for i, x in enumerate(batch)}
     return {
         name: whole(x, group, layout)
         for name, x in batch.items()

@@ -227,6 +227,20 @@ def test_check_accepts_what_is_right(pool: Pool, name: str) -> None:
     assert pool.run(checked, own.Model, MODELS[name], size=2) == ["", ""]
 
 
+class Compiled(own.Model):
+    """Its layers are compiled when they are first called."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for block in self.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+
+
+def test_check_accepts_compiled_layers(pool: Pool) -> None:
+    """The whole sequence's attention, compiled, is an operator that wrapping refuses."""
+    assert pool.run(checked, Compiled, MODELS["rotary"], size=2, timeout_s=120) == ["", ""]
+
+
 @pytest.mark.parametrize("name", ["learned", "rotary", "bound"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_check_finds_positions_counted_from_the_shard(pool: Pool, size: int, name: str) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from ringflash.cli import main
 from tests.helpers.examples import example
-from tests.recipes.launching import run, run_ranks
+from tests.recipes.launching import ROOT, run, run_ranks
+from tests.recipes.test_wrap_lightning import apply, readme_diff
 
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
@@ -33,8 +34,11 @@ def test_the_documents_example_passes(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of all LightningModules, by one launch."""
-    out = tmp_path_factory.mktemp("verify") / "reports.json"
-    run_ranks("tests.recipes.verify_worker", out, num_ranks=2)
+    folder = tmp_path_factory.mktemp("verify")
+    plain = (ROOT / "tests/recipes/plain_gpt.py").read_text()
+    (folder / "changed_gpt.py").write_text(apply(readme_diff(), plain))
+    out = folder / "reports.json"
+    run_ranks("tests.recipes.verify_worker", folder, out, num_ranks=2)
     return json.loads(out.read_text())
 
 
@@ -86,6 +90,21 @@ def test_documents_that_no_run_sees_are_named(reports: dict[str, Any]) -> None:
     report = reports["without_documents"]
     assert (report["status"], failed(report)) == (1, ["mask"])
     assert "position 18 reaches 19 at cp=1 and cp=N" in report["likely_cause"]
+
+
+def test_a_module_of_ones_own_is_verified(reports: dict[str, Any]) -> None:
+    """With the README's diff it cuts its batches itself."""
+    report = reports["own"]
+    assert (report["status"], report["passed"], failed(report)) == (0, True, [])
+    assert {check["name"] for check in report["checks"] if check["verdict"] == "not compared"} == {"logits"}
+
+
+def test_positions_of_the_shard_in_a_module_of_ones_own_are_named(reports: dict[str, Any]) -> None:
+    """By verify, before the check that the module brings along."""
+    report = reports["misplaced"]
+    assert report["status"] == 1 and "layer outputs" in failed(report)
+    assert "position 12 (chunk 1, held by rank 1)" in report["first_difference"]
+    assert "positions" in report["likely_cause"]
 
 
 @pytest.mark.parametrize(

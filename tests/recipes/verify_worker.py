@@ -1,6 +1,6 @@
 """The command `ringflash verify` on several LightningModules in one launch; rank 0 writes their reports to <out>.
 
-torchrun --nproc_per_node 2 -m tests.recipes.verify_worker <out>
+torchrun --nproc_per_node 2 -m tests.recipes.verify_worker <folder with changed_gpt.py> <out>
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ringflash import huggingface
@@ -27,7 +28,10 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 DOCUMENTS = ["--cu_seqlens", "[0,19,48]"]
-FACTORIES = {"right": DOCUMENTS, "summed_evaluation": DOCUMENTS, "missed_layer": [], "without_documents": DOCUMENTS}
+FACTORIES = {
+    "right": DOCUMENTS, "summed_evaluation": DOCUMENTS, "missed_layer": [], "without_documents": DOCUMENTS,
+    "own": [], "misplaced": [],
+}  # fmt: skip
 
 
 class SummedEvaluation(CausalLM):
@@ -66,6 +70,20 @@ def without_documents(group: Any) -> Training:
     return Training(CausalLM(CONFIG), lambda ids, **kw: huggingface.prepare_batch(ids, **kw) | {"cu_seqlens": None})
 
 
+def own(group: Any) -> Any:
+    """A module with the README's diff, whose batches are whole."""
+    from changed_gpt import GPT  # type: ignore[import-not-found]
+
+    return GPT()
+
+
+def misplaced(group: Any) -> Any:
+    """With positions that are counted from the shard."""
+    from changed_gpt import GPT
+
+    return type("Misplaced", (GPT,), {"positions": lambda self, tokens: torch.arange(tokens.shape[1])})()
+
+
 def verify(factory: str) -> dict[str, Any]:
     """What the command says, with its exit status."""
     printed = io.StringIO()
@@ -78,8 +96,10 @@ def verify(factory: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    folder, out = sys.argv[1:]
+    sys.path.insert(0, folder)
     dist.init_process_group("gloo")
     found = {factory: verify(factory) for factory in FACTORIES}
     if os.environ["RANK"] == "0":
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()
