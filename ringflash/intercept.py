@@ -45,6 +45,7 @@ class Calls:
         root: what errors call the module.
         whole: attend within this process, as the module did before it was wrapped.
         trace: where calls are kept, if they are.
+        key: of `_known`; text, since torch.compile takes a number that has changed for a variable one.
     """
 
     options: Options
@@ -52,7 +53,7 @@ class Calls:
     called: bool = False
     whole: bool = False
     trace: list[Call] | None = None
-    key: int = field(default_factory=count().__next__, init=False)
+    key: str = field(default_factory=map(str, count()).__next__, init=False)
 
     def __post_init__(self) -> None:
         _known[self.key] = self
@@ -79,11 +80,11 @@ class Calls:
         return str(layer._ringflash_name) or self.root
 
 
-_known: WeakValueDictionary[int, Calls] = WeakValueDictionary()
+_known: WeakValueDictionary[str, Calls] = WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result
-def _mark_called(key: int) -> None:
+def _mark_called(key: str) -> None:
     """Note that a module attends; while compiling at once, since a compiled checkpoint may not change an object."""
     _known[key].called = True
 
@@ -172,7 +173,7 @@ class Interception(TorchFunctionMode):
 
 
 @torch.compiler.assume_constant_result
-def _raise_together(key: int, text: str) -> NoReturn:
+def _raise_together(key: str, text: str) -> NoReturn:
     """Raise on this rank, and on those that go on to the ring without an error; while compiling at once."""
     error = NotImplementedError(text)
     agree(_known[key].options.group, {}, error)

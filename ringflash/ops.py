@@ -9,9 +9,11 @@ attention, and never runs the forward ring again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from functools import wraps
+from typing import Any, TypeVar, get_type_hints
 from weakref import ref
 
 import torch
@@ -26,6 +28,8 @@ from ringflash.ring import Ring
 from ringflash.schedule import Gathering
 from ringflash.transport import PointToPoint, choose_transport, message_memory, open_transport
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
+
+_Result = TypeVar("_Result")
 
 MOST_BUFFER_BYTES = 12 << 30  # over NCCL by heads; beyond, a ring of hops, whose buffers grow with a rank's keys alone
 
@@ -45,6 +49,21 @@ class Options:
     deterministic: bool
 
 
+def _on_their_device(function: Callable[..., _Result]) -> Callable[..., _Result]:
+    """`function` with its tensors' GPU as the current one: streams, events and NCCL go by that."""
+
+    @wraps(function)
+    def on_device(*inputs: Any) -> _Result:
+        device = inputs[0].device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return function(*inputs)
+        with torch.cuda.device(device):
+            return function(*inputs)
+
+    return on_device
+
+
+@_on_their_device
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -91,6 +110,7 @@ def _(q, k, v, cu_seqlens, group_name, *options):  # type: ignore[no-untyped-def
     return q.new_empty(q.shape), lse
 
 
+@_on_their_device
 def _gradients(
     dout: Tensor,
     dlse: Tensor | None,
