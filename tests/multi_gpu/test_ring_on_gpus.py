@@ -14,6 +14,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from ringflash import headwise, schedule
 from ringflash.headwise import Sections
@@ -101,6 +103,26 @@ def in_sections(turns: bool) -> Iterator[None]:
 def repeats(ctx: Context, by_hops: bool, transport: str, *args: Any) -> bool:
     with over(transport), mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0 if by_hops else 1 << 40):
         return ring_check.repeats_exactly(ctx, *args)
+
+
+def measure_elsewhere(ctx: Context, *args: Any) -> list[Ratio]:
+    """The first calls of a group, over each transport, with another GPU as the current one."""
+    torch.cuda.set_device((ctx.rank + 1) % ctx.size)
+    try:
+        there, spent = ctx._replace(group=dist.new_group()), []
+        for transport in ("copy_engine", "nccl"):
+            with over(transport):
+                spent += ring_check.measure(there, *args)
+        return spent
+    finally:
+        torch.cuda.set_device(ctx.device)
+
+
+def test_current_device_need_not_be_the_tensors(pool: Pool, setup: Setup, table: Table) -> None:
+    if setup.backend != "nccl":
+        pytest.skip("a CPU has no current device")
+    spent = pool.run(measure_elsewhere, suited(Case(), setup.impl), CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add("elsewhere", spent))
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=str)
