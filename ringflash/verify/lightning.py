@@ -71,6 +71,7 @@ class LightningSession(Session):
             strategy=strategy, accelerator=self.settings.device.type, devices=local_size, num_nodes=size // local_size,
             max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=[reader],
+            inference_mode=False,  # no DTensor can be read in it; over gloo Lightning never uses it
             **precision,
         )  # fmt: skip
 
