@@ -111,6 +111,7 @@ def test_a_row_that_nobody_of_us_computes_is_left_out(tmp_path: Path) -> None:
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     for name, head in (("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")):
         assert main(["bench", str(COMMITTED), "--plot", str(tmp_path / name)]) == 0
         assert (tmp_path / name).read_bytes().startswith(head)

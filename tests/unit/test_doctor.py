@@ -159,7 +159,7 @@ def test_each_host_is_judged_once_and_missing_ranks_are_named() -> None:
 def test_this_machine_has_facts_of_the_same_form() -> None:
     facts = collect()
     assert facts.keys() == HEALTHY.keys() and json.loads(json.dumps(facts)) == facts
-    assert facts["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(facts["packages"]["torch"])  # which may leave out "+cu130"
 
 
 def test_command_exits_0_here_and_1_with_a_fault(

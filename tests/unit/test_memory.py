@@ -122,8 +122,9 @@ def test_offloaded_inputs_leave_the_device(checkpointing: Any, monkeypatch: pyte
     got: list[weakref.ref[torch.UntypedStorage]] = []
 
     def copy(x: torch.Tensor) -> torch.Tensor:
-        copied.append(tuple(x.shape))
-        got.append(weakref.ref(x.untyped_storage()))
+        if x.numel():  # torch 2.11's checkpoints keep an empty tensor, too
+            copied.append(tuple(x.shape))
+            got.append(weakref.ref(x.untyped_storage()))
         return x.clone()
 
     def on_host(*, pin_memory: bool) -> Any:
