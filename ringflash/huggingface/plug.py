@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from ringflash.api import ring_attention
 from ringflash.autocast import autocast
 from ringflash.group import Group, resolve
+from ringflash.huggingface.documents import Documents
 from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.options import NAME, Options, check_lone_process
-from ringflash.huggingface.refusals import check_layer_type, check_model, check_rope, find_static_error
+from ringflash.huggingface.refusals import check_layer_type, check_model, check_rope, find_base, find_static_error
 from ringflash.huggingface.together import check_together
 from ringflash.layout import granularity
 
@@ -76,12 +77,15 @@ def set_group(
             f"model must have attention layers that follow attn_implementation, got none in {type(model).__name__}; "
             "pass the whole model, or use one that has."
         )
-    check_model(model, modules[0])
+    base = find_base(model, modules[0])
+    check_model(base)
     check_rope(config)
     for module in modules:
         check_layer_type(module)
+    documents = Documents.watch(base)
     for module in modules:
         module._ringflash = options  # type: ignore[assignment]
+        module._ringflash_documents = documents  # type: ignore[assignment]
 
 
 def _register_functions() -> None:
@@ -146,7 +150,8 @@ def _attention(
     causal = _is_causal(module) if is_causal is None else is_causal
     error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs)
     if getattr(module, "layer_idx", 0) == 0:
-        check_together(options, query, attention_mask, kwargs.get("position_ids"), cu_seqlens, error)
+        documents = getattr(module, "_ringflash_documents", None)
+        check_together(options, query, attention_mask, kwargs.get("position_ids"), cu_seqlens, documents, error)
     elif error is not None:
         raise error
     # Under autocast rotary embeddings leave q and k in fp32 beside v.

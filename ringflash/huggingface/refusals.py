@@ -53,17 +53,21 @@ def _check_kwargs(kwargs: dict[str, Any]) -> None:
         raise NotImplementedError(f"{name} must not be given to ringflash attention, got {shown}; {remedy}.")
 
 
-def check_model(model: nn.Module, attention: nn.Module) -> None:
+def find_base(model: nn.Module, attention: nn.Module) -> nn.Module:
+    """The innermost model that holds the attention layer: the decoder, without its head and other towers."""
+    holders = [m for m in model.modules() if hasattr(m, "set_attn_implementation") and attention in set(m.modules())]
+    return holders[-1] if holders else model
+
+
+def check_model(base: nn.Module) -> None:
     """Refuse what is wrong on a shard though every attention is right.
 
     Args:
-        attention: one of the model's attention layers; what is checked is the innermost model that holds it.
+        base: as `find_base`.
     Raises:
         NotImplementedError: tokens that meet in other layers, or positions that the model counts itself.
     """
-    holders = [m for m in model.modules() if hasattr(m, "set_attn_implementation") and attention in set(m.modules())]
-    holder = holders[-1] if holders else model
-    for name, module in holder.named_modules():
+    for name, module in base.named_modules():
         if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)):
             raise NotImplementedError(
                 f"{name} must treat tokens one by one, got {type(module).__name__}, which would end with the shard; "
@@ -74,9 +78,9 @@ def check_model(model: nn.Module, attention: nn.Module) -> None:
                 f"{name} must count positions from 0, got {type(module).__name__}, which starts after padding_idx; "
                 "use another model."
             )
-    if "position_ids" not in signature(type(holder).forward).parameters:
+    if "position_ids" not in signature(type(base).forward).parameters:
         raise NotImplementedError(
-            f"model must take position_ids, got {type(holder).__name__}, which counts the tokens of the shard; use "
+            f"model must take position_ids, got {type(base).__name__}, which counts the tokens of the shard; use "
             "another model."
         )
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash import agreement
+from ringflash.huggingface.documents import Documents
 from ringflash.huggingface.options import Options
 from ringflash.huggingface.positions import positions_fit
 from ringflash.huggingface.refusals import find_shape_error
@@ -21,10 +22,12 @@ def check_together(
     mask: Tensor | None,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
+    documents: Documents | None,
     error: Exception | None,
 ) -> None:
     """Once a forward, in layer 0: raise on every rank if any rank has an error. One scalar is reduced and read."""
-    error = error or find_shape_error(query, mask, position_ids)
+    lost = None if documents is None else documents.find_loss(cu_seqlens)
+    error = error or lost or find_shape_error(query, mask, position_ids)
     flags = torch.zeros(2, dtype=torch.int32, device=query.device)
     if error is None:
         try:

@@ -108,6 +108,23 @@ def test_refuses_a_window_that_the_model_leaves_to_the_mask(kind: str) -> None:
         model(**huggingface.prepare_batch(tokens(), group=None))
 
 
+def test_refuses_document_bounds_that_the_model_drops() -> None:
+    """StableLM hands its layers no keywords: the documents would see one another. Of its copies and after an error."""
+    from copy import deepcopy
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    huggingface.register()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("stablelm", **TINY), attn_implementation="ringflash")
+    for _ in range(2):
+        huggingface.set_group(model, None)
+    packed = huggingface.prepare_batch(tokens(), group=None, cu_seqlens=documents())
+    for each in (model, deepcopy(model)):
+        with pytest.raises(NotImplementedError, match="cu_seqlens must reach the attention, got None .* StableLmModel"):
+            each(**packed)
+        each(**huggingface.prepare_batch(tokens(), group=None))
+
+
 def test_refuses_another_implementation() -> None:
     with pytest.raises(ValueError, match="attn_implementation='ringflash', got 'eager'"):
         huggingface.set_group(build(impl="eager"), None)
