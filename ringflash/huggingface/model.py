@@ -69,7 +69,13 @@ def _check_head(model: nn.Module) -> None:
             f"model must have .model and a linear .lm_head without bias, got {type(model).__name__}; "
             "call ringflash.loss.cross_entropy on its hidden states."
         )
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
+    _check_head_config(config)
+    if hasattr(config, "get_text_config"):  # of models that have one for each tower; Gemma 4's head follows the text's
+        _check_head_config(config.get_text_config())
+
+
+def _check_head_config(config: Any) -> None:
     for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1)):
         value = getattr(config, name, None)
         if value is not None and value != neutral:

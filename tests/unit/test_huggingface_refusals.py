@@ -151,9 +151,13 @@ def test_refuses_unknown_positions() -> None:
 @pytest.mark.parametrize(
     "name, value", [("final_logit_softcapping", 30.0), ("logits_scaling", 8.0), ("logit_scale", 0.5)]
 )
-def test_refuses_logits_that_are_not_linear(name: str, value: float) -> None:
+@pytest.mark.parametrize("towers", [False, True])
+def test_refuses_logits_that_are_not_linear(name: str, value: float, towers: bool) -> None:
     model = build()
     setattr(model.config, name, value)
+    if towers:  # as in Gemma 4, whose head follows one of several configurations
+        text = model.config
+        model.config = SimpleNamespace(get_text_config=lambda: text)
     with pytest.raises(NotImplementedError, match=name):
         huggingface.CausalLMWithLoss(model, None)
 
