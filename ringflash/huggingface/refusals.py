@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 # What models hand to every attention call and no attention reads.
 _HARMLESS = {
-    "position_ids", "cache_position", "num_items_in_batch", "shift_labels", "output_hidden_states", "return_dict",
+    "position_ids", "cache_position", "num_items_in_batch", "labels", "shift_labels", "logits_to_keep",
+    "output_hidden_states", "return_dict",
 }  # fmt: skip
 
 _REFUSED = {

@@ -200,6 +200,12 @@ def test_refuses_a_cache_handed_to_attention() -> None:
     assert isinstance(error, NotImplementedError) and "past_key_values must not be given" in str(error)
 
 
+def test_what_the_loss_and_the_head_are_told_may_reach_attention() -> None:
+    """Gemma 4 hands labels on, GOT-OCR2 logits_to_keep, whether or not it was called with them."""
+    x = torch.zeros(1, 4, LENGTH, 8)
+    assert find_static_error(torch.nn.Module(), x, x, 0.0, None, True, {"labels": x, "logits_to_keep": 0}) is None
+
+
 def test_refuses_a_sliding_layer_without_window() -> None:
     model = build("qwen3_window")
     for layer in model.model.layers:
