@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,14 @@ from ringflash.group import Group, resolve
 from ringflash.huggingface.documents import Documents
 from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.options import NAME, Options, check_lone_process
-from ringflash.huggingface.refusals import check_layer_type, check_model, check_rope, find_base, find_static_error
+from ringflash.huggingface.refusals import (
+    check_direction,
+    check_layer_type,
+    check_model,
+    check_rope,
+    find_base,
+    find_static_error,
+)
 from ringflash.huggingface.together import check_together
 from ringflash.layout import granularity
 
@@ -82,6 +90,7 @@ def set_group(
     check_rope(config)
     for module in modules:
         check_layer_type(module)
+        check_direction(module)
     documents = Documents.watch(base)
     for module in modules:
         module._ringflash = options  # type: ignore[assignment]
@@ -118,16 +127,21 @@ def _is_no_flash_attention_package(modeling_utils: Any) -> None:
 
 
 def _pass_padding_mask(
-    *, attention_mask: Tensor | None = None, use_vmap: bool = False, **geometry: Any
+    *,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **geometry: Any,
 ) -> Tensor | None:
     """No mask is built: hand a 2-D one to the attention, which knows the group and refuses on every rank.
 
-    `geometry` (lengths, offsets, the mask's formula) is what the attention derives from positions itself.
+    `geometry` (lengths, offsets) is what the attention derives from positions itself. Overlays that a model gives as
+    functions set use_vmap, blocks of tokens that see one another (PaliGemma's prefix) do not: they are the last `or`.
     """
-    if use_vmap:
+    if use_vmap or mask_function.__name__ not in ("causal_mask_function", "bidirectional_mask_function", "and_mask"):
         raise NotImplementedError(
             "mask_function must be causal, sliding window or full, got one with an overlay of the model; "
-            "use another attn_implementation for this model."
+            "leave token_type_ids out where it takes them, or use another attn_implementation for this model."
         )
     return attention_mask
 

@@ -37,6 +37,7 @@ def find_static_error(
         _check_kwargs(kwargs)
         check_layer_type(module)
         check_rope(getattr(module, "config", None))
+        check_direction(module)
         _check_dropout(dropout)
         _check_length(query, key)
         _check_window(module, window, causal)
@@ -114,6 +115,19 @@ def check_rope(config: Any) -> None:
                 f"rope_type must be one whose angles do not depend on the length in work, got {kind!r}; use yarn, "
                 "llama3 or linear."
             )
+
+
+def check_direction(module: nn.Module) -> None:
+    """Raise NotImplementedError for a layer that sees later tokens though transformers' own masks may hide them.
+
+    Gemma says so to flash attention alone; PaliGemma, which sets it itself, means the prompt, not the answer.
+    """
+    asked = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
+    if asked and not getattr(module, "is_causal", True):
+        raise NotImplementedError(
+            f"use_bidirectional_attention must be unset, got {asked!r}, which some attn_implementations of "
+            "transformers follow and others do not; set config.is_causal=False for full attention."
+        )
 
 
 def _check_dropout(dropout: float) -> None:

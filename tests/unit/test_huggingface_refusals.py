@@ -78,6 +78,7 @@ WRONG_ON_A_SHARD = {
     "a convolution": ("qwen3_next", HYBRID, r"layers\.0\.linear_attn\.conv1d must treat tokens one by one, got Conv1d"),
     "a recurrence": ("minimax", HYBRID, "layer_types must be .* got 'linear_attention'"),
     "no position_ids": ("bart", {"d_model": 32, "decoder_attention_heads": 4}, "take position_ids, got BartDecoder"),
+    "both directions": ("gemma", {"use_bidirectional_attention": True}, "attention must be unset, got True, which"),
     "positions from 2": ("roberta", {}, "embeddings must count positions from 0, got RobertaEmbeddings"),
 }
 
@@ -198,6 +199,17 @@ def test_refuses_a_cache_handed_to_attention() -> None:
     x = torch.zeros(1, 4, LENGTH, 8)
     error = find_static_error(torch.nn.Module(), x, x, 0.0, None, True, {"past_key_values": object()})
     assert isinstance(error, NotImplementedError) and "past_key_values must not be given" in str(error)
+
+
+def test_refuses_blocks_of_tokens_that_see_one_another() -> None:
+    """PaliGemma's prompt, by token_type_ids; packed documents, which transformers finds by positions, are no such."""
+    from transformers.masking_utils import create_causal_mask
+
+    blocks, embeds = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH, 32)
+    config = build().config
+    assert create_causal_mask(config, embeds, None, None, position_ids=torch.arange(LENGTH)[None] % 8) is None
+    with pytest.raises(NotImplementedError, match="overlay of the model; leave token_type_ids out"):
+        create_causal_mask(config, embeds, None, None, block_sequence_ids=blocks)
 
 
 def test_what_the_loss_and_the_head_are_told_may_reach_attention() -> None:
