@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ringflash.data.order import SampleOrder
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.strategy import strategy_of
+from ringflash.lightning.trainers import check_interval
 
 Loader = DataLoader[Any]
 Batch = dict[str, Any]  # what ringflash.huggingface.prepare_batch returns
@@ -60,7 +61,7 @@ class SequenceData(lightning.LightningDataModule):
         _check_sampler(self.trainer)
         if stage == "fit":
             _check_epochs(self.trainer)
-            _check_interval(self.trainer)
+            check_interval(self.trainer)
         if not any(isinstance(callback, CountConsumed) for callback in self.trainer.callbacks):
             self.trainer.callbacks.insert(0, CountConsumed())
         self.train, self.held_out = self.read()
@@ -169,15 +170,6 @@ def _check_epochs(trainer: lightning.Trainer) -> None:
         raise ValueError(
             f"limit_train_batches must be a multiple of accumulate_grad_batches ({accumulated}), got {batches}: the "
             "last step of an epoch would divide by batches that it does not have; change one of them."
-        )
-
-
-def _check_interval(trainer: lightning.Trainer) -> None:
-    """Refuse a time between evaluations: each rank looks at its own clock; one evaluates, and one trains on."""
-    if trainer.world_size > 1 and trainer._val_check_time_interval is not None:
-        raise ValueError(
-            "val_check_interval must be a number of batches with several ranks, whose clocks do not agree after which "
-            f"batch to evaluate, got {trainer._val_check_time_interval:g} s; give batches."
         )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import check_folders
+from ringflash.lightning.trainers import check_averaging, check_interval
 from ringflash.lightning.writing import CheckpointWriter, check_local
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 from ringflash.safe_files import check_together
@@ -81,14 +83,17 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         self._training = False
 
     def setup_environment(self) -> None:
-        """Check the sizes, join the process group, and lay out the mesh."""
+        """Check the trainer and the sizes, join the process group, and lay out the mesh."""
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            check_interval(self.lightning_module.trainer)
+            check_averaging(self.lightning_module.trainer)
         world_size = self.num_nodes * self.num_processes
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, world_size)
         self._setup_distributed()
         if self._shard_mesh is None:  # validate() and fit() of one trainer share the mesh, and the model on it
             mesh = data_context_mesh(self.root_device.type, *sizes)
             self._device_mesh, self._shard_mesh = mesh, mesh._flatten("data_context")
-        assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: Any) -> None:
