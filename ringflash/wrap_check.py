@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -43,18 +44,15 @@ def check_wrapped(module: nn.Module, run: Callable[[Group], Any]) -> None:
 
 
 def _traced(module: nn.Module, calls: Calls, run: Callable[[Group], Any], group: Group) -> list[Call]:
-    """The attention calls of one run, which leaves the module's modes as they were."""
-    modes = {layer: layer.training for layer in module.modules()}
-    module.eval()
+    """The attention calls of one run, which leaves the module as it was."""
     trace: list[Call] = []
-    calls.trace = trace
-    try:
-        with torch.no_grad(), _not_compiled():
+    with _as_before(module), torch.no_grad(), _not_compiled():
+        module.eval()
+        calls.trace = trace
+        try:
             run(group)
-    finally:
-        calls.trace = None
-        for layer, mode in modes.items():
-            layer.training = mode
+        finally:
+            calls.trace = None
     return trace
 
 
@@ -65,6 +63,44 @@ def _not_compiled() -> AbstractContextManager[Any]:
     would make torch take later lengths for variable ones.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def _as_before(module: nn.Module) -> Iterator[None]:
+    """Modes and buffers of its layers, and what they count or collect in attributes, are put back: metrics, say."""
+    holders: list[dict[str, Any]] = [x for layer in module.modules() for x in (vars(layer), layer._buffers)]
+    before = [(holder, name, value, _copy(value)) for holder in holders for name, value in holder.items()
+              if _is_state(name, value)]  # fmt: skip
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for holder, name, value, contents in before:
+                holder[name] = _put_back(value, contents)
+
+
+def _is_state(name: str, value: Any) -> bool:
+    """Not torch's own tables, whose names begin with an underscore; an inference tensor is not written to."""
+    if isinstance(value, Tensor):
+        return not value.is_inference()
+    return value is None or isinstance(value, int | float) or (type(value) in (list, dict) and name[0] != "_")
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy(value)
+
+
+def _put_back(value: Any, before: Any) -> Any:
+    """The same object with its contents of before, where it has any."""
+    if isinstance(value, Tensor):
+        if not torch.equal(value, before):
+            value.copy_(before)
+    elif isinstance(value, list):
+        value[:] = before
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(before)
+    return value
 
 
 @contextmanager

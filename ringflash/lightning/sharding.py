@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 import lightning
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ringflash import huggingface
 from ringflash.group import Group, resolve
 from ringflash.layout import granularity, local_positions, shard_sequence
+from ringflash.lightning.first_step import FirstStep, check_same, check_step
 from ringflash.lightning.sequences import SequenceData
-from ringflash.lightning.strategy import keeping_ties, strategy_of
+from ringflash.lightning.strategy import keeping_ties, mixed_precision_policy, strategy_of
 from ringflash.loss import count_tokens
 from ringflash.padding import IGNORE_INDEX
 from ringflash.wrap import wrap_attention
@@ -43,8 +45,10 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
     """
 
     _ringflash_ready = False
-    _ringflash_whole = False
-    check_sequence_sharding = True  # False skips the comparison, which runs the training step twice without gradients
+    _ringflash_cut = False  # whether batches reach the module in parts
+    _ringflash_checked = False
+    _ringflash_step: FirstStep | None = None  # while it is compared
+    check_sequence_sharding = True  # False skips comparisons: of batches, and of a training step run twice
 
     def configure_model(self) -> None:
         """Wrap the attention and shard the parameters over all ranks, once: each entry of a ModuleList is a unit.
@@ -90,14 +94,21 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Cut the batch before it goes to the device; on the first of a training also check the module."""
-        trainer = self.trainer
+        """Cut the batch before it goes to the device; on the first of a training also check the module.
+
+        Raises:
+            ValueError: ranks of a ring with different batches, or what a check finds; on every rank.
+        """
+        trainer, group = self.trainer, strategy_of(self.trainer).cp_group
+        self._ringflash_cut = True
         if isinstance(trainer.datamodule, SequenceData):
             return batch  # the data module's batches are shards
-        if self.check_sequence_sharding and trainer.training:
-            self.check_sequence_sharding = False
-            self._check(batch)
-        return self.shard_batch(batch, strategy_of(trainer).cp_group)
+        if self.check_sequence_sharding:
+            check_same(batch, group)
+            if trainer.training and not self._ringflash_checked:
+                self._ringflash_checked = True
+                self._check(batch)
+        return self.shard_batch(batch, group)
 
     def positions(self, tokens: Tensor) -> Tensor:
         """Global positions of a shard's tokens, (seqlen_local,); those of all tokens where the batch is whole.
@@ -123,33 +134,52 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         group = self._group()
         losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
-        return total * (1 if group is None else group.size()) / count_tokens(labels, group).clamp(min=1)
+        count = count_tokens(labels, group)
+        if self._ringflash_step is not None:
+            self._ringflash_step.num_tokens.append(int(count))
+        return total * (1 if group is None else group.size()) / count.clamp(min=1)
 
     def _group(self) -> Any:
-        return None if self._ringflash_whole else resolve(strategy_of(self.trainer).cp_group)
+        if self._ringflash_step is not None and self._ringflash_step.whole:
+            return None
+        if not self._ringflash_cut:
+            raise RuntimeError(
+                "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super()'s "
+                "where you override it, and take batch, not dataloader_iter, in steps."
+            )
+        return resolve(strategy_of(self.trainer).cp_group)
 
     def _check(self, batch: Any) -> None:
-        """`check_wrapped` on the first tokens of a batch, which every rank of the ring holds whole."""
+        """`check_wrapped` on the first tokens of a batch, and the loss of the ring beside that of the whole."""
         strategy = strategy_of(self.trainer)
         prefix = _prefix(batch, granularity(strategy.cp_size, strategy.layout) * CHECKED_TOKENS)
+        local, whole = FirstStep(whole=False), FirstStep(whole=True)
 
         def run(group: Group) -> None:
             shard = self.transfer_batch_to_device(self.shard_batch(prefix, group), strategy.root_device, 0)
-            with self._as_checked(whole=group is None), strategy.precision_plugin.train_step_context():
-                self.training_step(shard, 0)
+            step = whole if group is None else local
+            with self._as_checked(step), strategy.precision_plugin.train_step_context():
+                step.run(self.training_step, shard)
 
         check_wrapped(self, run)
+        dtype = mixed_precision_policy(strategy.precision_plugin.precision).param_dtype
+        check_step(local, whole, strategy.cp_group, dtype or next(self.parameters()).dtype)
 
     @contextmanager
-    def _as_checked(self, whole: bool) -> Iterator[None]:
-        """Positions and losses of a whole sequence where it is one; nothing is logged."""
-        self._ringflash_whole = whole
+    def _as_checked(self, step: FirstStep) -> Iterator[None]:
+        """Positions and losses of a whole sequence where it is one; nothing is logged, nor trained."""
+        self._ringflash_step = step
         self.log = self.log_dict = _log_nothing  # type: ignore[method-assign]
+        self.manual_backward = step.stop  # type: ignore[method-assign]
+        groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
+        trained = [(p, p.requires_grad) for group in groups for p in group["params"]]
         try:
             yield
         finally:
-            del self.log, self.log_dict
-            self._ringflash_whole = False
+            del self.log, self.log_dict, self.manual_backward
+            self._ringflash_step = None
+            for parameter, is_trained in trained:  # a step that was stopped may have toggled some
+                parameter.requires_grad_(is_trained)
 
 
 def _check_data(data: lightning.LightningDataModule | None) -> None:
@@ -185,5 +215,5 @@ def _units(module: nn.Module) -> list[nn.Module]:
 def _prefix(batch: Any, size: int) -> Any:
     """The first tokens of every tensor with a sequence, without documents."""
     if isinstance(batch, dict):
-        return {name: x[:, :size] for name, x in batch.items() if isinstance(x, Tensor) and x.dim() > 1}
-    return tuple(x[:, :size] for x in batch)
+        batch = {name: x for name, x in batch.items() if name != "cu_seqlens"}
+    return apply_to_collection(batch, Tensor, lambda x: x[:, :size] if x.dim() > 1 else x)

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ringflash.lightning import SequenceSharding
+from ringflash.lightning.first_step import FirstStep
 from tests.recipes.launching import ROOT, run_ranks
 
 RTOL = 1e-10
@@ -54,22 +55,36 @@ def test_the_diff_changes_three_lines() -> None:
     assert sum(line.startswith("-") for line in readme_diff()) == 3
 
 
-@pytest.mark.parametrize("quantity", ["weights", "loss", "eval_loss"])
+@pytest.mark.parametrize("quantity", ["weights", "loss", "eval_loss", "manual"])
 def test_training_equals_the_plain_module(ranks: list[dict[str, Any]], quantity: str) -> None:
-    """After three steps; the evaluation shows the true loss, not cp_size times it."""
+    """After three steps, also of its own backward; the evaluation shows the true loss, not cp_size times it."""
     assert all(rank[quantity] <= RTOL for rank in ranks), ranks
 
 
-def test_local_positions_are_found_before_the_first_step(ranks: list[dict[str, Any]]) -> None:
-    """On every rank, by the layer's name."""
-    for rank in ranks:
-        assert rank["planted"].startswith("model.blocks.0.attn must be given the q"), rank
+def test_comparison_leaves_no_trace(ranks: list[dict[str, Any]]) -> None:
+    """What the three steps have counted in a buffer and collected in a list."""
+    assert all(rank["counted"] == [3, [0, 1, 2]] for rank in ranks), ranks
 
 
-def test_parameters_that_sharding_would_part_are_refused(ranks: list[dict[str, Any]]) -> None:
-    """A head and an embedding in two children of the module, tied: FSDP2 would make two parameters of them."""
+@pytest.mark.parametrize(
+    ("what", "beginning"),
+    [
+        ("misplaced", "model.blocks.0.attn must be given the q"),
+        ("tied", "head.weight must lie in the unit of model.embedding.weight, whose"),  # FSDP2 would part them
+        ("unshifted", "token_loss must be given the labels of the whole sequence ([31] in its calls), got [30] over"),
+        ("local_mean", "training_step's loss, averaged over the ring, must be that of the whole sequence ("),
+        ("uncut", "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super"),
+        ("batches", "batch must be the same on all ranks of a ring, which each take a part of it, got 2 different"),
+        (
+            "averaged",
+            "callbacks must not copy the module, whose parameters are sharded, got EMAWeightAveraging; average",
+        ),
+    ],
+)
+def test_what_would_train_otherwise_is_refused(ranks: list[dict[str, Any]], what: str, beginning: str) -> None:
+    """Before the first step, on every rank."""
     for rank in ranks:
-        assert rank["tied"].startswith("head.weight must lie in the unit of model.embedding.weight, whose"), rank
+        assert rank["refusals"][what].startswith(beginning), rank["refusals"][what]
 
 
 def test_batch_with_a_mask_is_refused() -> None:
@@ -83,7 +98,7 @@ def test_batch_with_a_mask_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loss_of_many_tokens_keeps_its_digits(dtype: torch.dtype) -> None:
     """One process, on whole sequences: within eps of fp64 on the same logits, not of their sum in the low dtype."""
-    module = type("Module", (SequenceSharding, lightning.LightningModule), {"_ringflash_whole": True})()
+    module = type("Module", (SequenceSharding, lightning.LightningModule), {"_ringflash_step": FirstStep(whole=True)})()
     torch.manual_seed(0)
     logits, labels = torch.randn(1, 20_000, 16).to(dtype), torch.randint(0, 16, (1, 20_000))
     labels[:, ::3] = -100
