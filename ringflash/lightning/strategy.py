@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -94,6 +95,9 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
         if self._shard_mesh is None:  # validate() and fit() of one trainer share the mesh, and the model on it
             mesh = data_context_mesh(self.root_device.type, *sizes)
             self._device_mesh, self._shard_mesh = mesh, mesh._flatten("data_context")
+            if self._timeout is not None:
+                for group in (*mesh.get_all_groups(), self._shard_mesh.get_group()):
+                    _set_pg_timeout(self._timeout, group)  # a mesh gives its groups torch's own
         self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: Any) -> None:

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -288,9 +289,12 @@ def second_share(folder: str) -> str:
 
 def mesh(folder: str) -> dict[str, Any]:
     """Where this rank stands."""
-    _, trainer = fit(CausalLM(CONFIG), folder)
+    limit = timedelta(seconds=1234)
+    _, trainer = fit(CausalLM(CONFIG), folder, strategy=ContextParallelStrategy(CP_SIZE, timeout=limit))
     strategy = trainer.strategy
+    groups = [*strategy.device_mesh.get_all_groups(), strategy.shard_mesh.get_group()]
     return {
+        "timeouts": [group._get_backend(torch.device("cpu")).options._timeout == limit for group in groups],
         "axes": list(strategy.device_mesh.mesh_dim_names), "sizes": [strategy.dp_size, strategy.cp_size],
         "cp_ranks": dist.get_process_group_ranks(strategy.cp_group), "shard_size": strategy.shard_mesh.size(),
         "sampler": strategy.distributed_sampler_kwargs, "num_consumed": trainer.datamodule.num_consumed,

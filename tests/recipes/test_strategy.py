@@ -89,7 +89,10 @@ def test_sizes_are_refused_before_any_rank_joins(ranks: list[dict[str, Any]]) ->
 
 
 def test_mesh_has_rings_of_neighbours(ranks: list[dict[str, Any]]) -> None:
-    """Ranks 0 and 1 share a sequence, 2 and 3 another; all four share the parameters; samplers split by data."""
+    """Ranks 0 and 1 share a sequence, 2 and 3 another; all four share the parameters; samplers split by data.
+
+    All groups have the timeout asked for.
+    """
     for rank, found in enumerate(ranks):
         assert found["mesh"] == {
             "axes": ["data_parallel", "context_parallel"],
@@ -98,6 +101,7 @@ def test_mesh_has_rings_of_neighbours(ranks: list[dict[str, Any]]) -> None:
             "shard_size": 4,
             "sampler": {"num_replicas": 2, "rank": rank // 2},
             "num_consumed": 6,
+            "timeouts": [True] * 3,
         }
 
 
