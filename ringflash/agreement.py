@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ringflash.communicator import communicator
 from ringflash.group import Group, backend_of, resolve
@@ -94,10 +95,14 @@ def under_way(group: Group, num_posted: Callable[[], int]) -> Iterator[None]:
         raise
 
 
-def gather(group: dist.ProcessGroup, value: object) -> list:
-    """Every rank's JSON value, in rank order; at most MESSAGE_BYTES of text each. All ranks call this together."""
+def gather(group: dist.ProcessGroup, value: object, timeout: timedelta | None = None) -> list:
+    """Every rank's JSON value, in rank order; at most MESSAGE_BYTES of text each. All ranks call this together.
+
+    Args:
+        timeout: how long to wait for the others, where it is not as long as for a call.
+    """
     message = json.dumps(value).encode().ljust(MESSAGE_BYTES)
-    return [json.loads(answer) for answer in _exchange(group, message)]
+    return [json.loads(answer) for answer in _exchange(group, message, timeout)]
 
 
 def _encode(signature: dict[str, object], error: Exception | None) -> bytes:
@@ -115,12 +120,15 @@ def _that_fits(text: str) -> str:
     return text
 
 
-def _exchange(group: dist.ProcessGroup, message: bytes) -> list[bytes]:
+def _exchange(group: dist.ProcessGroup, message: bytes, timeout: timedelta | None = None) -> list[bytes]:
     """Every rank's message, in rank order."""
+    options = AllgatherOptions()
+    if timeout is not None:
+        options.timeout = timeout
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     try:
-        _channel(group).allgather([gathered], [mine]).wait()
+        _channel(group).allgather([gathered], [mine], options).wait()
     except RuntimeError as cause:
         raise RuntimeError(
             f"every rank of the group must make the call, got no answer from some of {group.size()} ranks ({cause}); "

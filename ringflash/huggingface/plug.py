@@ -138,7 +138,8 @@ def _pass_padding_mask(
     `geometry` (lengths, offsets) is what the attention derives from positions itself. Overlays that a model gives as
     functions set use_vmap, blocks of tokens that see one another (PaliGemma's prefix) do not: they are the last `or`.
     """
-    if use_vmap or mask_function.__name__ not in ("causal_mask_function", "bidirectional_mask_function", "and_mask"):
+    plain = ("causal_mask_function", "bidirectional_mask_function", "and_mask")
+    if use_vmap or getattr(mask_function, "__name__", "") not in plain:
         raise NotImplementedError(
             "mask_function must be causal, sliding window or full, got one with an overlay of the model; "
             "leave token_type_ids out where it takes them, or use another attn_implementation for this model."

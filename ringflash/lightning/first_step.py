@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringflash.agreement import agree, gather
 from ringflash.group import Group, resolve
+from ringflash.transport import timeout
 
 
 class _Stopped(Exception):
@@ -74,6 +75,8 @@ def check_step(local: FirstStep, whole: FirstStep, group: Group, dtype: torch.dt
 def check_same(batch: Any, group: Group) -> None:
     """Return if all ranks of a ring, of which each takes its part of the batch, have the same one: by its tensors.
 
+    A rank may be late, with a callback of its own, by as much as in a ring (`ringflash.set_timeout`).
+
     Raises:
         ValueError: they have not; on every rank.
     """
@@ -88,7 +91,7 @@ def check_same(batch: Any, group: Group) -> None:
         checksum = zlib.crc32(contents.numpy().data, zlib.crc32(head, checksum))
 
     apply_to_collection(batch, Tensor, add)
-    sums = gather(resolved, checksum)
+    sums = gather(resolved, checksum, timeout())
     if len(set(sums)) > 1:
         raise ValueError(
             f"batch must be the same on all ranks of a ring, which each take a part of it, got {len(set(sums))} "
