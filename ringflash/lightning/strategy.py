@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
+import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import check_folders
-from ringflash.lightning.trainers import check_averaging, check_interval
+from ringflash.lightning.trainers import check_averaging, check_batches, check_interval
 from ringflash.lightning.writing import CheckpointWriter, check_local
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
 from ringflash.safe_files import check_together
@@ -85,10 +86,9 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Check the trainer and the sizes, join the process group, and lay out the mesh."""
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            check_interval(self.lightning_module.trainer)
-            check_averaging(self.lightning_module.trainer)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            check_interval(self._trainer)
+            check_averaging(self._trainer)
         world_size = self.num_nodes * self.num_processes
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, world_size)
         self._setup_distributed()
@@ -200,8 +200,30 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
                 self._close_writer()
 
     def on_train_start(self) -> None:
-        """From here the next save, or the end, waits for a checkpoint."""
+        """From here the next save, or the end, waits for a checkpoint.
+
+        Raises:
+            ValueError: data ranks with different numbers of batches; here and at the other starts, on every rank.
+        """
+        check_batches([self._trainer.num_training_batches])
         self._training = True
+
+    def on_validation_start(self) -> None:
+        """Of an evaluation in a training, too."""
+        check_batches(self._trainer.num_val_batches)
+
+    def on_test_start(self) -> None:
+        """Before the first batch."""
+        check_batches(self._trainer.num_test_batches)
+
+    def on_predict_start(self) -> None:
+        """Lightning's own sampler gives some data ranks a sequence less than others."""
+        check_batches(self._trainer.num_predict_batches)
+
+    @property
+    def _trainer(self) -> lightning.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     def on_train_end(self) -> None:
         """Callbacks have asked for their last checkpoint."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import lightning
+import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+from ringflash.agreement import gather
 
 
 def check_interval(trainer: lightning.Trainer) -> None:
@@ -31,3 +36,20 @@ def check_averaging(trainer: lightning.Trainer) -> None:
                 f"callbacks must not copy the module, whose parameters are sharded, got {type(callback).__name__}; "
                 "average the shards (parameters' to_local()) in a callback of your own, or average checkpoints."
             )
+
+
+def check_batches(numbers: Sequence[float]) -> None:
+    """Refuse data ranks with different numbers of batches: all gather each layer's parameters, and some would wait.
+
+    Args:
+        numbers: of each data loader of this rank; inf where they are not known.
+    Raises:
+        ValueError: on every rank.
+    """
+    group = dist.group.WORLD
+    found = {tuple(of_rank) for of_rank in ([] if group is None else gather(group, list(numbers)))}
+    if len(found) > 1:
+        raise ValueError(
+            "data loaders must have as many batches on every rank, got "
+            f"{' and '.join(str(list(x)) for x in sorted(found))}; drop or repeat sequences until all have as many."
+        )

@@ -287,6 +287,33 @@ def second_share(folder: str) -> str:
     return "not refused"
 
 
+class Idle(lightning.LightningModule):
+    """It would hang: nothing must reach its steps."""
+
+    def configure_model(self) -> None:
+        """Nothing to shard."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError("a batch came")
+
+    validation_step = test_step = predict_step = training_step
+
+    def configure_optimizers(self) -> None:
+        """None."""
+
+
+def uneven() -> list[str]:
+    """The errors of data ranks of which one has a batch more, in training, evaluation and prediction."""
+    errors = []
+    for name in ("fit", "validate", "test", "predict"):
+        batches = torch.utils.data.DataLoader(range(1 + int(os.environ["RANK"]) // CP_SIZE))
+        try:
+            getattr(trainer_with(limit_val_batches=0 if name == "fit" else None), name)(Idle(), batches)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
 def mesh(folder: str) -> dict[str, Any]:
     """Where this rank stands."""
     limit = timedelta(seconds=1234)
@@ -305,6 +332,7 @@ def main() -> None:
     """All of it, one after the other."""
     folder, out = sys.argv[1:]
     found = {"refusal": refusal(folder), "mesh": mesh(folder)}
+    found["uneven"] = uneven()
     found["second_share"] = second_share(folder)
     found["evaluation"] = evaluation(folder)
     found["passkey"] = passkey(folder)

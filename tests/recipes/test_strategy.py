@@ -81,6 +81,15 @@ def test_sequences_are_not_shared_out_twice(ranks: list[dict[str, Any]]) -> None
     assert all("use_distributed_sampler must be False" in rank["second_share"] for rank in ranks)
 
 
+def test_data_ranks_have_as_many_batches(ranks: list[dict[str, Any]]) -> None:
+    """In training, validation, test and prediction; the rank with more would wait for the other half an hour."""
+    for rank in ranks:
+        assert len(rank["uneven"]) == 4 and set(rank["uneven"]) == {
+            "data loaders must have as many batches on every rank, got [1] and [2]; drop or repeat sequences until all "
+            "have as many."
+        }
+
+
 def test_sizes_are_refused_before_any_rank_joins(ranks: list[dict[str, Any]]) -> None:
     """Three does not divide four: every rank says so, and no process group was made."""
     for rank in ranks:
