@@ -177,7 +177,9 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
             check_together(path)
             assert self.lightning_module is not None
             check_fits(path, self.lightning_module if self.lightning_module.strict_loading else None, self.optimizers)
-        return super().load_checkpoint(path, weights_only=True if weights_only is None else weights_only)
+        assert self.model is not None
+        with keeping_options(path, self.model, self.optimizers):
+            return super().load_checkpoint(path, weights_only=True if weights_only is None else weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint once those that take its place are whole."""
@@ -302,6 +304,28 @@ def check_fits(path: Path, module: nn.Module | None, optimizers: Sequence[Any]) 
             f"{path} must have the optimizer's state to be continued, got parameters alone (save_weights_only); give "
             "another, or start from its parameters: export it with python -m ringflash.huggingface for pretrained."
         )
+
+
+@contextmanager
+def keeping_options(path: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Optimizers' options that a distributed checkpoint lacks keep their values while it is loaded.
+
+    torch wants each of them in it: initial_lr, which a scheduler adds, and what a later torch has added.
+    """
+    kept: list[tuple[torch.optim.Optimizer, int, str, Any]] = []
+    if path.is_dir() and optimizers:
+        found = FileSystemReader(path).read_metadata().state_dict_metadata
+        for i, optimizer in enumerate(optimizers):
+            for j, options in enumerate(optimizer.param_groups):
+                there = f"optimizer_{i}.param_groups.{j}."
+                kept += [(optimizer, j, name, x) for name, x in options.items() if there + name not in found]
+    for optimizer in {id(x): x for x, *_ in kept}.values():
+        get_optimizer_state_dict(module, optimizer)  # makes the state that is loaded, by a step that needs the options
+    for optimizer, j, name, _ in kept:
+        del optimizer.param_groups[j][name]
+    yield
+    for optimizer, j, name, value in kept:
+        optimizer.param_groups[j].setdefault(name, value)
 
 
 def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy:

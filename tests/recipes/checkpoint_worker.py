@@ -202,6 +202,18 @@ def fitting(trainer: lightning.Trainer, out: Path) -> dict[str, str]:
     return found
 
 
+def other_options(trainer: lightning.Trainer, path: Path) -> dict[str, float]:
+    """A checkpoint's options, loaded into an optimizer that has one more and no state yet."""
+    (optimizer,) = trainer.optimizers
+    saved, options = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    options |= {"lr": 7.0, "added": 5.0}
+    trainer.strategy.load_checkpoint(path)
+    options = optimizer.param_groups[0]
+    return {"lr": options["lr"] - saved, "added": options["added"], "states": len(optimizer.state)}
+
+
 def main(texts: str, out: Path) -> None:
     """Do all runs."""
     found: dict[str, Any] = {"overlap": overlap(texts, out)}
@@ -211,6 +223,7 @@ def main(texts: str, out: Path) -> None:
     trainer.save_checkpoint(out / "afterwards.ckpt")
     found["afterwards"] = is_complete(out / "afterwards.ckpt")
     found["fitting"] = fitting(trainer, out)
+    found["other_options"] = other_options(trainer, out / "afterwards.ckpt")
     saves = Saves({1: [out / "synchronous.ckpt"]})
     fit(texts, [saves], steps=2, async_checkpoint=False)
     found["synchronous"] = saves.whole

@@ -101,6 +101,13 @@ def test_checkpoint_of_another_model_is_refused(ranks: list[dict[str, Any]]) -> 
         assert "must have the optimizer's state to be continued, got parameters alone" in found["weights"]
 
 
+def test_options_that_a_checkpoint_lacks_are_kept(ranks: list[dict[str, Any]]) -> None:
+    """A scheduler adds one to its optimizer: torch would not load a checkpoint from before."""
+    for rank in ranks:
+        found = rank["other_options"]
+        assert (found["lr"], found["added"]) == (0, 5) and found["states"] > 0
+
+
 def test_hostile_pickle_is_refused(ranks: list[dict[str, Any]]) -> None:
     """By the name of what it would call, without a call of it (seen in the output)."""
     for rank in ranks:
