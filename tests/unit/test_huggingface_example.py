@@ -1,5 +1,7 @@
-"""The example of docs/huggingface.md under torchrun, run as printed. CPU, 2 processes; needs the huggingface extra."""
+"""The examples of docs/huggingface.md under torchrun, run as printed. CPU, 2 processes; needs the huggingface extra."""
 
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,3 +27,17 @@ def test_example_runs_as_printed_and_nothing_keeps_the_group(tmp_path: Path) -> 
     printed = torchrun(code.removesuffix(end) + CHECK_FREED, tmp_path)
     assert printed.count(": loss 5.") == 2, printed
     assert printed.count("group freed") == 2, printed
+
+
+def test_trainer_is_that_of_one_process(tmp_path: Path) -> None:
+    """Losses, gradient norms and the evaluation, to the four digits that Trainer prints; steps accumulate two batches."""
+    pytest.importorskip("accelerate")
+    code = example("docs/huggingface.md", "# trainer.py")
+    folders = [tmp_path / "1", tmp_path / "2"]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor() as threads:
+        one, two = threads.map(torchrun, [code] * 2, folders, [1, 2])
+    figures = [re.findall(r"'(loss|grad_norm|eval_loss)': '([\d.]+)'", printed) for printed in (one, two)]
+    assert [name for name, _ in figures[0]] == ["loss", "grad_norm"] * 4 + ["eval_loss"], one
+    assert figures[0] == figures[1]
