@@ -24,33 +24,25 @@ from ringflash.huggingface.refusals import (
 from ringflash.huggingface.together import check_together
 from ringflash.layout import granularity
 
-_default: Options | None = None
 
-
-def register(
-    group: Group = None,
-    *,
-    layout: str = "zigzag",
-    impl: str = "auto",
-    transport: str = "auto",
-    deterministic: bool = False,
-) -> None:
+def register() -> None:
     """Make attn_implementation="ringflash" known to transformers. May be called again.
 
-    Args:
-        group: of models that `set_group` says nothing about; None leaves it to `set_group`, or is one process
-            where there is only one.
-        layout, impl, transport, deterministic: as `ring_attention`.
+    A model's group is `set_group`'s, which looks at the model; without, it runs where there is one process alone.
+
     Raises:
         RuntimeError: transformers 5 is not installed.
     """
-    global _default
-    granularity(1, layout)
-    _register_functions()
-    options = Options(resolve(group), layout, impl, transport, deterministic)
-    if group is None and options != Options(None):
-        check_lone_process()
-    _default = None if group is None and options == Options(None) else options
+    try:
+        from transformers import AttentionInterface, modeling_utils
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as cause:
+        raise RuntimeError(
+            f"transformers must be version 5.17 or later, got {cause}; pip install ringflash[huggingface]."
+        ) from cause
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _pass_padding_mask)
+    _is_no_flash_attention_package(modeling_utils)
 
 
 def set_group(
@@ -62,7 +54,7 @@ def set_group(
     transport: str = "auto",
     deterministic: bool = False,
 ) -> None:
-    """Give one model its group and options; they stay on its attention modules and win over `register`'s.
+    """Give one model its group and options; they stay on its attention modules.
 
     Args: as `ring_attention`.
     Raises:
@@ -95,19 +87,6 @@ def set_group(
     for module in modules:
         module._ringflash = options  # type: ignore[assignment]
         module._ringflash_documents = documents  # type: ignore[assignment]
-
-
-def _register_functions() -> None:
-    try:
-        from transformers import AttentionInterface, modeling_utils
-        from transformers.masking_utils import AttentionMaskInterface
-    except ImportError as cause:
-        raise RuntimeError(
-            f"transformers must be version 5.17 or later, got {cause}; pip install ringflash[huggingface]."
-        ) from cause
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _pass_padding_mask)
-    _is_no_flash_attention_package(modeling_utils)
 
 
 def _is_no_flash_attention_package(modeling_utils: Any) -> None:
@@ -182,7 +161,7 @@ def _attention(
 
 
 def _options(module: nn.Module) -> Options:
-    options = getattr(module, "_ringflash", _default)
+    options: Options | None = getattr(module, "_ringflash", None)
     if options is None:
         check_lone_process()
     return options or Options(None)

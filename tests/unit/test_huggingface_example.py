@@ -30,7 +30,7 @@ def test_example_runs_as_printed_and_nothing_keeps_the_group(tmp_path: Path) -> 
 
 
 def test_trainer_is_that_of_one_process(tmp_path: Path) -> None:
-    """Losses, gradient norms and the evaluation, to the four digits that Trainer prints; steps accumulate two batches."""
+    """Losses, gradient norms and the evaluation, to the four digits that Trainer prints; a step takes two batches."""
     pytest.importorskip("accelerate")
     code = example("docs/huggingface.md", "# trainer.py")
     folders = [tmp_path / "1", tmp_path / "2"]
