@@ -10,10 +10,12 @@ Six ranks, context_parallel_size 2; a row shares one sequence:
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 DATA_AXIS, CONTEXT_AXIS = "data_parallel", "context_parallel"
 
@@ -49,6 +51,14 @@ def mesh_sizes(data_parallel_size: Size, context_parallel_size: Size, world_size
 def data_context_mesh(device_type: str, dp_size: int, cp_size: int) -> DeviceMesh:
     """All ranks in the two axes; the process group exists already."""
     return init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=(DATA_AXIS, CONTEXT_AXIS))
+
+
+def set_timeout(mesh: DeviceMesh, timeout: timedelta | None) -> None:
+    """Set how long a collective waits for a missing rank in the groups of a mesh, which gives them torch's own."""
+    if timeout is None:
+        return
+    for group in mesh.get_all_groups():
+        _set_pg_timeout(timeout, group)
 
 
 class DataContextRanks:

@@ -28,6 +28,7 @@ from ringflash.ring import Ring
 from ringflash.schedule import Gathering
 from ringflash.transport import PointToPoint, choose_transport, message_memory, open_transport
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
+from ringflash_kernels.hopper.launcher import on
 
 _Result = TypeVar("_Result")
 
@@ -54,10 +55,7 @@ def _on_their_device(function: Callable[..., _Result]) -> Callable[..., _Result]
 
     @wraps(function)
     def on_device(*inputs: Any) -> _Result:
-        device = inputs[0].device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return function(*inputs)
-        with torch.cuda.device(device):
+        with on(inputs[0].device):
             return function(*inputs)
 
     return on_device

@@ -27,11 +27,12 @@ from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check
 from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import COMPLETE, check_folders
+from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import check_local, note_time
-from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
+from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_timeout
 
 
-class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
+class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpeedStrategy):
     """ZeRO over all ranks, and each sequence cut over `context_parallel_size` of them.
 
     As `ringflash.lightning.ContextParallelStrategy` towards a module: the sampler splits the data over the data
@@ -92,7 +93,8 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
         return {"num_replicas": self.dp_size, "rank": self.dp_rank}
 
     def setup_environment(self) -> None:
-        """Check sizes and device, join the process group, and lay out the mesh."""
+        """Check the trainer, sizes and device, join the process group, and lay out the mesh."""
+        self.check_trainer(copies_module=not self.zero_stage_3)
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, self.num_nodes * self.num_processes)
         _check_device(self.root_device.type)
         if isinstance(self.accelerator, CUDAAccelerator):
@@ -101,6 +103,7 @@ class DeepSpeedContextParallelStrategy(DataContextRanks, DeepSpeedStrategy):
             super(DeepSpeedStrategy, self).setup_environment()
         if self._device_mesh is None:
             self._device_mesh = data_context_mesh(self.root_device.type, *sizes)
+            set_timeout(self._device_mesh, self._timeout)
 
     def setup_distributed(self) -> None:
         """Join the process group."""

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-import lightning
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import check_folders
-from ringflash.lightning.trainers import check_averaging, check_batches, check_interval
+from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import CheckpointWriter, check_local
-from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes
+from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_timeout
 from ringflash.safe_files import check_together
 
 
-class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
+class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStrategy):
     """FSDP2 over all ranks, and each sequence cut over `context_parallel_size` of them.
 
     Lightning's sampler splits the data over the data axis only, so that the ranks of one ring draw the same
@@ -86,18 +83,15 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Check the trainer and the sizes, join the process group, and lay out the mesh."""
-        if self._trainer.state.fn == TrainerFn.FITTING:
-            check_interval(self._trainer)
-            check_averaging(self._trainer)
+        self.check_trainer(copies_module=False)
         world_size = self.num_nodes * self.num_processes
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, world_size)
         self._setup_distributed()
         if self._shard_mesh is None:  # validate() and fit() of one trainer share the mesh, and the model on it
             mesh = data_context_mesh(self.root_device.type, *sizes)
             self._device_mesh, self._shard_mesh = mesh, mesh._flatten("data_context")
-            if self._timeout is not None:
-                for group in (*mesh.get_all_groups(), self._shard_mesh.get_group()):
-                    _set_pg_timeout(self._timeout, group)  # a mesh gives its groups torch's own
+            for each in (mesh, self._shard_mesh):
+                set_timeout(each, self._timeout)
         self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: Any) -> None:
@@ -173,13 +167,16 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
             ValueError: a file that is damaged or would run code; another model's, unless its strict_loading is False.
         """
         path = Path(self.broadcast(checkpoint_path))
-        if path.is_dir():
-            check_together(path)
-            assert self.lightning_module is not None
-            check_fits(path, self.lightning_module if self.lightning_module.strict_loading else None, self.optimizers)
-        assert self.model is not None
-        with keeping_options(path, self.model, self.optimizers):
-            return super().load_checkpoint(path, weights_only=True if weights_only is None else weights_only)
+        weights_only = True if weights_only is None else weights_only
+        if not path.is_dir():
+            return super().load_checkpoint(path, weights_only=weights_only)
+        check_together(path)
+        found = saved_in(path)
+        assert self.lightning_module is not None and self.model is not None
+        module = self.lightning_module if self.lightning_module.strict_loading else None
+        check_fits(path, found, module, self.optimizers)
+        with keeping_options(found, self.model, self.optimizers):
+            return super().load_checkpoint(path, weights_only=weights_only)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint once those that take its place are whole."""
@@ -202,30 +199,9 @@ class ContextParallelStrategy(DataContextRanks, ModelParallelStrategy):
                 self._close_writer()
 
     def on_train_start(self) -> None:
-        """From here the next save, or the end, waits for a checkpoint.
-
-        Raises:
-            ValueError: data ranks with different numbers of batches; here and at the other starts, on every rank.
-        """
-        check_batches([self._trainer.num_training_batches])
+        """From here the next save, or the end, waits for a checkpoint."""
+        super().on_train_start()
         self._training = True
-
-    def on_validation_start(self) -> None:
-        """Of an evaluation in a training, too."""
-        check_batches(self._trainer.num_val_batches)
-
-    def on_test_start(self) -> None:
-        """Before the first batch."""
-        check_batches(self._trainer.num_test_batches)
-
-    def on_predict_start(self) -> None:
-        """Lightning's own sampler gives some data ranks a sequence less than others."""
-        check_batches(self._trainer.num_predict_batches)
-
-    @property
-    def _trainer(self) -> lightning.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
     def on_train_end(self) -> None:
         """Callbacks have asked for their last checkpoint."""
@@ -279,15 +255,21 @@ def keeping_ties(module: nn.Module) -> Iterator[None]:
                 )
 
 
-def check_fits(path: Path, module: nn.Module | None, optimizers: Sequence[Any]) -> None:
+def saved_in(path: Path) -> Mapping[str, Any]:
+    """What a distributed checkpoint has, by name."""
+    return FileSystemReader(path).read_metadata().state_dict_metadata
+
+
+def check_fits(path: Path, found: Mapping[str, Any], module: nn.Module | None, optimizers: Sequence[Any]) -> None:
     """Return if a checkpoint has the module's tensors and no others, and something for its optimizers, if any.
 
     torch reads what is asked for: of a deeper model it would leave layers out, and say nothing.
 
+    Args:
+        found: what the checkpoint at `path` has, by name.
     Raises:
         ValueError: names the first tensor that differs; of a checkpoint that all ranks see, on all of them.
     """
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
     prefix = "state_dict."
     if module is not None:
         there = {x: tuple(m.size) for x, m in found.items() if x.startswith(prefix) and hasattr(m, "size")}
@@ -307,18 +289,18 @@ def check_fits(path: Path, module: nn.Module | None, optimizers: Sequence[Any]) 
 
 
 @contextmanager
-def keeping_options(path: Path, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+def keeping_options(
+    found: Container[str], module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[None]:
     """Optimizers' options that a distributed checkpoint lacks keep their values while it is loaded.
 
     torch wants each of them in it: initial_lr, which a scheduler adds, and what a later torch has added.
     """
     kept: list[tuple[torch.optim.Optimizer, int, str, Any]] = []
-    if path.is_dir() and optimizers:
-        found = FileSystemReader(path).read_metadata().state_dict_metadata
-        for i, optimizer in enumerate(optimizers):
-            for j, options in enumerate(optimizer.param_groups):
-                there = f"optimizer_{i}.param_groups.{j}."
-                kept += [(optimizer, j, name, x) for name, x in options.items() if there + name not in found]
+    for i, optimizer in enumerate(optimizers):
+        for j, options in enumerate(optimizer.param_groups):
+            there = f"optimizer_{i}.param_groups.{j}."
+            kept += [(optimizer, j, name, x) for name, x in options.items() if there + name not in found]
     for optimizer in {id(x): x for x, *_ in kept}.values():
         get_optimizer_state_dict(module, optimizer)  # makes the state that is loaded, by a step that needs the options
     for optimizer, j, name, _ in kept:

@@ -7,8 +7,57 @@ from collections.abc import Sequence
 import lightning
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.agreement import gather
+
+
+class TrainerChecks(Strategy):
+    """What a strategy looks at before processes join, and before the first batch of each kind."""
+
+    def check_trainer(self, *, copies_module: bool) -> None:
+        """Refuse what no training over the ranks can do; evaluations alone may have it.
+
+        Args:
+            copies_module: whether a callback may copy the module.
+        Raises:
+            ValueError: a time between evaluations.
+            NotImplementedError: a callback that copies the module where it must not.
+        """
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            check_interval(self._trainer)
+            if not copies_module:
+                check_averaging(self._trainer)
+
+    def on_train_start(self) -> None:
+        """Before the first batch.
+
+        Raises:
+            ValueError: data ranks with different numbers of batches; here and at the other starts, on every rank.
+        """
+        check_batches([self._trainer.num_training_batches])
+        super().on_train_start()
+
+    def on_validation_start(self) -> None:
+        """Of an evaluation in a training, too."""
+        check_batches(self._trainer.num_val_batches)
+        super().on_validation_start()
+
+    def on_test_start(self) -> None:
+        """Before the first batch."""
+        check_batches(self._trainer.num_test_batches)
+        super().on_test_start()
+
+    def on_predict_start(self) -> None:
+        """Lightning's own sampler gives some data ranks a sequence less than others."""
+        check_batches(self._trainer.num_predict_batches)
+        super().on_predict_start()
+
+    @property
+    def _trainer(self) -> lightning.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
 
 def check_interval(trainer: lightning.Trainer) -> None:

@@ -32,6 +32,7 @@ from ringflash.verify.observe import (
     gradients_of,
     logits_of,
     parameters_of,
+    prepared,
     whole_inputs,
 )
 from ringflash.verify.probe import Touch, Watch
@@ -94,7 +95,10 @@ class _Reads(lightning.Callback):
         self.training, self.strategy = training, strategy
         module = training.module
         module.configure_optimizers = lambda: training.optimizer(module.parameters())  # type: ignore[assignment]
-        module.check_sequence_sharding = False  # type: ignore[assignment]  # it would raise before verify has looked
+        if isinstance(module, SequenceSharding):
+            module.check_sequence_sharding = False  # it would raise before verify has looked
+            if training.prepare is huggingface.prepare_batch:
+                training.prepare = _whole
 
     @property
     def module(self) -> Any:
@@ -112,10 +116,7 @@ class _Reads(lightning.Callback):
 
     def batch(self) -> Any:
         """What a data loader gives this rank: its part of it, or all of it for a module that cuts its batches."""
-        data, prepare, group = self.data(), self.training.prepare, self.group
-        if isinstance(self.module, SequenceSharding):
-            prepare, group = _whole if prepare is huggingface.prepare_batch else prepare, None
-        return prepare(data.input_ids, group=group, cu_seqlens=data.cu_seqlens, labels=data.labels)
+        return prepared(self.training, None if isinstance(self.module, SequenceSharding) else self.group, self.data())
 
 
 def _whole(input_ids: Tensor, *, labels: Tensor, cu_seqlens: Tensor | None, group: None) -> Any:

@@ -27,8 +27,8 @@ import pytest
 
 from tests.helpers.tolerance import Ratio
 from tests.multi_gpu.conftest import Setup, Table
-from tests.recipes.launching import ROOT, Ranks
-from tests.recipes.test_wrap_lightning import apply, readme_diff
+from tests.recipes.launching import Ranks
+from tests.recipes.test_wrap_lightning import write_changed
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -60,8 +60,7 @@ class Job:
             "job": name, "out": str(out), "device_type": "cuda" if on_gpus else "cpu", "impl": setup.impl,
             "stacks_at": time.time() + LIMIT_S - 8,
         }  # fmt: skip
-        plain = (ROOT / "tests/recipes/plain_gpt.py").read_text()
-        (out / "changed_gpt.py").write_text(apply(readme_diff(), plain))
+        write_changed(out)
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(setup.ranks)))) if on_gpus else ""
         environment = {"CUDA_VISIBLE_DEVICES": gpus, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         if not on_gpus:

@@ -189,18 +189,35 @@ class Line(lightning.LightningModule):
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
 
+def short_trainer(strategy: DeepSpeedContextParallelStrategy) -> lightning.Trainer:
+    """A trainer of four steps that writes and prints nothing."""
+    return lightning.Trainer(
+        strategy=strategy, accelerator="cpu", max_steps=4, devices=dist.get_world_size(), logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+
+
 def scheduled_rates(cp_size: int) -> list[float]:
     """Learning rates after each step, of a scheduler that the config alone names."""
     warm_up = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
     config = {**config_of("zero1"), "scheduler": {"type": "WarmupLR", "params": warm_up}}
-    trainer = lightning.Trainer(
-        strategy=DeepSpeedContextParallelStrategy(cp_size, config=config), accelerator="cpu", max_steps=4,
-        devices=dist.get_world_size(), logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
     module = Line()
+    trainer = short_trainer(DeepSpeedContextParallelStrategy(cp_size, config=config))
     trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 2)))
     return module.rates
+
+
+def unequal_batches(cp_size: int) -> str:
+    """What a data rank with a batch more than the other is told."""
+    strategy = DeepSpeedContextParallelStrategy(cp_size, config=config_of("zero1"))
+    module = Line()
+    module.train_dataloader = lambda: torch.utils.data.DataLoader(torch.randn(1 + strategy.dp_rank, 2))  # type: ignore
+    try:
+        short_trainer(strategy).fit(module)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
 
 
 def refusals() -> dict[str, str]:
@@ -239,6 +256,7 @@ def main() -> None:
     if dp_size > 1:
         found["lightning"] = {name: lightning_equals_plain(name, folder, mesh) for name in CONFIGS[:4]}
         found["rates"] = scheduled_rates(int(cp_size))
+        found["unequal_batches"] = unequal_batches(int(cp_size))
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

@@ -85,6 +85,14 @@ def test_the_configs_scheduler_is_followed_where_the_module_makes_none(ranks: li
         assert rank["rates"] == pytest.approx([0.0, 0.025, 0.05, 0.075])
 
 
+def test_data_ranks_have_as_many_batches(ranks: list[Found]) -> None:
+    """Otherwise some would wait for gradients that the others do not have; through Lightning."""
+    if len(ranks) < 4:
+        pytest.skip("one data rank: the trainer's part runs on the larger mesh")
+    message = "data loaders must have as many batches on every rank, got [1] and [2]"
+    assert all(rank["unequal_batches"].startswith(message) for rank in ranks)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

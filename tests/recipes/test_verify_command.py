@@ -14,8 +14,8 @@ import pytest
 
 from ringflash.cli import main
 from tests.helpers.examples import example
-from tests.recipes.launching import ROOT, run, run_ranks
-from tests.recipes.test_wrap_lightning import apply, readme_diff
+from tests.recipes.launching import run, run_ranks
+from tests.recipes.test_wrap_lightning import write_changed
 
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
@@ -35,8 +35,7 @@ def test_the_documents_example_passes(tmp_path: Path) -> None:
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of all LightningModules, by one launch."""
     folder = tmp_path_factory.mktemp("verify")
-    plain = (ROOT / "tests/recipes/plain_gpt.py").read_text()
-    (folder / "changed_gpt.py").write_text(apply(readme_diff(), plain))
+    write_changed(folder)
     out = folder / "reports.json"
     run_ranks("tests.recipes.verify_worker", folder, out, num_ranks=2)
     return json.loads(out.read_text())

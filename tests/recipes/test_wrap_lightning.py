@@ -40,12 +40,17 @@ def apply(diff: list[str], text: str) -> str:
     return header + text
 
 
+def write_changed(folder: Path) -> None:
+    """plain_gpt.py after README's diff, as changed_gpt.py."""
+    plain = (ROOT / "tests/recipes/plain_gpt.py").read_text()
+    (folder / "changed_gpt.py").write_text(apply(readme_diff(), plain))
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("wrap")
-    plain = (ROOT / "tests/recipes/plain_gpt.py").read_text()
-    (folder / "changed_gpt.py").write_text(apply(readme_diff(), plain))
+    write_changed(folder)
     run_ranks("tests.recipes.wrap_worker", folder, folder, num_ranks=2)
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
 
