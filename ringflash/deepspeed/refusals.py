@@ -17,6 +17,11 @@ from typing import Any
 
 _LEAVE_OUT = "leave it out: the loss is scaled by cp_size, and ZeRO averages over all ranks"
 
+_DRAW_ALIKE = (
+    "leave it out: give ranks of a ring the same sequences, as by a DistributedSampler with the data axis' "
+    "num_replicas and rank"
+)
+
 _KEYWORDS = {
     "mpu": "its groups are summed over at some stages and averaged over at others",
     "mesh_param": "gradients are then reduced over its data axis alone",
@@ -55,6 +60,16 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
     for name, reason in _KEYWORDS.items():
         if keywords.get(name) is not None:
             raise ValueError(f"{name} must be None, got {type(keywords[name]).__name__} ({reason}); {_LEAVE_OUT}.")
+    if keywords.get("training_data") is not None:
+        raise ValueError(
+            f"training_data must be None, got {type(keywords['training_data']).__name__}, which DeepSpeed shares out "
+            f"over all ranks; {_DRAW_ALIKE}."
+        )
+    if (config.get("data_efficiency") or {}).get("enabled"):
+        raise ValueError(
+            "data_efficiency.enabled must be false, got true (it draws and drops tokens on each rank by itself); "
+            f"{_DRAW_ALIKE}."
+        )
     for name, reason in _KEYS.items():
         if name in config:
             raise ValueError(f"{name} must not be in the config, got {config[name]} ({reason}); {_LEAVE_OUT}.")
@@ -69,8 +84,22 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
             "rank of a ring as a sample of its own: give train_micro_batch_size_per_gpu and "
             "gradient_accumulation_steps."
         )
+    _check_fp16(config)
     tensor_parallel = (config.get("tensor_parallel") or {}).get("autotp_size")
     if tensor_parallel not in (None, 0, 1):
         raise NotImplementedError(
             f"tensor_parallel.autotp_size must be 0 or 1, got {tensor_parallel}; shard with ZeRO over all ranks."
+        )
+    if (config.get("expert_parallel") or {}).get("enabled"):
+        raise NotImplementedError("expert_parallel.enabled must be false, got true; shard with ZeRO over all ranks.")
+
+
+def _check_fp16(config: Mapping[str, Any]) -> None:
+    """DeepSpeed 0.19.8 divides gradients of stage 0 by a scale that it has not multiplied the loss by."""
+    zero = config.get("zero_optimization") or {}
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 1
+    if stage == 0 and (config.get("fp16") or {}).get("enabled") is True:
+        raise NotImplementedError(
+            "fp16 must have a ZeRO stage of 1, 2 or 3, got 0, at which DeepSpeed does not scale the loss; set "
+            "zero_optimization.stage, or enable bf16."
         )

@@ -95,6 +95,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
     def setup_environment(self) -> None:
         """Check the trainer, sizes and device, join the process group, and lay out the mesh."""
         self.check_trainer(copies_module=not self.zero_stage_3)
+        _check_precision(self.config, self.precision_plugin.precision)
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, self.num_nodes * self.num_processes)
         _check_device(self.root_device.type)
         if isinstance(self.accelerator, CUDAAccelerator):
@@ -194,6 +195,17 @@ def _check_config(config: dict[str, Any]) -> None:
             f"gradient_clipping must not be in the config, got {config['gradient_clipping']}; "
             "set Trainer(gradient_clip_val=...), which DeepSpeed then clips by."
         )
+
+
+def _check_precision(config: dict[str, Any], precision: str) -> None:
+    """What the trainer does not name DeepSpeed would train in all the same."""
+    for name, number in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "16")):
+        enabled = (config.get(name) or {}).get("enabled")
+        if name in config and (enabled is True) != (precision.split("-")[0] == number):
+            raise ValueError(
+                f"precision must be that of the config, got {precision} and {name}.enabled {enabled}; leave {name} out "
+                f"of the config, and set Trainer(precision=...), of which '{number}-mixed' enables it."
+            )
 
 
 def _check_device(device_type: str) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("lightning")
 
 from ringflash.deepspeed import check, initialize
 from ringflash.deepspeed.engine import _signature
-from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy, _check_device
+from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy, _check_device, _check_precision
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy, _chec
         ({"sequence_parallel_size": 1}, "sequence_parallel_size must not be in the config, got 1"),
         ({"data_parallel_size": 2}, "data_parallel_size must not be in the config, got 2"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op must be 'mean', got 'sum'"),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled must be false, got true .it draws"),
         ({"train_batch_size": 8}, "train_batch_size must not be in the config, got 8; DeepSpeed counts every rank"),
     ],
 )
@@ -62,10 +63,34 @@ def test_a_modules_optimizer_has_one_place_with_lightning() -> None:
         strategy._initialize_deepspeed_train(Module())
 
 
-def test_tensor_parallelism_is_refused() -> None:
-    """It has ranks of its own, which nobody has compared."""
-    with pytest.raises(NotImplementedError, match=r"tensor_parallel.autotp_size must be 0 or 1, got 2"):
-        check({"tensor_parallel": {"autotp_size": 2}}, {})
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size must be 0 or 1, got 2"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled must be false, got true"),
+        ({"fp16": {"enabled": True}}, "fp16 must have a ZeRO stage of 1, 2 or 3, got 0"),
+    ],
+)
+def test_what_cannot_be_right_is_refused(config: dict[str, Any], message: str) -> None:
+    """Ranks of their own, which nobody has compared; a loss that is not scaled, which makes steps far too small."""
+    check({**config, "zero_optimization": {"stage": 1}}, {}) if "fp16" in config else None
+    with pytest.raises(NotImplementedError, match=message):
+        check(config, {})
+
+
+def test_data_that_all_ranks_share_out_are_refused() -> None:
+    """Ranks of a ring would hold parts of different sequences."""
+    with pytest.raises(ValueError, match="training_data must be None, got list, which DeepSpeed shares out over all r"):
+        check({}, {"training_data": [1, 2]})
+
+
+@pytest.mark.parametrize(("precision", "key"), [("32-true", "bf16"), ("bf16-mixed", "fp16"), ("bf16-true", "bf16")])
+def test_precision_has_one_place_with_lightning(precision: str, key: str) -> None:
+    """DeepSpeed would train in the config's; where both say the same, the config may say more."""
+    _check_precision({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bf16-mixed")
+    _check_precision({"fp16": {"enabled": True, "loss_scale": 64}}, "16-mixed")
+    with pytest.raises(ValueError, match=f"precision must be that of the config, got {precision} and {key}.enabled"):
+        _check_precision({key: {"enabled": precision != "bf16-true"}}, precision)
 
 
 @pytest.mark.parametrize(
