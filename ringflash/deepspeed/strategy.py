@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 try:
     from lightning.pytorch.accelerators import CUDAAccelerator
     from lightning.pytorch.strategies import DeepSpeedStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import GradClipAlgorithmType
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ModuleNotFoundError as missing:
     raise ImportError(
@@ -23,6 +26,7 @@ except ModuleNotFoundError as missing:
         "pip install 'ringflash[deepspeed,lightning]'."
     ) from missing
 
+from ringflash.agreement import agree
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check
 from ringflash.layout import granularity
@@ -30,6 +34,8 @@ from ringflash.lightning.checkpoints import COMPLETE, check_folders
 from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import check_local, note_time
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_timeout
+
+_AVERAGE = "average"  # in a checkpoint, of which DeepSpeed leaves out what Lightning keeps as state_dict
 
 
 class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpeedStrategy):
@@ -70,6 +76,11 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
         self._context_parallel_size, self._data_parallel_size = context_parallel_size, data_parallel_size
         self._device_mesh: DeviceMesh | None = None
         self._local_norm: torch.Tensor | None = None
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """False: DeepSpeed steps where Lightning says, also after the last batch of an epoch."""
+        return False
 
     @property
     def device_mesh(self) -> DeviceMesh:  # type: ignore[override]
@@ -123,6 +134,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
         """
         check_folders(trainer)
         super().setup(trainer)
+        self.precision_plugin.clip_gradients = self._clip_in_step  # type: ignore[method-assign]
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -135,11 +147,22 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **keywords: Any) -> None:
         """DeepSpeed's, without its division by the batches of a step: Lightning has divided the loss by them."""
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization and self.deepspeed_engine.managed_gradient_accumulation():
+            last = not self.lightning_module.trainer.fit_loop._should_accumulate()
+            self.deepspeed_engine.set_gradient_accumulation_boundary(last)
         super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **keywords)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing to block: `backward` has said whether the step ends with it."""
+        yield
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """DeepSpeed's, and a file that says that all ranks have written their parts: `--ckpt_path auto` finds it."""
         check_local(filepath)
+        if "averaging_state" in checkpoint:  # of WeightAveraging, whose average is in the place of the weights
+            checkpoint = {**checkpoint, _AVERAGE: checkpoint["state_dict"]}
         mark = Path(self.broadcast(filepath), COMPLETE)
         if self.is_global_zero:
             mark.unlink(missing_ok=True)  # of one of the same name, whose files are written over
@@ -160,7 +183,49 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
         norm = self.deepspeed_engine.get_global_grad_norm() if self._local_norm is None else self._local_norm
         if norm is not None:
             self.lightning_module.log("grad_norm", torch.as_tensor(norm, dtype=torch.float32))
+        self._set_clipping(self.config["gradient_clipping"])
         return output
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """DeepSpeed's; a run goes on with its own gradient_clip_val, not the checkpoint's.
+
+        An average of the weights (WeightAveraging) is what is evaluated, as with other strategies.
+
+        Raises:
+            ValueError: one with the parts of another stage; on every rank.
+        """
+        continued = self._trainer.state.fn == TrainerFn.FITTING
+        writes_optimizer = self.deepspeed_engine.save_zero_checkpoint if continued else None
+        error = _other_parts(Path(checkpoint_path), self.zero_stage_3, writes_optimizer)
+        agree(dist.group.WORLD, {"ckpt_path": str(checkpoint_path)}, error)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._set_clipping(self.config["gradient_clipping"])
+        if _AVERAGE in checkpoint:
+            checkpoint["state_dict"] = checkpoint.pop(_AVERAGE)
+            if not continued:
+                assert self.lightning_module is not None
+                self.lightning_module.load_state_dict(checkpoint["state_dict"])
+        return checkpoint
+
+    def _clip_in_step(
+        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM
+    ) -> None:
+        """In the place of the precision plugin's, which does nothing: the engine clips in the step that follows.
+
+        Raises:
+            NotImplementedError: clipping by value.
+        """
+        if clip_val and gradient_clip_algorithm != GradClipAlgorithmType.NORM:
+            raise NotImplementedError(
+                f"gradient_clip_algorithm must be 'norm' with DeepSpeed, got {gradient_clip_algorithm}; clip by norm."
+            )
+        self._set_clipping(clip_val)
+
+    def _set_clipping(self, norm: float) -> None:
+        engine = self.deepspeed_engine
+        engine._config.gradient_clipping = norm
+        if hasattr(engine.optimizer, "clip_grad"):
+            engine.optimizer.clip_grad = norm
 
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
         """The engine, around a model that is whole: optimizers tell matrices from vectors by their dimensions."""
@@ -175,7 +240,19 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
                 f"{self.config['optimizer']}, which Lightning would take, and ignore the module's; set the module's "
                 "(of the recipes model.learning_rate and beside it)."
             )
+        stage = (self.config.get("zero_optimization") or {}).get("stage", 0)
+        if stage and not model.automatic_optimization:  # a step of its own may follow any number of backwards
+            self.config.setdefault("managed_gradient_accumulation", False)
+            if stage == 1:
+                self.config["zero_optimization"] = {**self.config["zero_optimization"], "overlap_comm": False}
         super()._initialize_deepspeed_train(model)
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        """An engine without an optimizer; at stage 3 checkpoints of trainings can be read into it, too."""
+        self.config.setdefault("zero_allow_untested_optimizer", True)  # Lightning wants it there
+        super()._initialize_deepspeed_inference(model)
+        if self.zero_stage_3:  # DeepSpeed 0.19.8 wants to make an optimizer's weights of those that it has read
+            self.deepspeed_engine.optimizer._restore_from_bit16_weights = lambda: None
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
         """The engine and its optimizer, past the checks of `initialize`."""
@@ -206,6 +283,24 @@ def _check_precision(config: dict[str, Any], precision: str) -> None:
                 f"precision must be that of the config, got {precision} and {name}.enabled {enabled}; leave {name} out "
                 f"of the config, and set Trainer(precision=...), of which '{number}-mixed' enables it."
             )
+
+
+def _other_parts(path: Path, shards_model: bool, writes_optimizer: bool | None) -> ValueError | None:
+    """What is wrong with a checkpoint by the parts it has; DeepSpeed says nothing of use.
+
+    Args:
+        writes_optimizer: whether this run's checkpoints have parts of the optimizer; None where that does not matter.
+    """
+    names = [file.name for file in (path / "checkpoint").glob("*_states.pt")]
+    sharded = any(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in names)
+    parts = any(name.endswith("_optim_states.pt") for name in names)
+    if not names or (sharded == shards_model and writes_optimizer in (None, parts)):
+        return None
+    found = "3" if sharded else "1 or 2" if parts else "0"
+    return ValueError(
+        f"ckpt_path must be a checkpoint of this run's ZeRO stage, got {path}, which has the parts of stage {found}; "
+        "train at that stage, or begin with its weights (for stages 1 to 3 there is zero_to_fp32.py in it)."
+    )
 
 
 def _check_device(device_type: str) -> None:

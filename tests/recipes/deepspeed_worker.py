@@ -17,7 +17,7 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,18 +29,19 @@ from ringflash.lightning.module import build_model
 from ringflash.lightning.text import PackedSequence, PackedText, is_held_out, text_files
 from ringflash.mesh import CONTEXT_AXIS, DATA_AXIS
 from tests.helpers.one_step import Step, Tensors, one_process, worst
-from tests.recipes.launching import ROOT
+from tests.recipes.deepspeed_steps import (
+    config_of,
+    other_stage,
+    resuming,
+    scheduled_rates,
+    stepping,
+    unequal_batches,
+    weights,
+)
 from tests.recipes.strategy_worker import CONFIG
 
 SEQLEN, STEPS, ACCUMULATED, CLIPPING, LEARNING_RATE = 48, 2, 2, 0.05, 1.0
 CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-
-
-def config_of(name: str) -> dict[str, Any]:
-    """A recipe's; stage 0 is stage 1's with another number."""
-    content = json.loads((ROOT / "recipes" / "deepspeed" / f"{name.replace('zero0', 'zero1')}.json").read_text())
-    content["zero_optimization"]["stage"] = int(name[4])
-    return content
 
 
 def samples(folder: str, dp_rank: int, dp_size: int) -> Iterator[PackedSequence]:
@@ -59,24 +60,9 @@ def batches(folder: str, mesh: DeviceMesh) -> Iterator[dict[str, Any]]:
         yield huggingface.prepare_batch(sample["input_ids"], group=group, cu_seqlens=sample["cu_seqlens"])
 
 
-def named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters by the names of the transformers model."""
-    return [(name.removeprefix("model."), p) for name, p in module.named_parameters()]
-
-
 def gradients(module: nn.Module) -> Tensors:
     """Whole, on every rank, after the backward and before the step."""
     return {name: safe_get_full_grad(p).detach().clone() for name, p in module.named_parameters()}
-
-
-def weights(module: nn.Module) -> Tensors:
-    """Whole, on every rank; stage 0 in fp32 keeps them where torch does."""
-    return {name: _whole(p).detach().clone() for name, p in named(module)}
-
-
-def _whole(p: nn.Parameter) -> torch.Tensor:
-    found = safe_get_full_fp32_param(p)
-    return p if found is None else found
 
 
 def reference(folder: str, dp_size: int, dtype: torch.dtype) -> Step:
@@ -172,54 +158,6 @@ def default_clipping() -> float:
     return engine.gradient_clipping()
 
 
-class Line(lightning.LightningModule):
-    """A step of it takes no time; it makes an optimizer and no scheduler."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.rates = nn.Linear(2, 2), list[float]()
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-
-
-def short_trainer(strategy: DeepSpeedContextParallelStrategy) -> lightning.Trainer:
-    """A trainer of four steps that writes and prints nothing."""
-    return lightning.Trainer(
-        strategy=strategy, accelerator="cpu", max_steps=4, devices=dist.get_world_size(), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
-    )  # fmt: skip
-
-
-def scheduled_rates(cp_size: int) -> list[float]:
-    """Learning rates after each step, of a scheduler that the config alone names."""
-    warm_up = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
-    config = {**config_of("zero1"), "scheduler": {"type": "WarmupLR", "params": warm_up}}
-    module = Line()
-    trainer = short_trainer(DeepSpeedContextParallelStrategy(cp_size, config=config))
-    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 2)))
-    return module.rates
-
-
-def unequal_batches(cp_size: int) -> str:
-    """What a data rank with a batch more than the other is told."""
-    strategy = DeepSpeedContextParallelStrategy(cp_size, config=config_of("zero1"))
-    module = Line()
-    module.train_dataloader = lambda: torch.utils.data.DataLoader(torch.randn(1 + strategy.dp_rank, 2))  # type: ignore
-    try:
-        short_trainer(strategy).fit(module)
-    except ValueError as error:
-        return str(error)
-    return "not refused"
-
-
 def refusals() -> dict[str, str]:
     """What each wrong call is told; in the last, rank 0 alone is wrong, and in the one before, ranks differ."""
     model, config = nn.Linear(2, 2), config_of("zero1")
@@ -257,6 +195,14 @@ def main() -> None:
         found["lightning"] = {name: lightning_equals_plain(name, folder, mesh) for name in CONFIGS[:4]}
         found["rates"] = scheduled_rates(int(cp_size))
         found["unequal_batches"] = unequal_batches(int(cp_size))
+    else:
+        found["stepping"] = {name: stepping(name) for name in CONFIGS}
+        found["resuming"] = {
+            name: resuming(name, Path(out, f"{name}.ckpt"), average=name == "zero1") for name in ("zero1", "zero3")
+        }
+        found["other_stage"] = [
+            other_stage(*x) for x in (("zero0", Path(out, "zero1.ckpt")), ("zero2", Path(out, "zero3.ckpt")))
+        ]
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 

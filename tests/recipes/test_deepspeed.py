@@ -77,6 +77,35 @@ def test_lightning_equals_plain_deepspeed(ranks: list[Found], name: str) -> None
         assert found["loss"] == ranks[0]["lightning"][name]["loss"]
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_are_those_of_the_trainer_and_of_the_module(ranks: list[Found], name: str) -> None:
+    """By hand: two backwards before each step, clipped. Accumulated by two: the third batch of an epoch is a step, too.
+
+    Each of up to four steps of fp32 rounds some ten times: gradients, their norm, the clipping, the update.
+    """
+    if len(ranks) > 2:
+        pytest.skip("runs on the smaller mesh")
+    assert all(error <= 40 * FP32_EPS for rank in ranks for error in rank["stepping"][name].values()), ranks
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_checkpoints_are_evaluated_and_continued(ranks: list[Found], name: str) -> None:
+    """With another gradient_clip_val than the checkpoint's; at stage 1 with an average of the weights, kept in it."""
+    if len(ranks) > 2:
+        pytest.skip("runs on the smaller mesh")
+    assert all(error <= 80 * FP32_EPS for rank in ranks for error in rank["resuming"][name].values()), ranks
+
+
+def test_a_checkpoint_of_another_stage_is_refused(ranks: list[Found]) -> None:
+    """DeepSpeed fails without a word."""
+    if len(ranks) > 2:
+        pytest.skip("runs on the smaller mesh")
+    for rank in ranks:
+        for message, stage in zip(rank["other_stage"], ("1 or 2", "3"), strict=True):
+            assert message.startswith("ckpt_path must be a checkpoint of this run's ZeRO stage, got ")
+            assert f"the parts of stage {stage}; train at that stage" in message
+
+
 def test_the_configs_scheduler_is_followed_where_the_module_makes_none(ranks: list[Found]) -> None:
     """A linear warm-up over four steps, under an optimizer of the module's; through Lightning."""
     if len(ranks) < 4:
