@@ -157,7 +157,7 @@ class Mask:
             start, stop: (seqlen_q,), int32 on `device`, neither ever decreasing; start == stop for a row that
             sees nothing. Computed once for a device and kept with the mask.
         Raises:
-            ValueError: the visible keys of a row are not one interval.
+            ValueError: the visible keys of a row are not one interval, or begin before those of a row above.
             RuntimeError: see `check_capture`.
         """
         key = ("bounds", torch.device(device))
@@ -181,7 +181,8 @@ class Mask:
             stop.scatter_reduce_(0, rows, last, "amax")
         stop = torch.cummax(stop, 0).values if self.seqlen_q else stop
         start = torch.minimum(start, stop)
-        if int((stop - start).sum()) != self.num_visible:
+        starts = start[start < stop]
+        if int((stop - start).sum()) != self.num_visible or (starts[1:] < starts[:-1]).any():
             raise ValueError(
                 f"mask must show every query one interval of keys, bounds never decreasing, got {self.regions}; "
                 "build it with Mask.full, Mask.band or Mask.documents."

@@ -26,7 +26,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--impl", default="flash2", help="kernel: one of ringflash_kernels.IMPLS")
     parser.addoption("--dtype", default="bfloat16", help="dtype of q, k and v")
     parser.addoption("--backend", default="nccl", help="nccl, or gloo for the CPU")
+    parser.addoption("--random-calls", type=int, default=40, help="how many seeds of test_random_calls")
     parser.addoption("--ratios", type=Path, default=None, help="JSON file for the errors over their budgets")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Seeds of random calls."""
+    if "random_seed" in metafunc.fixturenames:
+        metafunc.parametrize("random_seed", range(metafunc.config.getoption("--random-calls", 40)))
 
 
 class Setup(NamedTuple):

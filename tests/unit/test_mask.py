@@ -98,3 +98,11 @@ def test_empty_mask() -> None:
 def test_a_row_with_a_hole_is_refused() -> None:
     with pytest.raises(ValueError, match="mask must show every query one interval"):
         Mask.of(1, 5, [Region(0, 1, 0, 2), Region(0, 1, 3, 5)]).dense()
+
+
+def test_rows_that_see_earlier_keys_than_the_rows_above_are_refused() -> None:
+    """A kernel reads a tile's first key off its first row."""
+    with pytest.raises(ValueError, match="bounds never decreasing"):
+        Mask.of(2, 5, [Region(0, 1, 2, 4), Region(1, 2, 0, 5)]).dense()
+    gap = Mask.of(3, 5, [Region(0, 1, 0, 4), Region(2, 3, 2, 5)])
+    assert gap.dense().sum(1).tolist() == [4, 0, 3]
