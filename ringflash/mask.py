@@ -88,5 +88,10 @@ def check_cu_seqlens(cu_seqlens: tuple[int, ...], seqlen: int) -> None:
         )
 
 
+def cut_into_chunks(bounds: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Document bounds with one at every multiple of `size`: (0, 7, 20) in chunks of 8 is (0, 7, 8, 16, 20)."""
+    return tuple(sorted({*bounds, *range(0, bounds[-1], size)}))
+
+
 def _short(values: tuple[int, ...]) -> str:
     return str(values) if len(values) <= 8 else f"({', '.join(map(str, values[:4]))}, ..., {values[-1]})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from ringflash.api import ring_attention
 from ringflash.autocast import autocast
 from ringflash.group import Group, resolve
-from ringflash.huggingface.documents import Documents
+from ringflash.huggingface.chunks import attend_in_chunks, chunk_size
 from ringflash.huggingface.freezing import differentiate_alike
+from ringflash.huggingface.given import Given
 from ringflash.huggingface.options import NAME, Options, check_lone_process
 from ringflash.huggingface.refusals import (
     check_direction,
@@ -21,7 +23,9 @@ from ringflash.huggingface.refusals import (
     find_base,
     find_static_error,
 )
+from ringflash.huggingface.sinks import beside_sinks
 from ringflash.huggingface.together import check_together
+from ringflash.huggingface.whole import tell_of_the_sequence
 from ringflash.layout import granularity
 
 
@@ -34,7 +38,7 @@ def register() -> None:
         RuntimeError: transformers 5 is not installed.
     """
     try:
-        from transformers import AttentionInterface, modeling_utils
+        from transformers import AttentionInterface, masking_utils, modeling_utils
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as cause:
         raise RuntimeError(
@@ -42,7 +46,8 @@ def register() -> None:
         ) from cause
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _pass_padding_mask)
-    _is_no_flash_attention_package(modeling_utils)
+    for module in (modeling_utils, masking_utils):
+        _is_no_flash_attention_package(module)
 
 
 def set_group(
@@ -79,19 +84,20 @@ def set_group(
         )
     base = find_base(model, modules[0])
     check_model(base)
-    check_rope(config)
+    check_rope(base)
     for module in modules:
         check_layer_type(module)
         check_direction(module)
-    documents = Documents.watch(base)
+    given = Given.watch(base)
+    tell_of_the_sequence(base, options)
     for module in modules:
         module._ringflash = options  # type: ignore[assignment]
-        module._ringflash_documents = documents  # type: ignore[assignment]
+        module._ringflash_given = given  # type: ignore[assignment]
 
 
-def _is_no_flash_attention_package(modeling_utils: Any) -> None:
-    """Names with "flash" in them send transformers to look for a package or hub kernel; ours has neither."""
-    original = modeling_utils.is_flash_attention_requested
+def _is_no_flash_attention_package(module: Any) -> None:
+    """Names with "flash" in them send transformers to look for a package or hub kernel, and away from chunks."""
+    original = module.is_flash_attention_requested
     if getattr(original, "_ringflash", False):
         return
 
@@ -102,7 +108,7 @@ def _is_no_flash_attention_package(modeling_utils: Any) -> None:
         return name != NAME and original(config, requested_attention_implementation, version)
 
     is_flash_attention_requested._ringflash = True  # type: ignore[attr-defined]
-    modeling_utils.is_flash_attention_requested = is_flash_attention_requested
+    module.is_flash_attention_requested = is_flash_attention_requested
 
 
 def _pass_padding_mask(
@@ -136,28 +142,37 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention call; q, k, v are (batch, heads, seqlen_local, head_dim), out as `ring_attention`."""
+    """transformers' attention call; q, k, v are (batch, heads, seqlen_local, head_dim), out as `ring_attention`.
+
+    Args:
+        s_aux: (num_heads,), the sinks: a logit more in each row's softmax, of a key whose value is 0.
+    """
     options = _options(module)
     causal = _is_causal(module) if is_causal is None else is_causal
-    error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs)
+    error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux)
     if getattr(module, "layer_idx", 0) == 0:
-        documents = getattr(module, "_ringflash_documents", None)
-        check_together(options, query, attention_mask, kwargs.get("position_ids"), cu_seqlens, documents, error)
+        given = getattr(module, "_ringflash_given", None)
+        check_together(options, query, attention_mask, kwargs.get("position_ids"), cu_seqlens, given, error)
     elif error is not None:
         raise error
     # Under autocast rotary embeddings leave q and k in fp32 beside v.
     query, key, value = (autocast(x) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
-    out = ring_attention(
-        q, k, v, group=options.group, causal=causal, softmax_scale=scaling,
-        window_size=(-1 if sliding_window is None else sliding_window - 1, -1), cu_seqlens=cu_seqlens,
+    attend = partial(
+        ring_attention, group=options.group, causal=causal, softmax_scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, -1),
         layout=options.layout, impl=options.impl, transport=options.transport, deterministic=options.deterministic,
+        return_lse=s_aux is not None,
     )  # fmt: skip
-    assert isinstance(out, Tensor)
-    return out, None
+    if (size := chunk_size(module)) is None:
+        result: Any = attend(q, k, v, cu_seqlens=cu_seqlens)
+    else:
+        result = attend_in_chunks(attend, q, k, v, cu_seqlens, size, q.shape[1] * options.place[0])
+    return (result if s_aux is None else beside_sinks(result, s_aux)), None
 
 
 def _options(module: nn.Module) -> Options:

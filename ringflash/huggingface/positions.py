@@ -13,16 +13,21 @@ from ringflash.layout import local_positions
 
 def positions_fit(options: Options, length: int, position_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Whether positions are the shard's global ones, or with documents those within each document; scalar bool."""
-    cp_size, cp_rank = options.place
-    positions = _positions_on(length * cp_size, cp_size, cp_rank, options.layout, position_ids.device)
+    positions = positions_on(options, length, position_ids.device)
     fit = (position_ids == positions).all()
     if cu_seqlens is not None:
         fit = fit | (position_ids == within_documents(positions, cu_seqlens)).all()
     return fit
 
 
+def positions_on(options: Options, length: int, device: torch.device) -> Tensor:
+    """The global positions of the `length` tokens that this rank holds."""
+    cp_size, cp_rank = options.place
+    return _positions(length * cp_size, cp_size, cp_rank, options.layout, device)
+
+
 @lru_cache(maxsize=8)
-def _positions_on(seqlen: int, cp_size: int, cp_rank: int, layout: str, device: torch.device) -> Tensor:
+def _positions(seqlen: int, cp_size: int, cp_rank: int, layout: str, device: torch.device) -> Tensor:
     return local_positions(seqlen, cp_size, cp_rank, layout).to(device)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
+
+from ringflash.huggingface.whole import LENGTH_DEPENDENT, depends_on_length
 
 # What models hand to every attention call and no attention reads.
 _HARMLESS = {
@@ -15,7 +18,6 @@ _HARMLESS = {
 
 _REFUSED = {
     "softcap": "use a model without attention softcapping",
-    "s_aux": "use a model without attention sinks",
     "head_mask": "prune the heads instead",
     "cu_seq_lens_q": "pass the bounds of the whole packed sequence as cu_seqlens",
     "cu_seq_lens_k": "pass the bounds of the whole packed sequence as cu_seqlens",
@@ -30,17 +32,24 @@ _REFUSED = {
 
 
 def find_static_error(
-    module: nn.Module, query: Tensor, key: Tensor, dropout: float, window: int | None, causal: bool, kwargs: dict
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    dropout: float,
+    window: int | None,
+    causal: bool,
+    kwargs: dict,
+    sinks: Tensor | None = None,
 ) -> Exception | None:
     """What the arguments ask for that the ring does not do; it needs no tensor's values."""
     try:
         _check_kwargs(kwargs)
         check_layer_type(module)
-        check_rope(getattr(module, "config", None))
         check_direction(module)
         _check_dropout(dropout)
         _check_length(query, key)
         _check_window(module, window, causal)
+        _check_sinks(query, sinks)
     except NotImplementedError as error:
         return error
     return None
@@ -95,25 +104,33 @@ def check_layer_type(module: nn.Module) -> None:
     config = getattr(module, "config", None)
     kinds = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention", "attention"):
+        if kind not in ("full_attention", "sliding_attention", "attention") and not _is_chunked(module, kind):
             raise NotImplementedError(
                 f"layer_types must be full_attention or sliding_attention, got {kind!r}; use another "
                 "attn_implementation."
             )
 
 
-def check_rope(config: Any) -> None:
-    """Raise NotImplementedError for rotary angles that depend on how long the sequence in work is.
+def _is_chunked(module: nn.Module, kind: str) -> bool:
+    """Whether the model has transformers' own chunks, and does not merely say so in its configuration."""
+    if kind != "chunked_attention" or not getattr(module.config, "attention_chunk_size", None):
+        return False
+    return hasattr(sys.modules[type(module).__module__], "create_chunked_causal_mask")
 
-    transformers takes the largest position it is given for that length, which differs from rank to rank.
+
+def check_rope(base: nn.Module) -> None:
+    """Raise NotImplementedError for rotary angles that depend on the length in work, where nothing can tell it them.
+
+    Args:
+        base: as `find_base`.
     """
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(getattr(base, "config", None), "rope_parameters", None) or {}
     kinds = [parameters, *(x for x in parameters.values() if isinstance(x, dict))]  # some models have one for each kind
     for kind in (x.get("rope_type") for x in kinds):
-        if kind in ("dynamic", "longrope"):
+        if kind in LENGTH_DEPENDENT and not any(depends_on_length(module) for module in base.modules()):
             raise NotImplementedError(
-                f"rope_type must be one whose angles do not depend on the length in work, got {kind!r}; use yarn, "
-                "llama3 or linear."
+                f"rope_type must be one whose angles do not depend on the length in work, got {kind!r} and no rotary "
+                "layer that says so; use yarn, llama3 or linear."
             )
 
 
@@ -153,6 +170,13 @@ def _check_window(module: nn.Module, window: int | None, causal: bool) -> None:
         )
 
 
+def _check_sinks(query: Tensor, sinks: Tensor | None) -> None:
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise NotImplementedError(
+            f"s_aux must have a logit for each head ({query.shape[1]},), got {tuple(sinks.shape)}; use another model."
+        )
+
+
 def _is_windowed(module: nn.Module) -> bool:
     """Whether transformers' own mask of the layer has a window; some models leave it to the mask alone."""
     config = getattr(module, "config", None)
@@ -178,6 +202,6 @@ def find_shape_error(query: Tensor, mask: Tensor | None, position_ids: Tensor | 
     if got not in ((1, length), (rows, length)):
         remedy = "pass ringflash.local_positions(...)[None]"
         if position_ids is None:
-            remedy += ", or use another model where this one keeps them from its attention"
+            remedy += " to the model, and the model to set_group, which looks for them where its attention has none"
         return ValueError(f"position_ids must be (1 or batch, {length}), got {got}; {remedy}.")
     return None

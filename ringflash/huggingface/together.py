@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash import agreement
-from ringflash.huggingface.documents import Documents
+from ringflash.huggingface.given import Given, is_recomputed
 from ringflash.huggingface.options import Options
-from ringflash.huggingface.positions import positions_fit
+from ringflash.huggingface.positions import positions_fit, positions_on
 from ringflash.huggingface.refusals import find_shape_error
 
 
@@ -22,11 +22,15 @@ def check_together(
     mask: Tensor | None,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
-    documents: Documents | None,
+    given: Given | None,
     error: Exception | None,
 ) -> None:
     """Once a forward, in layer 0: raise on every rank if any rank has an error. One scalar is reduced and read."""
-    lost = None if documents is None else documents.find_loss(cu_seqlens)
+    lost = None if given is None else given.find_loss(cu_seqlens)
+    if position_ids is None and given is not None:
+        position_ids = given.take_positions()
+        if position_ids is None and is_recomputed():  # as they were checked in the forward
+            position_ids = positions_on(options, query.shape[2], query.device)[None]
     error = error or lost or find_shape_error(query, mask, position_ids)
     flags = torch.zeros(2, dtype=torch.int32, device=query.device)
     if error is None:

@@ -18,20 +18,35 @@ MODELS = {
         {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "mistral_window": ("mistral", {"sliding_window": 5}),
+    "sinks": (
+        "gpt_oss",
+        {"head_dim": 8, "sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": None},
+    ),
 }
+CHUNKS: tuple[str, dict] = (
+    "llama4_text",
+    {
+        "head_dim": 8, "attention_chunk_size": 5, "floor_scale": 4, "no_rope_layers": [1, 0], "moe_layers": [],
+        "intermediate_size_mlp": 48,
+    },
+)  # fmt: skip
 LENGTH = 24
 BOUNDS = (0, 7, 8, 24)
 
 
 def build(name: str = "llama", impl: str = "ringflash", **changes: object) -> torch.nn.Module:
+    """The model of a name; "sdpa" is its eager attention where it has no other."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     huggingface.register()
-    kind, extra = MODELS[name]
+    kind, extra = (MODELS | {"chunks": CHUNKS})[name]
+    impl = "eager" if (name, impl) == ("sinks", "sdpa") else impl
     config = AutoConfig.for_model(kind, **TINY, **extra, **changes)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=impl, dtype=torch.float64)
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=impl, experts_implementation="eager", dtype=torch.float64
+        )
 
 
 def tokens(batch: int = 1) -> torch.Tensor:

@@ -67,6 +67,23 @@ def test_packed_documents_equal_dense_one_by_one(name: str, positions: str) -> N
     assert_equal(got, torch.cat(want, 1))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
+def test_chunks_equal_dense(packed: bool) -> None:
+    """Chunks, and the scale of the layers without rotation, count from the sequence's start, as in transformers."""
+    ring, dense, ids = build("chunks"), build("chunks", "sdpa"), tokens(1 if packed else 2)
+    huggingface.set_group(ring, None)
+    bounds = documents() if packed else None
+    batch = huggingface.prepare_batch(
+        ids, group=None, cu_seqlens=bounds, position_ids="document" if packed else "global"
+    )
+    got, want = ring(**batch).logits, dense(ids, position_ids=batch["position_ids"], use_cache=False).logits
+    assert_equal(got, want)
+    got.square().sum().backward()
+    want.square().sum().backward()
+    for p, q in zip(ring.parameters(), dense.parameters(), strict=True):
+        assert_equal(p.grad, q.grad)
+
+
 TRAINABLE = {
     "q alone": ("q_proj",),
     "k alone": ("k_proj",),
