@@ -11,7 +11,7 @@ from torch import Tensor
 from ringflash import agreement
 from ringflash.huggingface.given import Given, is_recomputed
 from ringflash.huggingface.options import Options
-from ringflash.huggingface.positions import positions_fit, positions_on
+from ringflash.huggingface.positions import positions_fit
 from ringflash.huggingface.refusals import find_shape_error
 
 
@@ -29,8 +29,8 @@ def check_together(
     lost = None if given is None else given.find_loss(cu_seqlens)
     if position_ids is None and given is not None:
         position_ids = given.take_positions()
-        if position_ids is None and is_recomputed():  # as they were checked in the forward
-            position_ids = positions_on(options, query.shape[2], query.device)[None]
+        if position_ids is None and error is None and is_recomputed():
+            return  # as in the forward, which had them
     error = error or lost or find_shape_error(query, mask, position_ids)
     flags = torch.zeros(2, dtype=torch.int32, device=query.device)
     if error is None:

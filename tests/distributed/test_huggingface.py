@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringflash import huggingface
+from ringflash.memory import Memory, save_memory
 from tests.helpers.pool import Context, Pool
 
 pytest.importorskip("transformers")
@@ -88,9 +89,12 @@ def test_loss_and_gradients_equal_one_process(
     pool.run(equals_one_process, kind, bounds, layout, size=size)
 
 
-def checkpointed_equals_kept(ctx: Context, kind: str) -> None:
+def checkpointed_equals_kept(ctx: Context, kind: str, checkpointing: str) -> None:
     models = [build(kind, ctx.group), build(kind, ctx.group)]
-    models[0].model.gradient_checkpointing_enable()
+    if checkpointing == "transformers":
+        models[0].model.gradient_checkpointing_enable()
+    else:
+        save_memory(models[0].model, Memory(checkpointing))
     batch = huggingface.prepare_batch(tokens(), group=ctx.group, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32))
     calls = [count_attention(model.train(), batch) for model in models]
     assert calls == [4, 2]  # layers, run again in the backward where they are checkpointed
@@ -113,8 +117,9 @@ def count_attention(model: huggingface.CausalLMWithLoss, batch: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", "llama4_text", "ministral3"])
-def test_gradient_checkpointing_changes_nothing(pool: Pool, kind: str) -> None:
-    pool.run(checkpointed_equals_kept, kind, size=2)
+@pytest.mark.parametrize("checkpointing", ["transformers", "attention_kept"])
+def test_gradient_checkpointing_changes_nothing(pool: Pool, kind: str, checkpointing: str) -> None:
+    pool.run(checkpointed_equals_kept, kind, checkpointing, size=2)
 
 
 def refusal(ctx: Context, fault: str) -> str:
