@@ -43,8 +43,9 @@ def cross_entropy(
     group: Group,
     num_tokens: torch.Tensor | int | None = None,
     chunk_tokens: int | None = None,
+    logit_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Cross-entropy of the logits hidden @ weight.T, scaled as this module's head says.
+    """Cross-entropy of the logits hidden @ weight.T * logit_scale, scaled as this module's head says.
 
     The logits of a few tokens exist at a time, forward and backward together; never those of the shard.
     Labels are shifted before the sequence is sharded (`shift_labels`): the next token of a chunk's last one
@@ -57,6 +58,7 @@ def cross_entropy(
         group: ranks that share the sequence; None for one process.
         num_tokens: labelled tokens of the whole sequence; default `count_tokens(labels, group)`.
         chunk_tokens: tokens whose logits are alive together; default as many as make 512 MiB in fp32.
+        logit_scale: of models that scale their logits (Granite, Cohere).
     Returns:
         loss: scalar, fp32 (fp64 for fp64). A shard without labels contributes 0, with zero gradients.
     Raises:
@@ -73,13 +75,18 @@ def cross_entropy(
     chunk = chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     scale = cp_size / count.to(dtype)
-    loss = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, labels.flatten(), scale, chunk)
+    loss = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, labels.flatten(), scale, chunk, logit_scale)
     return cast(torch.Tensor, loss)
 
 
 @torch.no_grad()
 def score_tokens(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk_tokens: int | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    logit_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of every token, and whether its label is the most likely one; without gradients, chunk by chunk.
 
@@ -96,7 +103,7 @@ def score_tokens(
     tokens, wanted = hidden.flatten(0, -2), labels.flatten()
     for start in range(0, len(wanted), chunk := chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])):
         rows = slice(start, start + chunk)
-        logits = (tokens[rows] @ weight.T).to(losses.dtype)
+        logits = _logits(tokens[rows], weight, logit_scale).to(losses.dtype)
         losses[rows] = torch.nn.functional.cross_entropy(
             logits, wanted[rows], ignore_index=IGNORE_INDEX, reduction="none"
         )
@@ -128,7 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, scale, chunk):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden, weight, labels, scale, chunk, logit_scale):  # type: ignore[no-untyped-def]
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         total = scale.new_zeros(())
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
@@ -137,7 +144,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk)
             labelled = labels[rows] != IGNORE_INDEX
             target = labels[rows].masked_fill(~labelled, 0).unsqueeze(1)  # any other label out of range is an error
-            log_p = (hidden[rows] @ weight.T).log_softmax(1, dtype=scale.dtype)
+            log_p = _logits(hidden[rows], weight, logit_scale).log_softmax(1, dtype=scale.dtype)
             chosen = log_p.gather(1, target)
             total -= chosen.squeeze(1).masked_fill(~labelled, 0.0).sum() * scale
             if not (need_hidden or need_weight):
@@ -149,7 +156,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, hidden[rows] * counts)
             del log_p, grad  # or they would lie beside the next chunk's
-        ctx.save_for_backward(grad_hidden, grad_weight, scale)
+        ctx.save_for_backward(grad_hidden, grad_weight, scale * logit_scale)
         ctx.weight_dtype = weight.dtype
         return total
 
@@ -164,7 +171,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden = _scaled(grad_hidden, grad * scale, grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = _scaled(grad_weight, grad * scale, ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, logit_scale: float) -> torch.Tensor:
+    logits = hidden @ weight.T
+    return logits if logit_scale == 1 else logits.mul_(logit_scale)
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -10,6 +10,16 @@ from torch import Tensor, nn
 from ringflash import loss as token_loss
 from ringflash.group import Group, resolve
 
+# Families whose logits are scaled: by which name of the configuration, and whether they are divided by it.
+_SCALED: dict[Any, tuple[str, bool]] = {
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), ("logit_scale", False)),
+    "hyperclovax": ("logits_scaling", False),
+    **dict.fromkeys(
+        ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+        ("logits_scaling", True),
+    ),
+}
+
 
 class CausalLMWithLoss(nn.Module):
     """A causal language model whose forward returns `ringflash.loss.cross_entropy`; logits are never whole.
@@ -21,12 +31,14 @@ class CausalLMWithLoss(nn.Module):
         group: as `set_group`'s.
         chunk_tokens: as `cross_entropy`.
     Raises:
-        NotImplementedError: logits that are more than hidden @ lm_head.weight.T.
+        NotImplementedError: logits that are more than hidden @ lm_head.weight.T, times a number for those models that
+            are known to have one.
     """
 
     def __init__(self, model: nn.Module, group: Group, *, chunk_tokens: int | None = None) -> None:
         super().__init__()
         _check_head(model)
+        self.logit_scale = _logit_scale(getattr(model, "config", None))
         self.model, self.group, self.chunk_tokens = model, resolve(group), chunk_tokens
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CausalLMWithLoss:
@@ -55,10 +67,12 @@ class CausalLMWithLoss(nn.Module):
         ).last_hidden_state
         weight: Tensor = self.model.lm_head.weight  # type: ignore[union-attr,assignment]
         if per_token:
-            return token_loss.score_tokens(hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens)
+            return token_loss.score_tokens(
+                hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens, logit_scale=self.logit_scale
+            )
         return token_loss.cross_entropy(
             hidden, weight, shift_labels, group=self.group, num_tokens=num_items_in_batch,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=self.chunk_tokens, logit_scale=self.logit_scale,
         )  # fmt: skip
 
 
@@ -70,13 +84,27 @@ def _check_head(model: nn.Module) -> None:
             "call ringflash.loss.cross_entropy on its hidden states."
         )
     config: Any = getattr(model, "config", None)
-    _check_head_config(config)
-    if hasattr(config, "get_text_config"):  # of models that have one for each tower; Gemma 4's head follows the text's
-        _check_head_config(config.get_text_config())
+    _check_head_config(config, known=_scaling(config)[0])
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if text is not config:  # of models that have one for each tower; Gemma 4's head follows the text's
+        _check_head_config(text, known=None)
 
 
-def _check_head_config(config: Any) -> None:
+def _logit_scale(config: Any) -> float:
+    """What the model multiplies its logits by."""
+    name, divides = _scaling(config)
+    value = 1.0 if name is None else float(getattr(config, name))
+    return 1 / value if divides else value
+
+
+def _scaling(config: Any) -> tuple[str | None, bool]:
+    return _SCALED.get(getattr(config, "model_type", None), (None, False))
+
+
+def _check_head_config(config: Any, known: str | None) -> None:
     for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1)):
+        if name == known:
+            continue
         value = getattr(config, name, None)
         if value is not None and value != neutral:
             raise NotImplementedError(f"{name} must be unset, got {value}; compute the loss from the model's logits.")

@@ -12,7 +12,7 @@ import torch
 import ringflash
 from ringflash import huggingface
 from ringflash.huggingface.freezing import differentiate_alike
-from tests.helpers.models import BOUNDS, LENGTH, MODELS, build, documents, tokens
+from tests.helpers.models import BOUNDS, LENGTH, MODELS, TINY, build, documents, tokens
 
 pytest.importorskip("transformers")
 
@@ -123,6 +123,30 @@ def test_loss_without_logits_equals_transformers(name: str) -> None:
     logits = dense(ids, use_cache=False).logits[:, :-1]
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     assert_equal(loss, want)
+
+
+SCALED = {"cohere": "logit_scale", "granite": "logits_scaling", "hyperclovax": "logits_scaling"}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_loss_of_scaled_logits_equals_that_of_the_models_own(kind: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **TINY, **{SCALED[kind]: 0.3, "pad_token_id": 0})
+    models = [AutoModelForCausalLM.from_config(config, attn_implementation="ringflash") for _ in range(2)]
+    ours, whole = (model.double() for model in models)
+    ours.load_state_dict(whole.state_dict())
+    batch, ids = huggingface.prepare_batch(tokens(2), group=None), tokens(2)
+    wrapped = huggingface.CausalLMWithLoss(ours, None, chunk_tokens=5)
+    loss, (losses, _) = wrapped(**batch), wrapped(**batch, per_token=True)
+    logits = whole(ids, position_ids=batch["position_ids"], use_cache=False).logits[:, :-1]
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert_equal(loss, want)
+    assert_equal(losses.sum() / ids[:, 1:].numel(), want)
+    loss.backward()
+    want.backward()
+    for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+        assert_equal(p.grad, q.grad)
 
 
 def test_ones_mask_is_fine() -> None:
