@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ringflash.huggingface.chunks import chunk_size
 from ringflash.huggingface.whole import LENGTH_DEPENDENT, depends_on_length
 
 # What models hand to every attention call and no attention reads.
@@ -106,8 +107,8 @@ def check_layer_type(module: nn.Module) -> None:
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention", "attention") and not _is_chunked(module, kind):
             raise NotImplementedError(
-                f"layer_types must be full_attention or sliding_attention, got {kind!r}; use another "
-                "attn_implementation."
+                f"layer_types must be full_attention, sliding_attention or Llama 4's chunked_attention, got {kind!r}; "
+                "use another attn_implementation."
             )
 
 
@@ -167,6 +168,11 @@ def _check_window(module: nn.Module, window: int | None, causal: bool) -> None:
     if window is not None and (window < 1 or not causal):
         raise NotImplementedError(
             f"sliding_window must be 1 or more on a causal layer, got {window}, causal={causal}; use full attention."
+        )
+    if not causal and chunk_size(module) is not None:
+        raise NotImplementedError(
+            "chunked_attention must be causal, got causal=False, which transformers follows in the other layers alone; "
+            "use full attention."
         )
 
 

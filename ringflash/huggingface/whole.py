@@ -49,6 +49,11 @@ def _give_longest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if not _runs_on_ring(module):
         return None
     position_ids: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    if position_ids.dim() != 2:
+        raise NotImplementedError(
+            f"position_ids must be (batch, seqlen) where the rotation depends on the length, got "
+            f"{tuple(position_ids.shape)}; use yarn, llama3 or linear."
+        )
     longest = position_ids.amax(-1, keepdim=True)
     group = getattr(module, "_ringflash", Options(None)).group
     if group is not None:

@@ -233,6 +233,11 @@ def test_refuses_a_window_that_is_not_causal() -> None:
         build("mistral_window")(**huggingface.prepare_batch(tokens(), group=None), is_causal=False)
 
 
+def test_refuses_chunks_that_are_not_causal() -> None:
+    with pytest.raises(NotImplementedError, match="chunked_attention must be causal, got causal=False"):
+        build("chunks")(**huggingface.prepare_batch(tokens(), group=None), is_causal=False)
+
+
 def test_refuses_a_loss_without_the_routers() -> None:
     model = build()
     model.config.output_router_logits = True
