@@ -69,21 +69,18 @@ def ring_attention(
     resolved = resolve(group)
     try:
         left, right = _sides(window_size)
-    except ValueError as error:
+        scale = _scale(q, softmax_scale)
+    except (ValueError, TypeError) as error:
         agree(resolved, {}, error)  # other ranks may have gone on
         raise
-    if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in (q, k, v)):
-        raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
-            "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."
-        )
+    if not torch.compiler.is_compiling():
+        _check_differentiation(q, k, v)
     width, v = v.shape[-1] if v.dim() else 0, _as_wide_as(k, v)
     grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
     out, lse = ops.attend(
         q, k, v, cu_seqlens,
         "" if resolved is None else resolved.group_name,
-        causal,
-        _scale_of(q) if softmax_scale is None else float(softmax_scale),
-        left, right, layout, impl, transport, deterministic, grad_flags, return_lse,
+        causal, scale, left, right, layout, impl, transport, deterministic, grad_flags, return_lse,
     )  # fmt: skip
     if v.dim() and v.shape[-1] > width:
         out = out[..., :width]
@@ -172,9 +169,29 @@ def _as_wide_as(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return pad(v, (0, missing)) if missing > 0 else v
 
 
-def _scale_of(q: torch.Tensor) -> float:
-    """head_dim ** -0.5; anything for a q without, which is refused where the ranks compare their calls."""
-    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+def _scale(q: torch.Tensor, given: float | None) -> float:
+    """As given, or head_dim ** -0.5; anything for a q without, which is refused where the ranks compare their calls."""
+    if isinstance(given, torch.Tensor) and given.requires_grad:
+        raise ValueError(
+            "softmax_scale must be a number, got a tensor that requires grad, which would get none; "
+            "multiply q by it, and give softmax_scale=1.0."
+        )
+    if given is None:
+        return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+    return float(given)
+
+
+def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise NotImplementedError where torch's autograd is not what differentiates."""
+    if any(unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
+            "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "ring_attention must be called outside of torch.func's transforms, got one (grad, vjp, vmap, ...); use "
+            "torch.autograd.grad, and the batch dimension."
+        )
 
 
 def _sides(window_size: Sequence[int]) -> tuple[int, int]:

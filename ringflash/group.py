@@ -19,12 +19,17 @@ def resolve(group: Group) -> dist.ProcessGroup | None:
     Args:
         group: a ProcessGroup, a 1-D DeviceMesh, or None for one process. `dist.group.WORLD` is a ProcessGroup.
     Raises:
-        ValueError: a mesh of several axes, or something else.
+        ValueError: a mesh of several axes, or of other ranks, or something else.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"group must be a 1-D mesh, got axes {group.mesh_dim_names or group.ndim}; pass one axis of it."
+            )
+        if group.get_coordinate() is None:
+            raise ValueError(
+                f"group must be a mesh that holds this rank, got one of ranks {group.mesh.tolist()}; "
+                "a rank outside the group must not call."
             )
         group = group.get_group()
     if group is None:

@@ -102,8 +102,8 @@ class Interception(TorchFunctionMode):
         kwargs = kwargs or {}
         kind = _kind(func)
         if func is F.scaled_dot_product_attention:
-            with torch._C.DisableTorchFunction():
-                return self._attend(*args, **kwargs)
+            alone = self.recomputation is not None and torch.compiler.is_compiling()  # a function that the layer calls
+            return (_uncompiled if alone else _in_place_of_torch)(self._attend, *args, **kwargs)
         if kind == "ring":
             with torch._C.DisableTorchFunction():
                 self.calls.note(self.layer, *args[:3], causal=args[5], scale=args[6])
@@ -170,6 +170,17 @@ class Interception(TorchFunctionMode):
         """Raise, naming the layer."""
         with torch._C.DisableTorchFunction():
             _raise_together(self.calls.key, f"{self.calls.name_of(self.layer)} must {rest}.")
+
+
+def _in_place_of_torch(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """The attention, inside which nothing is intercepted again."""
+    with torch._C.DisableTorchFunction():
+        return attend(*args, **kwargs)
+
+
+_uncompiled = torch.compiler.disable(  # what a checkpoint changes is seen outside of the compiler alone
+    _in_place_of_torch, reason="attention is compiled with the layer that calls it; compile the module"
+)
 
 
 @torch.compiler.assume_constant_result

@@ -9,10 +9,12 @@ attention, and never runs the forward ring again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
+from threading import Lock
 from typing import Any, TypeVar, get_type_hints
 from weakref import ref
 
@@ -61,6 +63,30 @@ def _on_their_device(function: Callable[..., _Result]) -> Callable[..., _Result]
     return on_device
 
 
+_turns: defaultdict[torch.device, Lock] = defaultdict(Lock)
+
+
+@contextmanager
+def _one_thread(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[RuntimeError | None]:
+    """A call that sends: such calls share their buffers, and are in one order on all ranks.
+
+    Yields:
+        error: what to raise where another thread is in such a call.
+    """
+    if group is None:
+        yield None
+    elif _turns[device].acquire(blocking=False):
+        try:
+            yield None
+        finally:
+            _turns[device].release()
+    else:
+        yield RuntimeError(
+            "ring attention must be called by one thread of a process at a time, got a call while another thread is in "
+            "one; leave all of them to one thread."
+        )
+
+
 @_on_their_device
 def _forward(
     q: Tensor,
@@ -84,18 +110,20 @@ def _forward(
         group_name, causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic
     )
     group = _group(group_name)
-    plan, error = None, None
-    try:
-        q, k, v = (_addressable(x) for x in (q, k, v))
-        plan = _plan(q, k, v, cu_seqlens, options, grad_flags)
-    except (ValueError, NotImplementedError, RuntimeError) as problem:
-        error = problem
-    signature = _signature(q, k, cu_seqlens, options, grad_flags, return_lse) if error is None else {}
-    agreement.agree(group, signature, error, q.device)
-    assert plan is not None
-    work = plan.open(group, q, k)
-    with _no_autocast(q.device.type), agreement.under_way(group, work.num_posted):
-        return work.forward(q, k, v)
+    with _one_thread(group, q.device) as busy:
+        plan: Plan | None = None
+        error: Exception | None = busy
+        try:
+            q, k, v = (_addressable(x) for x in (q, k, v))
+            plan = _plan(q, k, v, cu_seqlens, options, grad_flags)
+        except (ValueError, NotImplementedError, RuntimeError) as problem:
+            error = busy or problem
+        signature = _signature(q, k, cu_seqlens, options, grad_flags, return_lse) if error is None else {}
+        agreement.agree(group, signature, error, q.device)
+        assert plan is not None
+        work = plan.open(group, q, k)
+        with _no_autocast(q.device.type), agreement.under_way(group, work.num_posted):
+            return work.forward(q, k, v)
 
 
 ring_attention = torch.library.custom_op("ringflash::ring_attention", _forward, mutates_args=())
@@ -135,9 +163,12 @@ def _gradients(
     q, k, v, dout = (_addressable(x) for x in (q, k, v, dout))
     plan = _plan(q, k, v, cu_seqlens, options, 0)
     group = _group(group_name)
-    work = plan.open(group, q, k)
-    with _no_autocast(q.device.type), agreement.under_way(group, work.num_posted):
-        return work.backward(dout, dlse, q, k, v, out, lse)
+    with _one_thread(group, q.device) as busy:
+        if busy is not None:
+            raise busy
+        work = plan.open(group, q, k)
+        with _no_autocast(q.device.type), agreement.under_way(group, work.num_posted):
+            return work.backward(dout, dlse, q, k, v, out, lse)
 
 
 ring_attention_backward = torch.library.custom_op("ringflash::ring_attention_backward", _gradients, mutates_args=())
@@ -196,8 +227,8 @@ def _unobserved(*tensors: Tensor) -> bool:
     """Whether nobody would see the operator pass by, which torch takes 60 µs to dispatch.
 
     Seen by: modes (wrapped layers, selective checkpoints, counters of FLOPs, fake tensors), profilers, subclasses of
-    Tensor, torch.compile, which would else compile what is in it, batches of gradients, and autograd where gradients
-    are to have gradients, which it refuses.
+    Tensor, tensors without data (meta), torch.compile, which would else compile what is in it, batches of gradients,
+    and autograd where gradients are to have gradients, which it refuses.
     """
     return (
         not torch.compiler.is_compiling()
@@ -206,6 +237,7 @@ def _unobserved(*tensors: Tensor) -> bool:
         and not torch.autograd._profiler_enabled()
         and not torch.is_grad_enabled()
         and all(type(x) in (Tensor, torch.nn.Parameter) and torch._C._has_storage(x) for x in tensors)
+        and not all(x.is_meta for x in tensors)
     )
 
 

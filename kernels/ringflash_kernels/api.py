@@ -244,7 +244,7 @@ def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:
         if problem is None:
             return Choice(impl, "; ".join(refused) or f"{q.device.type}, {q.dtype}, head_dim {q.shape[-1]}")
         refused.append(f"{impl} cannot take {problem}")
-    raise NotImplementedError(f"inputs must suit one of {_AUTOMATIC}, got {'; '.join(refused)}.")
+    raise NotImplementedError(f"inputs must suit one of {_AUTOMATIC}, got {'; '.join(refused)}; cast them.")
 
 
 def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ModuleType:
@@ -254,7 +254,8 @@ def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
     problem = _module(impl).unsupported(q, k, v)
     if problem is not None:
         able = [name for name in IMPLS if _is_able(name, q, k, v)]
-        raise NotImplementedError(f"impl={impl!r} must be able to take the inputs, got {problem}; use one of {able}.")
+        remedy = f"use one of {able}" if able else "cast them"
+        raise NotImplementedError(f"impl={impl!r} must be able to take the inputs, got {problem}; {remedy}.")
     return _module(impl)
 
 

@@ -1,4 +1,4 @@
-"""Eager attention on any device and dtype: the specification the kernels are measured against.
+"""Eager attention on any device and in any usual dtype: the specification the kernels are measured against.
 
 Low-precision inputs are computed in fp32, fp64 inputs in fp64. Nothing is fused; rows are processed in
 blocks so that the score matrix stays bounded.
@@ -13,12 +13,13 @@ import torch
 from ringflash_kernels.mask import Mask
 from ringflash_kernels.merge import merge_
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_SCORES = 1 << 20  # elements of one block of the score matrix: several such blocks stay in a CPU's cache
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Why this implementation cannot take the call; None when it can."""
-    return None if q.dtype.is_floating_point else f"dtype {q.dtype}"
+    return None if q.dtype in _DTYPES else f"dtype {q.dtype} (fp16, bf16, fp32 or fp64)"
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -29,8 +29,8 @@ def set_timeout(seconds: float) -> None:
     Holds for gloo at once, for NCCL and the copy engine in groups whose first ring comes later.
     """
     global _timeout
-    if not seconds > 0:
-        raise ValueError(f"seconds must be positive, got {seconds}; the default is 600.")
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"seconds must be positive and finite, got {seconds}; the default is 600.")
     _timeout = timedelta(seconds=seconds)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringflash
 from tests.helpers import ring_check
@@ -58,17 +58,21 @@ def test_two_groups_at_once(pool: Pool) -> None:
     pool.run(two_groups, size=4)
 
 
-def mesh_of_two_axes(ctx: Context) -> str:
-    """What a mesh without a chosen axis is told."""
-    mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("data", "context"))
-    x = torch.ones(1, 8, 2, 16)
-    with pytest.raises(ValueError) as error:
-        ringflash.ring_attention(x, x, x, group=mesh)
-    return str(error.value)
+def wrong_mesh(ctx: Context) -> list[str]:
+    """What a mesh without a chosen axis is told, and one of other ranks."""
+    axes = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("data", "context"))
+    lower, upper = (DeviceMesh(ctx.device.type, ranks) for ranks in ([0, 1], [2, 3]))
+    x, texts = torch.ones(1, 8, 2, 16), []
+    for mesh in (axes, lower if ctx.rank > 1 else upper):
+        with pytest.raises(ValueError) as error:
+            ringflash.ring_attention(x, x, x, group=mesh)
+        texts.append(str(error.value))
+    return texts
 
 
-def test_a_mesh_of_two_axes_is_refused(pool: Pool) -> None:
-    assert all("group must be a 1-D mesh" in text for text in pool.run(mesh_of_two_axes, size=4))
+def test_a_mesh_of_two_axes_or_of_other_ranks_is_refused(pool: Pool) -> None:
+    for axes, others in pool.run(wrong_mesh, size=4):
+        assert "group must be a 1-D mesh" in axes and "must be a mesh that holds this rank" in others
 
 
 def round_trip(ctx: Context, layout: str, dim: int) -> None:

@@ -52,5 +52,5 @@ def test_the_others_end_with_the_name_of_the_rank(pool: Pool, fault: str, direct
 
 
 def test_the_limit_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="seconds must be positive, got 0"):
+    with pytest.raises(ValueError, match="seconds must be positive and finite, got 0"):
         ringflash.set_timeout(0)

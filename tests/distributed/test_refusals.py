@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -60,6 +62,34 @@ def test_calls_that_did_not_end_alike_are_not_made_again(pool: Pool) -> None:
     assert pool.run(again_after_an_error, (0, 0), size=2) == ["accepted"] * 2
     for text in pool.run(again_after_an_error, (0, 1), size=2):
         assert "got errors in calls 1, after 1 messages (rank 0), 1, after 2 messages (rank 1); start the" in text
+
+
+def within_another_threads_call(ctx: Context) -> str:
+    """A second thread calls while the first one is in a kernel."""
+    q = torch.randn(1, 8, 2, 16)
+    call = partial(ringflash.ring_attention, q, q, q, group=ctx.group, impl="reference")
+    want, texts, compute = call(), [], reference.forward
+
+    def beside() -> None:
+        with pytest.raises(RuntimeError) as raised:
+            call()
+        texts.append(str(raised.value))
+
+    def forward(*args: Any, **options: Any) -> None:
+        if not texts:
+            thread = threading.Thread(target=beside)
+            thread.start()
+            thread.join()
+        compute(*args, **options)
+
+    with mock.patch.object(reference, "forward", forward):
+        assert torch.equal(call(), want)
+    return texts[0]
+
+
+def test_threads_do_not_share_the_buffers(pool: Pool) -> None:
+    """On every rank; the first thread's call goes on."""
+    assert all("must be called by one thread" in text for text in pool.run(within_another_threads_call, size=2))
 
 
 def long_error(ctx: Context) -> str:

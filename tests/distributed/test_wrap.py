@@ -29,6 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "broken": {"is_causal": True, "broken": True},
     "bound": {"make": own.Bound},
     "latent": {"make": own.Latent},
+    "partly": {"make": own.Partly},
     "reentrant": {"is_causal": True, "reentrant": True},
     "non_reentrant": {"is_causal": True, "reentrant": False, "rotary": True},
 }
@@ -65,7 +66,7 @@ def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
     assert (got - want).abs().max() <= RTOL * want.abs().max()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "broken"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("broken", "partly")])
 @pytest.mark.parametrize("size", [2, 4])
 def test_wrapped_equals_unwrapped(pool: Pool, size: int, name: str) -> None:
     pool.run(equals_unwrapped, name, False, size=size)
@@ -75,6 +76,11 @@ def test_wrapped_equals_unwrapped(pool: Pool, size: int, name: str) -> None:
 def test_compiled_equals_unwrapped(pool: Pool, name: str) -> None:
     """One graph: wrapping does not break it, checkpointed or not; where the layer itself does, nothing is missed."""
     pool.run(equals_unwrapped, name, True, size=2, timeout_s=120)
+
+
+def test_a_compiled_function_of_a_layer(pool: Pool) -> None:
+    """Its attention leaves the graph, so that a checkpoint around it is seen."""
+    pool.run(equals_unwrapped, "partly", False, size=2, timeout_s=120)
 
 
 def transformers_equals_unwrapped(ctx: Context) -> None:

@@ -136,12 +136,20 @@ REFUSALS: dict[str, Refusal] = {
         "ValueError", "must all require grad or none", lambda c, a: a.update(q=a["q"].requires_grad_())
     ),
     "scale": Refusal("ValueError", "softmax_scale must be positive and finite, got 0.0", _set(softmax_scale=0.0)),
+    "scale_to_learn": Refusal(
+        "ValueError",
+        "must be a number, .*multiply q by it",
+        _last_rank(_set(softmax_scale=torch.ones((), requires_grad=True))),
+    ),
     "window": Refusal("ValueError", "window_size must be", _set(window_size=(-2, 0))),
     "window_length": Refusal("ValueError", "window_size must be", _set(window_size=(1, 2, 3))),
     "layout": Refusal("ValueError", "layout must be one of", _set(layout="braided")),
     "impl": Refusal("ValueError", "impl must be", _set(impl="flash9")),
     "impl_dtype": Refusal(
         "NotImplementedError", r"dtype torch.float32 .*use one of \['reference'\]", _set(impl="flash2")
+    ),
+    "eight_bits": Refusal(
+        "NotImplementedError", "got dtype torch.float8_e5m2 .*cast", _tensors(lambda name, x: x.to(torch.float8_e5m2))
     ),
     "impl_head_dim": Refusal(
         "NotImplementedError",

@@ -325,6 +325,20 @@ def test_forward_mode_is_refused() -> None:
         torch.func.jvp(lambda x: ringflash.ring_attention(x, k, v, group=None), (q,), (q,))
 
 
+def test_transforms_of_functions_are_refused() -> None:
+    x = torch.ones(1, 8, 2, 16)
+    with pytest.raises(NotImplementedError, match=r"outside of torch\.func's transforms, got one .*; use"):
+        torch.func.grad(lambda x: ringflash.ring_attention(x, x, x, group=None).sum())(x)
+
+
+def test_shapes_alone() -> None:
+    """As torch's own attention has them on the meta device."""
+    q, k, v = (x.detach().to("meta").requires_grad_() for x in draw())
+    out = ringflash.ring_attention(q, k, v, group=None)
+    out.sum().backward()
+    assert out.is_meta and out.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
+
+
 @pytest.mark.parametrize("shape", [(), (1, 16, 2, 0)])
 def test_a_q_without_head_dim_is_refused_as_any_other(shape: tuple[int, ...]) -> None:
     """Not by a ZeroDivisionError on this rank alone."""
