@@ -51,7 +51,7 @@ class _TiledMLP:
     def forward(self, x: Tensor) -> Tensor:
         """Output for x: (..., tokens, hidden_size)."""
         assert isinstance(self, nn.Module)
-        parameters = tuple(self.parameters())
+        parameters = _parameters(self)
         if any(hasattr(parameter, "ds_id") for parameter in parameters):
             raise NotImplementedError(
                 "mlp_tile_tokens must be 0 under DeepSpeed's ZeRO-3, which gives parameters away between forward and "
@@ -85,7 +85,7 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         mlp, wanted = ctx.mlp, ctx.needs_input_grad[2:]
-        parameters = [p for p, want in zip(mlp.parameters(), wanted, strict=True) if want]
+        parameters = [p for p, want in zip(_parameters(mlp), wanted, strict=True) if want]
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         grad_x = []
         with _drawing_again(ctx.random, x.device.type):
@@ -99,6 +99,20 @@ class _Tiles(torch.autograd.Function):
                     total += part
         whole = iter([total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)])
         return None, torch.cat(grad_x, dim=-2), *(next(whole) if want else None for want in wanted)
+
+
+def _parameters(mlp: nn.Module) -> tuple[Tensor, ...]:
+    """Its parameters, by name; under FSDP1, at work, the views of a flat one that are attributes in their place."""
+    found: dict[str, Tensor] = {}
+    for place, module in mlp.named_modules():
+        views = {name: x for name, x in vars(module).items() if isinstance(x, Tensor) and _is_flat(x._base)}
+        own = {name: x for name, x in module._parameters.items() if x is not None and not _is_flat(x)}
+        found |= {f"{place}.{name}": x for name, x in (views | own).items()}
+    return tuple(dict.fromkeys(found[name] for name in sorted(found)))
+
+
+def _is_flat(x: Tensor | None) -> bool:
+    return getattr(x, "_is_flat_param", False)
 
 
 def _draws(mlp: nn.Module) -> bool:

@@ -5,11 +5,16 @@ gloo, 2 to 4 CPU processes, fp64.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import ringflash
+from ringflash.memory import tile_mlps
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
@@ -107,6 +112,46 @@ def shard_gradient(ctx: Context) -> None:
 
 def test_shard_is_differentiable(pool: Pool) -> None:
     pool.run(shard_gradient, size=3)
+
+
+class MLP(torch.nn.Module):
+    """As transformers' models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """out: as x."""
+        return self.down_proj(self.gate_proj(x).sigmoid() * self.up_proj(x))
+
+
+def tiled_under_fsdp1(ctx: Context, use_orig_params: bool) -> None:
+    """A step of SGD equals that of a module without tiles on one process, which is given what all ranks are."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(MLP(), MLP())
+    tiled = copy.deepcopy(plain)
+    tile_mlps(tiled, 3)
+    model = FullyShardedDataParallel(
+        tiled,
+        ctx.group,
+        auto_wrap_policy=ModuleWrapPolicy({MLP}),
+        use_orig_params=use_orig_params,
+        device_id=ctx.device,
+    )
+    x = torch.randn(ctx.size, 8, 8, dtype=torch.float64)
+    for module, rows in ((plain, x), (model, x[ctx.rank, None])):
+        module(rows).square().mean().backward()
+        torch.optim.SGD(module.parameters(), 0.5).step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_tiled_mlps_learn_under_fsdp1(pool: Pool, use_orig_params: bool) -> None:
+    """Which has views of a flat parameter in the place of theirs."""
+    pool.run(tiled_under_fsdp1, use_orig_params, size=2)
 
 
 class Layer(torch.nn.Module):
