@@ -21,7 +21,7 @@ def tile_mlps(model: nn.Module, tile_tokens: int) -> None:
     Args:
         tile_tokens: tokens of a tile.
     Raises:
-        ValueError: a tile without tokens.
+        ValueError: a tile without tokens; tiled already.
         NotImplementedError: a model without such an MLP, or one whose results for tokens depend on others.
     """
     if tile_tokens < 1:
@@ -33,6 +33,8 @@ def tile_mlps(model: nn.Module, tile_tokens: int) -> None:
             "set mlp_tile_tokens to 0."
         )
     for mlp in mlps:
+        if isinstance(mlp, _TiledMLP):
+            raise ValueError(f"MLPs must be tiled once, got {type(mlp).__name__}; leave the second call out.")
         if any(not isinstance(getattr(mlp, name), nn.Linear) for name in _PROJECTIONS):
             raise NotImplementedError(
                 f"projections of {type(mlp).__name__} must be linear layers, got others; set mlp_tile_tokens to 0."
@@ -56,6 +58,12 @@ class _TiledMLP:
             raise NotImplementedError(
                 "mlp_tile_tokens must be 0 under DeepSpeed's ZeRO-3, which gives parameters away between forward and "
                 "backward of a tile, got a tiled MLP; use ZeRO-2, or no tiles."
+            )
+        lent = any(not isinstance(x, nn.Parameter) and not _is_flat(x._base) for x in parameters)
+        if lent and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "mlp_tile_tokens must be 0 under torch.func.functional_call, whose tensors are gone in the backward of "
+                "a tile, got a tiled MLP; use no tiles."
             )
         return _Tiles.apply(self, x, *parameters)
 

@@ -202,6 +202,21 @@ def test_a_frozen_projection_gets_no_gradient() -> None:
         assert p.grad is None or (p.grad - q.grad).abs().max() <= 1e-12 * q.grad.abs().max()
 
 
+def test_tiles_refuse_tensors_that_are_lent() -> None:
+    """The backward computes a tile again, with the module's own parameters."""
+    mlp = model_with(Memory(mlp_tile_tokens=5)).get_submodule("model.model.layers.0.mlp")
+    lent = {name: 2 * p for name, p in mlp.named_parameters()}
+    x = torch.randn(1, 20, 32, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.functional_call, .*; use no tiles"):
+        torch.func.functional_call(mlp, lent, x)
+    with torch.no_grad():
+        assert torch.equal(
+            torch.func.functional_call(mlp, lent, x[:, :5]), torch.func.functional_call(mlp, lent, x)[:, :5]
+        )
+    with pytest.raises(ValueError, match="MLPs must be tiled once, got TiledLlamaMLP"):
+        tile_mlps(mlp, 5)
+
+
 def test_copies_and_names_stay_whole() -> None:
     model, plain = model_with(Memory("full", mlp_tile_tokens=7)), model_with(Memory())
     assert model.state_dict().keys() == plain.state_dict().keys()
