@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash import agreement
+from ringflash.generators import seeded
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -109,13 +110,11 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
     """
     materialize(model, device)
     tied = _tied(model)
-    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    drawn_on = torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
+    drawn_on = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     for name, module in model.named_modules():
         if name in tied or not module._parameters:
             continue
-        with torch.random.fork_rng(devices=gpus):
-            torch.manual_seed(_seed_of(seed, name))
+        with seeded(_seed_of(seed, name)):
             whole = _drawn(model, module, drawn_on)
         for key, parameter in module.named_parameters(recurse=False):
             _fill(parameter, whole[key])

@@ -110,7 +110,8 @@ def embedding_head(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     for child in module.modules():
         read = getattr(child, "get_output_embeddings", None)
         if read is not None and read() is not None and hasattr(child, "base_model"):
-            return child.base_model, read()  # type: ignore[return-value]
+            base = child.base_model
+            return (base if base is not child else child.model), read()  # type: ignore[return-value]  # Llama 4
     return None
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ringflash import huggingface
 from ringflash import loss as token_loss
+from ringflash.generators import seeded
 from ringflash.padding import IGNORE_INDEX
 
 Batch = dict[str, Any]
@@ -115,8 +116,7 @@ def load(target: str, num_layers: int | None, seed: int) -> Factory:
 
 def _seeded(function: Callable[..., Any], group: dist.ProcessGroup | None, seed: int) -> Training:
     """What a factory builds, with the same random numbers on every rank and in every run."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         made = function(group)
     if isinstance(made, nn.Module):
         return Training(made)

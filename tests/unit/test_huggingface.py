@@ -12,9 +12,10 @@ import torch
 import ringflash
 from ringflash import huggingface
 from ringflash.huggingface.freezing import differentiate_alike
+from ringflash.verify.capture import embedding_head
 from tests.helpers.models import BOUNDS, LENGTH, MODELS, TINY, build, documents, tokens
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def assert_equal(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -190,3 +191,12 @@ def test_partly_frozen_attention_has_no_graph_break() -> None:
     whole = k.clone().requires_grad_()
     (want,) = torch.autograd.grad(ringflash.ring_attention(q, whole, whole, group=None).square().sum(), q)
     assert_equal(got, want)
+
+
+def test_the_body_is_found_of_a_model_that_calls_itself_its_base() -> None:
+    """Llama 4's prefix names nothing; `ringflash verify` compares its logits all the same."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "intermediate_size_mlp": 8, "head_dim": 4, "vocab_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.Llama4TextConfig(**sizes, **heads, num_hidden_layers=1, moe_layers=[])
+    model = transformers.Llama4ForCausalLM(config)
+    assert model.base_model is model and embedding_head(model) == (model.model, model.lm_head)
