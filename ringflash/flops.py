@@ -2,6 +2,8 @@
 
     6 * parameters that multiply a token * tokens  +  12 * query features * visible pairs, over all layers
 
+Query features: of all heads; where values are narrower than keys the mean of both widths.
+
 Forward 2 and 4, backward twice that (the model's own products; FlashAttention's backward computes 2.5 times its
 forward, because it makes the scores again). What checkpointing computes again is not counted either.
 Source: the convention of Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B, with pairs that the mask shows.
@@ -11,8 +13,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+from torch import nn
+
+from ringflash.mask import cut_into_chunks
 from ringflash.plan.shape import ModelShape
 
 # Dense bf16 without sparsity, of NVIDIA's data sheets; the first name that a device's name contains.
@@ -27,6 +33,19 @@ PEAK_TFLOPS = (
     ("H20", 148.0),
     ("A100", 312.0),
 )
+
+
+class Multiplied(NamedTuple):
+    """What multiplies a token, as `ModelShape` has it of the models it describes."""
+
+    matmul_parameters: float
+    q_size: float
+
+
+class Chunk(NamedTuple):
+    """A layer whose queries see their own chunk of the sequence (Llama 4)."""
+
+    size: int
 
 
 def peak_tflops(device_name: str) -> float | None:
@@ -44,23 +63,63 @@ def visible_pairs(length: int, window: int | None = None) -> int:
     return (length * (length + 1) - hidden * (hidden - 1)) // 2
 
 
-def layer_windows(config: Any) -> list[int | None]:
-    """`visible_pairs`' window of every layer of a transformers configuration."""
+def layer_windows(config: Any) -> list[int | Chunk | None]:
+    """`visible_pairs`' window of every layer of a transformers configuration, or its chunks."""
     size = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if size else "full_attention"]
     if len(kinds) == 1:
         kinds = kinds * config.num_hidden_layers
-    return [size - 1 if size and kind == "sliding_attention" else None for kind in kinds]
+    known = {
+        "sliding_attention": size - 1 if size else None,
+        "chunked_attention": Chunk(getattr(config, "attention_chunk_size", None) or 0),
+    }
+    return [known.get(kind) for kind in kinds]
 
 
-def training_flops(shape: ModelShape, windows: Sequence[int | None], bounds: Sequence[int]) -> float:
+def multiplied(model: nn.Module) -> Multiplied | None:
+    """What multiplies a token of a transformers model; None where its modules do not tell.
+
+    Weights of linear layers and routers do, of experts, one matrix behind another, those that a token is sent to.
+    Embeddings are looked up.
+    """
+    config: Any = model.config
+    heads, experts_per_token = config.num_attention_heads, getattr(config, "num_experts_per_tok", None)
+    total, sizes = 0.0, set[float]()
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+            head_dim = getattr(module, "head_dim", 0)
+            widths = getattr(module, "qk_head_dim", head_dim), getattr(module, "v_head_dim", head_dim)
+            if getattr(getattr(module, "o_proj", None), "in_features", None) != heads * widths[1]:
+                return None
+            sizes.add(heads * sum(widths) / 2)
+        own = {name: p for name, p in module._parameters.items() if p is not None and p.dim() > 1}
+        stacked = [p for p in own.values() if p.dim() == 3]
+        if isinstance(module, nn.Embedding) or not own:
+            continue
+        if stacked and experts_per_token:  # beside them lie their biases
+            total += experts_per_token * sum(p.numel() / p.shape[0] for p in stacked)
+        elif list(own) == ["weight"] and not stacked:
+            total += own["weight"].numel()
+        else:
+            return None
+    return Multiplied(total, *sizes) if len(sizes) == 1 else None
+
+
+def training_flops(
+    shape: ModelShape | Multiplied, windows: Sequence[int | Chunk | None], bounds: Sequence[int]
+) -> float:
     """Of forward and backward over one sequence.
 
     Args:
         windows: as `layer_windows`.
         bounds: of the documents in the sequence, from 0 to its length.
     """
-    lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    pairs = {window: sum(visible_pairs(length, window) for length in lengths) for window in set(windows)}
+    pairs = {window: _pairs(window, tuple(bounds)) for window in set(windows)}
     attention = 12.0 * shape.q_size * sum(pairs[window] for window in windows)
     return 6.0 * shape.matmul_parameters * bounds[-1] + attention
+
+
+def _pairs(window: int | Chunk | None, bounds: tuple[int, ...]) -> int:
+    if isinstance(window, Chunk):
+        return _pairs(None, cut_into_chunks(bounds, window.size))
+    return sum(visible_pairs(stop - start, window) for start, stop in pairwise(bounds))

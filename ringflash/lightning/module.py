@@ -16,13 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
-from ringflash.flops import layer_windows, training_flops
+from ringflash.flops import layer_windows, multiplied, training_flops
 from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, read_config
 from ringflash.lightning.buckets import NUM_BUCKETS, position_buckets
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
 from ringflash.padding import IGNORE_INDEX
-from ringflash.plan.shape import shape_of
 
 Batch = dict[str, Any]
 
@@ -77,9 +76,9 @@ class CausalLM(lightning.LightningModule):
             return
         strategy = strategy_of(self.trainer)
         self.model = empty_model(self.config, strategy.cp_group, self.memory, strategy.layout)
+        self.flops_of = _flops_of(self.model.model)
         strategy.shard_parameters(self.model, _layers(self.model))
         sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
-        self.flops_of = _flops_of(self.model.model.config)
         device = strategy.root_device if sharded else torch.device("cpu")
         if self.pretrained is None:
             draw_weights(self.model.model, device, self.seed)
@@ -117,8 +116,9 @@ class CausalLM(lightning.LightningModule):
                 "precision must keep parameters that AdamW can step, got fp16 (16-true), in which its eps is 0; use "
                 "bf16-mixed or bf16-true."
             )
-        matrices = [p for p in self.parameters() if p.dim() > 1]
-        vectors = [p for p in self.parameters() if p.dim() <= 1]
+        named = dict(self.named_parameters())
+        matrices = [p for name, p in named.items() if p.dim() > 1 and not name.endswith("bias")]  # some of experts
+        vectors = [p for name, p in named.items() if p.dim() <= 1 or name.endswith("bias")]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
         scheduler = _Schedule(optimizer, self.rate_factor)
@@ -252,12 +252,10 @@ def empty_model(
     return huggingface.CausalLMWithLoss(model, group)
 
 
-def _flops_of(config: Any) -> Callable[[Sequence[int]], float] | None:
-    """`training_flops` of a configuration; None for a family whose parameters are not counted."""
-    try:
-        return partial(training_flops, shape_of(config.to_dict()), layer_windows(config))
-    except NotImplementedError:
-        return None
+def _flops_of(model: nn.Module) -> Callable[[Sequence[int]], float] | None:
+    """`training_flops` of a transformers model; None for one whose parameters are not counted."""
+    counted = multiplied(model)
+    return None if counted is None else partial(training_flops, counted, layer_windows(model.config))
 
 
 def _layers(model: nn.Module) -> Iterable[nn.Module]:

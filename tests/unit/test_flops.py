@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringflash.flops import layer_windows, peak_tflops, training_flops, visible_pairs
+from ringflash.flops import Chunk, layer_windows, multiplied, peak_tflops, training_flops, visible_pairs
 from ringflash.mask import SequenceMask
-from ringflash.plan.shape import shape_of
+from ringflash.plan.shape import FAMILIES, shape_of
 from ringflash.schedule import build
 
 CONFIG = {
@@ -25,18 +25,52 @@ def test_visible_pairs_are_those_of_the_schedule(window: int | None) -> None:
     assert visible_pairs(32, window) == build(mask, 1, 0, "zigzag").num_visible
 
 
-def test_flops_are_those_torch_counts() -> None:
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("gemma3_text", {}),
+        ("phi3", {"pad_token_id": 0}),
+        ("granite", {}),
+        ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1,
+                                            "original_max_position_embeddings": 8}}),
+        ("llama4_text", {"moe_layers": [], "intermediate_size_mlp": 80}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+        ("gpt_oss", {**EXPERTS, "rope_parameters": None}),
+        ("granitemoe", EXPERTS),
+        ("deepseek_v3", {**LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 3, "head_dim": 4}),
+    ],
+)  # fmt: skip
+def test_flops_are_those_torch_counts(family: str, options: dict[str, Any]) -> None:
     """Full attention in eager transformers, whose square is twice the causal triangle without its diagonal's half."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    length = 48
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), attn_implementation="eager")
+    length, config = 48, AutoConfig.for_model(**{**CONFIG, "model_type": family, **options})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, length, dtype=torch.long)).logits.sum().backward()
-    ours = training_flops(shape_of(CONFIG), [None] * 3, [0, length])
-    square = 12 * 32 * 3 * (length**2 - visible_pairs(length))
-    rotary = 6 * 4 * length  # torch counts the outer product of positions and 4 frequencies, forward and not backward
+    counted = multiplied(model)
+    assert counted is not None and len(layer_windows(config)) == 3
+    if family in FAMILIES:
+        shape = shape_of(config.to_dict())
+        assert counted == (shape.matmul_parameters, shape.q_size)
+    square = 12 * counted.q_size * 3 * (length**2 - visible_pairs(length))
+    rotary = 2 * 6 * 4 * length  # torch counts outer products of positions and frequencies, forward and not backward
+    ours = training_flops(counted, [None] * 3, [0, length])
     assert counter.get_total_flops() == pytest.approx(ours + square, abs=rotary)
+
+
+def test_parameters_that_nobody_can_place_are_not_counted() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
+    model.model.layers[0].register_parameter("mixing", torch.nn.Parameter(torch.ones(2, 2)))
+    assert multiplied(model) is None
 
 
 def test_documents_and_windows_shrink_attention() -> None:
@@ -45,6 +79,8 @@ def test_documents_and_windows_shrink_attention() -> None:
     whole, packed = (training_flops(shape, [None] * 3, bounds) for bounds in ([0, 100], [0, 1, 40, 100]))
     assert whole - linear == 12 * 32 * 3 * 5050
     assert packed - linear == 12 * 32 * 3 * (1 + 39 * 40 // 2 + 60 * 61 // 2)
+    chunked = training_flops(shape, [Chunk(32)] * 3, [0, 1, 40, 100])
+    assert chunked - linear == 12 * 32 * 3 * sum(visible_pairs(length) for length in (1, 31, 8, 24, 32, 4))
     windowed = training_flops(shape, [None, 9, 9], [0, 100])
     assert windowed - linear == 12 * 32 * (5050 + 2 * (10 * 100 - 45))
 
@@ -53,6 +89,7 @@ def test_documents_and_windows_shrink_attention() -> None:
     ("family", "options", "windows"),
     [
         ("llama", {}, [None] * 4),
+        ("llama4_text", {"attention_chunk_size": 16, "no_rope_layers": [1, 1, 1, 0]}, [*[Chunk(16)] * 3, None]),
         ("mistral", {"sliding_window": 16}, [15] * 4),
         ("mistral", {"sliding_window": None}, [None] * 4),
         ("qwen3", {"sliding_window": 16, "use_sliding_window": False}, [None] * 4),
