@@ -234,7 +234,8 @@ def _check_tensors(
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(
                 f"{directory} must hold {what}, got a difference in {', '.join(names[:3])}{more}; "
-                "give the configuration that the checkpoint was saved with."
+                "give the configuration that the checkpoint was saved with, or a copy with the model's own names: "
+                "from_pretrained(...).save_pretrained(..., save_original_format=False)."
             )
 
 
