@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ringflash.huggingface.layers import attention_modules
 from ringflash.mask import cut_into_chunks
 from ringflash.plan.shape import ModelShape
 
@@ -85,8 +86,9 @@ def multiplied(model: nn.Module) -> Multiplied | None:
     config: Any = model.config
     heads, experts_per_token = config.num_attention_heads, getattr(config, "num_experts_per_tok", None)
     total, sizes = 0.0, set[float]()
+    attentions = set(attention_modules(model))
     for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+        if module in attentions:
             head_dim = getattr(module, "head_dim", 0)
             widths = getattr(module, "qk_head_dim", head_dim), getattr(module, "v_head_dim", head_dim)
             if getattr(getattr(module, "o_proj", None), "in_features", None) != heads * widths[1]:

@@ -62,7 +62,7 @@ def cross_entropy(
     Returns:
         loss: scalar, fp32 (fp64 for fp64). A shard without labels contributes 0, with zero gradients.
     Raises:
-        ValueError: shapes that do not fit; a weight that is still sharded; a chunk without tokens.
+        ValueError: shapes that do not fit; a weight that is still sharded; a chunk without tokens; fewer than 0 tokens.
         RuntimeError: a label that is neither -100 nor in the vocabulary; a device-side assertion on GPUs.
     Numerics: softmax, loss and the sum over tokens in fp32; the gradient of weight is summed over chunks in fp32.
     """
@@ -70,6 +70,8 @@ def cross_entropy(
     resolved = resolve(group)
     if num_tokens is None:
         num_tokens = count_tokens(labels, group)
+    elif isinstance(num_tokens, int) and num_tokens < 0:
+        raise ValueError(f"num_tokens must be 0 or more, got {num_tokens}; leave it out to have the labels counted.")
     count = torch.as_tensor(num_tokens, device=hidden.device).clamp(min=1)
     cp_size = 1 if resolved is None else resolved.size()
     chunk = chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])

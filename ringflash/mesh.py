@@ -53,7 +53,7 @@ def data_context_mesh(device_type: str, dp_size: int, cp_size: int) -> DeviceMes
     return init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=(DATA_AXIS, CONTEXT_AXIS))
 
 
-def set_timeout(mesh: DeviceMesh, timeout: timedelta | None) -> None:
+def set_group_timeouts(mesh: DeviceMesh, timeout: timedelta | None) -> None:
     """Set how long a collective waits for a missing rank in the groups of a mesh, which gives them torch's own."""
     if timeout is None:
         return

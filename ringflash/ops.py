@@ -322,7 +322,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: O
         q.shape[1] * cp_size,
         options.causal,
         (options.window_left, options.window_right),
-        None if cu_seqlens is None else _host_values(cu_seqlens, q),
+        None if cu_seqlens is None else host_values(cu_seqlens, q),
     )
     schedule.active_steps(mask, cp_size, options.layout)  # raises where the layout cannot cut the sequence
     impl, reason = choose_impl(q, k, v) if options.impl == "auto" else (options.impl, "asked for")
@@ -360,7 +360,7 @@ def _digest(values: tuple[int, ...]) -> str:
     return str(values) if len(values) <= 8 else f"{len(values)} bounds, checksum {hash(values) & 0xFFFFFFFF:08x}"
 
 
-def _host_values(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
+def host_values(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
     """cu_seqlens as integers, once its form is right."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ValueError(

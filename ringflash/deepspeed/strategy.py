@@ -33,7 +33,7 @@ from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import COMPLETE, check_folders
 from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import check_local, note_time
-from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_timeout
+from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 
 _AVERAGE = "average"  # in a checkpoint, of which DeepSpeed leaves out what Lightning keeps as state_dict
 
@@ -115,7 +115,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
             super(DeepSpeedStrategy, self).setup_environment()
         if self._device_mesh is None:
             self._device_mesh = data_context_mesh(self.root_device.type, *sizes)
-            set_timeout(self._device_mesh, self._timeout)
+            set_group_timeouts(self._device_mesh, self._timeout)
 
     def setup_distributed(self) -> None:
         """Join the process group."""

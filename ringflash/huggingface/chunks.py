@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ringflash.huggingface.layers import layer_type
 from ringflash.mask import check_cu_seqlens, cut_into_chunks
-from ringflash.ops import _host_values
+from ringflash.ops import host_values
 
 
 def chunk_size(module: nn.Module) -> int | None:
     """Tokens of a chunk in the layer of this attention; None is a layer without chunks."""
-    config: Any = getattr(module, "config", None)
-    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    chunked = types and index is not None and types[index] == "chunked_attention"  # type: ignore[index]
-    return config.attention_chunk_size if chunked else None
+    if layer_type(module) != "chunked_attention":
+        return None
+    config: Any = module.config
+    return config.attention_chunk_size
 
 
 def attend_in_chunks(
@@ -43,7 +44,7 @@ def _bounds(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) -> Ten
     if cu_seqlens is None:
         return None if seqlen <= size else torch.tensor(cut_into_chunks((0, seqlen), size), dtype=torch.int32)
     try:
-        documents = _host_values(cu_seqlens, q)
+        documents = host_values(cu_seqlens, q)
         check_cu_seqlens(documents, seqlen)
     except ValueError:
         return cu_seqlens

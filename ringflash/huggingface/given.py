@@ -15,7 +15,7 @@ class Given:
     Layers that are checkpointed ask again in the backward, when another forward may have begun: nothing is noted then.
     """
 
-    def __init__(self, names: tuple[str, ...] = ()) -> None:
+    def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
         self._giver: str | None = None
         self._position_ids: Tensor | None = None

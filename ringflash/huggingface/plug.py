@@ -14,6 +14,7 @@ from ringflash.group import Group, resolve
 from ringflash.huggingface.chunks import attend_in_chunks, chunk_size
 from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.given import Given
+from ringflash.huggingface.layers import attention_modules
 from ringflash.huggingface.options import NAME, Options, check_lone_process
 from ringflash.huggingface.refusals import (
     check_direction,
@@ -76,7 +77,7 @@ def set_group(
         )
     granularity(1, layout)
     options = Options(resolve(group), layout, impl, transport, deterministic)
-    modules = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "is_causal")]
+    modules = attention_modules(model)
     if not modules:
         raise ValueError(
             f"model must have attention layers that follow attn_implementation, got none in {type(model).__name__}; "

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ringflash.huggingface.chunks import chunk_size
+from ringflash.huggingface.layers import layer_type
 from ringflash.huggingface.whole import LENGTH_DEPENDENT, depends_on_length
 
 # What models hand to every attention call and no attention reads.
@@ -185,11 +186,9 @@ def _check_sinks(query: Tensor, sinks: Tensor | None) -> None:
 
 def _is_windowed(module: nn.Module) -> bool:
     """Whether transformers' own mask of the layer has a window; some models leave it to the mask alone."""
-    config = getattr(module, "config", None)
-    types = getattr(config, "layer_types", None)
-    if types and hasattr(module, "layer_idx"):
-        return types[module.layer_idx] == "sliding_attention"  # type: ignore[index]
-    return bool(getattr(config, "sliding_window", None))
+    if (kind := layer_type(module)) is not None:
+        return kind == "sliding_attention"
+    return bool(getattr(getattr(module, "config", None), "sliding_window", None))
 
 
 def find_shape_error(query: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Exception | None:

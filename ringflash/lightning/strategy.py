@@ -24,7 +24,7 @@ from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import check_folders
 from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import CheckpointWriter, check_local
-from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_timeout
+from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 from ringflash.safe_files import check_together
 
 
@@ -91,7 +91,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             mesh = data_context_mesh(self.root_device.type, *sizes)
             self._device_mesh, self._shard_mesh = mesh, mesh._flatten("data_context")
             for each in (mesh, self._shard_mesh):
-                set_timeout(each, self._timeout)
+                set_group_timeouts(each, self._timeout)
         self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: Any) -> None:

@@ -17,8 +17,8 @@ _comm_sms = 0
 def set_comm_sms(num_sms: int) -> None:
     """SMs that the forward of impl "hopper" leaves free over NCCL, default 0; other transports need none."""
     global _comm_sms
-    if num_sms < 0:
-        raise ValueError(f"num_sms must be 0 or more, got {num_sms}; the default is 0.")
+    if not isinstance(num_sms, int) or num_sms < 0:
+        raise ValueError(f"num_sms must be 0 or more multiprocessors, got {num_sms!r}; the default is 0.")
     _comm_sms = num_sms
 
 

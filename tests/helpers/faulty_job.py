@@ -30,6 +30,7 @@ from ringflash_kernels import reference
 from tests.helpers.forked import forked
 from tests.helpers.peer_memory import copy_engine
 from tests.helpers.pool import _free_port
+from tests.helpers.ring_check import by_hops
 from tests.recipes.launching import ROOT
 
 GOOD_STEPS = 3
@@ -163,7 +164,7 @@ def main(task: Task) -> None:
         elif task.fault == "none":
             patches.enter_context(mock.patch("ringflash.watch.thread._PERIOD_S", 0.005))
         if task.by_hops:
-            patches.enter_context(mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0))
+            patches.enter_context(by_hops(True))
         step = _Step(task, device)
         for _ in range(GOOD_STEPS):
             step()

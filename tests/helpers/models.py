@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ringflash import huggingface
+from ringflash.generators import seeded
 
 TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -42,8 +43,7 @@ def build(name: str = "llama", impl: str = "ringflash", **changes: object) -> to
     kind, extra = (MODELS | {"chunks": CHUNKS})[name]
     impl = "eager" if (name, impl) == ("sinks", "sdpa") else impl
     config = AutoConfig.for_model(kind, **TINY, **extra, **changes)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded(0):
         return AutoModelForCausalLM.from_config(
             config, attn_implementation=impl, experts_implementation="eager", dtype=torch.float64
         )

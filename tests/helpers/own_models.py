@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ringflash
+from ringflash.generators import seeded
 
 VOCAB, WIDTH, HEADS, LENGTH = 31, 16, 4, 32
 
@@ -121,8 +122,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 def build(kind, **options: object) -> nn.Module:  # type: ignore[no-untyped-def]
     """A model in fp64 with the same parameters on every call."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded(0):
         return kind(**options).double()
 
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from ringflash import RingAttention, huggingface, layout
 from ringflash import loss as token_loss
 from ringflash.exchange import GradientExchange
+from ringflash.generators import seeded
 from ringflash.huggingface import plug
 from ringflash.huggingface.options import Options
 from ringflash.padding import IGNORE_INDEX
@@ -290,8 +291,7 @@ class Bare(nn.Module):
 
 def bare(group: Group, **mask: Any) -> Training:
     """A model of plain torch."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded(0):
         return Training(Bare(group, **mask))
 
 
@@ -346,8 +346,7 @@ class Listed(Bare):
 
 def documents_dropped_beside_a_list(group: Group) -> Training:
     """What is listed ends before the attention begins."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded(0):
         return Training(Listed(group))
 
 

@@ -6,7 +6,8 @@ Each rank computes the oracle by itself from the same seed, so that nothing but 
 from __future__ import annotations
 
 import zlib
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+from unittest import mock
 
 import torch
 
@@ -109,7 +110,19 @@ def strided(x: torch.Tensor, strides: str) -> torch.Tensor:
     return x.contiguous()
 
 
-def shard(ctx: Context, case: Case, x: torch.Tensor, name: str = "") -> torch.Tensor:
+def by_hops(hops: bool) -> mock._patch:
+    """Calls over NCCL go by hops, or by heads, whatever their buffers take."""
+    return mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0 if hops else 1 << 40)
+
+
+class HasLayout(Protocol):
+    """What has a layout."""
+
+    @property
+    def layout(self) -> str: ...
+
+
+def shard(ctx: Context, case: HasLayout, x: torch.Tensor, name: str = "") -> torch.Tensor:
     """This rank's rows, by global position."""
     dim = SEQUENCE_DIM.get(name, 1)
     positions = ringflash.local_positions(x.shape[dim], ctx.size, ctx.rank, case.layout)

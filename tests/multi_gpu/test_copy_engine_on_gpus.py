@@ -103,7 +103,7 @@ def replay_in_sections(ctx: Context, transport: str, impl: str) -> list[float]:
 
 
 def replay_by_hops(ctx: Context, transport: str, impl: str) -> list[float]:
-    with mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0):
+    with ring_check.by_hops(True):
         return replay(ctx, transport, impl)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +18,8 @@ import ringflash
 from ringflash.layout import LAYOUTS, granularity
 from tests.helpers import dense, tolerance
 from tests.helpers.pool import Context, Pool
-from tests.helpers.ring_check import strided
-from tests.helpers.tolerance import SEQUENCE_DIM, Ratio, assert_within
+from tests.helpers.ring_check import by_hops, shard, strided
+from tests.helpers.tolerance import Ratio, assert_within
 from tests.multi_gpu.conftest import Setup, Table
 
 pytestmark = pytest.mark.multi_gpu
@@ -140,18 +139,14 @@ def _start(ctx: Context, call: Call, setup: Setup) -> Started:
     whole["dlse"] = torch.randn(
         call.batch, call.num_heads, call.seqlen, generator=generator, dtype=state, device=ctx.device
     )
-    inputs = {name: strided(_shard(ctx, call, name, whole[name]), call.strides) for name in ("q", "k", "v")}
+    inputs = {name: strided(shard(ctx, call, whole[name]), call.strides) for name in ("q", "k", "v")}
     for x in inputs.values():
         x.requires_grad_(call.trains)
-    with _by_hops(call):
+    with by_hops(call.by_hops):
         result = ringflash.ring_attention(**inputs, group=ctx.group, impl=setup.impl, **call.options())
     return Started(
         call, whole, inputs, dict(zip(("out", "lse"), result if call.return_lse else (result,), strict=False))
     )
-
-
-def _by_hops(call: Call) -> mock._patch:
-    return mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0 if call.by_hops else 1 << 40)
 
 
 def _finish(ctx: Context, started: Started, setup: Setup) -> list[Ratio]:
@@ -159,8 +154,8 @@ def _finish(ctx: Context, started: Started, setup: Setup) -> list[Ratio]:
     call, whole, inputs, outputs = started
     got = {name: x.detach() for name, x in outputs.items()}
     if call.trains:
-        cotangents = [_shard(ctx, call, f"d{name}", whole[f"d{name}"]) for name in outputs]
-        with _by_hops(call):
+        cotangents = [shard(ctx, call, whole[f"d{name}"], name) for name in outputs]
+        with by_hops(call.by_hops):
             grads = torch.autograd.grad(list(outputs.values()), list(inputs.values()), cotangents)
         got |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
     dlse = whole["dlse"] if call.return_lse else None
@@ -168,16 +163,11 @@ def _finish(ctx: Context, started: Started, setup: Setup) -> list[Ratio]:
         dense.attention(*(whole[n].to(dtype) for n in ("q", "k", "v", "dout")), dlse, **call.masks())
         for dtype in (torch.float64, whole["q"].dtype)
     )
-    mine, base = ({n: _shard(ctx, call, n, x[n]) for n in got} for x in (exact, baseline))
+    mine, base = ({n: shard(ctx, call, x[n], n) for n in got} for x in (exact, baseline))
     rows = call.seqlen // ctx.size
     return tolerance.measure(
         got, mine, None if setup.dtype == "float64" else base, num_chunks=max(1, min(4, rows // CHUNK))
     )
-
-
-def _shard(ctx: Context, call: Call, name: str, x: torch.Tensor) -> torch.Tensor:
-    dim = SEQUENCE_DIM.get(name, 1)
-    return x.index_select(dim, ringflash.local_positions(call.seqlen, ctx.size, ctx.rank, call.layout).to(x.device))
 
 
 def test_random_calls(pool: Pool, setup: Setup, table: Table, random_seed: int) -> None:

@@ -72,7 +72,7 @@ def measure(ctx: Context, transport: str, *args: Any) -> list[Ratio]:
 def measure_by_hops(ctx: Context, transport: str, *args: Any) -> list[Ratio]:
     with (
         over(transport),
-        mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0),
+        ring_check.by_hops(True),
         mock.patch("ringflash.ops.Headwise", mock.Mock(side_effect=AssertionError("by heads"))),
     ):
         return ring_check.measure(ctx, *args)
@@ -100,8 +100,8 @@ def in_sections(turns: bool) -> Iterator[None]:
     schedule.gather.cache_clear()
 
 
-def repeats(ctx: Context, by_hops: bool, transport: str, *args: Any) -> bool:
-    with over(transport), mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0 if by_hops else 1 << 40):
+def repeats(ctx: Context, hops: bool, transport: str, *args: Any) -> bool:
+    with over(transport), ring_check.by_hops(hops):
         return ring_check.repeats_exactly(ctx, *args)
 
 

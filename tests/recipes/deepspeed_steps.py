@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy
+from ringflash.generators import seeded
 from tests.helpers.one_step import Tensors
 from tests.recipes.launching import ROOT
 
@@ -130,8 +131,7 @@ class Keeper(lightning.Callback):
 
 def made(kind: type[Line], seed: int = 0) -> Line:
     """The same weights for the same seed."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed):
         return kind()
 
 

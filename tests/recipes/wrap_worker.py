@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
 from torch.utils.data import DataLoader
 
+from ringflash.generators import seeded
 from ringflash.lightning import ContextParallelStrategy
 from ringflash.loss import shift_labels
 from tests.helpers import own_models as own
@@ -46,8 +47,7 @@ def train(module: lightning.LightningModule, seed: int = 2, **options: Any) -> d
 
 def build(kind: type[lightning.LightningModule]) -> lightning.LightningModule:
     """The same parameters for both."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
+    with seeded(0):
         return kind()
 
 

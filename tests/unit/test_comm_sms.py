@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,9 +33,10 @@ def test_only_our_kernel_over_nccl_leaves_any() -> None:
         assert comm_sms(impl, transport) == 0
 
 
-def test_negative_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_sms must be 0 or more, got -1"):
-        ringflash.set_comm_sms(-1)
+@pytest.mark.parametrize("num_sms", [-1, 1.5, None])
+def test_no_number_is_refused(num_sms: Any) -> None:
+    with pytest.raises(ValueError, match=f"num_sms must be 0 or more multiprocessors, got {num_sms}; the default"):
+        ringflash.set_comm_sms(num_sms)
 
 
 @pytest.mark.parametrize("left, told", [(8, {"num_sms": 124}), (500, {"num_sms": 1}), (0, {})])

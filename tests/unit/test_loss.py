@@ -166,6 +166,11 @@ def test_a_chunk_without_tokens_is_refused(call: Any, chunk: int) -> None:
         call(*draw(), chunk_tokens=chunk, **({"group": None} if call is cross_entropy else {}))
 
 
+def test_a_negative_number_of_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_tokens must be 0 or more, got -100; leave it out"):
+        cross_entropy(*draw(), group=None, num_tokens=-100)
+
+
 @pytest.mark.parametrize("label", [-1, -7, VOCAB])
 @pytest.mark.parametrize("call", [cross_entropy, score_tokens])
 def test_a_label_out_of_range_is_an_error(call: Any, label: int) -> None:
