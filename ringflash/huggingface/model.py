@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.group import Group, resolve
+from ringflash.huggingface.routers import check_routers, routed, router_loss
 
 # Families whose logits are scaled: by which name of the configuration, and whether they are divided by it.
 _SCALED: dict[Any, tuple[str, bool]] = {
@@ -24,6 +25,10 @@ _SCALED: dict[Any, tuple[str, bool]] = {
 class CausalLMWithLoss(nn.Module):
     """A causal language model whose forward returns `ringflash.loss.cross_entropy`; logits are never whole.
 
+    With `output_router_logits` in its configuration a model of experts adds router_aux_loss_coef * the balancing loss
+    of the whole sequence, which `router_loss` keeps of the last forward: added whole to each call's loss, and over all
+    tokens, padding and those without labels too, as transformers without a mask.
+
     Shard this module, not the model in it, with FSDP2: the output embedding is then gathered where it is read.
 
     Args:
@@ -32,8 +37,10 @@ class CausalLMWithLoss(nn.Module):
         chunk_tokens: as `cross_entropy`.
     Raises:
         NotImplementedError: logits that are more than hidden @ lm_head.weight.T, times a number for those models that
-            are known to have one.
+            are known to have one; a balancing loss of another form than transformers'.
     """
+
+    router_loss: Tensor | None = None  # without its coefficient and gradient; the mean over the ranks is the sequence's
 
     def __init__(self, model: nn.Module, group: Group, *, chunk_tokens: int | None = None) -> None:
         super().__init__()
@@ -62,18 +69,23 @@ class CausalLMWithLoss(nn.Module):
             per_token: return what `ringflash.loss.score_tokens` does instead.
         """
         base: Callable[..., Any] = self.model.model  # type: ignore[assignment]
-        hidden = base(
-            input_ids=input_ids, position_ids=position_ids, cu_seqlens=cu_seqlens, use_cache=use_cache
-        ).last_hidden_state
+        outputs = base(input_ids=input_ids, position_ids=position_ids, cu_seqlens=cu_seqlens, use_cache=use_cache)
+        hidden = outputs.last_hidden_state
         weight: Tensor = self.model.lm_head.weight  # type: ignore[union-attr,assignment]
         if per_token:
             return token_loss.score_tokens(
                 hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens, logit_scale=self.logit_scale
             )
-        return token_loss.cross_entropy(
+        loss = token_loss.cross_entropy(
             hidden, weight, shift_labels, group=self.group, num_tokens=num_items_in_batch,
             chunk_tokens=self.chunk_tokens, logit_scale=self.logit_scale,
         )  # fmt: skip
+        if not _has_router_loss(self.model):
+            return loss
+        model: Any = self.model
+        balance = router_loss(routed(model, outputs), model.num_experts, model.num_experts_per_tok, self.group)
+        self.router_loss = balance.detach()
+        return loss + model.router_aux_loss_coef * balance
 
 
 def _check_head(model: nn.Module) -> None:
@@ -83,11 +95,17 @@ def _check_head(model: nn.Module) -> None:
             f"model must have .model and a linear .lm_head without bias, got {type(model).__name__}; "
             "call ringflash.loss.cross_entropy on its hidden states."
         )
+    if _has_router_loss(model):
+        check_routers(model)
     config: Any = getattr(model, "config", None)
     _check_head_config(config, known=_scaling(config)[0])
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if text is not config:  # of models that have one for each tower; Gemma 4's head follows the text's
         _check_head_config(text, known=None)
+
+
+def _has_router_loss(model: Any) -> bool:
+    return getattr(getattr(model, "config", None), "output_router_logits", False)
 
 
 def _logit_scale(config: Any) -> float:
@@ -108,7 +126,3 @@ def _check_head_config(config: Any, known: str | None) -> None:
         value = getattr(config, name, None)
         if value is not None and value != neutral:
             raise NotImplementedError(f"{name} must be unset, got {value}; compute the loss from the model's logits.")
-    if getattr(config, "output_router_logits", False):
-        raise NotImplementedError(
-            "output_router_logits must be False, got True; add the router's loss from the model's own outputs."
-        )

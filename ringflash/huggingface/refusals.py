@@ -29,7 +29,7 @@ _REFUSED = {
     "use_cache": "pass use_cache=False; the ring trains and scores, it does not generate",
     "past_key_values": "pass use_cache=False; the ring trains and scores, it does not generate",
     "output_attentions": "pass output_attentions=False; the weights never exist",
-    "output_router_logits": "set config.output_router_logits=False; the router's loss would be that of the shard alone",
+    "output_router_logits": "set it in the configuration and call CausalLMWithLoss; this loss would be the shard's",
 }
 
 

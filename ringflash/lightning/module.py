@@ -132,13 +132,20 @@ class CausalLM(lightning.LightningModule):
         return self.final_rate + (1 - self.final_rate) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """The loss of this rank; its mean over all ranks and the step's batches so far is logged."""
+        """The loss of this rank; its mean over all ranks and the step's batches so far is logged.
+
+        Of a model that has one, the last batch's balancing loss of the routers, too, which is in the loss times its
+        coefficient.
+        """
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
             self._losses = []
         loss = self(**batch)
         self._losses.append(loss.detach())
         self.log("loss", torch.stack(self._losses).mean(), sync_dist=True)
         self.log("learning_rate", self.optimizers().param_groups[0]["lr"])
+        assert self.model is not None
+        if self.model.router_loss is not None:
+            self.log("router_loss", self.model.router_loss, sync_dist=True)
         return loss
 
     def configure_gradient_clipping(

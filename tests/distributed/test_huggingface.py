@@ -27,8 +27,9 @@ OF_KIND: dict[str, dict[str, Any]] = {
         "v_head_dim": 6, "head_dim": 4,
         "first_k_dense_replace": 2,
     },
-    "gpt_oss": {  # sinks
+    "gpt_oss": {  # sinks, and a balancing loss large beside the tokens'
         "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": None,
+        "output_router_logits": True, "router_aux_loss_coef": 2.0,
     },
     "llama4_text": {  # chunks, and queries scaled by positions that the attention counts
         "attention_chunk_size": 10, "floor_scale": 4, "no_rope_layers": [1, 0], "moe_layers": [],

@@ -31,6 +31,12 @@ CHUNKS: tuple[str, dict] = (
         "intermediate_size_mlp": 48,
     },
 )  # fmt: skip
+EXPERTS: dict[str, tuple[str, dict]] = {
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen3_experts": (
+        "qwen3_moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+}  # fmt: skip
 LENGTH = 24
 BOUNDS = (0, 7, 8, 24)
 
@@ -40,7 +46,7 @@ def build(name: str = "llama", impl: str = "ringflash", **changes: object) -> to
     from transformers import AutoConfig, AutoModelForCausalLM
 
     huggingface.register()
-    kind, extra = (MODELS | {"chunks": CHUNKS})[name]
+    kind, extra = (MODELS | EXPERTS | {"chunks": CHUNKS})[name]
     impl = "eager" if (name, impl) == ("sinks", "sdpa") else impl
     config = AutoConfig.for_model(kind, **TINY, **extra, **changes)
     with seeded(0):

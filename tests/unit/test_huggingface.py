@@ -13,7 +13,7 @@ import ringflash
 from ringflash import huggingface
 from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.verify.capture import embedding_head
-from tests.helpers.models import BOUNDS, LENGTH, MODELS, TINY, build, documents, tokens
+from tests.helpers.models import BOUNDS, EXPERTS, LENGTH, MODELS, TINY, build, documents, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -148,6 +148,26 @@ def test_loss_of_scaled_logits_equals_that_of_the_models_own(kind: str) -> None:
     want.backward()
     for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
         assert_equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("name", [*EXPERTS, "sinks"])
+def test_balancing_loss_of_the_routers_equals_the_models_own(name: str) -> None:
+    """Which transformers sums in fp32."""
+    ours, whole = (
+        build(name, impl, output_router_logits=True, router_aux_loss_coef=2.0) for impl in ("ringflash", "sdpa")
+    )
+    huggingface.set_group(ours, None)
+    wrapped, ids = huggingface.CausalLMWithLoss(ours, None), tokens(2)
+    batch = huggingface.prepare_batch(ids, group=None)
+    loss, want = wrapped(**batch), whole(ids, labels=ids, use_cache=False)
+    assert wrapped.router_loss is not None and want.aux_loss > 1
+    assert (wrapped.router_loss - want.aux_loss).abs() <= 1e-6 * want.aux_loss
+    assert (loss - want.loss).abs() <= 1e-6 * want.loss
+    assert_equal(wrapped(**batch, per_token=True)[0].sum() / ids[:, 1:].numel() + 2 * wrapped.router_loss, loss)
+    loss.backward()
+    want.loss.backward()
+    for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() <= 1e-6 * q.grad.abs().max()
 
 
 def test_ones_mask_is_fine() -> None:

@@ -238,11 +238,18 @@ def test_refuses_chunks_that_are_not_causal() -> None:
         build("chunks")(**huggingface.prepare_batch(tokens(), group=None), is_causal=False)
 
 
-def test_refuses_a_loss_without_the_routers() -> None:
+def test_refuses_a_balancing_loss_of_no_known_form() -> None:
     model = build()
     model.config.output_router_logits = True
-    with pytest.raises(NotImplementedError, match="output_router_logits must be False, got True"):
+    with pytest.raises(NotImplementedError, match="for a model without .*, got True for LlamaForCausalLM; compute"):
         huggingface.CausalLMWithLoss(model, None)
+
+
+def test_refuses_a_balancing_loss_without_experts() -> None:
+    """A Qwen3-MoE may have none."""
+    model = build("qwen3_experts", output_router_logits=True, mlp_only_layers=[0, 1])
+    with pytest.raises(RuntimeError, match="among the outputs of Qwen3MoeForCausalLM .*, got none; set"):
+        huggingface.CausalLMWithLoss(model, None)(**huggingface.prepare_batch(tokens(), group=None))
 
 
 WITHOUT_TRANSFORMERS = """
