@@ -44,7 +44,7 @@ class Multiplied(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A layer whose queries see their own chunk of the sequence (Llama 4)."""
+    """A layer whose queries see their own chunk of a document (Llama 4)."""
 
     size: int
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from ringflash.doctor.judge import Facts, differences, judge
 _SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # less than this between GPUs of one host is not NVLink
 _SLOW_NIC_GBYTES = 10.0
 _STYLE = {"ok": "green", "warning": "yellow", "fault": "red"}
+_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*Error\b")  # how a traceback ends; the source lines in it are indented
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -203,8 +205,9 @@ def _probe(command: list[str], seconds: float, **place: str) -> tuple[dict[str, 
                 return {}, f"no answer in {seconds:.0f} s"
             raise
     if process.returncode != 0:
-        last = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["nothing"]
-        return {}, f"exit status {process.returncode}: {last[0].strip()[:300]}"
+        lines = errors.splitlines()
+        said = [line for line in lines if _ERROR.match(line)] or lines or ["nothing"]
+        return {}, f"exit status {process.returncode}: {said[0].strip()[:300]}"
     results = [line for line in output.splitlines() if line.startswith("{")]  # NCCL_DEBUG=INFO prints others behind it
     if not results:  # what ranks other than the first do
         return {}, "exit status 0, and nothing printed"

@@ -1,4 +1,4 @@
-"""Layers in which a token sees its own chunk of the sequence (Llama 4): packed documents, bounded by every chunk."""
+"""Layers in which a token sees its own chunk of its document (Llama 4): packed documents, bounded by every chunk."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def chunk_size(module: nn.Module) -> int | None:
 def attend_in_chunks(
     attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, size: int, seqlen: int
 ) -> Any:
-    """What `attend` returns under chunks of the whole sequence and documents.
+    """What `attend` returns under the chunks of documents, or of the whole sequence.
 
     Args:
         attend: `ring_attention` with its options; row by row where there are several, since documents want one.
-        size: tokens of a chunk, counted from the start of the sequence, as transformers does, not of a document.
+        size: tokens of a chunk, counted from the start of each document.
         seqlen: of the whole sequence.
     """
     bounds = _bounds(cu_seqlens, size, seqlen, q)

@@ -16,7 +16,7 @@ _SCALED: dict[Any, tuple[str, bool]] = {
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), ("logit_scale", False)),
     "hyperclovax": ("logits_scaling", False),
     **dict.fromkeys(
-        ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+        ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minicpm3"),
         ("logits_scaling", True),
     ),
 }

@@ -248,11 +248,13 @@ def test_a_probe_measures_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None
     assert probe.kernel(torch.device("cpu"))["spent"] > 10
 
 
-def test_a_probe_that_hangs_or_fails_ends_in_time() -> None:
+def test_a_probe_that_hangs_or_fails_ends_in_time(tmp_path: Path) -> None:
     start = time.monotonic()
     assert _probe([sys.executable, "-c", "import time; time.sleep(60)"], 1.0) == ({}, "no answer in 1 s")
     assert time.monotonic() - start < 30
-    _, error = _probe([sys.executable, "-c", "raise RuntimeError('no device')"], 30.0)
+    program = tmp_path / "fails.py"  # whose lines are in the traceback
+    program.write_text("raise RuntimeError('no device')")
+    _, error = _probe([sys.executable, str(program)], 30.0)
     assert error == "exit status 1: RuntimeError: no device"
     assert _probe([sys.executable, "-c", "pass"], 30.0) == ({}, "exit status 0, and nothing printed")
 

@@ -70,14 +70,27 @@ def test_packed_documents_equal_dense_one_by_one(name: str, positions: str) -> N
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
 def test_chunks_equal_dense(packed: bool) -> None:
-    """Chunks, and the scale of the layers without rotation, count from the sequence's start, as in transformers."""
+    """The dense model is given its masks: older transformers count chunks of documents from the sequence's start.
+
+    The scale of the layers without rotation counts from the start of the sequence, as in transformers.
+    """
     ring, dense, ids = build("chunks"), build("chunks", "sdpa"), tokens(1 if packed else 2)
     huggingface.set_group(ring, None)
     bounds = documents() if packed else None
     batch = huggingface.prepare_batch(
         ids, group=None, cu_seqlens=bounds, position_ids="document" if packed else "global"
     )
-    got, want = ring(**batch).logits, dense(ids, position_ids=batch["position_ids"], use_cache=False).logits
+    document = torch.repeat_interleave(torch.arange(3), documents().diff()) if packed else torch.zeros(LENGTH)
+    position = batch["position_ids"][0]
+    causal = (document[:, None] == document) & (position[:, None] >= position)
+    masks = {"full_attention": causal, "chunked_attention": causal & (position[:, None] // 5 == position // 5)}
+    got, want = (
+        ring(**batch).logits,
+        dense(
+            ids, position_ids=batch["position_ids"], use_cache=False,
+            attention_mask={kind: mask[None, None].expand(len(ids), 1, -1, -1) for kind, mask in masks.items()},
+        ).logits,
+    )  # fmt: skip
     assert_equal(got, want)
     got.square().sum().backward()
     want.square().sum().backward()
@@ -126,14 +139,23 @@ def test_loss_without_logits_equals_transformers(name: str) -> None:
     assert_equal(loss, want)
 
 
-SCALED = {"cohere": "logit_scale", "granite": "logits_scaling", "hyperclovax": "logits_scaling"}
+SCALED = {
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 0.3},
+    "hyperclovax": {"logits_scaling": 0.3},
+    "minicpm3": {
+        "dim_model_base": 80, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "v_head_dim": 6, "head_dim": 4,
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_loss_of_scaled_logits_equals_that_of_the_models_own(kind: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(kind, **TINY, **{SCALED[kind]: 0.3, "pad_token_id": 0})
+    huggingface.register()
+    config = AutoConfig.for_model(kind, **{**TINY, "pad_token_id": 0, **SCALED[kind]})
     models = [AutoModelForCausalLM.from_config(config, attn_implementation="ringflash") for _ in range(2)]
     ours, whole = (model.double() for model in models)
     ours.load_state_dict(whole.state_dict())
