@@ -49,7 +49,11 @@ def set_agreement_check(policy: Policy) -> None:
 
 
 def agree(
-    group: Group, signature: dict[str, object], error: Exception | None = None, device: torch.device = _CPU
+    group: Group,
+    signature: dict[str, object],
+    error: Exception | None = None,
+    device: torch.device = _CPU,
+    timeout: timedelta | None = None,
 ) -> None:
     """Return if every rank of `group` made the same call and none has an error; raise on every rank otherwise.
 
@@ -58,9 +62,10 @@ def agree(
         error: what this rank would raise.
         device: of the call's tensors. A call of a GPU, which this rank made before, is not compared again: its host
             would wait for the others' every time, though the group may have gloo for CPUs, too.
+        timeout: how long to wait for the others; default 120 s.
     Raises:
         The type of the first rank's error; ValueError where signatures differ; RuntimeError where a rank does
-        not join within 120 s.
+        not join within that time.
     """
     group = resolve(group)
     if group is None or _policy == "never":
@@ -71,7 +76,7 @@ def agree(
     signature = {**signature, "errors in calls": f"{times}, after {num_posted} messages" if times else "none"}
     cheap = device.type == "cpu" and backend_of(group, _CPU) == "gloo"
     if cheap or _policy == "always" or error is not None or _last.get(group) != signature:
-        _compare(_exchange(group, _encode(signature, error)), error)
+        _compare(_exchange(group, _encode(signature, error), timeout), error)
         _last[group] = signature
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from ringflash.huggingface.weights import materialize, tied_names
+from ringflash.huggingface.weights import materialize, saved_tensors
 from ringflash.safe_files import check_checkpoint
 
 _PREFIX = "state_dict.model.model."  # of Lightning, CausalLM and CausalLMWithLoss
@@ -40,8 +40,7 @@ def export(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
     materialize(model, torch.device("cpu"))
-    tied = tied_names(model)
-    state = {_PREFIX + name: p.detach() for name, p in model.named_parameters() if name not in tied}
+    state = {_PREFIX + name: tensor for name, tensor in saved_tensors(model).items()}
     dcp.load(state, storage_reader=FileSystemReader(checkpoint), no_dist=True)
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -13,21 +13,23 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
+import re
 from collections.abc import Iterator
+from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash import agreement
 from ringflash.generators import seeded
+from ringflash.huggingface.pieces import Layout, Piece, ties_of
+
+_WAIT = timedelta(minutes=30)  # some hosts read faster than others
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -123,31 +125,64 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
 def load_weights(model: nn.Module, device: torch.device, directory: Path) -> None:
     """Read a transformers model on the meta device from a checkpoint directory of safetensors, in place.
 
-    All ranks call it together; each reads its own rows. Values are cast to the dtype of the model's parameters.
+    All ranks call it together; each reads its own rows, or experts, of one tensor after the other. Values are those of
+    `from_pretrained`, cast to the dtype of the model's parameters; buffers that a checkpoint holds (the router's
+    e_score_correction_bias of DeepSeek-V3) are read, too.
 
     Args:
         device: as `draw_weights`.
     Raises:
         ValueError: files that are missing, or tensors that are missing, unknown or of another shape; on every rank.
     """
-    wanted = {name: parameter for name, parameter in model.named_parameters() if name not in tied_names(model)}
-    error = None
+    from safetensors import SafetensorError
+
+    layout, error = None, None
     try:
-        _check_tensors(wanted, _sizes(directory), directory, known=set(model.state_dict(keep_vars=True)))
+        _check_plain(model, directory)
+        files, shapes = _headers(directory)
+        layout = Layout(model, shapes)
+        _check_layout(layout, directory)
     except ValueError as problem:
         error = problem
+    _agree({"checkpoint": str(directory)}, error)
+    assert layout is not None
+    materialize(model, device)
+    try:
+        _read(layout, files, saved_tensors(model))
+    except ValueError as problem:
+        error = problem
+    except (SafetensorError, OSError) as problem:
+        error = _damaged(directory, problem)
+    _agree({"read": str(directory)}, error)
+
+
+def _agree(signature: dict[str, object], error: Exception | None) -> None:
     if dist.is_initialized():
-        agreement.agree(dist.group.WORLD, {"checkpoint": str(directory)}, error)
+        agreement.agree(dist.group.WORLD, signature, error, timeout=_WAIT)
     elif error is not None:
         raise error
-    materialize(model, device)
-    tied = tied_names(model)
-    state = {name: parameter.detach() for name, parameter in model.named_parameters() if name not in tied}
-    dcp.load(state, storage_reader=_HuggingFaceStorageReader(directory), no_dist=not dist.is_initialized())
+
+
+def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that a checkpoint holds, once each, in the dtypes that transformers loads them in.
+
+    A buffer that it keeps in fp32 becomes one of fp32.
+    """
+    ties, names = ties_of(model), set(model.state_dict(keep_vars=True))
+    for name, buffer in list(model.named_buffers()):
+        if name in names and buffer.dtype in (torch.float16, torch.bfloat16) and _kept_in_fp32(model, name):
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner)._buffers[key] = buffer.float()
+    return {name: x.detach() for name, x in model.state_dict(keep_vars=True).items() if name not in ties}
+
+
+def _kept_in_fp32(model: Any, name: str) -> bool:
+    patterns = model._keep_in_fp32_modules_strict or ()
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Memory for parameters and buffers; values for the buffers, which no checkpoint holds, and ties as they were."""
+    """Memory for parameters and buffers; values for the buffers, most of which no file holds, and ties as they were."""
     model.to_empty(device=device)
     for module in model.modules():
         if module._buffers:
@@ -155,14 +190,8 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.tie_weights()  # type: ignore[operator]
 
 
-def tied_names(model: nn.Module) -> set[str]:
-    """Parameters that are another one under a second name."""
-    keys = getattr(model, "_tied_weights_keys", None) or {}
-    return set(keys) if getattr(model.config, "tie_word_embeddings", False) else set()  # type: ignore[union-attr]
-
-
 def _tied(model: nn.Module) -> set[str]:
-    return {name.rpartition(".")[0] for name in tied_names(model)}
+    return {name.rpartition(".")[0] for name in ties_of(model)}
 
 
 def _seed_of(seed: int, name: str) -> int:
@@ -192,54 +221,99 @@ def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
         parameter.copy_(whole)
 
 
-def _sizes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors in the safetensors files of a directory."""
-    from safetensors import SafetensorError
+def _headers(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
+    """Files and shapes of the tensors in a directory, by name."""
+    from safetensors import SafetensorError, safe_open
 
-    reader = _HuggingFaceStorageReader(directory)
-    try:
-        found = reader.read_metadata().state_dict_metadata
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{directory} must hold whole safetensors files, got {error}; copy them again.") from error
-    return {name: tuple(tensor.size) for name, tensor in found.items()}  # type: ignore[union-attr]
-
-
-class _HuggingFaceStorageReader(HuggingFaceStorageReader):
-    """torch's, of `checkpoint_files` instead of all that lie there: of two tensors of a name it reads the last."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__(str(directory))
-        self.fs = _Listed([str(file) for file in checkpoint_files(directory)])
-
-
-class _Listed(FileSystem):
-    """A directory that holds these files."""
-
-    def __init__(self, files: list[str]) -> None:
-        self._files = files
-
-    def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        return self._files
+    files: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in checkpoint_files(directory):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise _damaged(directory, error) from error
+        if twice := sorted(found.keys() & files.keys()):
+            raise _difference(directory, "each tensor once", twice)
+        shapes |= found
+        files |= dict.fromkeys(found, path)
+    return files, shapes
 
 
-def _check_tensors(
-    wanted: dict[str, nn.Parameter], found: dict[str, tuple[int, ...]], directory: Path, known: set[str]
-) -> None:
+def _damaged(directory: Path, error: Exception) -> ValueError:
+    return ValueError(f"{directory} must hold whole safetensors files, got {error}; copy them again.")
+
+
+def _check_plain(model: Any, directory: Path) -> None:
+    quantized = getattr(model.config, "quantization_config", None)
+    if quantized:
+        raise ValueError(
+            f"{directory} must hold plain weights, got quantization_config {quantized}; dequantize it by "
+            "from_pretrained, with dequantize=True in its quantization_config, and save_pretrained."
+        )
+
+
+def _check_layout(layout: Layout, directory: Path) -> None:
     for what, names in (
-        ("every tensor of the model", sorted(set(wanted) - set(found))),
-        ("tensors of the model alone", sorted(x for x in set(found) - known if not x.endswith("rotary_emb.inv_freq"))),
-        ("tensors of the model's shapes", list(_misshapen(wanted, found))),
+        ("every tensor of the model", layout.missing),
+        ("tensors of the model alone", layout.unknown),
+        ("each tensor once", layout.repeated),
+        ("tensors of the model's shapes", layout.misshapen),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise _difference(directory, what, sorted(names))
+
+
+def _difference(directory: Path, what: str, names: list[str]) -> ValueError:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ValueError(
+        f"{directory} must hold {what}, got a difference in {', '.join(names[:3])}{more}; "
+        "give the configuration that the checkpoint was saved with, or a copy with the model's own names: "
+        "from_pretrained(...).save_pretrained(..., save_original_format=False)."
+    )
+
+
+@torch.no_grad()
+def _read(layout: Layout, files: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
+    """Copy what this rank holds of every tensor.
+
+    Raises:
+        ValueError: tied tensors that differ.
+    """
+    for _, here, there in _parts(layout.pieces, files, tensors):
+        here.copy_(there)
+    for piece, here, there in _parts(layout.copies, files, tensors):
+        if not torch.equal(here, there.to(here)):
             raise ValueError(
-                f"{directory} must hold {what}, got a difference in {', '.join(names[:3])}{more}; "
-                "give the configuration that the checkpoint was saved with, or a copy with the model's own names: "
-                "from_pretrained(...).save_pretrained(..., save_original_format=False)."
+                f"tensors that tie_word_embeddings makes one must be equal in the checkpoint, got another {piece.name} "
+                f"than {piece.target}; set tie_word_embeddings to false."
             )
 
 
-def _misshapen(wanted: dict[str, nn.Parameter], found: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    for name, parameter in wanted.items():
-        if name in found and found[name] != tuple(parameter.shape):
-            yield f"{name} {found[name]} for {tuple(parameter.shape)}"
+def _parts(
+    pieces: list[Piece], files: dict[str, Path], tensors: dict[str, torch.Tensor]
+) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+    """Each piece of which this rank holds a part, the place of that part, and its values, which are read on the way."""
+    from safetensors import safe_open
+
+    held = {target: _held(tensors[target]) for target in {piece.target for piece in pieces}}
+    for path, of_file in groupby(sorted(pieces, key=lambda piece: files[piece.name]), lambda piece: files[piece.name]):
+        with safe_open(path, framework="pt") as file:
+            for piece in of_file:
+                local, first = held[piece.target]
+                box = (1,) * (len(piece.offsets) - len(piece.shape)) + piece.shape
+                starts = [max(a, b) for a, b in zip(piece.offsets, first, strict=True)]
+                ends = [min(a + n, b + m) for a, n, b, m in zip(piece.offsets, box, first, local.shape, strict=True)]
+                if all(start < end for start, end in zip(starts, ends, strict=True)):
+                    here = [slice(x - b, y - b) for x, y, b in zip(starts, ends, first, strict=True)]
+                    there = [slice(x - a, y - a) for x, y, a in zip(starts, ends, piece.offsets, strict=True)]
+                    there = there[len(box) - len(piece.shape) :]
+                    yield piece, local[tuple(here)], file.get_slice(piece.name)[tuple(there)]
+
+
+def _held(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What this rank holds of a tensor, and where in the whole it begins."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.dim()
+    (chunk,) = tensor.__create_chunk_list__()
+    return tensor.to_local(), tuple(chunk.offsets)

@@ -19,6 +19,30 @@ from ringflash.lightning.text import PackedText
 from tests.recipes.launching import run_ranks, write_text
 from tests.recipes.strategy_worker import CONFIG, SEQLEN
 
+MOE = {
+    "moe_intermediate_size": 24, "num_local_experts": 6, "num_experts": 6, "n_routed_experts": 6,
+    "num_experts_per_tok": 2, "num_key_value_heads": 4,
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+FAMILIES = {
+    "mixtral": MOE,
+    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 24},
+    "qwen3_moe": MOE,
+    "deepseek_v2": {**MOE, **LATENT, "topk_method": "greedy"},
+    "deepseek_v3": {**MOE, **LATENT},
+    "olmoe": MOE,
+    "glm4_moe": {**MOE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "gpt_oss": MOE,
+    "llama4_text": {**MOE, "intermediate_size_mlp": 48},
+    "granitemoe": MOE,
+    "phimoe": MOE,
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 24},
+    "minimax_m2": MOE,
+    "gpt_neox": {},
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e5}
 
 
@@ -28,6 +52,15 @@ def transformers_model(dtype: torch.dtype = torch.float64, **options: Any) -> nn
 
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**CONFIG, **options}), dtype=dtype)
+
+
+def transformers_experts(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A mixture of experts, or another model whose checkpoint has other names; no two tensors of it are alike."""
+    model = transformers_model(dtype, model_type=family, **FAMILIES[family])
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(0.1 * torch.randn_like(tensor) + (tensor == 1))
+    return model
 
 
 def on_meta(**options: Any) -> nn.Module:
@@ -42,6 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     transformers_model().save_pretrained(folder / "untied", max_shard_size="40KB")
     transformers_model(tie_word_embeddings=True).save_pretrained(folder / "tied", max_shard_size="40KB")
+    transformers_experts("deepseek_v3").save_pretrained(folder / "experts", max_shard_size="40KB")
     transformers_model(intermediate_size=40).save_pretrained(folder / "wrong")
     wrong = json.loads((folder / "wrong" / "config.json").read_text())
     (folder / "wrong" / "config.json").write_text(json.dumps({**wrong, "intermediate_size": 48}))
@@ -80,16 +114,23 @@ def first_loss(model: nn.Module, folder: Path) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("name", ["untied", "tied"])
+@pytest.mark.parametrize("name", ["untied", "tied", "experts"])
 def test_training_starts_from_the_checkpoint(ranks: list[dict[str, Any]], folder: Path, name: str) -> None:
     """The ring's loss over two ranks, fp64, is transformers' loss of the same checkpoint."""
-    want = first_loss(transformers_model(tie_word_embeddings=name == "tied"), folder)
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    want = first_loss(AutoModelForCausalLM.from_pretrained(folder / name, **options), folder)
     for rank in ranks:
         assert abs(rank[name]["loss"] - want) <= 1e-12 * want
 
 
-def test_no_rank_holds_the_model(ranks: list[dict[str, Any]]) -> None:
-    for name in ("untied", "tied"):
+def test_no_rank_holds_or_reads_the_model(ranks: list[dict[str, Any]]) -> None:
+    """Each reads what it holds and no more, at most a tensor's part at a time."""
+    for name, num_buffer_values in (("untied", 0), ("tied", 0), ("experts", 6)):
+        for rank in ranks:
+            assert sum(rank[name]["reads"]) == rank[name]["held"] + num_buffer_values
+            assert max(rank[name]["reads"]) <= rank[name]["largest"]
         held, whole = [rank[name]["held"] for rank in ranks], ranks[0][name]["all"]
         assert sum(held) == whole and max(held) <= 0.6 * whole
 
@@ -127,6 +168,101 @@ def test_logits_are_those_of_from_pretrained(tmp_path: Path, family: str, option
     ids = torch.arange(40)[None] % 257
     assert torch.equal(model(ids).logits, saved(ids).logits)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is options.get("tie_word_embeddings", False)
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["published", "own names"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_names_and_experts_one_by_one_are_read(tmp_path: Path, family: str, published: bool) -> None:
+    """What transformers converts as it loads: every tensor has the bits and the dtype that from_pretrained gives it."""
+    from transformers import AutoModelForCausalLM
+
+    saved = transformers_experts(family, torch.bfloat16)
+    saved.save_pretrained(tmp_path, max_shard_size="40KB", save_original_format=published)
+    want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    model = on_meta(dtype=torch.bfloat16, model_type=family, **FAMILIES[family])
+    load_weights(model, torch.device("cpu"), tmp_path)
+    assert model.state_dict().keys() == want.keys()
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == want[name].dtype and torch.equal(tensor, want[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("5.up_proj.weight", None, r"every tensor of the model, got a difference in {0}.5.up_proj.weight;"),
+        (".up_proj.weight", None, r"every tensor .* {0}.0.up_proj.weight, {0}.1.up_proj.weight, .* and 3 more;"),
+        ("6.up_proj.weight", (24, 32), r"tensors of the model alone, got a difference in {0}.6.up_proj.weight;"),
+        ("2.down_proj.weight", (24, 32), r"the model's shapes, .* {0}.2.down_proj.weight \(24, 32\) for \(32, 24\);"),
+        ("gate_up_proj", (6, 48, 32), r"each tensor once, got a difference in {0}.gate_up_proj;"),
+    ],
+)
+def test_wrong_experts_are_named(tmp_path: Path, name: str, shape: tuple[int, ...] | None, message: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    transformers_experts("qwen3_moe").save_pretrained(tmp_path)
+    experts = "model.layers.0.mlp.experts"
+    tensors = load_file(tmp_path / "model.safetensors")
+    if shape is None:
+        tensors = {x: tensor for x, tensor in tensors.items() if not (x.startswith(experts) and x.endswith(name))}
+    else:
+        tensors[f"{experts}.{name}"] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message.format(experts)):
+        load_weights(on_meta(model_type="qwen3_moe", **MOE), torch.device("cpu"), tmp_path)
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    """Their scales would be missing from them, and the exported configuration would say what is no longer true."""
+    transformers_model().save_pretrained(tmp_path)
+    model = on_meta()
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match="must hold plain weights, got quantization_config .*'fp8'.*; dequantize it"):
+        load_weights(model, torch.device("cpu"), tmp_path)
+
+
+def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As are tensors that transformers would cut, permute or transpose."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    saved = transformers_model()
+    saved.save_pretrained(tmp_path)
+    table = [WeightConverter("q_proj.weight", "q_proj.weight", [Transpose(0, 1)])]
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: table)
+    with pytest.raises(
+        ValueError, match="must hold tensors of the model alone, got .*layers.0.self_attn.q_proj.weight"
+    ):
+        load_weights(on_meta(), torch.device("cpu"), tmp_path)
+
+
+def test_a_model_without_its_head_gives_the_tied_one(tmp_path: Path) -> None:
+    """The names of a decoder that was saved by itself lack its prefix."""
+    saved = transformers_model(tie_word_embeddings=True)
+    saved.model.save_pretrained(tmp_path)
+    model = on_meta(tie_word_embeddings=True)
+    load_weights(model, torch.device("cpu"), tmp_path)
+    ids = torch.arange(40)[None]
+    assert torch.equal(model(ids).logits, saved(ids).logits)
+    with pytest.raises(ValueError, match="every tensor of the model, got a difference in lm_head.weight"):
+        load_weights(on_meta(), torch.device("cpu"), tmp_path)
+
+
+def test_tied_tensors_must_be_equal(tmp_path: Path) -> None:
+    """A checkpoint with a head of its own, which tie_word_embeddings would drop; one of the two alone will do."""
+    from safetensors.torch import load_file, save_file
+
+    saved = transformers_model()
+    saved.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="must be equal in the checkpoint, got another lm_head.weight than model.embed"
+    ):
+        load_weights(on_meta(tie_word_embeddings=True), torch.device("cpu"), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = on_meta(tie_word_embeddings=True)
+    load_weights(model, torch.device("cpu"), tmp_path)
+    assert torch.equal(model.model.embed_tokens.weight, saved.lm_head.weight)
 
 
 def test_yarn_under_the_ring_is_transformers() -> None:
@@ -177,6 +313,22 @@ def test_exported_checkpoint_has_the_trained_logits(ranks: list[dict[str, Any]],
     assert not torch.equal(start(ids).logits, model(ids).logits)
     norms = torch.stack([(a - b).norm() for a, b in zip(model.parameters(), start.parameters(), strict=True)])
     assert (norms > 0).all()  # every parameter was trained, and saved
+
+
+def test_exported_experts_are_read_again(ranks: list[dict[str, Any]], out: Path, folder: Path) -> None:
+    """One by one, as they are published, with the router's buffer, which no optimizer trains."""
+    from safetensors import safe_open
+
+    assert ranks
+    model = exported(out / "experts.ckpt", folder / "exported experts", "--dtype", "float64")
+    with safe_open(folder / "exported experts" / "model.safetensors", "pt") as file:
+        assert "model.layers.1.mlp.experts.5.up_proj.weight" in file.keys()
+    again, start = on_meta(model_type="deepseek_v3", **FAMILIES["deepseek_v3"]), transformers_experts("deepseek_v3")
+    load_weights(again, torch.device("cpu"), folder / "exported experts")
+    kept, trained = start.state_dict(), again.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, trained[name])
+        assert torch.equal(tensor, kept[name]) == name.endswith("e_score_correction_bias")
 
 
 @pytest.mark.parametrize(

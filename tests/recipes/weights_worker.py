@@ -2,16 +2,19 @@
 
     torchrun --nproc_per_node 2 -m tests.recipes.weights_worker <folder> <out>
 
-<folder> holds untied, tied and wrong, checkpoint directories of transformers, and texts.
+<folder> holds untied, tied, experts and wrong, checkpoint directories of transformers, and texts.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import DoublePrecision
@@ -21,11 +24,47 @@ from ringflash.lightning import CausalLM
 from tests.recipes.strategy_worker import CONFIG, Recorder, data, trainer_with
 
 
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """The number of values of every read from a safetensors file."""
+    reads: list[int] = []
+    opened = safetensors.safe_open
+
+    class Slice:
+        def __init__(self, of: Any) -> None:
+            self.get_shape, self.of = of.get_shape, of
+
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            part = self.of[index]
+            reads.append(part.numel())
+            return part
+
+    class File:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self.file = opened(*args, **options)
+
+        def __enter__(self) -> File:
+            entered = self.file.__enter__()
+            self.keys, self.get_slice = entered.keys, lambda name: Slice(entered.get_slice(name))
+            return self
+
+        def __exit__(self, *args: Any) -> None:
+            self.file.__exit__(*args)
+
+    safetensors.safe_open = File
+    try:
+        yield reads
+    finally:
+        safetensors.safe_open = opened
+
+
 def started(folder: Path, name: str, save: Path | None = None) -> dict[str, Any]:
-    """Loss of the first step from a checkpoint, and how much of the model this rank holds."""
-    recorder, module = Recorder(), CausalLM({"attention_dropout": 0.0}, pretrained=str(folder / name))
+    """Loss of the first step from a checkpoint, and how much of the model this rank holds and reads."""
+    options = {"attention_dropout": 0.0, "experts_implementation": "eager"}  # the default has no fp64
+    recorder, module = Recorder(), CausalLM(options, pretrained=str(folder / name))
     trainer = trainer_with(plugins=[DoublePrecision()], limit_val_batches=0, callbacks=[recorder], strategy=strategy())
-    trainer.fit(module, datamodule=data(str(folder / "texts")))
+    with counted_reads() as reads:
+        trainer.fit(module, datamodule=data(str(folder / "texts")))
     if save is not None:
         trainer.save_checkpoint(save)
     parameters = list(module.parameters())
@@ -33,6 +72,8 @@ def started(folder: Path, name: str, save: Path | None = None) -> dict[str, Any]
         "loss": recorder.metrics[0]["loss"],
         "held": sum(p.to_local().numel() for p in parameters if isinstance(p, DTensor)),
         "all": sum(p.numel() for p in parameters),
+        "largest": max(p.to_local().numel() for p in parameters if isinstance(p, DTensor)),
+        "reads": reads,
     }
 
 
@@ -56,6 +97,7 @@ def main() -> None:
     folder, out = map(Path, sys.argv[1:])
     found: dict[str, Any] = {"untied": started(folder, "untied", save=out / "saved.ckpt")}
     found["tied"] = started(folder, "tied")
+    found["experts"] = started(folder, "experts", save=out / "experts.ckpt")
     found["drawn"] = drawn(seed=5)
     try:
         wrong = folder / ("wrong" if dist.get_rank() == 1 else "untied")
