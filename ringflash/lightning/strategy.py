@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import check_folders
@@ -116,7 +116,8 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
     def shard_parameters(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Shard `layers`, each as a unit that is gathered at once, then what remains of `module`, in place.
 
-        The loss must be computed in the forward of `module`: outside it the output embedding is not whole.
+        The loss must be computed in the forward of `module`: outside it the output embedding is not whole. Rows are
+        spread over the ranks; of stacked experts whose number the ranks do not divide, a part of each where one fits.
 
         Raises:
             ValueError: a parameter of two of these, of which each would go on with one of its own.
@@ -124,8 +125,15 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         policy = mixed_precision_policy(self.precision_plugin.precision)
         with keeping_ties(module):
             for layer in layers:
-                fully_shard(layer, mesh=self.shard_mesh, mp_policy=policy)
-            fully_shard(module, mesh=self.shard_mesh, mp_policy=policy)
+                fully_shard(layer, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)
+            fully_shard(module, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)
+
+    def _placement(self, parameter: nn.Parameter) -> Shard | None:
+        """None for rows, as FSDP2 has it: of 8 experts over 64 ranks 8 would hold a whole one, and the others none."""
+        num_ranks = self.shard_mesh.size()
+        if parameter.dim() < 3 or parameter.shape[0] % num_ranks == 0:
+            return None
+        return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size % num_ranks == 0), None)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's shards where they are: the writer copies them to the host, once."""

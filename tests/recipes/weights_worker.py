@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 -m tests.recipes.weights_worker <folder> <out>
 
-<folder> holds untied, tied, experts and wrong, checkpoint directories of transformers, and texts.
+<folder> holds untied, tied, experts, uneven and wrong, checkpoint directories of transformers, and texts.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def main() -> None:
     found: dict[str, Any] = {"untied": started(folder, "untied", save=out / "saved.ckpt")}
     found["tied"] = started(folder, "tied")
     found["experts"] = started(folder, "experts", save=out / "experts.ckpt")
+    found["uneven"] = started(folder, "uneven", save=out / "uneven.ckpt")
     found["drawn"] = drawn(seed=5)
     try:
         wrong = folder / ("wrong" if dist.get_rank() == 1 else "untied")
