@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ringflash import loss as token_loss
@@ -37,7 +38,8 @@ def prepare_batch(
         position_ids: "global", or "document" to count from 0 in each document (needs cu_seqlens).
     Returns:
         batch: input_ids, position_ids, shift_labels (shards), num_items_in_batch (scalar), cu_seqlens (whole),
-            use_cache (False).
+            use_cache (False); in a group also checksum (scalar), by which layer 0 sees that all ranks had the same
+            sequence.
     Raises:
         ValueError: a length the layout cannot cut; labels that are not shifted, or negative but for -100.
     """
@@ -51,7 +53,7 @@ def prepare_batch(
         raise ValueError(
             f"position_ids must be 'global', or 'document' with cu_seqlens, got {position_ids!r}; leave it out."
         )
-    return {
+    batch = {
         "input_ids": shard_sequence(input_ids, group, 1, layout),
         "position_ids": positions[None],
         "shift_labels": shard_sequence(labels, group, 1, layout),
@@ -59,6 +61,18 @@ def prepare_batch(
         "cu_seqlens": cu_seqlens,
         "use_cache": False,
     }
+    return batch if options.group is None else batch | {"checksum": _checksum(input_ids, labels)}
+
+
+def _checksum(input_ids: Tensor, labels: Tensor) -> Tensor:
+    """Scalar, int64, from 0 up to 2**62, of what stands where; nothing is read by the host."""
+    total = torch.zeros((), dtype=torch.int64, device=input_ids.device)
+    for x in (input_ids, labels):
+        places = torch.arange(x.numel(), device=x.device)
+        mixed = x.flatten().long() * 0x1E3779B97F4A7C15 + places * 0x3F58476D1CE4E5B9  # modulo 2**64
+        mixed = (mixed ^ (mixed >> 29)) * 0x14D049BB133111EB
+        total = total * 31 + (mixed ^ (mixed >> 32)).sum()
+    return total & (1 << 62) - 1
 
 
 def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Tensor:

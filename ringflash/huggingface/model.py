@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.group import Group, resolve
+from ringflash.huggingface.adapters import without_peft
 from ringflash.huggingface.routers import check_routers, routed, router_loss
 
 # Families whose logits are scaled: by which name of the configuration, and whether they are divided by it.
@@ -32,20 +32,23 @@ class CausalLMWithLoss(nn.Module):
     Shard this module, not the model in it, with FSDP2: the output embedding is then gathered where it is read.
 
     Args:
-        model: a transformers model with .model and .lm_head, such as LlamaForCausalLM.
+        model: a transformers model with .model and .lm_head, such as LlamaForCausalLM; also with PEFT's adapters in it,
+            or in its PeftModel, but none on .lm_head (`modules_to_save` may name it).
         group: as `set_group`'s.
         chunk_tokens: as `cross_entropy`.
     Raises:
         NotImplementedError: logits that are more than hidden @ lm_head.weight.T, times a number for those models that
-            are known to have one; a balancing loss of another form than transformers'.
+            are known to have one; a balancing loss of another form than transformers'. Adapters of PEFT that do more
+            than change layers.
     """
 
     router_loss: Tensor | None = None  # without its coefficient and gradient; the mean over the ranks is the sequence's
 
     def __init__(self, model: nn.Module, group: Group, *, chunk_tokens: int | None = None) -> None:
         super().__init__()
-        _check_head(model)
-        self.logit_scale = _logit_scale(getattr(model, "config", None))
+        causal = without_peft(model)
+        _check_head(causal)
+        self.logit_scale = _logit_scale(getattr(causal, "config", None))
         self.model, self.group, self.chunk_tokens = model, resolve(group), chunk_tokens
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CausalLMWithLoss:
@@ -61,6 +64,7 @@ class CausalLMWithLoss(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         cu_seqlens: Tensor | None = None,
         use_cache: bool = False,
+        checksum: Tensor | None = None,
         per_token: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scalar loss of this rank; arguments as `prepare_batch` returns them.
@@ -68,10 +72,10 @@ class CausalLMWithLoss(nn.Module):
         Args:
             per_token: return what `ringflash.loss.score_tokens` does instead.
         """
-        base: Callable[..., Any] = self.model.model  # type: ignore[assignment]
-        outputs = base(input_ids=input_ids, position_ids=position_ids, cu_seqlens=cu_seqlens, use_cache=use_cache)
-        hidden = outputs.last_hidden_state
-        weight: Tensor = self.model.lm_head.weight  # type: ignore[union-attr,assignment]
+        causal: Any = without_peft(self.model)  # adapters may have come since
+        places = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "checksum": checksum}
+        outputs = causal.model(input_ids=input_ids, use_cache=use_cache, **places)
+        hidden, weight = outputs.last_hidden_state, _weight_of(causal.lm_head)
         if per_token:
             return token_loss.score_tokens(
                 hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens, logit_scale=self.logit_scale
@@ -80,21 +84,20 @@ class CausalLMWithLoss(nn.Module):
             hidden, weight, shift_labels, group=self.group, num_tokens=num_items_in_batch,
             chunk_tokens=self.chunk_tokens, logit_scale=self.logit_scale,
         )  # fmt: skip
-        if not _has_router_loss(self.model):
+        if not _has_router_loss(causal):
             return loss
-        model: Any = self.model
-        balance = router_loss(routed(model, outputs), model.num_experts, model.num_experts_per_tok, self.group)
+        balance = router_loss(routed(causal, outputs), causal.num_experts, causal.num_experts_per_tok, self.group)
         self.router_loss = balance.detach()
-        return loss + model.router_aux_loss_coef * balance
+        return loss + causal.router_aux_loss_coef * balance
 
 
 def _check_head(model: nn.Module) -> None:
-    head = getattr(model, "lm_head", None)
-    if not hasattr(model, "model") or not isinstance(head, nn.Linear) or head.bias is not None:
+    if not hasattr(model, "model") or not hasattr(model, "lm_head"):
         raise NotImplementedError(
-            f"model must have .model and a linear .lm_head without bias, got {type(model).__name__}; "
-            "call ringflash.loss.cross_entropy on its hidden states."
+            f"model must have .model and .lm_head, got {type(model).__name__}; call ringflash.loss.cross_entropy on "
+            "its hidden states."
         )
+    _weight_of(model.lm_head)
     if _has_router_loss(model):
         check_routers(model)
     config: Any = getattr(model, "config", None)
@@ -106,6 +109,18 @@ def _check_head(model: nn.Module) -> None:
 
 def _has_router_loss(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "output_router_logits", False)
+
+
+def _weight_of(head: Any) -> Tensor:
+    """The weight that makes logits of hidden states alone; of a layer that PEFT trains as a whole, its copy's."""
+    layer = getattr(head, "original_module", head)
+    if not isinstance(layer, nn.Linear) or layer.bias is not None:
+        raise NotImplementedError(
+            f"lm_head must be a linear layer without bias, got {type(layer).__module__}.{type(layer).__name__}; call "
+            "ringflash.loss.cross_entropy on the hidden states, or, with PEFT, leave lm_head out of target_modules."
+        )
+    weight: Tensor = head.weight
+    return weight
 
 
 def _logit_scale(config: Any) -> float:

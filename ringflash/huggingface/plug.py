@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ringflash.api import ring_attention
 from ringflash.autocast import autocast
 from ringflash.group import Group, resolve
+from ringflash.huggingface.adapters import check_adapters
 from ringflash.huggingface.chunks import attend_in_chunks, chunk_size
 from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.given import Given
@@ -66,7 +67,7 @@ def set_group(
     Raises:
         ValueError: the model does not use attn_implementation="ringflash".
         NotImplementedError: its layers attend in a way that is no causal, windowed or full attention; its tokens meet
-            in other layers; it counts positions itself.
+            in other layers; it counts positions itself; adapters of PEFT that do more than change layers.
     """
     config = getattr(model, "config", None)
     used = getattr(config, "_attn_implementation", None)
@@ -83,6 +84,7 @@ def set_group(
             f"model must have attention layers that follow attn_implementation, got none in {type(model).__name__}; "
             "pass the whole model, or use one that has."
         )
+    check_adapters(model)
     base = find_base(model, modules[0])
     check_model(base)
     check_rope(base)
@@ -145,19 +147,21 @@ def _attention(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    checksum: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention call; q, k, v are (batch, heads, seqlen_local, head_dim), out as `ring_attention`.
 
     Args:
         s_aux: (num_heads,), the sinks: a logit more in each row's softmax, of a key whose value is 0.
+        checksum: scalar, of the whole sequence, as `prepare_batch` returns it.
     """
     options = _options(module)
     causal = _is_causal(module) if is_causal is None else is_causal
     error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux)
     if getattr(module, "layer_idx", 0) == 0:
         given = getattr(module, "_ringflash_given", None)
-        check_together(options, query, attention_mask, kwargs.get("position_ids"), cu_seqlens, given, error)
+        check_together(options, query, attention_mask, kwargs.get("position_ids"), cu_seqlens, checksum, given, error)
     elif error is not None:
         raise error
     # Under autocast rotary embeddings leave q and k in fp32 beside v.

@@ -22,27 +22,39 @@ def check_together(
     mask: Tensor | None,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
+    checksum: Tensor | None,
     given: Given | None,
     error: Exception | None,
 ) -> None:
-    """Once a forward, in layer 0: raise on every rank if any rank has an error. One scalar is reduced and read."""
+    """Once a forward, in layer 0: raise on every rank if any rank has an error. Four numbers are reduced and read."""
     lost = None if given is None else given.find_loss(cu_seqlens)
     if position_ids is None and given is not None:
         position_ids = given.take_positions()
         if position_ids is None and error is None and is_recomputed():
             return  # as in the forward, which had them
     error = error or lost or find_shape_error(query, mask, position_ids)
-    flags = torch.zeros(2, dtype=torch.int32, device=query.device)
+    # Two errors, and the checksum with both signs: the largest of all ranks' are one number if all have the same.
+    found = torch.zeros(4, dtype=torch.int64, device=query.device)
     if error is None:
         try:
-            flags = _find_value_errors(options, query, mask, position_ids, cu_seqlens)
+            found[:2] = _find_value_errors(options, query, mask, position_ids, cu_seqlens)
         except ValueError as problem:
             error = problem
-    total = flags | int(error is not None)
+    if checksum is not None:
+        found[2], found[3] = checksum, -checksum
+    worst = found.clone()
+    worst[:2] |= int(error is not None)
     if options.group is not None:
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=options.group)
-    if total.any():
-        _raise_on_every_rank(options.group, error or _tensor_error(flags.tolist(), options))
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=options.group)
+    *wrong, highest, lowest = worst.tolist()
+    if any(wrong):
+        _raise_on_every_rank(options.group, error or _tensor_error(found.tolist(), options))
+    if options.group is not None and highest != -lowest:
+        raise ValueError(
+            "input_ids and labels given to prepare_batch must be the same on all ranks of the group, which each take a "
+            "part of them, got others; share data out over groups, not over all ranks (as the loaders of Trainer and "
+            "accelerate, and DistributedSampler by default, do), and seed alike what draws it."
+        )
 
 
 def _find_value_errors(

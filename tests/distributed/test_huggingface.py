@@ -137,9 +137,13 @@ def test_gradient_checkpointing_changes_nothing(pool: Pool, kind: str, checkpoin
 
 def refusal(ctx: Context, fault: str) -> str:
     """What this rank raises when the last rank alone, or all ranks, err."""
-    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
     last, length = ctx.rank == ctx.size - 1, LENGTH // ctx.size
+    other = fault == "another sequence on one rank" and last
+    batch = huggingface.prepare_batch(tokens().flip(1) if other else tokens(), group=ctx.group)
     model = build("llama", ctx.group).model
+    if fault == "other labels on one rank" and last:
+        labels = torch.full_like(tokens(), -100)
+        batch = huggingface.prepare_batch(tokens(), group=ctx.group, labels=labels)
     if fault == "local positions":
         batch["position_ids"] = torch.arange(length)[None]
     if fault == "padding on one rank" and last:
@@ -160,6 +164,8 @@ FAULTS = {
     "padding on one rank": "all ones, got zeros",
     "4-D mask on one rank": "attention_mask must be None",
     "cache on one rank": "use_cache must not",
+    "another sequence on one rank": "given to prepare_batch must be the same on all ranks",
+    "other labels on one rank": "given to prepare_batch must be the same on all ranks",
 }
 
 
