@@ -1,4 +1,4 @@
-"""PEFT's adapters under the Hugging Face plug, in one process: equal to those under dense attention in fp64, or refused.
+"""PEFT under the Hugging Face plug, in one process: equal to adapters under dense attention in fp64, or refused.
 
 CPU; needs the huggingface extra and peft.
 """
