@@ -56,6 +56,10 @@ class CausalLMWithLoss(nn.Module):
 
         return CausalLMWithLoss(deepcopy(self.model, memo), self.group, chunk_tokens=self.chunk_tokens)
 
+    def gradient_checkpointing_enable(self, **options: Any) -> None:
+        """The model's own, which transformers' Trainer calls for TrainingArguments(gradient_checkpointing=True)."""
+        self.model.gradient_checkpointing_enable(**options)  # type: ignore[operator]
+
     def forward(
         self,
         input_ids: Tensor,
