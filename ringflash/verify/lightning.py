@@ -35,7 +35,7 @@ from ringflash.verify.observe import (
     prepared,
     whole_inputs,
 )
-from ringflash.verify.probe import Touch, Watch
+from ringflash.verify.probe import Look
 from ringflash.verify.session import Session
 from ringflash.verify.subject import Data, Training
 
@@ -54,9 +54,9 @@ class LightningSession(Session):
         trainer.fit(observer.module, datamodule=_Sequence(observer))
         return observer.seen
 
-    def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool, wide: bool = False) -> Tensors:
-        """What the layers put out in an evaluation."""
-        reader = _Reader(self, data, touch)
+    def read(self, data: Data, look: Look, *, ring: bool, wide: bool = False) -> Tensors:
+        """What `look` reads in an evaluation."""
+        reader = _Reader(self, data, look)
         self._trainer(reader, ring=ring, wide=wide).validate(reader.module, _Sequence(reader), verbose=False)
         return reader.outputs
 
@@ -127,10 +127,10 @@ def _whole(input_ids: Tensor, *, labels: Tensor, cu_seqlens: Tensor | None, grou
 
 
 class _Reader(_Reads):
-    """Reads the layers' outputs in one evaluation."""
+    """Reads something in one evaluation."""
 
-    def __init__(self, session: Session, data: Data, touch: Touch | None) -> None:
-        self.session, self._data, self.touch = session, data, touch
+    def __init__(self, session: Session, data: Data, look: Look) -> None:
+        self.session, self._data, self.look = session, data, look
         self.outputs: Tensors = {}
 
     def data(self) -> Data:
@@ -139,7 +139,7 @@ class _Reader(_Reads):
 
     def on_validation_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
         """Watch the layers."""
-        self._watch = Watch(module, self.group, self._data, self.training.layout, self.touch)
+        self._watch = self.look(module, self.group, self._data, self.training.layout)
 
     def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         """Read them."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,17 @@ from ringflash.layout import shard_sequence
 from ringflash.verify.capture import Capture, tensor_of, watched, whole
 from ringflash.verify.observe import Tensors, prepared
 from ringflash.verify.subject import Data, Training
+
+
+class Reads(Protocol):
+    """Reads something in the forward of a module until it is closed."""
+
+    def close(self) -> Tensors:
+        """Whole tensors, by name."""
+        ...
+
+
+Look = Callable[[nn.Module, dist.ProcessGroup | None, Data, str], Reads]  # the last is the layout
 
 
 class Touch(NamedTuple):
@@ -27,7 +39,7 @@ class Watch:
     """Reads what the layers put out in one forward, with or without a perturbation, joined over the ranks."""
 
     def __init__(
-        self, module: nn.Module, group: dist.ProcessGroup | None, data: Data, layout: str, touch: Touch | None
+        self, module: nn.Module, group: dist.ProcessGroup | None, data: Data, layout: str, *, touch: Touch | None
     ) -> None:
         self.group, self.layout = group, layout
         self._stack = ExitStack()
@@ -46,10 +58,10 @@ class Watch:
 
 
 @torch.no_grad()
-def layer_outputs(training: Training, group: dist.ProcessGroup | None, data: Data, touch: Touch | None) -> Tensors:
-    """Outputs of the layers by name; every rank of the group calls it together."""
+def watched_forward(training: Training, group: dist.ProcessGroup | None, data: Data, look: Look) -> Tensors:
+    """What is read in one forward, by name; every rank of the group calls it together."""
     batch = prepared(training, group, data)
-    watch = Watch(training.module, group, data, training.layout, touch)
+    watch = look(training.module, group, data, training.layout)
     training.module(**batch)
     return watch.close()
 

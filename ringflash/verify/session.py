@@ -14,13 +14,14 @@ import torch.distributed as dist
 
 from ringflash.agreement import agree
 from ringflash.layout import chunks_of_rank
-from ringflash.verify import diagnosis
+from ringflash.verify import diagnosis, layer_masks
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN
 from ringflash.verify.compare import Check, Runs, compare
 from ringflash.verify.diagnosis import Place, Reach
+from ringflash.verify.layer_masks import LayerMasks, Reaches
 from ringflash.verify.observe import Observation, Tensors, build, observe
-from ringflash.verify.probe import Touch, changed, layer_outputs, with_other_tokens
+from ringflash.verify.probe import Look, Touch, Watch, changed, watched_forward, with_other_tokens
 from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
 from ringflash.wrap import check_norms
 
@@ -72,6 +73,7 @@ class Session:
         self.data: Data
         self.layout: str
         self.windows: list[int | None]
+        self.masks: LayerMasks
 
     def run(self) -> Report:
         """The verdict.
@@ -91,7 +93,7 @@ class Session:
             return report
         runs = self._runs(got)
         report.checks = self._shared(lambda: compare(runs))
-        report.checks.append(self._mask_check())
+        report.checks += [self._mask_check(), self._layer_mask_check()]
         report.checks += attention_checks(self.group, self.data, set(self.windows) or {None}, s.causal, s.dtype)
         self._explain(report, runs)
         return report
@@ -120,6 +122,7 @@ class Session:
         self.windows = windows_of(module)
         if s.window is not None:
             self.windows = [s.window] * max(1, len(self.windows))
+        self.masks = LayerMasks(layer_masks.declared_masks(module, s.window), self.data, s.causal)
 
     def _build(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Training:
         group = self.group if ring else None
@@ -190,6 +193,14 @@ class Session:
             check.note = f"position {start} reaches {check.position} at {runs}, outside [{first}, {stop})"
         return check
 
+    def _layer_mask_check(self) -> Check:
+        """The attention of every layer sees what the configuration says of it, at cp=N and at cp=1."""
+        look = partial(Reaches, positions=self.masks.positions)
+        return self.masks.check(
+            lambda wide: self._at_cp1(lambda: self.read(self.data, look, ring=False, wide=wide)),
+            lambda wide: self.read(self.data, look, ring=True, wide=wide),
+        )
+
     def _beyond(self, spans: dict[int, tuple[int, int]], *, ring: bool) -> list[int]:
         """Positions outside of all spans that what is changed reaches.
 
@@ -243,8 +254,12 @@ class Session:
         return found
 
     def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool, wide: bool = False) -> Tensors:
-        """What the layers put out; at cp=1 rank 0 alone calls it."""
-        return layer_outputs(self._build(ring=ring, wide=wide), self.group if ring else None, data, touch)
+        """What the layers put out."""
+        return self.read(data, partial(Watch, touch=touch), ring=ring, wide=wide)
+
+    def read(self, data: Data, look: Look, *, ring: bool, wide: bool = False) -> Tensors:
+        """What `look` reads in a forward; at cp=1 rank 0 alone calls it."""
+        return watched_forward(self._build(ring=ring, wide=wide), self.group if ring else None, data, look)
 
     @staticmethod
     def _reached(
@@ -277,6 +292,7 @@ def _explanation(check: Check, runs: Runs, probes: list[Reach], place: Place) ->
         "gradients": lambda: diagnosis.gradient_hint(check.failed, runs, place),
         "gradients equal on all ranks": lambda: diagnosis.gradient_hint(check.failed, runs, place),
         "mask": lambda: diagnosis.mask_hint(check),
+        layer_masks.NAME: lambda: diagnosis.mask_hint(check),
     }
     return first, hints.get(check.name, lambda: "")()
 

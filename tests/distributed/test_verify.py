@@ -57,6 +57,12 @@ def test_a_right_training_passes(pool: Pool, size: int, kind: str, bounds: list[
     assert passed, failed
 
 
+@pytest.mark.parametrize("kind", ["sinks", "chunks"])
+def test_a_right_training_with_other_layers_passes(pool: Pool, kind: str) -> None:
+    passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, "right", kind, BOUNDS, size=2))
+    assert passed, failed
+
+
 # plant: (first difference, likely cause), parts of what is printed; a chunk is 12 tokens on 2 ranks, 6 on 4
 MISTAKES: dict[str, tuple[str, str]] = {
     "hidden_local_positions": ("layers.0.self_attn at position {chunk} (chunk 1, held by rank 1)", "positions (RoPE)"),
@@ -114,6 +120,33 @@ def test_a_mistake_in_the_attention_is_named(pool: Pool, patch: str, size: int) 
 def test_dropped_documents_are_named(pool: Pool, plant: str, where: str, why: str) -> None:
     passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, plant, None, BOUNDS, size=2))
     assert not passed
+    assert where in first and why in hint, (failed, first, hint)
+
+
+AT_ONE_TOO = "0 reaches 5, outside [0, 5) at cp=1 and cp=N"
+# patch: (kind, bounds, layer and position of the first difference, likely cause); a chunk of the layout is 12 tokens
+HIDDEN_BY_FULL_LAYERS: dict[str, tuple[str, list[int] | None, str, str]] = {
+    "window_dropped": ("qwen3_window", None, "1.self_attn at position 5 (chunk 0", "a mask is dropped at cp=N"),
+    "window_dropped_everywhere": ("qwen3_window", None, "1.self_attn at position 5 (chunk 0", AT_ONE_TOO),
+    "window_one_more": ("qwen3_window", None, "1.self_attn at position 5 (chunk 0", AT_ONE_TOO),
+    "window_one_less": ("qwen3_window", BOUNDS, "1.self_attn at position 4 (", "0 does not reach 4, inside [0, 5) at"),
+    "window_on_the_wrong_layer": ("qwen3_window", BOUNDS, "0.self_attn at position 18 (", "does not reach 18, inside"),
+    "chunks_dropped": ("chunks", None, "0.self_attn at position 5 (chunk 0", AT_ONE_TOO),
+    "chunks_of_the_shard": ("chunks", None, "0.self_attn at position 12 (chunk 1, held by rank 1)", ""),
+    "chunks_of_the_sequence": (
+        "chunks",
+        BOUNDS,
+        "0.self_attn at position 33 (",
+        "29 does not reach 33, inside [29, 34)",
+    ),
+}
+
+
+@pytest.mark.parametrize("patch", HIDDEN_BY_FULL_LAYERS)
+def test_a_mask_that_full_layers_hide_is_named(pool: Pool, patch: str) -> None:
+    kind, bounds, where, why = HIDDEN_BY_FULL_LAYERS[patch]
+    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, "right", kind, bounds, patch, size=2))
+    assert not passed and "masks of layers" in failed
     assert where in first and why in hint, (failed, first, hint)
 
 

@@ -17,7 +17,7 @@ from ringflash import RingAttention, huggingface, layout
 from ringflash import loss as token_loss
 from ringflash.exchange import GradientExchange
 from ringflash.generators import seeded
-from ringflash.huggingface import plug
+from ringflash.huggingface import chunks, plug
 from ringflash.huggingface.options import Options
 from ringflash.padding import IGNORE_INDEX
 from ringflash.verify import Training
@@ -374,8 +374,54 @@ def rounded_gradients() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def other_windows(change: Callable[[tuple[int, int], int], tuple[int, int]]) -> Iterator[None]:
+    """Attention is called with the window that `change` makes of its own and the layer's number, at cp=1 as at cp=N."""
+    layers: list[int] = []
+
+    def options(module: nn.Module) -> Options:
+        layers.append(module.layer_idx)  # type: ignore[arg-type]
+        return read(module)
+
+    def attend(*args: Any, window_size: tuple[int, int], **rest: Any) -> Any:
+        return original(*args, window_size=change(window_size, layers[-1]), **rest)
+
+    original, read = plug.ring_attention, plug._options
+    with mock.patch.object(plug, "ring_attention", attend), mock.patch.object(plug, "_options", options):
+        yield
+
+
+def other_chunks(bounds: Callable[..., Tensor]) -> Any:
+    """Bounds of chunks and documents are what `bounds` makes of the documents, the size, the length and q."""
+    return mock.patch.object(chunks, "_bounds", bounds)
+
+
+def _of_the_shard(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) -> Tensor:
+    """Every chunk of the zigzag layout begins anew; one device has it right."""
+    part = q.shape[1] // 2 if q.shape[1] < seqlen else seqlen
+    return _starts([(start, start + part) for start in range(0, seqlen, part)], size)
+
+
+def _of_the_sequence(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) -> Tensor:
+    """Documents begin in the middle of chunks, as before transformers 5.23."""
+    documents = [] if cu_seqlens is None else cu_seqlens.tolist()
+    return torch.tensor(sorted({*documents, *range(0, seqlen, size), seqlen}), dtype=torch.int32)
+
+
+def _starts(spans: list[tuple[int, int]], size: int) -> Tensor:
+    starts = [x for start, stop in spans for x in range(start, stop, size)]
+    return torch.tensor([*starts, spans[-1][1]], dtype=torch.int32)
+
+
 PATCHES: dict[str, Callable[[], Any]] = {
     "local_shard_only": lambda: patched_attention(group=None),
     "window_dropped": lambda: patched_attention(window_size=(-1, -1)),
     "rounded_gradients": rounded_gradients,
+    "window_dropped_everywhere": lambda: other_windows(lambda window, layer: (-1, -1)),
+    "window_one_more": lambda: other_windows(lambda window, layer: (window[0] + (window[0] >= 0), -1)),
+    "window_one_less": lambda: other_windows(lambda window, layer: (window[0] - (window[0] >= 0), -1)),
+    "window_on_the_wrong_layer": lambda: other_windows(lambda window, layer: (4 if layer == 0 else -1, -1)),
+    "chunks_dropped": lambda: mock.patch.object(plug, "chunk_size", lambda module: None),
+    "chunks_of_the_shard": lambda: other_chunks(_of_the_shard),
+    "chunks_of_the_sequence": lambda: other_chunks(_of_the_sequence),
 }

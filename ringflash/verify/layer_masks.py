@@ -1,0 +1,240 @@
+"""What the attention of every layer sees, against the kind that the configuration gives the layer.
+
+A window that is dropped hides behind full layers, which see everything anyway: only its own layer shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringflash.huggingface.layers import attention_modules, layer_type
+from ringflash.layout import shard_sequence
+from ringflash.verify.capture import plain_name, tensor_of, whole
+from ringflash.verify.compare import Check
+from ringflash.verify.observe import Tensors
+from ringflash.verify.subject import Data
+
+NAME = "masks of layers"
+_REACH = 1e-12  # of the largest value, in fp64
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """What a configuration says of a layer: its tokens' window, themselves included, or chunk; None is all."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def span(self, position: int, document: tuple[int, int], causal: bool) -> tuple[int, int]:
+        """Which queries see the key at a position: [first, stop)."""
+        first, stop = document
+        if self.window is not None:
+            first, stop = max(first, position - self.window + 1), min(stop, position + self.window)
+        if self.chunk is not None:
+            start = position - (position - document[0]) % self.chunk
+            first, stop = max(first, start), min(stop, start + self.chunk)
+        return (position if causal else first), stop
+
+    def __str__(self) -> str:
+        if self.window is not None:
+            return f"a window of {self.window}"
+        return "full attention" if self.chunk is None else f"chunks of {self.chunk}"
+
+
+def declared_masks(module: nn.Module, window: int | None = None) -> dict[str, LayerMask]:
+    """What every layer's attention is to see, by its name; of a model that is not transformers' none.
+
+    Args:
+        window: of every layer; None asks the configuration.
+    """
+    return {name: LayerMask(window) if window else _mask_of(m) for name, m in _attentions(module).items()}
+
+
+def _attentions(module: nn.Module) -> dict[str, nn.Module]:
+    """Of transformers' decoder layers, by name."""
+    found = set(attention_modules(module))
+    return {plain_name(name): m for name, m in module.named_modules() if m in found and hasattr(m, "config")}
+
+
+def _mask_of(attention: Any) -> LayerMask:
+    kind = layer_type(attention)
+    if kind == "chunked_attention":
+        return LayerMask(chunk=attention.config.attention_chunk_size)
+    windowed = kind in (None, "sliding_attention")
+    return LayerMask(getattr(attention.config, "sliding_window", None) if windowed else None)
+
+
+class Reaches:
+    """Reads how much each attention's output changes with its input at one position; it is called anew for each.
+
+    By name (1, seqlen, 1 + positions), fp64: the largest value of every row, and its largest change.
+    """
+
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup | None, data: Data, layout: str, *, positions: Sequence[int]
+    ) -> None:
+        self.group, self.layout = group, layout
+        marks = torch.arange(data.seqlen)[None] == torch.tensor(positions)[:, None]
+        self._rows = shard_sequence(marks, group, 1, layout).to(data.input_ids.device)
+        self._found: Tensors = {}
+        self._busy = False
+        self._handles: list[Any] = []
+        for name, attention in _attentions(module).items():
+            call = _Call(attention)
+            self._handles.append(attention.register_forward_pre_hook(call.note, prepend=True, with_kwargs=True))
+            self._handles.append(attention.register_forward_hook(self._hook(name, call)))
+
+    def close(self) -> Tensors:
+        """The changes by name; nothing is watched any more."""
+        for handle in self._handles:
+            handle.remove()
+        return {name: whole(x, self.group, self.layout) for name, x in self._found.items()}
+
+    def _hook(self, name: str, call: _Call) -> Callable[..., None]:
+        def read(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            before = tensor_of(output, self._rows.shape[1])
+            if self._busy or name in self._found or before is None:
+                return
+            self._busy = True
+            try:
+                others = [tensor_of(call.turned(row), before.shape[1]) for row in self._rows]
+            finally:
+                self._busy = False
+            changes = [(x - before).double() for x in others if x is not None]
+            self._found[name] = torch.stack([x.abs().flatten(2).amax(-1) for x in (before.double(), *changes)], -1)
+
+        return torch.compiler.disable(read, reason="calls the module again")
+
+
+class _Call:
+    """An attention's first call, to be made again; what it takes out of the notes of its model is put back."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        self.attention, notes = attention, getattr(attention, "_ringflash_given", None)
+        self.notes: dict[str, Any] = {} if notes is None else vars(notes)
+        self.first: tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]] | None = None
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook before all others, which may add to the arguments."""
+        self.first = self.first or (args, kwargs, dict(self.notes))
+
+    def turned(self, row: Tensor) -> Any:
+        """The output, with the features of the marked row of the hidden states moved round by one place."""
+        assert self.first is not None
+        args, kwargs, notes = self.first
+        self.notes.update(notes)
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        other = torch.where(row[None, :, None], hidden.roll(1, -1), hidden)
+        if "hidden_states" in kwargs:
+            return self.attention(*args, **(kwargs | {"hidden_states": other}))
+        return self.attention(other, *args[1:], **kwargs)
+
+
+class Wrong(NamedTuple):
+    """A layer that sees what it must not, or does not see what it must."""
+
+    name: str
+    position: int
+    text: str
+
+
+@dataclass(frozen=True)
+class LayerMasks:
+    """The check of all layers."""
+
+    masks: dict[str, LayerMask]
+    data: Data
+    causal: bool
+
+    @property
+    def positions(self) -> list[int]:
+        """What is changed: the last token before the longest document, and in it the first and last one, two in the
+        middle, of which one begins no chunk, and one behind them; and the first of the last document."""
+        start, stop = max(self._documents, key=lambda x: x[1] - x[0])
+        middle, last = (start + stop) // 2, self._documents[-1][0]
+        found = {max(0, start - 1), start, middle, min(middle + 1, stop - 1), (middle + stop) // 2, stop - 1, last}
+        return sorted(found)
+
+    def check(self, at_cp1: Callable[[bool], Tensors], at_cpn: Callable[[bool], Tensors]) -> Check:
+        """The verdict, from what `Reaches` reads in the dtype under test and, where asked, in fp64."""
+        if not self.masks:
+            return Check(NAME, note="no configuration of transformers says what a layer sees")
+        check, wrong = Check(NAME, 0.0), dict[str, list[Wrong]]()
+        for run, read in (("cp=1", at_cp1), ("cp=N", at_cpn)):
+            reaches = read(False)
+            if not any(name in reaches for name in self.masks):
+                return Check(NAME, note=f"no attention puts out (1, seqlen, ...) at {run}")
+            found = self._wrong(reaches, 0.0)
+            if found:
+                again = {(x.name, x.position) for x in self._wrong(read(True), _REACH)}
+                found = [x for x in found if (x.name, x.position) in again]
+            if found:
+                wrong[run] = found
+        named = {x.name for found in wrong.values() for x in found}
+        check.failed = [name for name in self.masks if name in named]
+        if check.failed:
+            first = {run: x for run, found in wrong.items() for x in found if x.name == check.failed[0]}
+            shown = next(iter(first.values()))
+            runs = " and ".join(run for run, x in first.items() if x == shown)
+            check.ratio, check.position = float("inf"), shown.position
+            check.note = f"{shown.text} at {runs}; the configuration gives this layer {self.masks[shown.name]}"
+        elif blind := self._blind():
+            check.ratio, check.note = None, f"{blind} hides nothing from the positions that are changed; raise --seqlen"
+        return check
+
+    @property
+    def _documents(self) -> list[tuple[int, int]]:
+        bounds = [0, self.data.seqlen] if self.data.cu_seqlens is None else self.data.cu_seqlens.tolist()
+        return list(pairwise(bounds))
+
+    def _document(self, position: int) -> tuple[int, int]:
+        return next(x for x in self._documents if x[0] <= position < x[1])
+
+    def _wrong(self, reaches: Tensors, least: float) -> list[Wrong]:
+        """Of every layer the first thing that is wrong."""
+        found = []
+        for name, table in ((name, reaches[name][0]) for name in self.masks if name in reaches):
+            size, changes = table[:, 0].max().item(), table[:, 1:].T
+            wrong = self._beyond(name, changes > least * size) or self._short(name, changes > 0)
+            found += [] if wrong is None else [wrong]
+        return found
+
+    def _beyond(self, name: str, reached: Tensor) -> Wrong | None:
+        """A position that its mask hides."""
+        for position, seen in zip(self.positions, reached, strict=True):
+            first, stop = self._span(name, position)
+            beyond = [p for p in seen.nonzero().flatten().tolist() if not first <= p < stop]
+            if beyond:
+                return Wrong(name, beyond[0], f"position {position} reaches {beyond[0]}, outside [{first}, {stop})")
+        return None
+
+    def _short(self, name: str, reached: Tensor) -> Wrong | None:
+        """The last position that its mask shows, and does not change."""
+        if reached.sum() <= len(self.positions):  # the keys are another layer's
+            return None
+        for position, seen in zip(self.positions, reached, strict=True):
+            first, stop = self._span(name, position)
+            if not seen[stop - 1]:
+                text = f"position {position} does not reach {stop - 1}, inside [{first}, {stop})"
+                return Wrong(name, stop - 1, text)
+        return None
+
+    def _span(self, name: str, position: int) -> tuple[int, int]:
+        return self.masks[name].span(position, self._document(position), self.causal)
+
+    def _hides(self, name: str, position: int) -> bool:
+        """Whether the layer's mask ends before the position's document does."""
+        return self._span(name, position)[1] < self._document(position)[1]
+
+    def _blind(self) -> str:
+        """A mask whose bound lies beyond what is looked at."""
+        masks = {mask: name for name, mask in self.masks.items() if mask != LayerMask()}
+        blind = [str(m) for m, name in masks.items() if not any(self._hides(name, p) for p in self.positions)]
+        return " and ".join(blind)
