@@ -10,6 +10,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -72,6 +73,7 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
     skip_shared_memory_op()
     made = deepspeed.initialize(model=model, config={"gradient_clipping": 0.0, **content}, **keywords)
     _check_engine(made[0])
+    _add_up_backwards(made[0])
     return made
 
 
@@ -93,6 +95,21 @@ def _signature(config: dict[str, Any]) -> dict[str, object]:
     if len(text) > MESSAGE_BYTES // 2:
         return {"config": f"{len(text)} characters, checksum {zlib.crc32(text.encode())}"}
     return json.loads(text)
+
+
+def _add_up_backwards(engine: Any) -> None:
+    """Have each backward begin anew: DeepSpeed 0.19.8 takes it for the last one's rest unless a forward came between.
+
+    At stage 3 the second then overwrites the gradients of the first.
+    """
+    backward = engine.backward
+
+    def begun(*args: Any, **keywords: Any) -> Any:
+        if isinstance(engine.optimizer, ZeROOptimizer):
+            engine.optimizer.clear_backward_seen_flag()
+        return backward(*args, **keywords)
+
+    engine.backward = begun
 
 
 def _check_engine(engine: Any) -> None:

@@ -100,7 +100,7 @@ def unequal_batches(cp_size: int) -> str:
 
 
 class ByHand(Line):
-    """Its own steps, each of two backwards, and clipped."""
+    """Its own steps, each of two batches with two backwards after one forward, and clipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,8 @@ class ByHand(Line):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers()
-        self.manual_backward(super().training_step(batch, batch_idx) / 2)
+        for _ in range(2):
+            self.manual_backward(super().training_step(batch, batch_idx) / 4)
         if batch_idx % 2:
             self.clip_gradients(optimizer, CLIPPING, "norm")
             optimizer.step()

@@ -79,7 +79,7 @@ def test_lightning_equals_plain_deepspeed(ranks: list[Found], name: str) -> None
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps_are_those_of_the_trainer_and_of_the_module(ranks: list[Found], name: str) -> None:
-    """By hand: two backwards before each step, clipped. Accumulated by two: the third batch of an epoch is a step, too.
+    """By hand: four backwards before each step, clipped. Accumulated by two: an epoch's third batch is a step, too.
 
     Each of up to four steps of fp32 rounds some ten times: gradients, their norm, the clipping, the update.
     """
