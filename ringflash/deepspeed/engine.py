@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -15,10 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash.agreement import MESSAGE_BYTES, agree
-from ringflash.deepspeed.refusals import check
+from ringflash.deepspeed.refusals import Config, check, read
 from ringflash.mesh import Size, data_context_mesh, mesh_sizes
-
-Config = dict[str, Any] | str | Path
 
 
 def context_mesh(context_parallel_size: Size = "auto", data_parallel_size: Size = "auto") -> DeviceMesh:
@@ -80,10 +77,8 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
 def _read_and_check(config: Config, keywords: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
     """The config as a dictionary, and what is wrong with it."""
     try:
-        content = dict(config) if isinstance(config, dict) else json.loads(Path(config).read_text())
+        content = read(config)
         check(content, keywords)
-    except (OSError, TypeError, json.JSONDecodeError) as error:
-        return {}, ValueError(f"config must be a dictionary or a JSON file, got {config}: {error}; correct it.")
     except (ValueError, NotImplementedError) as error:
         return {}, error
     return content, None

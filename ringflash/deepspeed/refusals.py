@@ -12,8 +12,16 @@ deepspeed 0.19.8 does instead when it is told of the rings, on data x context ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+from deepspeed.runtime.config import DeepSpeedConfig
+
+Config = dict[str, Any] | str | Path
 
 _LEAVE_OUT = "leave it out: the loss is scaled by cp_size, and ZeRO averages over all ranks"
 
@@ -31,6 +39,90 @@ _KEYS = {
     "sequence_parallel_size": "gradients are then reduced over the data axis alone",
     "data_parallel_size": "with sequence_parallel_size it makes a mesh of DeepSpeed's own",
 }
+
+
+def read(config: Config) -> dict[str, Any]:
+    """The config as a dictionary.
+
+    Raises:
+        ValueError: a file that is no object of JSON, or has a key twice, of which one would be ignored.
+    """
+    if isinstance(config, dict):
+        return dict(config)
+    try:
+        content = json.loads(Path(config).read_text(), object_pairs_hook=_without_repetition)
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"config must be a dictionary or a JSON file, got {config}: {error}; correct it.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"config must be an object of JSON, got {type(content).__name__}; see recipes/deepspeed.")
+    return content
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} is there more than once")
+    return dict(pairs)
+
+
+def parsed(config: Mapping[str, Any]) -> DeepSpeedConfig:
+    """What DeepSpeed takes the config for: it reads "true" and 1 as true, and "0" as 0.
+
+    Raises:
+        ValueError: what DeepSpeed does not take, ignores or fails for.
+    """
+    unknown = sorted(set(config) - _known_keys())
+    if unknown:
+        close = [name for key in unknown for name in get_close_matches(key, _known_keys(), n=1)]
+        raise ValueError(
+            f"config must have keys that DeepSpeed reads, got {', '.join(unknown)}, which it would ignore; correct or "
+            f"remove (close are: {', '.join(close) or 'none'})."
+        )
+    left_open = [name for name in _left_open(config) if name != "data_types.keep_in_fp32_modules"]
+    if left_open:
+        raise ValueError(
+            f"config must have values, got 'auto' for {', '.join(left_open)}, which transformers' Trainer fills in and "
+            "DeepSpeed takes for its default at best; write values, or leave them out."
+        )
+    try:
+        return DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **config})
+    except Exception as error:
+        raise ValueError(f"config must be one that DeepSpeed takes, got {type(error).__name__}: {error}") from error
+
+
+@cache
+def _known_keys() -> frozenset[str]:
+    """The keys of a config that DeepSpeed looks for: of others it says nothing."""
+    looked_for = set[str]()
+
+    class Noting(dict[str, Any]):
+        def __contains__(self, key: object) -> bool:
+            looked_for.add(str(key))
+            return super().__contains__(key)
+
+        def __getitem__(self, key: str) -> Any:
+            looked_for.add(key)
+            return super().__getitem__(key)
+
+        def get(self, key: str, default: Any = None) -> Any:
+            looked_for.add(key)
+            return super().get(key, default)
+
+        def keys(self) -> Any:  # DeepSpeed asks whether a key is in them
+            return self
+
+    DeepSpeedConfig(Noting(train_micro_batch_size_per_gpu=1))
+    return frozenset(looked_for)
+
+
+def _left_open(value: Any, name: str = "") -> Iterator[str]:
+    """The names of values that are "auto"."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _left_open(inner, f"{name}.{key}" if name else str(key))
+    elif value == "auto":
+        yield name
 
 
 def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
@@ -65,11 +157,6 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
             f"training_data must be None, got {type(keywords['training_data']).__name__}, which DeepSpeed shares out "
             f"over all ranks; {_DRAW_ALIKE}."
         )
-    if (config.get("data_efficiency") or {}).get("enabled"):
-        raise ValueError(
-            "data_efficiency.enabled must be false, got true (it draws and drops tokens on each rank by itself); "
-            f"{_DRAW_ALIKE}."
-        )
     for name, reason in _KEYS.items():
         if name in config:
             raise ValueError(f"{name} must not be in the config, got {config[name]} ({reason}); {_LEAVE_OUT}.")
@@ -84,22 +171,27 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
             "rank of a ring as a sample of its own: give train_micro_batch_size_per_gpu and "
             "gradient_accumulation_steps."
         )
-    _check_fp16(config)
-    tensor_parallel = (config.get("tensor_parallel") or {}).get("autotp_size")
-    if tensor_parallel not in (None, 0, 1):
-        raise NotImplementedError(
-            f"tensor_parallel.autotp_size must be 0 or 1, got {tensor_parallel}; shard with ZeRO over all ranks."
+    content = parsed(config)
+    if not (isinstance(content.gradient_clipping, int | float) and content.gradient_clipping >= 0):
+        raise ValueError(
+            f"gradient_clipping must be a norm of at least 0, got {content.gradient_clipping!r}; leave it out for no "
+            "clipping."
         )
-    if (config.get("expert_parallel") or {}).get("enabled"):
-        raise NotImplementedError("expert_parallel.enabled must be false, got true; shard with ZeRO over all ranks.")
-
-
-def _check_fp16(config: Mapping[str, Any]) -> None:
-    """DeepSpeed 0.19.8 divides gradients of stage 0 by a scale that it has not multiplied the loss by."""
-    zero = config.get("zero_optimization") or {}
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 1
-    if stage == 0 and (config.get("fp16") or {}).get("enabled") is True:
+    if content.data_efficiency_enabled:
+        raise ValueError(
+            "data_efficiency.enabled must be false, got true (it draws and drops tokens on each rank by itself); "
+            f"{_DRAW_ALIKE}."
+        )
+    # DeepSpeed 0.19.8 divides gradients of stage 0 by a scale that it has not multiplied the loss by.
+    if content.float16_config.enabled and content.zero_optimization_stage == 0:
         raise NotImplementedError(
             "fp16 must have a ZeRO stage of 1, 2 or 3, got 0, at which DeepSpeed does not scale the loss; set "
             "zero_optimization.stage, or enable bf16."
         )
+    if content.tensor_parallel_config.autotp_size > 1:
+        raise NotImplementedError(
+            f"tensor_parallel.autotp_size must be 0 or 1, got {content.tensor_parallel_config.autotp_size}; shard with "
+            "ZeRO over all ranks."
+        )
+    if content.expert_parallel_config.enabled:
+        raise NotImplementedError("expert_parallel.enabled must be false, got true; shard with ZeRO over all ranks.")

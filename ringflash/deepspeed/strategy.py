@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,13 +29,18 @@ except ModuleNotFoundError as missing:
 
 from ringflash.agreement import agree
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
-from ringflash.deepspeed.refusals import check
+from ringflash.deepspeed.refusals import check, parsed, read
 from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import COMPLETE, check_folders
 from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import check_local, note_time
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 
+_BESIDE_A_CONFIG = {
+    "accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "process_group_backend", "timeout",
+    "logging_level", "load_full_weights", "exclude_frozen_parameters", "loss_scale", "initial_scale_power",
+    "loss_scale_window", "hysteresis", "min_loss_scale",
+}  # fmt: skip
 _AVERAGE = "average"  # in a checkpoint, of which DeepSpeed leaves out what Lightning keeps as state_dict
 
 
@@ -55,8 +61,8 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
         config: DeepSpeed's, a dictionary or the path of a JSON file; without it the options make one.
         options: further ones of DeepSpeedStrategy, such as stage.
     Raises:
-        ValueError: a config that `check` refuses, or with gradient_clipping; an unknown layout; sizes that do not
-            multiply to the number of ranks. Before any communication.
+        ValueError: a config that `check` refuses, or with gradient_clipping; options beside a config that would make
+            one; an unknown layout; sizes that do not multiply to the number of ranks. Before any communication.
     """
 
     handles_gradient_clipping = True
@@ -69,7 +75,8 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
         config: str | dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(config=dict(config) if isinstance(config, dict) else config, **options)
+        _check_options(config, options)
+        super().__init__(config=None if config is None else read(config), **options)
         _check_config(self.config)
         granularity(1, layout)  # refuses what is none
         self.layout = layout
@@ -192,11 +199,15 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
         An average of the weights (WeightAveraging) is what is evaluated, as with other strategies.
 
         Raises:
-            ValueError: one with the parts of another stage; on every rank.
+            ValueError: one with the parts of another stage, or of a number of ranks that these cannot read; on every
+                rank.
         """
         continued = self._trainer.state.fn == TrainerFn.FITTING
         writes_optimizer = self.deepspeed_engine.save_zero_checkpoint if continued else None
-        error = _other_parts(Path(checkpoint_path), self.zero_stage_3, writes_optimizer)
+        path = Path(checkpoint_path)
+        error = _other_parts(path, self.zero_stage_3, writes_optimizer)
+        if error is None and not self.deepspeed_engine.load_universal_checkpoint():
+            error = _other_ranks(path, self.world_size, continued)
         agree(dist.group.WORLD, {"ckpt_path": str(checkpoint_path)}, error)
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._set_clipping(self.config["gradient_clipping"])
@@ -247,6 +258,13 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
                 self.config["zero_optimization"] = {**self.config["zero_optimization"], "overlap_comm": False}
         super()._initialize_deepspeed_train(model)
 
+    def _auto_select_batch_size(self) -> int:
+        """Lightning's, or 1 where the loader makes no batches; DeepSpeed's speed figures alone read it."""
+        try:
+            return super()._auto_select_batch_size()
+        except AttributeError:
+            return 1
+
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         """An engine without an optimizer; at stage 3 checkpoints of trainings can be read into it, too."""
         self.config.setdefault("zero_allow_untested_optimizer", True)  # Lightning wants it there
@@ -264,25 +282,45 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
         return engine, wrapped
 
 
+def _check_options(config: Any, options: dict[str, Any]) -> None:
+    """What Lightning would ignore: its options make a config only where there is none."""
+    parameters = inspect.signature(DeepSpeedStrategy).parameters
+    for name, value in options.items():
+        if name in parameters and value != parameters[name].default:  # a command line gives defaults, too
+            if config is not None and name not in _BESIDE_A_CONFIG:
+                raise ValueError(f"{name} must not be given beside config, got {value}; set it in the config.")
+            if name == "remote_device":
+                raise ValueError(f"remote_device must be None, got {value}; every rank builds the whole model.")
+
+
 def _check_config(config: dict[str, Any]) -> None:
     """Before Lightning adds its own keys to it."""
-    check(config, {})
     if "gradient_clipping" in config:
         raise ValueError(
             f"gradient_clipping must not be in the config, got {config['gradient_clipping']}; "
             "set Trainer(gradient_clip_val=...), which DeepSpeed then clips by."
         )
+    check(config, {})
 
 
 def _check_precision(config: dict[str, Any], precision: str) -> None:
     """What the trainer does not name DeepSpeed would train in all the same."""
-    for name, number in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "16")):
-        enabled = (config.get(name) or {}).get("enabled")
-        if name in config and (enabled is True) != (precision.split("-")[0] == number):
+    content = parsed(config)
+    for name, number, enabled in (
+        ("bf16", "bf16", content.bfloat16_config.enabled),
+        ("bfloat16", "bf16", content.bfloat16_config.enabled),
+        ("fp16", "16", content.float16_config.enabled),
+    ):
+        if name in config and enabled != (precision.split("-")[0] == number):
             raise ValueError(
                 f"precision must be that of the config, got {precision} and {name}.enabled {enabled}; leave {name} out "
                 f"of the config, and set Trainer(precision=...), of which '{number}-mixed' enables it."
             )
+    if content.torch_autocast_enabled:
+        raise ValueError(
+            f"precision must be that of the config, got {precision} and torch_autocast.enabled true; leave "
+            "torch_autocast out of the config, and set Trainer(precision=...)."
+        )
 
 
 def _other_parts(path: Path, shards_model: bool, writes_optimizer: bool | None) -> ValueError | None:
@@ -301,6 +339,23 @@ def _other_parts(path: Path, shards_model: bool, writes_optimizer: bool | None) 
         f"ckpt_path must be a checkpoint of this run's ZeRO stage, got {path}, which has the parts of stage {found}; "
         "train at that stage, or begin with its weights (for stages 1 to 3 there is zero_to_fp32.py in it)."
     )
+
+
+def _other_ranks(path: Path, num_ranks: int, continued: bool) -> ValueError | None:
+    """What is wrong with a checkpoint by the number of its parts; at stage 3 some ranks alone would find none.
+
+    Args:
+        continued: with the optimizer, each part of which belongs to a rank; of weights alone any rank reads all.
+    """
+    written = len(list((path / "checkpoint").glob("*_optim_states.pt")))
+    whole = (path / "checkpoint" / "mp_rank_00_model_states.pt").is_file()
+    if not written or num_ranks == written or (not continued and (whole or num_ranks < written)):
+        return None
+    return ValueError(
+        f"ckpt_path must be a checkpoint of {num_ranks} ranks, got {path}, which {written} have written; "
+        + (f"take {written}, or make a universal one by deepspeed.checkpoint.ds_to_universal, with checkpoint."
+           "load_universal in the config." if continued else f"take at most {written}.")
+    )  # fmt: skip
 
 
 def _check_device(device_type: str) -> None:

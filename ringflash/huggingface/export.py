@@ -60,6 +60,11 @@ def _tokenizer_files(directory: Path) -> list[Path]:
 def _config_of(checkpoint: Path) -> dict:
     """The configuration that the run kept beside the parameters."""
     meta = checkpoint / "meta.pt"
+    if (checkpoint / "latest").is_file():
+        raise ValueError(
+            f"{checkpoint} must be a checkpoint of ContextParallelStrategy, got one of DeepSpeed; the zero_to_fp32.py "
+            "in it writes its weights (docs/deepspeed.md)."
+        )
     if not (checkpoint / ".metadata").is_file() or not meta.is_file():
         raise ValueError(
             f"{checkpoint} must be a complete distributed checkpoint, got no .metadata or meta.pt; name the directory "

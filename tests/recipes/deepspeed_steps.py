@@ -172,7 +172,9 @@ def stepping(name: str) -> dict[str, float]:
         (Line, epochs, 3, {"max_epochs": 2, "gradient_clip_val": CLIPPING, "accumulate_grad_batches": 2}),
     ):
         keeper, module = Keeper(), made(kind)
-        strategy = DeepSpeedContextParallelStrategy(config=config_of(name))
+        config = config_of(name)
+        del config["train_micro_batch_size_per_gpu"]  # which Lightning asks of the loader
+        strategy = DeepSpeedContextParallelStrategy(config=config)
         trainer = short_trainer(strategy, callbacks=[keeper], max_steps=-1, **options)
         trainer.fit(module, DataLoader(batches_of(4)[:count], batch_size=None))
         assert trainer.global_step == len(steps)

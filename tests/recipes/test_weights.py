@@ -429,6 +429,10 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
 def test_export_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
     assert "must be a complete distributed checkpoint" in capsys.readouterr().err
+    (tmp_path / "zero.ckpt").mkdir()
+    (tmp_path / "zero.ckpt" / "latest").touch()
+    assert main([str(tmp_path / "zero.ckpt"), str(tmp_path / "out")]) == 1
+    assert "got one of DeepSpeed; the zero_to_fp32.py in it writes its weights" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing"), str(tmp_path)]) == 1
     assert "must not exist yet" in capsys.readouterr().err
     assert main([str(tmp_path / "nothing"), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "nowhere")]) == 1

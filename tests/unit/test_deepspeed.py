@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ pytest.importorskip("lightning")
 
 from ringflash.deepspeed import check, initialize
 from ringflash.deepspeed.engine import _signature
-from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy, _check_device, _check_precision
+from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy, _check_device, _check_precision, _other_ranks
 
 
 @pytest.mark.parametrize(
@@ -25,10 +26,17 @@ from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy, _chec
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op must be 'mean', got 'sum'"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled must be false, got true .it draws"),
         ({"train_batch_size": 8}, "train_batch_size must not be in the config, got 8; DeepSpeed counts every rank"),
+        ({"zero_optimisation": {"stage": 3}}, "keys that DeepSpeed reads, got zero_optimisation, .*zero_optimization"),
+        ({"bf16": {"enabled": "auto"}}, "config must have values, got 'auto' for bf16.enabled, which transformers'"),
+        ({"bf16": True}, "config must be one that DeepSpeed takes, got TypeError: .* must be a mapping, not bool"),
+        (
+            {"zero_optimization": {"stge": 3}},
+            "config must be one that DeepSpeed takes, got ValidationErr.*\n.*stge",
+        ),
     ],
 )
-def test_keys_that_change_the_average_are_refused(config: dict[str, Any], message: str) -> None:
-    """By the check, and by a strategy as soon as it is made."""
+def test_configs_that_train_otherwise_are_refused(config: dict[str, Any], message: str) -> None:
+    """By the check, and by a strategy as soon as it is made; what DeepSpeed would ignore or fail for, too."""
     with pytest.raises(ValueError, match=message):
         check(config, {})
     with pytest.raises(ValueError, match=message):
@@ -38,7 +46,7 @@ def test_keys_that_change_the_average_are_refused(config: dict[str, Any], messag
 def test_what_leaves_the_average_alone_passes() -> None:
     """Keywords that are None are those of a caller who passes everything on."""
     check(
-        {"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "mean", "tensor_parallel": None},
+        {"zero_optimization": {"stage": 3}, "gradient_allreduce_op": "mean", "tensor_parallel": {"autotp_size": 1}},
         {"mpu": None, "mesh_param": None},
     )
 
@@ -69,6 +77,7 @@ def test_a_modules_optimizer_has_one_place_with_lightning() -> None:
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size must be 0 or 1, got 2"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled must be false, got true"),
         ({"fp16": {"enabled": True}}, "fp16 must have a ZeRO stage of 1, 2 or 3, got 0"),
+        ({"fp16": {"enabled": "true"}, "zero_optimization": {"stage": "0"}}, "fp16 must have a ZeRO stage of 1, 2 or"),
     ],
 )
 def test_what_cannot_be_right_is_refused(config: dict[str, Any], message: str) -> None:
@@ -89,8 +98,11 @@ def test_precision_has_one_place_with_lightning(precision: str, key: str) -> Non
     """DeepSpeed would train in the config's; where both say the same, the config may say more."""
     _check_precision({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bf16-mixed")
     _check_precision({"fp16": {"enabled": True, "loss_scale": 64}}, "16-mixed")
-    with pytest.raises(ValueError, match=f"precision must be that of the config, got {precision} and {key}.enabled"):
-        _check_precision({key: {"enabled": precision != "bf16-true"}}, precision)
+    for enabled in (True, 1, "true"):
+        with pytest.raises(ValueError, match=f"must be that of the config, got {precision} and {key}.enabled"):
+            _check_precision({key: {"enabled": enabled if precision != "bf16-true" else not enabled}}, precision)
+    with pytest.raises(ValueError, match=f"that of the config, got {precision} and torch_autocast.enabled true"):
+        _check_precision({"torch_autocast": {"enabled": True}}, precision)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +111,10 @@ def test_precision_has_one_place_with_lightning(precision: str, key: str) -> Non
         (None, "config must be a dictionary or a JSON file, got .*ds.json: .* No such file"),
         ("{,}", "config must be a dictionary or a JSON file, got .*ds.json: Expecting"),
         ("[1]", "config must be an object of JSON, got list"),
+        (
+            '{"bf16": {}, "bf16": {}}',
+            "config must be a dictionary or a JSON file, .*: bf16 is there more than once",
+        ),
         ("{}", "config_params must be None, got dict, which DeepSpeed ignores"),
     ],
 )
@@ -119,10 +135,52 @@ def test_long_configs_are_compared_by_checksum() -> None:
     assert _signature({"key_2": 2}) == {"keys": ["key_2"], "key_2": 2}
 
 
+@pytest.mark.parametrize("clipping", [-1.0, "1.0"])
+def test_a_clipping_that_is_no_norm_is_refused(clipping: object) -> None:
+    """DeepSpeed clips by none that is negative."""
+    check({"gradient_clipping": 0}, {})
+    with pytest.raises(ValueError, match="gradient_clipping must be a norm of at least 0, got "):
+        check({"gradient_clipping": clipping}, {})
+
+
+def test_options_beside_a_config_are_refused(tmp_path: Path) -> None:
+    """Lightning makes a config of them where there is none; a command line gives their defaults."""
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 1}}')
+    assert DeepSpeedContextParallelStrategy(config=str(path), stage=2, loss_scale=64.0).zero_stage_3 is False
+    with pytest.raises(ValueError, match="stage must not be given beside config, got 3; set it in the config"):
+        DeepSpeedContextParallelStrategy(config=str(path), stage=3)
+    with pytest.raises(ValueError, match="remote_device must be None, got nvme; every rank builds the whole model"):
+        DeepSpeedContextParallelStrategy(stage=3, remote_device="nvme")
+
+
 def test_clipping_has_one_place_with_lightning() -> None:
     """Lightning would otherwise leave the trainer's value unused."""
     with pytest.raises(ValueError, match="gradient_clipping must not be in the config, got 1.0; set Trainer"):
         DeepSpeedContextParallelStrategy(config={"gradient_clipping": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("model_parts", "num_ranks", "continued", "told"),
+    [
+        (["mp_rank_00"], 2, True, None),
+        (["mp_rank_00"], 4, True, "of 4 ranks, got .*, which 2 have written; take 2, or make a universal one"),
+        (["mp_rank_00"], 4, False, None),
+        (["zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_00"], 1, False, None),
+        (["zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_00"], 1, True, "of 1 ranks, got .*, which 2 have"),
+        (["zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_00"], 4, False, "which 2 have written; take at most 2"),
+    ],
+)
+def test_a_checkpoint_of_other_ranks(
+    tmp_path: Path, model_parts: list[str], num_ranks: int, continued: bool, told: str | None
+) -> None:
+    """Two ranks have written it, at stages 1 and 3: DeepSpeed fails, at stage 3 on some ranks alone."""
+    (tmp_path / "checkpoint").mkdir()
+    names = [f"{part}_model_states.pt" for part in model_parts]
+    for name in (*names, *(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))):
+        (tmp_path / "checkpoint" / name).touch()
+    error = _other_ranks(tmp_path, num_ranks, continued)
+    assert error is None if told is None else re.search(told, str(error))
 
 
 def test_strategy_leaves_the_callers_config_alone() -> None:
