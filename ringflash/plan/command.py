@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -12,14 +14,15 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
 from ringflash.console import console
-from ringflash.flops import visible_pairs
+from ringflash.flops import Chunk, visible_pairs
 from ringflash.huggingface.weights import laid_over, read_config
+from ringflash.mask import cut_into_chunks
 from ringflash.memory import Memory
 from ringflash.plan.job import Job, Precision
 from ringflash.plan.machine import GIB, GPUS, Machine, Rates
 from ringflash.plan.memory import worst_moment
+from ringflash.plan.read import model_of
 from ringflash.plan.search import bytes_of_a_host, cheapest_change, fewest_gpus, fits, longest_sequence
-from ringflash.plan.shape import shape_of, windows_of
 from ringflash.plan.timing import step_time
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -116,6 +119,7 @@ def make_plan(job: Job, machine: Machine) -> dict[str, Any]:
         "mfu": time.mfu,
         "model_tflops_per_gpu": time.model_tflops,
         "tokens_per_second": local / time.step,
+        "assumptions": job.model.assumptions,
     }
     if not plan["fits"]:
         plan["remedy"] = _remedy(job, machine)
@@ -150,14 +154,17 @@ def _job(options: Namespace, named: _Named, gpus: int) -> Job:
     if asked is None:
         raise ValueError("--seqlen must be given with a configuration, got none; a recipe has its own.")
     cp_size = (named.cp_size or gpus) if options.cp is None else options.cp
-    shape = shape_of(config)
-    windows = windows_of(config) if options.window is None else [options.window]
+    shape, windows = model_of(config)
+    if options.window is not None:
+        windows = [options.window]
+    liger = memory.get("liger")  # auto counts as installed
+    memory["liger"] = shape.takes_liger if liger == "auto" else bool(liger)
     return Job(
         shape,
         asked,
         cp_size,
         max(1, gpus // max(1, cp_size)),
-        visible_fraction=options.visible * sum(_in_window(asked, window) for window in windows) / len(windows),
+        visible_fraction=options.visible * visible_fraction(asked, windows),
         precision=options.precision or named.precision or "bf16-mixed",
         offload_optimizer=options.offload_optimizer,
         ring=options.ring,
@@ -183,7 +190,6 @@ def _model(paths: list[Path]) -> _Named:
         config = laid_over(read_config(Path(pretrained)) if pretrained else {}, model.get("model") or {})
         trainer = recipe.get("trainer") or {}
         _check_memory(memory, paths[-1])
-        memory["liger"] = bool(memory.get("liger"))  # where it is auto, as installed
         memory["accumulates"] = (trainer.get("accumulate_grad_batches") or 1) > 1
         strategy, precision = trainer.get("strategy"), trainer.get("precision")
         chosen = strategy.get("init_args") if isinstance(strategy, dict) else None  # by name alone it has none
@@ -210,6 +216,8 @@ def _check_memory(memory: dict[str, Any], path: Path) -> None:
     unknown = sorted(set(memory) - {field.name for field in fields(Memory)})
     if unknown:
         raise ValueError(f"memory must have the keys of recipes/lightning, got {unknown[0]!r} in {path}; remove it.")
+    if memory.get("liger") not in (None, True, False, "auto"):
+        raise ValueError(f"liger must be true, false or auto, got {memory['liger']!r} in {path}; correct it.")
 
 
 def _check_strategy(strategy: object, path: Path) -> None:
@@ -237,8 +245,16 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _in_window(seqlen: int, window: int | None) -> float:
-    """Part of a sequence's causal pairs that lie in a window of so many keys to the left."""
+def visible_fraction(seqlen: int, windows: Sequence[int | Chunk | None]) -> float:
+    """Part of a sequence's causal pairs that the layers' windows and chunks leave; the mean of the layers."""
+    return sum(_in_window(seqlen, window) for window in windows) / len(windows)
+
+
+def _in_window(seqlen: int, window: int | Chunk | None) -> float:
+    """Part of a sequence's causal pairs that lie in a window of so many keys to the left, or in chunks."""
+    if isinstance(window, Chunk):
+        bounds = cut_into_chunks((0, seqlen), window.size)
+        return sum(visible_pairs(stop - start) for start, stop in pairwise(bounds)) / visible_pairs(seqlen)
     if window is not None and window < 0:
         raise ValueError(f"--window must be 0 or more, got {window}; leave it out for none.")
     return visible_pairs(seqlen, window) / visible_pairs(seqlen) if seqlen else 1.0  # which is refused later
@@ -289,6 +305,8 @@ def _print(plan: dict[str, Any]) -> None:
     out.print(f"longest sequence that fits: {plan['longest_sequence']:,} tokens")
     for line in _verdict(plan):
         out.print(line)
+    for assumption in plan["assumptions"]:
+        out.print(f"assumed: {assumption}")
     out.print("assumed: " + ", ".join(f"{name} {value:g}" for name, value in machine["rates"].items()))
 
 

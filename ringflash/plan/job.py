@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ringflash.plan.shape import ModelShape
+from ringflash.plan.read import Shape
 
 Checkpointing = Literal["none", "attention_kept", "full"]
 Precision = Literal["bf16-mixed", "bf16-true"]
@@ -32,7 +32,7 @@ class Job:
             once to every host and passes it on inside. ringflash has "flat"; "double" is for comparison.
     """
 
-    model: ModelShape
+    model: Shape
     seqlen: int
     cp_size: int
     dp_size: int = 1
@@ -56,6 +56,16 @@ class Job:
             raise ValueError(
                 "checkpointing must be 'attention_kept' or 'full' with offload_checkpoints, got 'none'; there are no "
                 "checkpoints to offload."
+            )
+        if self.liger and not self.model.takes_liger:
+            raise NotImplementedError(
+                f"liger must be false for a plan of {self.model.family}, got true; what its kernels keep there "
+                "is not counted."
+            )
+        if self.mlp_tile_tokens > 0 and not self.model.takes_tiles:
+            raise NotImplementedError(
+                f"mlp_tile_tokens must be 0 for a plan of {self.model.family}, got {self.mlp_tile_tokens}; MLPs of "
+                "gate_proj, up_proj and down_proj alone are tiled, and no experts."
             )
         if not 0 < self.visible_fraction <= 1:
             raise ValueError(

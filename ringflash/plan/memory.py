@@ -25,6 +25,7 @@ from ringflash.loss import CHUNK_LOGITS
 from ringflash.ops import MOST_BUFFER_BYTES
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
+from ringflash.plan.read import ReadShape
 from ringflash.transport import MessageMemory, SymmetricMemory
 
 BF16, FP32 = 2, 4
@@ -52,6 +53,7 @@ def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
     weights = model.parameters * _weight_bytes(job) // job.world_size
     states = 0 if job.offload_optimizer else 2 * weights  # AdamW's two
     root, layer = (0 if alone else x * BF16 for x in (model.root_parameters, model.layer_parameters))
+    leaving = 0 if alone else model.expert_parameters * (BF16 + FP32)  # gradients of a layer's experts, to be spread
     summed = weights if job.accumulates else 0  # over the sequences before
     head = model.embedding_parameters * (_weight_bytes(job) if alone else BF16)  # its gradient, whole until C
     spread = 0 if alone else model.root_parameters * (BF16 + FP32)
@@ -68,8 +70,8 @@ def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
     return {
         "the loss": parts(weights, gathered=root, checkpoints=_checkpoints(job), loss=_loss(job)),
         "the last layer's backward": parts(
-            summed if alone and summed else summed + head, gathered=root + 2 * layer, checkpoints=_checkpoints(job),
-            layer=layer_bytes(job, one_host=one_host), loss=layer_input_bytes(job),
+            summed if alone and summed else summed + head, gathered=root + 2 * layer + leaving,
+            checkpoints=_checkpoints(job), layer=layer_bytes(job, one_host=one_host), loss=layer_input_bytes(job),
         ),
         "the last gradients": parts(weights, gathered=spread),
         "the optimizer's step": parts(weights, optimizer=states * 3 // 2),
@@ -79,6 +81,8 @@ def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
 def checkpoint_bytes(job: Job) -> int:
     """What the backward of one layer needs of its forward."""
     if job.checkpointing == "none":
+        if isinstance(job.model, ReadShape):
+            return int(job.local_tokens * job.model.kept_mean) - _tiled_away(job)
         return activation_bytes(job)
     return layer_input_bytes(job) + (_attention_kept(job) if job.checkpointing == "attention_kept" else 0)
 
@@ -94,9 +98,12 @@ def activation_bytes(job: Job) -> int:
     Each norm its input in fp32 and its result twice (before and after the weight), those of q and k once, attention
     q, k, v, out and lse, the MLP four tensors of its width; a tile's MLP is computed again and keeps its input alone.
     Liger's norms keep input and result, its SwiGLU three tensors.
-    Not counted: the rotary angles, which all layers share, and one number for each norm and token.
+    Not counted: the rotary angles, which all layers share, and one number for each norm and token. Of a model that was
+    read these numbers are counted: it is what the layer that keeps most was seen to keep.
     """
     model, tokens = job.model, job.local_tokens
+    if isinstance(model, ReadShape):
+        return tokens * model.kept.layer - _tiled_away(job)
     norms = 2 * _norm_bytes(job)
     if model.qk_norm:
         norms += tokens * (model.q_size + model.kv_size) * (BF16 if job.liger else FP32 + BF16)
@@ -117,7 +124,10 @@ def layer_bytes(job: Job, *, one_host: bool = False) -> int:
     if job.checkpointing != "none" and job.liger:
         kept -= layer_input_bytes(job)  # the first norm's
     tile = min(job.mlp_tile_tokens or tokens, tokens)
-    mlp = tile * model.intermediate_size * BF16 * (3 + (4 if job.mlp_tile_tokens else 0))
+    if isinstance(model, ReadShape):
+        mlp = tile * model.kept.mlp * (2 if job.mlp_tile_tokens else 1)
+    else:
+        mlp = tile * model.intermediate_size * BF16 * (3 + (4 if job.mlp_tile_tokens else 0))
     if job.mlp_tile_tokens:
         mlp += 3 * model.hidden_size * model.intermediate_size * FP32  # sums over tiles
     norm = tokens * model.hidden_size * (BF16 if job.liger else 3 * FP32) - _mlp_bytes(job)
@@ -223,7 +233,15 @@ def _norm_bytes(job: Job) -> int:
 
 def _mlp_bytes(job: Job) -> int:
     """Of one MLP, its input not counted."""
+    if isinstance(job.model, ReadShape):
+        return 0 if job.mlp_tile_tokens else job.local_tokens * job.model.kept.mlp
     return 0 if job.mlp_tile_tokens else (3 if job.liger else 4) * job.local_tokens * job.model.intermediate_size * BF16
+
+
+def _tiled_away(job: Job) -> int:
+    """Of a model that was read, what tiles leave out of a layer."""
+    assert isinstance(job.model, ReadShape)
+    return job.local_tokens * job.model.kept.mlp if job.mlp_tile_tokens else 0
 
 
 def _loss(job: Job) -> int:

@@ -33,10 +33,24 @@ class ModelShape:
     out_bias: bool = False
     mlp_bias: bool = False
 
+    family = "a dense decoder"
+    takes_liger = takes_tiles = True
+    expert_parameters = 0
+
+    @property
+    def assumptions(self) -> list[str]:
+        """Nothing beside the machine's rates."""
+        return []
+
     @property
     def q_size(self) -> int:
         """Features of all query heads."""
         return self.num_heads * self.head_dim
+
+    @property
+    def mean_size(self) -> float:
+        """Features that FLOPs count, where values may be narrower than keys."""
+        return self.q_size
 
     @property
     def kv_size(self) -> int:
@@ -77,6 +91,11 @@ class ModelShape:
     def matmul_parameters(self) -> int:
         """Parameters that multiply every token: all matrices but the input embedding, which is looked up."""
         return self.num_layers * self.layer_matrix_parameters + self.embedding_parameters
+
+    @property
+    def computed_parameters(self) -> int:
+        """Parameters that the model's code multiplies."""
+        return self.matmul_parameters
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:

@@ -35,9 +35,10 @@ class StepTime:
 def step_time(job: Job, machine: Machine) -> StepTime:
     """Time of a step by the machine's rates."""
     peak, rates = machine.gpu.peak_tflops * 1e12, machine.rates
-    forward = attention_flops(job) / (peak * rates.attention_forward)
-    backward = 2.5 * attention_flops(job) / (peak * rates.attention_backward)
-    linear = linear_flops(job) / (peak * rates.linear)
+    padded = job.model.q_size / job.model.mean_size
+    forward = padded * attention_flops(job) / (peak * rates.attention_forward)
+    backward = 2.5 * padded * attention_flops(job) / (peak * rates.attention_backward)
+    linear = job.model.computed_parameters / job.model.matmul_parameters * linear_flops(job) / (peak * rates.linear)
     parts = {
         "attention forward": forward,
         "attention backward": backward,
@@ -62,7 +63,7 @@ def linear_flops(job: Job) -> float:
 
 def attention_flops(job: Job) -> float:
     """Of one GPU's attention, forward: 4 for each visible pair and feature of a head."""
-    return 4.0 * job.model.q_size * job.visible_pairs / job.cp_size * job.model.num_layers
+    return 4.0 * job.model.mean_size * job.visible_pairs / job.cp_size * job.model.num_layers
 
 
 def _layer_share(job: Job) -> float:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ringflash import huggingface
 from ringflash.cli import main
-from ringflash.flops import layer_windows
+from ringflash.flops import Chunk, layer_windows, multiplied
 from ringflash.headwise import Gathered, Home, sections_of
 from ringflash.lightning.module import build_model
 from ringflash.mask import SequenceMask
@@ -35,6 +35,7 @@ from ringflash.plan.memory import (
     transport_bytes,
     worst_moment,
 )  # fmt: skip
+from ringflash.plan.read import ReadShape, model_of, read_shape
 from ringflash.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
 from ringflash.plan.shape import FAMILIES, shape_of, windows_of
 from ringflash.plan.timing import attention_flops, linear_flops, step_time
@@ -528,6 +529,136 @@ def test_what_a_configuration_leaves_out_is_as_in_transformers(family: str) -> N
     assert shape_of(config) == shape_of(AutoConfig.for_model(**config).to_dict())
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "n_group": 1, "topk_group": 1, "num_key_value_heads": 8, "first_k_dense_replace": 1, "n_routed_experts": 4,
+    "head_dim": 8,
+}  # fmt: skip
+READ: list[tuple[str, dict[str, Any]]] = [
+    ("mixtral", EXPERTS),
+    ("qwen3_moe", EXPERTS),
+    ("gpt_oss", {**EXPERTS, "rope_parameters": None, "sliding_window": 32}),
+    ("granitemoe", EXPERTS),
+    ("deepseek_v3", {**EXPERTS, **LATENT}),
+    ("gemma3_text", {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("llama4_text", {**EXPERTS, "num_experts_per_tok": 1, "attention_chunk_size": 40, "no_rope_layers": [1, 0],
+                     "intermediate_size_mlp": 96}),
+    ("phi3", {"pad_token_id": 0, "sliding_window": 32}),
+    ("glm4", {"pad_token_id": 0}),
+    ("cohere2", {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("starcoder2", {"use_bias": True}),
+    ("olmo2", {"tie_word_embeddings": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "options"), READ, ids=[family for family, _ in READ])
+def test_what_is_read_off_a_model_is_its_own(family: str, options: dict[str, Any]) -> None:
+    """Parameters, what multiplies a token, windows; and, beside a forward with numbers, what its layers keep."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = small(family, **options)
+    shape, windows = model_of(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert isinstance(shape, ReadShape)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (shape.matmul_parameters, shape.mean_size) == multiplied(model)
+    assert windows == layer_windows(model.config)
+    first, _ = model_of({**config, "num_hidden_layers": 1, **_of_one_layer(config)})
+    assert isinstance(first, ReadShape)
+    seqlen = 96
+    rotary = saved_bytes({**config, **_of_one_layer(config)}, seqlen) - seqlen * first.kept.layer
+    assert 0 <= rotary <= seqlen * 2 * shape.head_dim * 4
+
+
+def _of_one_layer(config: dict[str, Any]) -> dict[str, Any]:
+    """Lists by layer, of the first one alone."""
+    return {name: config[name][:1] for name in ("layer_types", "no_rope_layers") if name in config}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_known_families_are_read_alike(family: str) -> None:
+    """To a number of fp32 for each norm of a token, which their formulas leave out."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    huggingface.register()
+    made = AutoConfig.for_model(**small(family))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made, attn_implementation="ringflash", dtype=torch.bfloat16)
+    read, known = read_shape(model), shape_of(small(family))
+    for name in ("parameters", "layer_parameters", "root_parameters", "matmul_parameters", "layer_matrix_parameters",
+                 "embedding_parameters", "q_size", "kv_size", "mean_size", "computed_parameters"):  # fmt: skip
+        assert getattr(read, name) == getattr(known, name)
+    norms = 2 + (known.num_heads + known.num_kv_heads if known.qk_norm else 0)
+    jobs = [Job(shape, 96, 1, checkpointing="none") for shape in (read, known)]
+    assert checkpoint_bytes(jobs[0]) - checkpoint_bytes(jobs[1]) == 96 * 4 * norms
+
+
+def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], *options: str) -> Any:
+    """What the command says of a configuration."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    main(["plan", str(tmp_path), "--seqlen", "128k", "--gpus", "8", "--json", *options])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_experts_take_memory_all_and_time_by_the_active(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice as many experts, as many a token; and the other way round."""
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 64, "num_experts_per_tok": 2}
+    base = small("qwen3_moe", **sizes)
+    more, busier = base | {"num_experts": 128}, base | {"num_experts_per_tok": 4}
+    plans = [planned(tmp_path, capsys, config) for config in (base, more, busier)]
+    weights, linear, at_work = (
+        [plan[table][name] for plan in plans]
+        for table, name in (
+            ("memory_bytes", "weights"), ("step_seconds", "linear"), ("memory_bytes", "one layer at work")
+        )
+    )  # fmt: skip
+    assert weights[1] > 1.9 * weights[0] == 1.9 * weights[2]
+    assert linear[1] < 1.1 * linear[0] < linear[2] and at_work[1] < 1.1 * at_work[0] < at_work[2]
+    assert "products of experts run at the rate of linear" in plans[0]["assumptions"]
+
+
+def test_a_model_that_computes_all_experts_takes_their_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 4's of transformers; MFU counts those that a token is sent to."""
+    options = next(options for family, options in READ if family == "llama4_text")
+    plan = planned(tmp_path, capsys, small("llama4_text", **options))
+    model = plan["job"]["model"]
+    others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; beside them rotary angles
+    assert model["computed_parameters"] - model["matmul_parameters"] == pytest.approx(others, rel=1e-4)
+    assert any("computes experts for tokens of others, too" in assumption for assumption in plan["assumptions"])
+    chunked = (_in_window(1 << 17, Chunk(40)) + 1) / 2
+    assert plan["job"]["visible_fraction"] == pytest.approx(chunked)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (small("mixtral", **EXPERTS), ["--mlp_tile_tokens", "8"], "mlp_tile_tokens must be 0 for a plan of mixtral"),
+        (small("mixtral", **EXPERTS), ["--liger", "true"], "liger must be false for a plan of mixtral, got true"),
+        (small("gemma2"), [], "final_logit_softcapping must be unset, got 30.0"),
+        (small("persimmon"), [], "model_type must be one whose parameters can be placed, got 'persimmon'"),
+        ({"model_type": "mamba"}, [], "model_type must be one of a text model with model.layers, got 'mamba'"),
+        ({"model_type": "nothing"}, [], "config must be one that transformers builds a causal model from, got"),
+        (small("mixtral", hidden_size="many"), [], "config must be one that transformers builds a causal model from"),
+    ],
+)
+def test_models_that_no_plan_counts_are_refused(
+    config: dict[str, Any], options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(tmp_path), "--seqlen", "1k", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_changes_that_a_model_does_not_take_are_not_proposed() -> None:
+    shape, _ = model_of(small("mixtral", **EXPERTS))
+    job = Job(shape, 1 << 10, cp_size=8, checkpointing="none")
+    job = replace(job, seqlen=longest_sequence(replace(job, checkpointing="full"), HOST))
+    cheapest = cheapest_change(job, HOST)
+    assert cheapest is not None and not cheapest[1].liger and not cheapest[1].mlp_tile_tokens
+
+
 def test_other_families_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="model_type must be one of llama, .* got 'mixtral'"):
         shape_of({"model_type": "mixtral"})
@@ -546,6 +677,7 @@ def test_a_host_more_needs_less_memory_each() -> None:
         ({}, "64k", r"seqlen must be an integer, got '64k' in .*recipe.yaml; write it in digits"),
         ({"mlp_tile_tokens": "8k"}, 4096, "mlp_tile_tokens must be an integer, got '8k'"),
         ({"checkpoints": "full"}, 4096, "memory must have the keys of recipes/lightning, got 'checkpoints'"),
+        ({"liger": "yes"}, 4096, "liger must be true, false or auto, got 'yes'"),
         ({"checkpointing": "half"}, 4096, r"checkpointing must be one of \('none', .*, got 'half'"),
     ],
 )

@@ -1,0 +1,172 @@
+"""What autograd keeps of each layer of a transformers model, read off a forward on the meta device.
+
+No number is computed. Attention is a stand-in that keeps what ring attention keeps: q, k, v, out and lse.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import pad
+from torch.utils.flop_counter import FlopCounterMode
+
+from ringflash.huggingface.refusals import find_static_error
+from ringflash.huggingface.sinks import beside_sinks
+
+TOKENS = 512  # of the forward; all that is kept grows with them
+_NAME = "kept"  # with "flash" in it transformers would look for a package
+
+
+class Kept(NamedTuple):
+    """Bytes a token of one layer: in all, and of its MLP alone, the MLP's input not counted."""
+
+    layer: int
+    mlp: int
+
+
+class Seen(NamedTuple):
+    """What a forward shows: of every layer; parameters that multiply a token in plain products, those of groups left
+    out; and the largest (KV heads, features of a key) of an attention."""
+
+    layers: list[Kept]
+    multiplied: float
+    keys: tuple[int, int]
+
+
+def see_layers(model: nn.Module) -> Seen:
+    """What every decoder layer keeps, and computes.
+
+    Without checkpointing, tiles or Liger; rotary angles, which all share, are not counted.
+
+    Args:
+        model: a causal language model on the meta device, in bf16.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    keys: list[tuple[int, int]] = []
+    AttentionInterface.register(_NAME, partial(_attention, keys))
+    AttentionMaskInterface.register(_NAME, lambda **_: None)
+    body: Any = model.get_submodule("model")
+    counts = [_Count(layer) for layer in body.layers]
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation(_NAME)  # type: ignore[operator]
+    try:
+        ids, positions = (torch.zeros(1, TOKENS, dtype=torch.long, device="meta") for _ in range(2))
+        with FlopCounterMode(display=False) as counter:
+            body(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
+        for count in counts:
+            count.remove()
+    return Seen([count.kept for count in counts], counter.get_total_flops() / (2 * TOKENS), max(keys))
+
+
+def mlp_of(layer: nn.Module) -> nn.Module:
+    """The child of a layer that has most parameters beside attention's: its MLP, or experts."""
+    others = [child for child in layer.children() if not any(hasattr(m, "is_causal") for m in child.modules())]
+    return max(others, key=lambda child: sum(p.numel() for p in child.parameters()))
+
+
+class _Count:
+    """Counts the storages that a layer's forward keeps."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.in_mlp: dict[int, int] = defaultdict(int)
+        self._inside = False
+        self._shared = {p.untyped_storage()._cdata for p in layer.parameters()}
+        self._mlp = mlp_of(layer)
+        self._forwards = [(layer, layer.forward), (self._mlp, self._mlp.forward)]
+        layer.forward = self._counted(layer.forward)  # type: ignore[method-assign]
+        self._mlp.forward = self._marked(self._mlp.forward)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Count no more."""
+        for module, _ in self._forwards:
+            vars(module).pop("forward")
+
+    @property
+    def kept(self) -> Kept:
+        """By token."""
+        whole = sum(storage.nbytes() for storage in self.storages.values())
+        return Kept(whole // TOKENS, sum(self.in_mlp.values()) // TOKENS)
+
+    def _counted(self, forward: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._shared |= {x.untyped_storage()._cdata for x in _tensors(kwargs.get("position_embeddings"))}
+            with saved_tensors_hooks(self._keep, lambda x: x):
+                return forward(*args, **kwargs)
+
+        return counted
+
+    def _marked(self, forward: Any) -> Any:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._inputs = {x.untyped_storage()._cdata for x in _tensors([*args, *kwargs.values()])}
+            with self._within():
+                return forward(*args, **kwargs)
+
+        return marked
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        self._inside = True
+        yield
+        self._inside = False
+
+    def _keep(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self._shared and key not in self.storages:
+            self.storages[key] = storage
+            if self._inside and key not in self._inputs:
+                self.in_mlp[key] = storage.nbytes()
+        return x
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [x for x in values if isinstance(x, Tensor)]
+
+
+class _StandIn(torch.autograd.Function):
+    """Keeps what ring attention does."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+
+def _attention(
+    keys: list[tuple[int, int]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As the plug's, and with its refusals: values are padded to the width of keys."""
+    error = find_static_error(module, query, key, dropout, sliding_window, True, kwargs, s_aux)
+    if error is not None:
+        raise error
+    keys.append((key.shape[1], key.shape[3]))
+    width, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
+    value = pad(value, (0, missing)) if missing else value  # which copies
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse = _StandIn.apply(q, k, v)
+    out = out if s_aux is None else beside_sinks((out, lse), s_aux)
+    return out[..., :width], None
