@@ -44,10 +44,10 @@ from ringflash.lightning.sequences import Batch, Loader, SequenceData  # noqa: E
 from ringflash.lightning.strategy import strategy_of  # noqa: E402
 from ringflash.lightning.text import text_files  # noqa: E402
 from ringflash.memory import Memory  # noqa: E402
-from ringflash.plan.command import make_plan  # noqa: E402
+from ringflash.plan.command import make_plan, visible_fraction  # noqa: E402
 from ringflash.plan.job import Job, Precision  # noqa: E402
 from ringflash.plan.machine import GIB, GPUS, Machine  # noqa: E402
-from ringflash.plan.shape import shape_of  # noqa: E402
+from ringflash.plan.read import model_of  # noqa: E402
 from ringflash.transport import buffers  # noqa: E402
 
 ABOUT = (
@@ -244,7 +244,7 @@ class StepTimes(lightning.Callback):
         if module.flops_of is None:
             return {}
         return plans(
-            sorted({step.seqlen for step in self.steps}), _name(strategy.root_device), model=shape_of(module.config),
+            sorted({step.seqlen for step in self.steps}), _name(strategy.root_device), module.config,
             cp_size=strategy.cp_size, dp_size=strategy.dp_size, precision=trainer.precision, memory=module.memory,
             accumulates=trainer.accumulate_grad_batches > 1,
         )  # fmt: skip
@@ -255,20 +255,28 @@ class StepTimes(lightning.Callback):
             torch.cuda.synchronize()
 
 
-def plans(lengths: list[int], device: str, *, memory: Memory, **job: Any) -> dict[str, Any]:
+def plans(lengths: list[int], device: str, config: dict[str, Any], *, memory: Memory, **job: Any) -> dict[str, Any]:
     """What `ringflash plan` says of each length; nothing on a device or in a precision that it does not know.
 
+    It counts Liger's kernels where it knows what they keep.
+
     Args:
-        job: of `ringflash.plan.job.Job`, beside the length and the memory.
+        config: of the model.  job: of `ringflash.plan.job.Job`, beside the model, the length and the memory.
     """
     gpu = next((gpu for name, gpu in GPUS.items() if name in device), None)
     if gpu is None or job["precision"] not in get_args(Precision):
         return {}
     machine = Machine(gpu, job["cp_size"] * job["dp_size"])
+    model, windows = model_of(config)
     kept = asdict(memory)
-    if memory.liger == "auto":
-        kept["liger"] = find_spec("liger_kernel") is not None
-    made = {str(seqlen): make_plan(Job(seqlen=seqlen, **job, **kept), machine) for seqlen in lengths}
+    installed = find_spec("liger_kernel") is not None
+    kept["liger"] = model.takes_liger and (installed if memory.liger == "auto" else memory.liger)
+    made = {
+        str(seqlen): make_plan(
+            Job(model, seqlen, visible_fraction=visible_fraction(seqlen, windows), **job, **kept), machine
+        )
+        for seqlen in lengths
+    }
     wanted = ("step_seconds", "memory_bytes", "memory_at", "mfu")
     return {seqlen: {name: plan[name] for name in wanted} for seqlen, plan in made.items()}
 
