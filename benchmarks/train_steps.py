@@ -147,7 +147,8 @@ class StepTimes(lightning.Callback):
         self._trace: profile | None = None
 
     def setup(self, trainer: lightning.Trainer, pl_module: CausalLM, stage: str) -> None:
-        """The ranks have met, and there is no model yet."""
+        """The ranks have met, and there is no model yet, nor Liger in its family."""
+        self._planned = self._plans(trainer, pl_module)
         self._clock = time.perf_counter()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
@@ -164,7 +165,7 @@ class StepTimes(lightning.Callback):
             "precision": trainer.precision,
             "built_seconds": round(time.perf_counter() - self._clock, 2),
             "steps": [],
-            "plans": self._plans(trainer, pl_module),
+            "plans": self._planned,
         }
         self._begin(trainer)
 
@@ -239,15 +240,16 @@ class StepTimes(lightning.Callback):
         return {"kind": step.kind, "seqlen": step.seqlen, **most, "loss": loss, "grad_norm": norm, **speed}
 
     def _plans(self, trainer: lightning.Trainer, module: CausalLM) -> dict[str, Any]:
-        """`plans` of what is trained; none for a family whose FLOPs are not counted."""
+        """`plans` of what is trained; none for a family that no plan counts."""
         strategy = strategy_of(trainer)
-        if module.flops_of is None:
+        try:
+            return plans(
+                sorted({step.seqlen for step in self.steps}), _name(strategy.root_device), module.config,
+                cp_size=strategy.cp_size, dp_size=strategy.dp_size, precision=trainer.precision, memory=module.memory,
+                accumulates=trainer.accumulate_grad_batches > 1,
+            )  # fmt: skip
+        except NotImplementedError:
             return {}
-        return plans(
-            sorted({step.seqlen for step in self.steps}), _name(strategy.root_device), module.config,
-            cp_size=strategy.cp_size, dp_size=strategy.dp_size, precision=trainer.precision, memory=module.memory,
-            accumulates=trainer.accumulate_grad_batches > 1,
-        )  # fmt: skip
 
     @staticmethod
     def _synchronize() -> None:

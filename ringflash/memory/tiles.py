@@ -1,58 +1,82 @@
-"""MLPs that work on a few tokens at a time: the tensors of their width never exist for all tokens of a rank."""
+"""MLPs and experts that work on a few tokens at a time: tensors of their width never exist for all tokens of a rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_ROUTED = (  # what transformers' stacked experts take
+    ["hidden_states", "top_k_index", "top_k_weights"],
+    ["hidden_states", "router_indices", "routing_weights"],
+)
 
 
 def tile_mlps(model: nn.Module, tile_tokens: int) -> None:
-    """Tile every gated MLP of a transformers model, in place; names of parameters stay.
+    """Tile every gated MLP of a transformers model and its stacked experts, in place; names of parameters stay.
 
     Args:
         tile_tokens: tokens of a tile.
     Raises:
         ValueError: a tile without tokens; tiled already.
-        NotImplementedError: a model without such an MLP, or one whose results for tokens depend on others.
+        NotImplementedError: a model without such a module, or one whose results for tokens depend on others.
     """
     if tile_tokens < 1:
         raise ValueError(f"mlp_tile_tokens must be positive, got {tile_tokens}; leave it at 0 for no tiles.")
-    mlps = [module for module in model.modules() if all(hasattr(module, name) for name in _PROJECTIONS)]
-    if not mlps:
+    tiled = modules_to_tile(model)
+    if not tiled:
         raise NotImplementedError(
-            f"model must have MLPs with {', '.join(_PROJECTIONS)}, got none in {type(model).__name__}; "
-            "set mlp_tile_tokens to 0."
+            f"model must have MLPs with {', '.join(_PROJECTIONS)}, or experts that are called with the weights of "
+            f"their tokens, got none in {type(model).__name__}; set mlp_tile_tokens to 0."
         )
-    for mlp in mlps:
-        if isinstance(mlp, _TiledMLP):
-            raise ValueError(f"MLPs must be tiled once, got {type(mlp).__name__}; leave the second call out.")
-        if any(not isinstance(getattr(mlp, name), nn.Linear) for name in _PROJECTIONS):
+    for module in tiled:
+        if isinstance(module, _Tiled):
+            raise ValueError(f"MLPs must be tiled once, got {type(module).__name__}; leave the second call out.")
+        if _is_gated(module) and any(not isinstance(getattr(module, name), nn.Linear) for name in _PROJECTIONS):
             raise NotImplementedError(
-                f"projections of {type(mlp).__name__} must be linear layers, got others; set mlp_tile_tokens to 0."
+                f"projections of {type(module).__name__} must be linear layers, got others; set mlp_tile_tokens to 0."
             )
-        patched = vars(mlp).pop("forward", None)  # where a library has patched this one module
-        mlp.__class__ = type(f"Tiled{type(mlp).__name__}", (_TiledMLP, type(mlp)), {})
-        vars(mlp).update(_untiled=patched, tile_tokens=tile_tokens)
+        patched = vars(module).pop("forward", None)  # where a library has patched this one module
+        module.__class__ = type(f"Tiled{type(module).__name__}", (_Tiled, type(module)), {})
+        vars(module).update(_untiled=patched, tile_tokens=tile_tokens)
 
 
-class _TiledMLP:
-    """The forward of an MLP's class, tile by tile."""
+def modules_to_tile(model: nn.Module) -> list[nn.Module]:
+    """The gated MLPs of a model, and the experts that it stacks."""
+    return [module for module in model.modules() if _is_gated(module) or _is_stack_of_experts(module)]
+
+
+def _is_gated(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in _PROJECTIONS)
+
+
+def _is_stack_of_experts(module: nn.Module) -> bool:
+    """Whether it is called as transformers' are: a token's result is then of that token and its experts alone."""
+    stacked = any(x.dim() == 3 for x in module.parameters(recurse=False))
+    return stacked and (isinstance(module, _Tiled) or list(signature(type(module).forward).parameters)[1:] in _ROUTED)
+
+
+class _Tiled:
+    """The forward of a module's class, tile by tile."""
 
     tile_tokens: int
     _untiled: Any
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Output for x: (..., tokens, hidden_size)."""
+    def forward(self, x: Tensor, *routing: Tensor) -> Tensor:
+        """Output for x: (..., tokens, hidden_size); routing is (..., tokens, k): each token's experts, and weights."""
         assert isinstance(self, nn.Module)
+        if any(of_tokens.shape[:-1] != x.shape[:-1] for of_tokens in routing):
+            flat = (y.flatten(0, -2) for y in (x, *routing))
+            return self.forward(*flat).view(x.shape)
         parameters = _parameters(self)
         if any(hasattr(parameter, "ds_id") for parameter in parameters):
             raise NotImplementedError(
@@ -65,15 +89,20 @@ class _TiledMLP:
                 "mlp_tile_tokens must be 0 under torch.func.functional_call, whose tensors are gone in the backward of "
                 "a tile, got a tiled MLP; use no tiles."
             )
-        return _Tiles.apply(self, x, *parameters)
+        if parametrize.is_parametrized(self):
+            raise NotImplementedError(
+                f"parameters of {type(self).__name__} must be its own, got parametrized ones (as by LoRA on experts), "
+                "whose gradients a tile would lose; set mlp_tile_tokens to 0."
+            )
+        return _Tiles.apply(self, 1 + len(routing), x, *routing, *parameters)
 
-    def whole(self, x: Tensor) -> Tensor:
+    def whole(self, *inputs: Tensor) -> Tensor:
         """Output as without tiles."""
-        return self._untiled(x) if self._untiled is not None else super().forward(x)  # type: ignore[misc]
+        return self._untiled(*inputs) if self._untiled is not None else super().forward(*inputs)  # type: ignore[misc]
 
 
 class _Tiles(torch.autograd.Function):
-    """Keeps the input alone. Parameters are inputs, so that autograd brings their gradients where they belong.
+    """Keeps the inputs alone. Parameters are inputs, too, so that autograd brings their gradients where they belong.
 
     Where there is dropout, such as LoRA's, the backward draws what the forward drew.
 
@@ -81,32 +110,37 @@ class _Tiles(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, mlp: Any, x: Tensor, *parameters: nn.Parameter) -> Tensor:
-        kind = x.device.type
-        ctx.mlp, ctx.autocast = mlp, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        ctx.random = (torch.get_rng_state(), *get_device_states(x)) if _draws(mlp) else None
-        ctx.save_for_backward(x)
-        return torch.cat([mlp.whole(tile) for tile in _tiles(x, mlp)], dim=-2)
+    def forward(ctx: Any, module: Any, num_inputs: int, *tensors: Tensor) -> Tensor:
+        inputs = tensors[:num_inputs]
+        kind = inputs[0].device.type
+        ctx.module, ctx.autocast = module, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        ctx.random = (torch.get_rng_state(), *get_device_states(inputs[0])) if _draws(module) else None
+        ctx.save_for_backward(*inputs)
+        return torch.cat([module.whole(*tile) for tile in _tiles(inputs, module)], dim=-2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        mlp, wanted = ctx.mlp, ctx.needs_input_grad[2:]
-        parameters = [p for p, want in zip(_parameters(mlp), wanted, strict=True) if want]
+        inputs, module = ctx.saved_tensors, ctx.module
+        needed = ctx.needs_input_grad[2:]
+        wanted, of_inputs = needed[len(inputs) :], needed[: len(inputs)]
+        parameters = [p for p, want in zip(_parameters(module), wanted, strict=True) if want]
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
-        grad_x = []
-        with _drawing_again(ctx.random, x.device.type):
-            for tile, grad_tile in zip(_tiles(x, mlp), _tiles(grad, mlp), strict=True):
-                tile = tile.detach().requires_grad_()
+        parts: list[tuple[Tensor, ...]] = []
+        with _drawing_again(ctx.random, grad.device.type):
+            for tile, (grad_tile,) in zip(_tiles(inputs, module), _tiles((grad,), module), strict=True):
+                leaves = [x.detach().requires_grad_(want) for x, want in zip(tile, of_inputs, strict=True)]
                 with torch.enable_grad(), torch.autocast(*ctx.autocast):
-                    out = mlp.whole(tile)
-                grads = torch.autograd.grad(out, (tile, *parameters), grad_tile)
-                grad_x.append(grads[0])
-                for total, part in zip(sums, grads[1:], strict=True):
+                    out = module.whole(*leaves)
+                asked = [x for x in leaves if x.requires_grad]
+                grads = torch.autograd.grad(out, (*asked, *parameters), grad_tile)
+                parts.append(grads[: len(asked)])
+                for total, part in zip(sums, grads[len(asked) :], strict=True):
                     total += part
-        whole = iter([total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)])
-        return None, torch.cat(grad_x, dim=-2), *(next(whole) if want else None for want in wanted)
+        found = [torch.cat(tiles, dim=-2) for tiles in zip(*parts, strict=True)]
+        found += [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
+        whole = iter(found)
+        return None, None, *(next(whole) if need else None for need in needed)
 
 
 def _parameters(mlp: nn.Module) -> tuple[Tensor, ...]:
@@ -141,5 +175,6 @@ def _drawing_again(state: tuple[Tensor, list[int], list[Tensor]] | None, kind: s
         yield
 
 
-def _tiles(x: Tensor, mlp: Any) -> tuple[Tensor, ...]:
-    return x.split(mlp.tile_tokens, dim=-2)
+def _tiles(tensors: Sequence[Tensor], module: Any) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors of each tile's tokens."""
+    return zip(*(x.split(module.tile_tokens, dim=-2) for x in tensors), strict=True)

@@ -64,8 +64,8 @@ class Job:
             )
         if self.mlp_tile_tokens > 0 and not self.model.takes_tiles:
             raise NotImplementedError(
-                f"mlp_tile_tokens must be 0 for a plan of {self.model.family}, got {self.mlp_tile_tokens}; MLPs of "
-                "gate_proj, up_proj and down_proj alone are tiled, and no experts."
+                f"mlp_tile_tokens must be 0 for {self.model.family}, got {self.mlp_tile_tokens}; MLPs of gate_proj, "
+                "up_proj and down_proj are tiled, and experts that transformers stacks."
             )
         if not 0 < self.visible_fraction <= 1:
             raise ValueError(

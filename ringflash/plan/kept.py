@@ -5,9 +5,7 @@ No number is computed. Attention is a stand-in that keeps what ring attention ke
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,16 +17,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ringflash.huggingface.refusals import find_static_error
 from ringflash.huggingface.sinks import beside_sinks
+from ringflash.memory.tiles import modules_to_tile
 
 TOKENS = 512  # of the forward; all that is kept grows with them
 _NAME = "kept"  # with "flash" in it transformers would look for a package
 
 
 class Kept(NamedTuple):
-    """Bytes a token of one layer: in all, and of its MLP alone, the MLP's input not counted."""
+    """Bytes a token of one layer: in all, of its MLP alone, and of what tiles leave out; inputs of both not counted."""
 
-    layer: int
-    mlp: int
+    layer: float
+    mlp: float
+    tiled: float
 
 
 class Seen(NamedTuple):
@@ -69,10 +69,17 @@ def see_layers(model: nn.Module) -> Seen:
     return Seen([count.kept for count in counts], counter.get_total_flops() / (2 * TOKENS), max(keys))
 
 
-def mlp_of(layer: nn.Module) -> nn.Module:
+def _mlp_of(layer: nn.Module) -> nn.Module:
     """The child of a layer that has most parameters beside attention's: its MLP, or experts."""
     others = [child for child in layer.children() if not any(hasattr(m, "is_causal") for m in child.modules())]
     return max(others, key=lambda child: sum(p.numel() for p in child.parameters()))
+
+
+@dataclass
+class _Part:
+    """Of a layer, some modules; what they keep."""
+
+    num_bytes: int = 0
 
 
 class _Count:
@@ -80,24 +87,26 @@ class _Count:
 
     def __init__(self, layer: nn.Module) -> None:
         self.storages: dict[int, torch.UntypedStorage] = {}
-        self.in_mlp: dict[int, int] = defaultdict(int)
-        self._inside = False
         self._shared = {p.untyped_storage()._cdata for p in layer.parameters()}
-        self._mlp = mlp_of(layer)
-        self._forwards = [(layer, layer.forward), (self._mlp, self._mlp.forward)]
+        self._mlp, self._tiled = _Part(), _Part()
+        self._at_work: list[tuple[_Part, set[int]]] = []  # and its inputs
+        self._layer, self._parts = layer, {_mlp_of(layer): [self._mlp]}
+        for module in modules_to_tile(layer):
+            self._parts.setdefault(module, []).append(self._tiled)
         layer.forward = self._counted(layer.forward)  # type: ignore[method-assign]
-        self._mlp.forward = self._marked(self._mlp.forward)  # type: ignore[method-assign]
+        for module, parts in self._parts.items():
+            module.forward = self._marked(module.forward, parts)  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Count no more."""
-        for module, _ in self._forwards:
+        for module in (self._layer, *self._parts):
             vars(module).pop("forward")
 
     @property
     def kept(self) -> Kept:
         """By token."""
         whole = sum(storage.nbytes() for storage in self.storages.values())
-        return Kept(whole // TOKENS, sum(self.in_mlp.values()) // TOKENS)
+        return Kept(*(num_bytes // TOKENS for num_bytes in (whole, self._mlp.num_bytes, self._tiled.num_bytes)))
 
     def _counted(self, forward: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -107,27 +116,24 @@ class _Count:
 
         return counted
 
-    def _marked(self, forward: Any) -> Any:
+    def _marked(self, forward: Any, parts: list[_Part]) -> Any:
         def marked(*args: Any, **kwargs: Any) -> Any:
-            self._inputs = {x.untyped_storage()._cdata for x in _tensors([*args, *kwargs.values()])}
-            with self._within():
-                return forward(*args, **kwargs)
+            inputs = {x.untyped_storage()._cdata for x in _tensors([*args, *kwargs.values()])}
+            self._at_work += [(part, inputs) for part in parts]
+            out = forward(*args, **kwargs)
+            del self._at_work[-len(parts) :]
+            return out
 
         return marked
-
-    @contextmanager
-    def _within(self) -> Iterator[None]:
-        self._inside = True
-        yield
-        self._inside = False
 
     def _keep(self, x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self._shared and key not in self.storages:
             self.storages[key] = storage
-            if self._inside and key not in self._inputs:
-                self.in_mlp[key] = storage.nbytes()
+            for part, inputs in self._at_work:
+                if key not in inputs:
+                    part.num_bytes += storage.nbytes()
         return x
 
 

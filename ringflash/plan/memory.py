@@ -24,6 +24,7 @@ from ringflash.headwise import (
 from ringflash.loss import CHUNK_LOGITS
 from ringflash.ops import MOST_BUFFER_BYTES
 from ringflash.plan.job import Job
+from ringflash.plan.kept import Kept
 from ringflash.plan.machine import Machine
 from ringflash.plan.read import ReadShape
 from ringflash.transport import MessageMemory, SymmetricMemory
@@ -82,7 +83,7 @@ def checkpoint_bytes(job: Job) -> int:
     """What the backward of one layer needs of its forward."""
     if job.checkpointing == "none":
         if isinstance(job.model, ReadShape):
-            return int(job.local_tokens * job.model.kept_mean) - _tiled_away(job)
+            return int(job.local_tokens * job.model.kept_mean.layer) - _tiled_away(job, job.model.kept_mean)
         return activation_bytes(job)
     return layer_input_bytes(job) + (_attention_kept(job) if job.checkpointing == "attention_kept" else 0)
 
@@ -103,7 +104,7 @@ def activation_bytes(job: Job) -> int:
     """
     model, tokens = job.model, job.local_tokens
     if isinstance(model, ReadShape):
-        return tokens * model.kept.layer - _tiled_away(job)
+        return int(tokens * model.kept.layer) - _tiled_away(job, model.kept)
     norms = 2 * _norm_bytes(job)
     if model.qk_norm:
         norms += tokens * (model.q_size + model.kv_size) * (BF16 if job.liger else FP32 + BF16)
@@ -125,11 +126,11 @@ def layer_bytes(job: Job, *, one_host: bool = False) -> int:
         kept -= layer_input_bytes(job)  # the first norm's
     tile = min(job.mlp_tile_tokens or tokens, tokens)
     if isinstance(model, ReadShape):
-        mlp = tile * model.kept.mlp * (2 if job.mlp_tile_tokens else 1)
+        mlp = _mlp_bytes(job) + (int(2 * tile * model.kept.tiled) if job.mlp_tile_tokens else 0)
     else:
         mlp = tile * model.intermediate_size * BF16 * (3 + (4 if job.mlp_tile_tokens else 0))
-    if job.mlp_tile_tokens:
-        mlp += 3 * model.hidden_size * model.intermediate_size * FP32  # sums over tiles
+    if job.mlp_tile_tokens:  # sums over tiles, and of experts a tile's gradients
+        mlp += model.tiled_parameters * FP32 + min(model.tiled_parameters, model.expert_parameters) * BF16
     norm = tokens * model.hidden_size * (BF16 if job.liger else 3 * FP32) - _mlp_bytes(job)
     attention = attention_work_bytes(job, one_host=one_host) - _mlp_bytes(job) - _norm_bytes(job)
     return kept + max(mlp, norm, attention) + 2 * layer_input_bytes(job)
@@ -234,14 +235,14 @@ def _norm_bytes(job: Job) -> int:
 def _mlp_bytes(job: Job) -> int:
     """Of one MLP, its input not counted."""
     if isinstance(job.model, ReadShape):
-        return 0 if job.mlp_tile_tokens else job.local_tokens * job.model.kept.mlp
+        kept = job.model.kept
+        return int(job.local_tokens * (kept.mlp - (kept.tiled if job.mlp_tile_tokens else 0)))
     return 0 if job.mlp_tile_tokens else (3 if job.liger else 4) * job.local_tokens * job.model.intermediate_size * BF16
 
 
-def _tiled_away(job: Job) -> int:
-    """Of a model that was read, what tiles leave out of a layer."""
-    assert isinstance(job.model, ReadShape)
-    return job.local_tokens * job.model.kept.mlp if job.mlp_tile_tokens else 0
+def _tiled_away(job: Job, kept: Kept) -> int:
+    """What tiles leave out of a layer."""
+    return int(job.local_tokens * kept.tiled) if job.mlp_tile_tokens else 0
 
 
 def _loss(job: Job) -> int:

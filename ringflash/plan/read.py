@@ -11,10 +11,9 @@ from torch import nn
 
 from ringflash import huggingface
 from ringflash.flops import Chunk, layer_windows, multiplied
-from ringflash.plan.kept import Kept, mlp_of, see_layers
+from ringflash.memory.tiles import modules_to_tile
+from ringflash.plan.kept import Kept, see_layers
 from ringflash.plan.shape import FAMILIES, ModelShape, shape_of, windows_of
-
-_GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class ReadShape:
 
     Args:
         parameters: of the whole model, all experts included.  layer_parameters: of the largest layer.
-        expert_parameters: of all experts of the largest layer.
+        expert_parameters: of all experts of the largest layer.  tiled_parameters: of what tiles compute there.
         matmul_parameters: that multiply a token, of experts those it is sent to.
         computed_parameters: that the model's code multiplies; more where it computes experts for tokens of others.
         layer_matrix_parameters: of the first that lie in layers, the mean of a layer.
@@ -37,11 +36,11 @@ class ReadShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
     vocab_size: int
     parameters: int
     layer_parameters: int
     expert_parameters: int
+    tiled_parameters: int
     embedding_parameters: int
     root_parameters: int
     matmul_parameters: float
@@ -49,10 +48,14 @@ class ReadShape:
     layer_matrix_parameters: float
     mean_size: float
     kept: Kept
-    kept_mean: float
-    takes_tiles: bool
+    kept_mean: Kept
 
     takes_liger = False  # what its kernels keep of other layers is not counted
+
+    @property
+    def takes_tiles(self) -> bool:
+        """Whether it has MLPs or experts that can be tiled."""
+        return self.tiled_parameters > 0
 
     @property
     def q_size(self) -> int:
@@ -129,11 +132,11 @@ def read_shape(model: Any) -> ReadShape:
         num_heads=config.num_attention_heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=max((m.gate_proj.out_features for m in _gated(model)), default=0),
         vocab_size=config.vocab_size,
         parameters=total,
         layer_parameters=_size(largest),
         expert_parameters=max(_experts(layer) for layer in layers),
+        tiled_parameters=max(sum(map(_size, modules_to_tile(layer))) for layer in layers),
         embedding_parameters=head,
         root_parameters=total - inside,
         matmul_parameters=matmul,
@@ -141,8 +144,7 @@ def read_shape(model: Any) -> ReadShape:
         layer_matrix_parameters=(matmul - head) / len(layers),
         mean_size=counted.q_size,
         kept=max(kept, key=lambda x: x.layer),
-        kept_mean=sum(x.layer for x in kept) / len(kept),
-        takes_tiles=all(mlp_of(layer) in _gated(layer) for layer in layers),
+        kept_mean=Kept(*(sum(values) / len(kept) for values in zip(*kept, strict=True))),
     )
 
 
@@ -179,8 +181,3 @@ def _size(module: nn.Module) -> int:
 def _experts(layer: nn.Module) -> int:
     """Parameters of a layer's stacked experts."""
     return sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() == 3)
-
-
-def _gated(module: nn.Module) -> list[Any]:
-    """The MLPs that `tile_mlps` tiles."""
-    return [m for m in module.modules() if all(isinstance(getattr(m, x, None), nn.Linear) for x in _GATED)]

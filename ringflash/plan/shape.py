@@ -38,6 +38,11 @@ class ModelShape:
     expert_parameters = 0
 
     @property
+    def tiled_parameters(self) -> int:
+        """Of a layer's MLP."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    @property
     def assumptions(self) -> list[str]:
         """Nothing beside the machine's rates."""
         return []

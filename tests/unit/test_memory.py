@@ -25,6 +25,17 @@ from ringflash_kernels import reference
 
 SEQLEN, LAYERS = 48, 3
 CHECKPOINTING = ("none", "attention_kept", "full")
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "output_router_logits": True,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
+    "deepseek_v3": {  # an MLP beside the experts, and in the first layer one alone
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 16, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
 
 
 def config(family: str) -> dict[str, Any]:
@@ -32,6 +43,7 @@ def config(family: str) -> dict[str, Any]:
     return {
         "model_type": family, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": LAYERS,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+        **EXPERTS.get(family, {}),
     }  # fmt: skip
 
 
@@ -39,9 +51,12 @@ def model_with(memory: Memory, family: str = "llama", dtype: torch.dtype = torch
     """The same parameters every time."""
     torch.set_default_dtype(dtype)
     try:
-        return build_model(config(family), None, 0, memory)
+        model = build_model(config(family), None, 0, memory)
     finally:
         torch.set_default_dtype(torch.float32)
+    if dtype == torch.float64 and family in EXPERTS:
+        model.get_submodule("model").set_experts_implementation("eager")  # type: ignore[operator]
+    return model
 
 
 def batch() -> dict[str, Any]:
@@ -58,11 +73,11 @@ def step(model: nn.Module) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
 
 
-def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """Every value to 1e-12 of the largest."""
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], within: float = 1e-12) -> None:
+    """Every value to so much of the largest."""
     assert got.keys() == want.keys()
     for name, value in want.items():
-        assert (got[name] - value).abs().max() <= 1e-12 * value.abs().max(), name
+        assert (got[name] - value).abs().max() <= within * value.abs().max(), name
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -73,6 +88,52 @@ def test_gradients_are_those_without(family: str) -> None:
         if checkpointing == "none" and offload:
             continue
         assert_same(step(model_with(Memory(checkpointing, offload, tile), family)), want)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_in_tiles_have_the_same_gradients(family: str) -> None:
+    """Of each token's weights, too, by which routers learn; of DeepSeek's routers, which compute in fp32, to that."""
+    want = step(model_with(Memory(), family))
+    for memory in (Memory(mlp_tile_tokens=7), Memory("attention_kept", mlp_tile_tokens=1)):
+        model = model_with(memory, family)
+        got = step(model)
+        tiled = [type(module).__name__ for module in model.modules() if hasattr(module, "tile_tokens")]
+        assert sum("Experts" in name or "Moe" in name for name in tiled) == LAYERS - (family == "deepseek_v3")
+        assert_same(got, want, 1e-6 if family == "deepseek_v3" else 1e-12)
+
+
+def test_experts_in_tiles_keep_no_tensor_of_their_width() -> None:
+    """Each token comes twice: what it is, both products, the halves' product, and the result before its weight."""
+    everything, tiled = (kept_bytes(m, "qwen3_moe", torch.float32) for m in (Memory(), Memory(mlp_tile_tokens=8)))
+    assert everything - tiled >= LAYERS * SEQLEN * 2 * (32 + 4 * 24 + 32) * 4
+
+
+def test_experts_of_batches_and_frozen_routers() -> None:
+    """Tokens of several sequences lie in a row; weights that need no gradient get none."""
+    plain, tiled = (
+        model_with(m, "qwen3_moe").get_submodule("model.model.layers.0.mlp.experts")
+        for m in (Memory(), Memory("none", mlp_tile_tokens=5))
+    )
+    x, index, weights = (
+        torch.randn(2, 9, 32, dtype=torch.float64),
+        torch.randint(0, 4, (18, 2)),
+        torch.rand(18, 2).double(),
+    )
+    out = tiled(x.requires_grad_(), index, weights)
+    want = plain(x.detach().flatten(0, 1), index, weights)
+    assert out.shape == x.shape and torch.allclose(out.flatten(0, 1), want, rtol=1e-12, atol=0)
+    out.sum().backward()
+    want.sum().backward()
+    assert torch.allclose(tiled.down_proj.grad, plain.down_proj.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_parametrized_experts_are_refused_in_tiles() -> None:
+    """As LoRA on experts makes them: the backward of a tile would run without it."""
+    model = model_with(Memory(mlp_tile_tokens=8), "qwen3_moe")
+    experts = model.get_submodule("model.model.layers.0.mlp.experts")
+    nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+    with pytest.raises(NotImplementedError, match="must be its own, got parametrized ones .as by LoRA on experts"):
+        model(**batch())
 
 
 @pytest.mark.parametrize(("checkpointing", "times"), [("none", 1), ("attention_kept", 1), ("full", 2)])
@@ -90,9 +151,9 @@ def test_evaluation_is_not_checkpointed() -> None:
     assert kernel.call_count == LAYERS
 
 
-def kept_bytes(memory: Memory) -> int:
+def kept_bytes(memory: Memory, family: str = "llama", dtype: torch.dtype = torch.float64) -> int:
     """Bytes that live between forward and backward, parameters not counted."""
-    model = model_with(memory)
+    model = model_with(memory, family, dtype)
     inputs = batch()
     storages: dict[int, int] = {}
 

@@ -22,6 +22,7 @@ from ringflash.flops import Chunk, layer_windows, multiplied
 from ringflash.headwise import Gathered, Home, sections_of
 from ringflash.lightning.module import build_model
 from ringflash.mask import SequenceMask
+from ringflash.memory import Memory
 from ringflash.plan.command import _in_window
 from ringflash.plan.job import Job
 from ringflash.plan.machine import GIB, GPUS, Machine
@@ -82,11 +83,11 @@ def test_parameters_are_those_of_the_model(family: str, options: dict[str, bool]
     assert shape.matmul_parameters == sum(matrices)
 
 
-def saved_bytes(config: dict[str, Any], seqlen: int) -> int:
+def saved_bytes(config: dict[str, Any], seqlen: int, mlp_tile_tokens: int = 0) -> int:
     """What autograd keeps of one bf16 layer's forward on one process, parameters not counted."""
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = build_model({**config, "num_hidden_layers": 1}, None, 0)
+        model = build_model({**config, "num_hidden_layers": 1}, None, 0, Memory(mlp_tile_tokens=mlp_tile_tokens))
     finally:
         torch.set_default_dtype(torch.float32)
     (layer,) = model.get_submodule("model.model.layers").children()
@@ -568,8 +569,10 @@ def test_what_is_read_off_a_model_is_its_own(family: str, options: dict[str, Any
     first, _ = model_of({**config, "num_hidden_layers": 1, **_of_one_layer(config)})
     assert isinstance(first, ReadShape)
     seqlen = 96
-    rotary = saved_bytes({**config, **_of_one_layer(config)}, seqlen) - seqlen * first.kept.layer
-    assert 0 <= rotary <= seqlen * 2 * shape.head_dim * 4
+    for tile in (0, 40) if first.takes_tiles else (0,):
+        kept = activation_bytes(Job(first, seqlen, 1, mlp_tile_tokens=tile))
+        rotary = saved_bytes({**config, **_of_one_layer(config)}, seqlen, tile) - kept
+        assert 0 <= rotary <= seqlen * 2 * shape.head_dim * 4
 
 
 def _of_one_layer(config: dict[str, Any]) -> dict[str, Any]:
@@ -634,7 +637,7 @@ def test_a_model_that_computes_all_experts_takes_their_time(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (small("mixtral", **EXPERTS), ["--mlp_tile_tokens", "8"], "mlp_tile_tokens must be 0 for a plan of mixtral"),
+        (small("starcoder2"), ["--mlp_tile_tokens", "8"], "mlp_tile_tokens must be 0 for starcoder2, got 8; MLPs of"),
         (small("mixtral", **EXPERTS), ["--liger", "true"], "liger must be false for a plan of mixtral, got true"),
         (small("gemma2"), [], "final_logit_softcapping must be unset, got 30.0"),
         (small("persimmon"), [], "model_type must be one whose parameters can be placed, got 'persimmon'"),
@@ -652,7 +655,7 @@ def test_models_that_no_plan_counts_are_refused(
 
 
 def test_changes_that_a_model_does_not_take_are_not_proposed() -> None:
-    shape, _ = model_of(small("mixtral", **EXPERTS))
+    shape, _ = model_of(small("starcoder2"))
     job = Job(shape, 1 << 10, cp_size=8, checkpointing="none")
     job = replace(job, seqlen=longest_sequence(replace(job, checkpointing="full"), HOST))
     cheapest = cheapest_change(job, HOST)
