@@ -13,8 +13,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -109,8 +110,10 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
     Args:
         device: where the parameters, or this rank's shards of them, will be.
         seed: the caller's generators are left as they were.
+    Raises:
+        NotImplementedError: a parameter or buffer that the model's rules leave without values, on every rank.
     """
-    materialize(model, device)
+    _check_set(model, materialize(model, device))
     tied = _tied(model)
     drawn_on = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     for name, module in model.named_modules():
@@ -118,6 +121,7 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
             continue
         with seeded(_seed_of(seed, name)):
             whole = _drawn(model, module, drawn_on)
+        _check_set(model, [f"{name}.{key}" for key, values in whole.items() if values.isnan().any()])
         for key, parameter in module.named_parameters(recurse=False):
             _fill(parameter, whole[key])
 
@@ -133,6 +137,7 @@ def load_weights(model: nn.Module, device: torch.device, directory: Path) -> Non
         device: as `draw_weights`.
     Raises:
         ValueError: files that are missing, or tensors that are missing, unknown or of another shape; on every rank.
+        NotImplementedError: a buffer that no checkpoint holds, and the model's rules leave without values; likewise.
     """
     from safetensors import SafetensorError
 
@@ -146,7 +151,7 @@ def load_weights(model: nn.Module, device: torch.device, directory: Path) -> Non
         error = problem
     _agree({"checkpoint": str(directory)}, error)
     assert layout is not None
-    materialize(model, device)
+    _check_set(model, set(materialize(model, device)) - set(model.state_dict()))
     try:
         _read(layout, files, saved_tensors(model))
     except ValueError as problem:
@@ -181,13 +186,34 @@ def _kept_in_fp32(model: Any, name: str) -> bool:
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Memory for parameters and buffers; values for the buffers, most of which no file holds, and ties as they were."""
+def materialize(model: nn.Module, device: torch.device) -> list[str]:
+    """Memory for parameters and buffers; values for the buffers, most of which no file holds, and ties as they were.
+
+    Returns:
+        names: of buffers that the model's rules give none.
+    """
     model.to_empty(device=device)
     for module in model.modules():
         if module._buffers:
+            for buffer in module._buffers.values():
+                _unset(buffer)
             model._init_weights(module)  # type: ignore[operator]
     model.tie_weights()  # type: ignore[operator]
+    return [name for name, buffer in model.named_buffers() if buffer.isnan().any()]
+
+
+def _unset(tensor: torch.Tensor | None) -> None:
+    """NaN in place of what the memory held, so that values which nobody gives are seen."""
+    if tensor is not None and tensor.is_floating_point():
+        tensor.fill_(math.nan)
+
+
+def _check_set(model: nn.Module, missing: Iterable[str]) -> None:
+    if names := sorted(missing):
+        raise NotImplementedError(
+            f"_init_weights of {type(model).__name__} must give every tensor its first values, got none for "
+            f"{', '.join(names[:3])}; start from a checkpoint, or correct the model's rules."
+        )
 
 
 def _tied(model: nn.Module) -> set[str]:
@@ -207,6 +233,8 @@ def _drawn(model: nn.Module, module: nn.Module, device: torch.device) -> dict[st
         else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), requires_grad=False)
         for key, p in module._parameters.items()
     }
+    for p in twin._parameters.values():
+        _unset(p)
     model._init_weights(twin)  # type: ignore[operator]
     return {key: p.detach() for key, p in twin._parameters.items() if p is not None}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -51,5 +52,14 @@ def _patch_of(model: nn.Module) -> Callable[..., None]:
 
 
 def _apply(patch: Callable[..., None], model: nn.Module) -> None:
+    """The model's modules are patched one by one; the family keeps its classes, by which it knows what to initialise.
+
+    Liger puts its own in their place: the first values of a stack of experts would be what the memory held.
+    """
     losses = {"cross_entropy", "fused_linear_cross_entropy"} & set(inspect.signature(patch).parameters)
+    names = {cls.__module__ for cls in {type(module) for module in model.modules()}} - {__name__}
+    families = [vars(sys.modules[name]) for name in names if name in sys.modules]
+    classes = [{key: value for key, value in family.items() if isinstance(value, type)} for family in families]
     patch(model=model, **dict.fromkeys(losses, False))
+    for family, own in zip(families, classes, strict=True):
+        family.update(own)

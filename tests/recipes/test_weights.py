@@ -292,6 +292,20 @@ def test_first_values_follow_the_models_rules() -> None:
     assert torch.equal(model.model.rotary_emb.inv_freq.double(), plain.model.rotary_emb.inv_freq.double())
 
 
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("ernie4_5_moe", r"model.layers.1.mlp.gate.weight;"),
+        ("apertus", r"model.layers.0.mlp.act_fn.beta, .*act_fn.eps"),
+    ],
+)
+def test_values_that_no_rule_gives_are_refused(family: str, named: str) -> None:
+    """What their constructors give is lost on the meta device: a model would begin with what the memory held."""
+    options = FAMILIES["deepseek_v3"] if family == "ernie4_5_moe" else {}
+    with pytest.raises(NotImplementedError, match=f"must give every tensor its first values, got none for {named}"):
+        draw_weights(on_meta(model_type=family, **options), torch.device("cpu"), 0)
+
+
 def exported(checkpoint: Path, out: Path, *options: str) -> nn.Module:
     """What transformers loads after the command."""
     from transformers import AutoModelForCausalLM

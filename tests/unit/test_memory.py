@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from ringflash import huggingface
-from ringflash.lightning.module import build_model
+from ringflash.huggingface.weights import draw_weights
+from ringflash.lightning.module import build_model, empty_model
 from ringflash.memory import Memory, layers, save_memory, tile_mlps, use_liger
 from ringflash_kernels import reference
 
@@ -333,8 +334,32 @@ def test_liger_replaces_layers_and_not_the_loss(monkeypatch: pytest.MonkeyPatch)
         use_liger(model)
 
 
-def pretend_liger(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, dict[str, bool]]]:
-    """A package that only notes what it is asked to replace."""
+def test_liger_leaves_the_family_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By them transformers knows what to draw: with Liger's in their place experts kept what the memory held."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as family
+
+    def apply(model: nn.Module) -> None:
+        family.Qwen3MoeExperts = type("LigerExperts", (nn.Module,), {})
+        family.apply_rotary_pos_emb = lambda *args, **_: rotate(*args)
+        for layer in model.model.layers:
+            layer.mlp.experts.forward = types.MethodType(type(layer.mlp.experts).forward, layer.mlp.experts)
+
+    rotate, own = family.apply_rotary_pos_emb, family.Qwen3MoeExperts
+    pretend_liger(monkeypatch, qwen3_moe=apply)
+    monkeypatch.setattr(family, "apply_rotary_pos_emb", rotate)  # which undoes the patch at the end
+    want = step(model_with(Memory(), "qwen3_moe"))
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.cuda, "is_available", lambda: True)
+        gpu.setattr(torch.cuda, "current_device", lambda: 0)
+        model = empty_model(config("qwen3_moe"), None, Memory(liger=True))
+    assert family.Qwen3MoeExperts is own and family.apply_rotary_pos_emb is not rotate
+    draw_weights(model.model.double(), torch.device("cpu"), 0)
+    model.get_submodule("model").set_experts_implementation("eager")  # type: ignore[operator]
+    assert_same(step(model), want)
+
+
+def pretend_liger(monkeypatch: pytest.MonkeyPatch, **others: Any) -> list[tuple[nn.Module, dict[str, bool]]]:
+    """A package that only notes what it is asked to replace; of other families with what is given."""
     calls: list[tuple[nn.Module, dict[str, bool]]] = []
 
     def apply(
@@ -349,7 +374,7 @@ def pretend_liger(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, dict
         )
 
     fake = types.ModuleType("liger_kernel.transformers.monkey_patch")
-    fake.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}  # type: ignore[attr-defined]
+    fake.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply, **others}  # type: ignore[attr-defined]
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
