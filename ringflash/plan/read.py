@@ -69,15 +69,15 @@ class ReadShape:
 
     @property
     def assumptions(self) -> list[str]:
-        """What a plan takes for granted of such a model and no step has shown."""
+        """What a plan takes for granted of such a model; docs/plan.md has the steps that were measured."""
         found = [
-            f"no step of {self.family} was measured; of its layers what autograd keeps is read off the model, and the "
-            "MLP's gradients are taken for as large as what it keeps",
+            f"what autograd keeps of {self.family}'s layers is read off the model, and the MLP's gradients are taken "
+            "for as large as what it keeps",
             "without Liger",
         ]
         if self.expert_parameters:
             found += [
-                "products of experts run at the rate of linear",
+                "products of experts run at the rate of linear, and to sort tokens by experts takes no time",
                 "experts are sharded as all else and gathered layer by layer, and the gradients of a layer's lie whole "
                 "in bf16 and fp32 beside the next layer",
                 "tokens are spread over experts by transformers' grouped products, none dropped or padded",

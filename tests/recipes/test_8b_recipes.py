@@ -1,4 +1,4 @@
-"""The recipes of 8B models: each trains two steps scaled down by flags, every combination parses and is planned.
+"""The recipes of large models: each trains two steps scaled down by flags, every combination parses and is planned.
 
 Two gloo processes on the CPU, without the launcher (test_lightning_recipes.py has it). That they fit an H200 is what
 `ringflash plan` says, not a measurement.
@@ -6,6 +6,7 @@ Two gloo processes on the CPU, without the launcher (test_lightning_recipes.py h
 
 from __future__ import annotations
 
+import csv
 import json
 from itertools import product
 from pathlib import Path
@@ -77,6 +78,31 @@ def test_recipe_trains(folder: Path, model: str, length: str, pretrained: bool) 
     config = torch.load(checkpoint / "meta.pt", weights_only=True)["model_config"]
     assert config["rope_parameters"]["rope_type"] == ("yarn" if pretrained else "default")
     assert config["max_position_embeddings"] == 1 << 20 and config["hidden_size"] == 32
+
+
+def test_recipe_of_experts_trains(folder: Path) -> None:
+    """Two steps, in tiles; the balancing loss of four experts, of which a token is sent to two, is at least 2."""
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    out = folder / "experts"
+    flags = {**SCALED_DOWN, "output_dir": out, "data.folder": folder / "tokens"}
+    flags |= {f"model.model.{name}": value for name, value in (SMALL | experts).items()}
+    overlay = f"--config={FOLDER / '128k_cp8_8gpus.yaml'}"
+    train(FOLDER / "qwen3_30b_a3b_pretrain.yaml", overlay, *(f"--{k}={v}" for k, v in flags.items()), num_ranks=2)
+    losses = read_losses(newest_curve(out))
+    assert sorted(losses) == [0, 1] and all(5.0 < loss < 6.0 for loss in losses.values())
+    with newest_curve(out).open() as file:
+        balance = [float(row["router_loss"]) for row in csv.DictReader(file) if row["router_loss"]]
+    assert len(balance) == 2 and all(2.0 <= loss < 4.0 for loss in balance)
+
+
+@pytest.mark.parametrize(("length", "tile"), [("128k_cp8_8gpus", 0), ("1m_cp8_8gpus", 1 << 15)])
+def test_recipe_of_experts_is_planned_to_fit_an_h200(
+    length: str, tile: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As docs/recipes.md says; a million tokens over eight GPUs in tiles alone."""
+    recipes = [str(FOLDER / f"{name}.yaml") for name in ("qwen3_30b_a3b_pretrain", length)]
+    assert ringflash(["plan", *recipes, "--mlp_tile_tokens", str(tile), "--json"]) == 0
+    assert round(json.loads(capsys.readouterr().out)["parameters"] / 1e9, 1) == 30.5
 
 
 @pytest.mark.parametrize(("model", "length"), list(product(MODELS, LENGTHS)))

@@ -191,6 +191,7 @@ MEASURED = [
 
 
 WHOLE = [x for x in MEASURED if x[1]["model"]["num_hidden_layers"] == 36]
+EXPERTS_UNTILED = [x for x in MEASURED if x[0] == "experts_2xh200" and x[2]["seqlen"] > 100_000]
 
 
 def _of(measured: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> pytest.MarkDecorator:
@@ -200,7 +201,7 @@ def _of(measured: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> pytest.Ma
 
 def _planned(run: dict[str, Any], step: dict[str, Any]) -> tuple[Job, Machine]:
     job = Job(
-        shape_of(run["model"]), step["seqlen"], run["ranks"], precision=run["precision"],
+        model_of(run["model"])[0], step["seqlen"], run["ranks"], precision=run["precision"],
         **{**run["memory"], "liger": bool(run["memory"]["liger"])},
     )  # fmt: skip
     return job, replace(HOST, num_gpus=run["ranks"])
@@ -214,7 +215,7 @@ def test_memory_is_that_of_measured_steps(run: dict[str, Any], step: dict[str, A
     assert planned / GIB == pytest.approx(step["allocated_gib"] + step["areas_gib"], rel=0.04)
 
 
-@_of(WHOLE)
+@_of(WHOLE + EXPERTS_UNTILED)
 def test_time_is_that_of_measured_steps(run: dict[str, Any], step: dict[str, Any]) -> None:
     """Within 15%. Long steps without what their device was idle, which is of the first of a length."""
     short = step["seqlen"] < 100_000
@@ -619,7 +620,7 @@ def test_experts_take_memory_all_and_time_by_the_active(tmp_path: Path, capsys: 
     )  # fmt: skip
     assert weights[1] > 1.9 * weights[0] == 1.9 * weights[2]
     assert linear[1] < 1.1 * linear[0] < linear[2] and at_work[1] < 1.1 * at_work[0] < at_work[2]
-    assert "products of experts run at the rate of linear" in plans[0]["assumptions"]
+    assert any("products of experts run at the rate of linear" in text for text in plans[0]["assumptions"])
 
 
 def test_a_model_that_computes_all_experts_takes_their_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
