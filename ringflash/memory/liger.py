@@ -60,6 +60,13 @@ def _apply(patch: Callable[..., None], model: nn.Module) -> None:
     names = {cls.__module__ for cls in {type(module) for module in model.modules()}} - {__name__}
     families = [vars(sys.modules[name]) for name in names if name in sys.modules]
     classes = [{key: value for key, value in family.items() if isinstance(value, type)} for family in families]
-    patch(model=model, **dict.fromkeys(losses, False))
-    for family, own in zip(families, classes, strict=True):
-        family.update(own)
+    try:
+        patch(model=model, **dict.fromkeys(losses, False))
+    except Exception as error:  # such as a layer without experts among those that have them
+        raise NotImplementedError(
+            f"model must be one that Liger can patch, got {type(error).__name__} for {type(model).__name__}: {error}; "
+            "set liger to False."
+        ) from error
+    finally:
+        for family, own in zip(families, classes, strict=True):
+            family.update(own)

@@ -322,13 +322,19 @@ def test_liger_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -
 
 def test_liger_replaces_layers_and_not_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for the package; its kernels do not run here."""
-    calls = pretend_liger(monkeypatch)
+    calls = pretend_liger(monkeypatch, broken=lambda model: model.layers)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = nn.Module()
     model.config = types.SimpleNamespace(model_type="llama")
     use_liger(model)
     save_memory(model, Memory(liger="auto"))
     assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})] * 2
+    model.config.model_type = "broken"
+    for choice in (True, "auto"):
+        with pytest.raises(
+            NotImplementedError, match="that Liger can patch, got AttributeError for Module: "
+        ):
+            save_memory(model, Memory(liger=choice))  # type: ignore[arg-type]
     model.config.model_type = "unheard-of"
     with pytest.raises(NotImplementedError, match="model_type must be one that Liger knows, got 'unheard-of'"):
         use_liger(model)
