@@ -11,20 +11,19 @@ from tests.helpers.examples import example, torchrun
 pytest.importorskip("transformers")
 
 # A gloo thread that outlives its group aborts the process now and then; see docs/huggingface.md.
-CHECK_FREED = """
+END = "dist.destroy_process_group()\n"
+CHECK_FREED = f"""
 import weakref
 group = weakref.ref(dist.group.WORLD)
-dist.destroy_process_group()
-print("group freed" if group() is None else "group alive")
+{END}print("group freed" if group() is None else "group alive")
 """
 
 
 def test_example_runs_as_printed_and_nothing_keeps_the_group(tmp_path: Path) -> None:
     """One run: its last line stands in the check."""
     code = example("docs/huggingface.md", "# train.py")
-    end = "dist.destroy_process_group()\n"
-    assert code.endswith(end) and end in CHECK_FREED
-    printed = torchrun(code.removesuffix(end) + CHECK_FREED, tmp_path)
+    assert code.endswith(END)
+    printed = torchrun(code.removesuffix(END) + CHECK_FREED, tmp_path)
     assert printed.count(": loss 5.") == 2, printed
     assert printed.count("group freed") == 2, printed
 
@@ -41,6 +40,8 @@ def test_trainer_is_that_of_one_process(tmp_path: Path) -> None:
     again = code.replace('"runs/trainer"', repr(str(runs))).replace('save_strategy="no"', "save_steps=5")
     again = again.replace(last, f'{last}    trainer.train("{runs}/checkpoint-5")\n')
     checkpointed = code.replace("remove_unused", "gradient_checkpointing=True,\n        remove_unused")
+    assert checkpointed.endswith(END)
+    checkpointed = checkpointed.removesuffix(END) + CHECK_FREED
     assert len({code, again, checkpointed}) == 3
     folders = [tmp_path / "1", tmp_path / "2"]
     for folder in folders:
@@ -50,3 +51,4 @@ def test_trainer_is_that_of_one_process(tmp_path: Path) -> None:
     figures = [re.findall(r"'(loss|grad_norm|eval_loss)': '([\d.]+)'", printed) for printed in (one, two)]
     assert [name for name, _ in figures[1]] == ["loss", "grad_norm"] * 6 + ["eval_loss"], two
     assert figures[0] == figures[1] + figures[1][-3:-1]
+    assert two.count("group freed") == 2, two

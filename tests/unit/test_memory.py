@@ -331,9 +331,7 @@ def test_liger_replaces_layers_and_not_the_loss(monkeypatch: pytest.MonkeyPatch)
     assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})] * 2
     model.config.model_type = "broken"
     for choice in (True, "auto"):
-        with pytest.raises(
-            NotImplementedError, match="that Liger can patch, got AttributeError for Module: "
-        ):
+        with pytest.raises(NotImplementedError, match="that Liger can patch, got AttributeError for Module: "):
             save_memory(model, Memory(liger=choice))  # type: ignore[arg-type]
     model.config.model_type = "unheard-of"
     with pytest.raises(NotImplementedError, match="model_type must be one that Liger knows, got 'unheard-of'"):
