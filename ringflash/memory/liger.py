@@ -57,7 +57,7 @@ def _apply(patch: Callable[..., None], model: nn.Module) -> None:
     Liger puts its own in their place: the first values of a stack of experts would be what the memory held.
     """
     losses = {"cross_entropy", "fused_linear_cross_entropy"} & set(inspect.signature(patch).parameters)
-    names = {cls.__module__ for cls in {type(module) for module in model.modules()}} - {__name__}
+    names = {type(module).__module__ for module in model.modules()}
     families = [vars(sys.modules[name]) for name in names if name in sys.modules]
     classes = [{key: value for key, value in family.items() if isinstance(value, type)} for family in families]
     try:
