@@ -94,15 +94,38 @@ class _Tiled:
                 f"parameters of {type(self).__name__} must be its own, got parametrized ones (as by LoRA on experts), "
                 "whose gradients a tile would lose; set mlp_tile_tokens to 0."
             )
-        return _Tiles.apply(self, 1 + len(routing), x, *routing, *parameters)
+        inputs = (x, *routing)
+        needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *parameters))
+        first, kept = _Keep.apply(x.new_empty(0, requires_grad=needed), *inputs)
+        return _Tiles.apply(self, kept, first, len(inputs), *inputs, *parameters)
 
     def whole(self, *inputs: Tensor) -> Tensor:
         """Output as without tiles."""
         return self._untiled(*inputs) if self._untiled is not None else super().forward(*inputs)  # type: ignore[misc]
 
 
+class _Keep(torch.autograd.Function):
+    """Keeps the inputs of a module that `_Tiles` computes next, and before that.
+
+    A checkpoint computes a layer again until all is there that its forward kept. Of a layer that ends with tiles, that
+    is here, and the tiles are not computed once for the layer and once more for themselves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, *inputs: Tensor) -> tuple[Tensor, Any]:
+        """An empty tensor by which the tiles come after this, and what holds the inputs."""
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return first.new_empty(0), ctx
+
+    @staticmethod
+    def backward(ctx: Any, *grads: None) -> tuple[None, ...]:
+        """Nothing: gradients of the inputs go from the tiles to where they came from."""
+        return (None,) * len(ctx.needs_input_grad)
+
+
 class _Tiles(torch.autograd.Function):
-    """Keeps the inputs alone. Parameters are inputs, too, so that autograd brings their gradients where they belong.
+    """Computes tile by tile. Parameters are inputs, too, so that autograd brings their gradients where they belong.
 
     Where there is dropout, such as LoRA's, the backward draws what the forward drew.
 
@@ -110,19 +133,19 @@ class _Tiles(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, module: Any, num_inputs: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, module: Any, kept: Any, first: Tensor, num_inputs: int, *tensors: Tensor) -> Tensor:
         inputs = tensors[:num_inputs]
         kind = inputs[0].device.type
-        ctx.module, ctx.autocast = module, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        ctx.module, ctx.kept = module, kept
+        ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.random = (torch.get_rng_state(), *get_device_states(inputs[0])) if _draws(module) else None
-        ctx.save_for_backward(*inputs)
         return torch.cat([module.whole(*tile) for tile in _tiles(inputs, module)], dim=-2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, module = ctx.saved_tensors, ctx.module
-        needed = ctx.needs_input_grad[2:]
+        inputs, module = ctx.kept.saved_tensors, ctx.module
+        needed = ctx.needs_input_grad[4:]
         wanted, of_inputs = needed[len(inputs) :], needed[: len(inputs)]
         parameters = [p for p, want in zip(_parameters(module), wanted, strict=True) if want]
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
@@ -140,7 +163,7 @@ class _Tiles(torch.autograd.Function):
         found = [torch.cat(tiles, dim=-2) for tiles in zip(*parts, strict=True)]
         found += [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
         whole = iter(found)
-        return None, None, *(next(whole) if need else None for need in needed)
+        return None, None, None, None, *(next(whole) if need else None for need in needed)
 
 
 def _parameters(mlp: nn.Module) -> tuple[Tensor, ...]:

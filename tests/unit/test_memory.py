@@ -17,6 +17,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from ringflash import huggingface
 from ringflash.huggingface.weights import draw_weights
@@ -126,6 +128,30 @@ def test_experts_of_batches_and_frozen_routers() -> None:
     out.sum().backward()
     want.sum().backward()
     assert torch.allclose(tiled.down_proj.grad, plain.down_proj.grad, rtol=1e-12, atol=1e-14)
+
+
+class Products(TorchDispatchMode):
+    """Counts the FLOPs of matrix products."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_layer_computed_again_leaves_its_tiles_out(family: str) -> None:
+    """They are computed again by themselves; without tiles, all but an MLP's last product is by the layer."""
+    flops = []
+    for memory in (Memory("attention_kept"), Memory("attention_kept", mlp_tile_tokens=8)):
+        with Products() as products:
+            step(model_with(memory, family))
+        flops.append(products.flops)
+    last = 2 * SEQLEN * 80 * 32 if family == "llama" else 0  # experts weight their results, and need it
+    assert flops[1] - flops[0] == LAYERS * last
 
 
 def test_parametrized_experts_are_refused_in_tiles() -> None:
