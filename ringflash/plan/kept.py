@@ -1,6 +1,7 @@
-"""What autograd keeps of each layer of a transformers model, read off a forward on the meta device.
+"""What a transformers model's layers keep for autograd and move in memory, read off a step on the meta device.
 
-No number is computed. Attention is a stand-in that keeps what ring attention keeps: q, k, v, out and lse.
+No number is computed. Attention is a stand-in that keeps what ring attention keeps, q, k, v, out and lse, and moves
+nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ringflash.huggingface.refusals import find_static_error
 from ringflash.huggingface.sinks import beside_sinks
 from ringflash.memory.tiles import modules_to_tile
+from ringflash.plan.passes import Passed, Passes
 
 TOKENS = 512  # of the forward; all that is kept grows with them
 _NAME = "kept"  # with "flash" in it transformers would look for a package
@@ -32,18 +34,19 @@ class Kept(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a forward shows: of every layer; parameters that multiply a token in plain products, those of groups left
-    out; and the largest (KV heads, features of a key) of an attention."""
+    """What a step shows: of every layer; parameters that multiply a token in plain products, those of groups left
+    out; the largest (KV heads, features of a key) of an attention; and what passes between the products."""
 
     layers: list[Kept]
     multiplied: float
     keys: tuple[int, int]
+    passed: Passed
 
 
 def see_layers(model: nn.Module) -> Seen:
     """What every decoder layer keeps, and computes.
 
-    Without checkpointing, tiles or Liger; rotary angles, which all share, are not counted.
+    Without checkpointing, tiles or Liger; of what is kept, rotary angles, which all share, are not counted.
 
     Args:
         model: a causal language model on the meta device, in bf16.
@@ -55,18 +58,33 @@ def see_layers(model: nn.Module) -> Seen:
     AttentionInterface.register(_NAME, partial(_attention, keys))
     AttentionMaskInterface.register(_NAME, lambda **_: None)
     body: Any = model.get_submodule("model")
-    counts = [_Count(layer) for layer in body.layers]
+    passes = Passes()
+    counts = [_Count(layer, passes) for layer in body.layers]
     before = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation(_NAME)  # type: ignore[operator]
     try:
         ids, positions = (torch.zeros(1, TOKENS, dtype=torch.long, device="meta") for _ in range(2))
-        with FlopCounterMode(display=False) as counter:
-            body(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
+        with passes, FlopCounterMode(display=False) as counter:
+            out = body(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)[0]
+        forward = passes.num_bytes
+        with passes:
+            _backward(body, out)
     finally:
         model.set_attn_implementation(before)  # type: ignore[operator]
         for count in counts:
             count.remove()
-    return Seen([count.kept for count in counts], counter.get_total_flops() / (2 * TOKENS), max(keys))
+    moved = (forward, sum(count.tiled_passes for count in counts), passes.num_bytes - forward)
+    passed = Passed(*(num_bytes / (TOKENS * len(counts)) for num_bytes in moved))
+    return Seen([count.kept for count in counts], counter.get_total_flops() / (2 * TOKENS), max(keys), passed)
+
+
+def _backward(body: nn.Module, out: Tensor) -> None:
+    """To every parameter that trains."""
+    trained = [parameter for parameter in body.parameters() if parameter.requires_grad]
+    try:
+        torch.autograd.grad(out, trained, torch.empty_like(out), allow_unused=True)
+    except NotImplementedError as error:  # torch's, of what meta has not; a plug's refusal is one, too
+        raise RuntimeError(str(error)) from error
 
 
 def _mlp_of(layer: nn.Module) -> nn.Module:
@@ -77,15 +95,17 @@ def _mlp_of(layer: nn.Module) -> nn.Module:
 
 @dataclass
 class _Part:
-    """Of a layer, some modules; what they keep."""
+    """Of a layer, some modules: bytes that they keep, and that pass between their products."""
 
     num_bytes: int = 0
+    passes: int = 0
 
 
 class _Count:
-    """Counts the storages that a layer's forward keeps."""
+    """Counts the storages that a layer's forward keeps, and sees what passes in its parts."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, passes: Passes) -> None:
+        self._passes = passes
         self.storages: dict[int, torch.UntypedStorage] = {}
         self._shared = {p.untyped_storage()._cdata for p in layer.parameters()}
         self._mlp, self._tiled = _Part(), _Part()
@@ -101,6 +121,11 @@ class _Count:
         """Count no more."""
         for module in (self._layer, *self._parts):
             vars(module).pop("forward")
+
+    @property
+    def tiled_passes(self) -> int:
+        """Bytes that pass in what tiles compute."""
+        return self._tiled.passes
 
     @property
     def kept(self) -> Kept:
@@ -120,7 +145,10 @@ class _Count:
         def marked(*args: Any, **kwargs: Any) -> Any:
             inputs = {x.untyped_storage()._cdata for x in _tensors([*args, *kwargs.values()])}
             self._at_work += [(part, inputs) for part in parts]
+            before = self._passes.num_bytes
             out = forward(*args, **kwargs)
+            for part in parts:
+                part.passes += self._passes.num_bytes - before
             del self._at_work[-len(parts) :]
             return out
 
@@ -150,6 +178,10 @@ class _StandIn(torch.autograd.Function):
         out, lse = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
 def _attention(

@@ -40,23 +40,29 @@ class Rates:
     """Parts of the peaks that are reached. Every one is printed with a plan, and can be set.
 
     Args:
-        linear: of the peak FLOP/s, matrix products of the layers, with what lies between them.
+        linear: of the peak FLOP/s, matrix products of the layers, with what lies between them; of families that
+            formulas count.
+        products: of the peak FLOP/s, matrix products alone; of models that are read.
+        passes: of the memory's GB/s, what reads and writes between the products; likewise.
         attention_forward, attention_backward: of the peak FLOP/s, the attention kernels on visible work.
         nvlink: of the links' GB/s, messages inside a host.
-        memory: of the memory's GB/s, the optimizer.
+        optimizer: of the memory's GB/s, what a step of AdamW must read and write; it moves more.
         host_seconds: for the host to give out a layer's work, forward and backward: what a short step takes at least.
         reserved_bytes: CUDA context, NCCL, libraries' workspaces.
         fragmentation: of what is allocated, lost between blocks (with expandable segments).
     Source: attention, benchmarks/results/kernels_h200.json (head_dim 128, 8k to 128k tokens); linear, the steps in
-        docs/plan.md; nvlink, NCCL between two H200s (266 of 450 GB/s; copies reach 366); host_seconds, steps of 16,384
-        tokens on 4 H200s, 36 layers checkpointed under Lightning and FSDP2; the others are not measured yet.
+        docs/plan.md; products and passes, those of experts there; optimizer, its part of the same steps; nvlink, NCCL
+        between two H200s (266 of 450 GB/s; copies reach 366); host_seconds, steps of 16,384 tokens on 4 H200s, 36
+        layers checkpointed under Lightning and FSDP2; the others are not measured yet.
     """
 
     linear: float = 0.45
+    products: float = 0.62
+    passes: float = 0.45
     attention_forward: float = 0.64
     attention_backward: float = 0.59
     nvlink: float = 0.6
-    memory: float = 0.8
+    optimizer: float = 0.23
     host_seconds: float = 0.033
     reserved_bytes: int = int(3.0 * GIB)
     fragmentation: float = 0.03

@@ -13,6 +13,7 @@ from ringflash import huggingface
 from ringflash.flops import Chunk, layer_windows, multiplied
 from ringflash.memory.tiles import modules_to_tile
 from ringflash.plan.kept import Kept, see_layers
+from ringflash.plan.passes import Passed
 from ringflash.plan.shape import FAMILIES, ModelShape, shape_of, windows_of
 
 
@@ -28,6 +29,7 @@ class ReadShape:
         layer_matrix_parameters: of the first that lie in layers, the mean of a layer.
         head_dim: of keys, to which narrower values are padded.  mean_size: features that FLOPs count.
         kept, kept_mean: bytes a token of the layer that keeps most, and of all layers the mean.
+        passed: bytes a token of a layer that are read and written between the products.
     """
 
     family: str
@@ -49,6 +51,7 @@ class ReadShape:
     mean_size: float
     kept: Kept
     kept_mean: Kept
+    passed: Passed
 
     takes_liger = False  # what its kernels keep of other layers is not counted
 
@@ -77,7 +80,7 @@ class ReadShape:
         ]
         if self.expert_parameters:
             found += [
-                "products of experts run at the rate of linear, and to sort tokens by experts takes no time",
+                "products of experts run at the rate of all, and what sorts tokens by experts at that of passes",
                 "experts are sharded as all else and gathered layer by layer, and the gradients of a layer's lie whole "
                 "in bf16 and fp32 beside the next layer",
                 "tokens are spread over experts by transformers' grouped products, none dropped or padded",
@@ -113,7 +116,7 @@ def read_shape(model: Any) -> ReadShape:
             "differ in width or hold parameters that are no matrices; no plan counts them."
         )
     try:
-        kept, executed, (kv_heads, head_dim) = see_layers(model)
+        kept, executed, (kv_heads, head_dim), passed = see_layers(model)
     except NotImplementedError:  # of the plug
         raise
     except Exception as error:  # the model is transformers' code
@@ -145,6 +148,7 @@ def read_shape(model: Any) -> ReadShape:
         mean_size=counted.q_size,
         kept=max(kept, key=lambda x: x.layer),
         kept_mean=Kept(*(sum(values) / len(kept) for values in zip(*kept, strict=True))),
+        passed=passed,
     )
 
 

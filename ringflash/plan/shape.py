@@ -36,6 +36,7 @@ class ModelShape:
     family = "a dense decoder"
     takes_liger = takes_tiles = True
     expert_parameters = 0
+    passed = None  # between the products: the rate of linear includes it
 
     @property
     def tiled_parameters(self) -> int:

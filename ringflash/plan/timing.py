@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ringflash.loss import CHUNK_LOGITS
 from ringflash.plan.job import Job
 from ringflash.plan.machine import Machine
 from ringflash.plan.memory import BF16, FP32, layer_input_bytes
@@ -38,13 +39,15 @@ def step_time(job: Job, machine: Machine) -> StepTime:
     padded = job.model.q_size / job.model.mean_size
     forward = padded * attention_flops(job) / (peak * rates.attention_forward)
     backward = 2.5 * padded * attention_flops(job) / (peak * rates.attention_backward)
-    linear = job.model.computed_parameters / job.model.matmul_parameters * linear_flops(job) / (peak * rates.linear)
+    products = rates.linear if job.model.passed is None else rates.products
+    linear = job.model.computed_parameters / job.model.matmul_parameters * linear_flops(job) / (peak * products)
     parts = {
         "attention forward": forward,
         "attention backward": backward,
         "attention again": forward if job.checkpointing == "full" else 0.0,
         "linear": linear,
         "linear again": 0.0 if job.checkpointing == "none" else _layer_share(job) * linear / 3,
+        "between products": _passed_bytes(job) / (machine.gpu.memory_gbytes * rates.passes * 1e9),
         "ring exposed": _ring_exposed(job, machine, forward, backward),
         "parameters exposed": _parameters_exposed(job, machine, forward + backward + linear),
         "checkpoints copied": _checkpoints_copied(job, machine),
@@ -69,6 +72,35 @@ def attention_flops(job: Job) -> float:
 def _layer_share(job: Job) -> float:
     """Part of the matrix products that lies in layers, and is computed again."""
     return job.model.num_layers * job.model.layer_matrix_parameters / job.model.matmul_parameters
+
+
+def _passed_bytes(job: Job) -> float:
+    """What operators between the products read and write on one GPU, where the rate of those does not include it."""
+    model, tokens = job.model, job.local_tokens
+    if model.passed is None:
+        return 0.0
+    times = 1 if job.checkpointing == "none" else 2
+    layer = times * model.passed.forward + model.passed.backward
+    sums = 0.0
+    if job.mlp_tile_tokens:
+        layer += model.passed.tiled if job.checkpointing == "none" else 0.0
+        sums = -(-tokens // job.mlp_tile_tokens) * model.tiled_parameters * (BF16 + 2 * FP32)
+    loss = tokens * model.vocab_size * 14 + -(-tokens * model.vocab_size // CHUNK_LOGITS) * _head_sums(job)
+    return model.num_layers * (tokens * layer + sums) + loss + _sharded_bytes(job)
+
+
+def _head_sums(job: Job) -> int:
+    """Of a chunk of the loss: gradients of the head's weight, read and written in fp32."""
+    return job.model.embedding_parameters * 2 * FP32
+
+
+def _sharded_bytes(job: Job) -> float:
+    """FSDP2's own: parameters of two gathers put in place in bf16, gradients packed in fp32; shards cast."""
+    if job.world_size == 1:
+        return 0.0
+    whole = 2 * 2 * BF16 + BF16 + FP32
+    shard = 2 * (FP32 + BF16) + 2 * FP32
+    return job.model.parameters * (whole + shard / job.world_size)
 
 
 def _ring_exposed(job: Job, machine: Machine, forward: float, backward: float) -> float:
@@ -120,4 +152,4 @@ def _optimizer(job: Job, machine: Machine) -> float:
     shard = job.model.parameters / job.world_size
     if job.offload_optimizer:
         return shard * 2 * width / (machine.host_gbytes * 1e9)
-    return shard * 7 * width / (machine.gpu.memory_gbytes * machine.rates.memory * 1e9)
+    return shard * 7 * width / (machine.gpu.memory_gbytes * machine.rates.optimizer * 1e9)
