@@ -6,7 +6,8 @@
 
 Flags that are not named below are the recipe's. Its model, memory, strategy and optimizer are built once; two steps at
 the warm-up's length compile and allocate. Of each length the last step is also traced, on the first GPU and without
-the host's operators; the steps before it say what tracing costs. `--waits` adds a step whose rings are measured, which
+the host's operators; the steps before it say what tracing costs. `--document_tokens` packs each sequence with
+documents of so many tokens; without it a sequence is one. `--waits` adds a step whose rings are measured, which
 then do not work side by side. The results are written anew after every step. On CPUs nothing is traced.
 """
 
@@ -51,11 +52,11 @@ from ringflash.plan.read import model_of  # noqa: E402
 from ringflash.transport import buffers  # noqa: E402
 
 ABOUT = (
-    "Steps of {parameters:.2f} B parameters, memory {memory}. Each sequence is one document, byte tokens of Python's "
-    "own sources: every token sees all before it. seconds are of the slowest rank, by the clock, from the end of one "
-    "step on the device to the end of the next, reading the batch included. allocated_gib and reserved_gib are the "
-    "peaks of torch's allocator, areas_gib the symmetric memory beside it, device_gib what the driver counts in use "
-    "after the step; of the rank with most. parts are of the first rank's device: of every instant the first of "
+    "Steps of {parameters:.2f} B parameters, memory {memory}. Byte tokens of Python's own sources; every token sees "
+    "all before it in its document, which is {document}. seconds are of the slowest rank, by the clock, from the end "
+    "of one step on the device to the end of the next, reading the batch included. allocated_gib and reserved_gib are "
+    "the peaks of torch's allocator, areas_gib the symmetric memory beside it, device_gib what the driver counts in "
+    "use after the step; of the rank with most. parts are of the first rank's device: of every instant the first of "
     "attention, linear, optimizer, other, host copies and communication that runs, so that communication is what "
     "nothing hides."
 )
@@ -87,16 +88,17 @@ def schedule(lengths: str, warm_up: int, waits: bool) -> list[Step]:
     return steps
 
 
-class OneDocument(SequenceData):
-    """Sequences of the lengths given, in this order, each one document of the bytes of Python's own sources.
+class Documents(SequenceData):
+    """Sequences of the lengths given, in this order, of the bytes of Python's own sources.
 
     Args:
         lengths: tokens of the sequence of each step.
+        document_tokens: of every document in a sequence but the last, which may be shorter; 0 is one document.
     """
 
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], document_tokens: int = 0) -> None:
         super().__init__(lengths[0], num_eval_sequences=1, seed=0)
-        self.lengths = lengths
+        self.lengths, self.document_tokens = lengths, document_tokens
 
     def setup(self, stage: str) -> None:
         """Read the sources; the text begins again where it ends."""
@@ -117,7 +119,14 @@ class OneDocument(SequenceData):
     def on_before_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> Batch:
         """This rank's shard; `seqlen`, which the progress line reads, is the length of this step."""
         self.seqlen = batch.shape[1]
-        return huggingface.prepare_batch(batch, group=strategy_of(self.trainer).cp_group)
+        bounds = torch.tensor(document_bounds(self.seqlen, self.document_tokens), dtype=torch.int32)
+        packed = {"cu_seqlens": bounds.to(batch.device)} if self.document_tokens else {}
+        return huggingface.prepare_batch(batch, group=strategy_of(self.trainer).cp_group, **packed)
+
+
+def document_bounds(seqlen: int, document_tokens: int) -> list[int]:
+    """Of the documents in a sequence, from 0 to its length."""
+    return [*range(0, seqlen, document_tokens or seqlen), seqlen]
 
 
 class _Cut(torch.utils.data.Dataset[torch.Tensor]):
@@ -137,10 +146,11 @@ class StepTimes(lightning.Callback):
     Args:
         steps: what each step is.
         path: file for the results; None prints alone.
+        document_tokens: as `Documents`.
     """
 
-    def __init__(self, steps: list[Step], path: Path | None) -> None:
-        self.steps, self.path = steps, path
+    def __init__(self, steps: list[Step], path: Path | None, document_tokens: int = 0) -> None:
+        self.steps, self.path, self.document_tokens = steps, path, document_tokens
         self.results: dict[str, Any] = {}
         self.waits = ExposedCommunication(every_n_steps=1)
         self._tracing = ExitStack()
@@ -158,7 +168,12 @@ class StepTimes(lightning.Callback):
         memory = asdict(pl_module.memory)
         self.results = {
             **describe("lightning", "transformers", "liger-kernel"),
-            "about": ABOUT.format(parameters=parameters / 1e9, memory=memory),
+            "about": ABOUT.format(
+                parameters=parameters / 1e9,
+                memory=memory,
+                document=f"of {self.document_tokens} tokens" if self.document_tokens else "the whole sequence",
+            ),
+            "document_tokens": self.document_tokens,
             "ranks": dist.get_world_size(),
             "model": pl_module.config,
             "memory": memory,
@@ -234,7 +249,8 @@ class StepTimes(lightning.Callback):
             "tokens_per_second_per_gpu": step.seqlen / strategy.cp_size / most["seconds"],
         }
         if module.flops_of is not None:
-            flops = module.flops_of([0, step.seqlen]) / strategy.cp_size / most["seconds"]
+            bounds = document_bounds(step.seqlen, self.document_tokens)
+            flops = module.flops_of(bounds) / strategy.cp_size / most["seconds"]
             peak = peak_tflops(_name(strategy.root_device))
             speed |= {"tflops_per_gpu": flops / 1e12, "mfu_percent": peak and flops / peak / 1e10}
         return {"kind": step.kind, "seqlen": step.seqlen, **most, "loss": loss, "grad_norm": norm, **speed}
@@ -246,7 +262,7 @@ class StepTimes(lightning.Callback):
             return plans(
                 sorted({step.seqlen for step in self.steps}), _name(strategy.root_device), module.config,
                 cp_size=strategy.cp_size, dp_size=strategy.dp_size, precision=trainer.precision, memory=module.memory,
-                accumulates=trainer.accumulate_grad_batches > 1,
+                accumulates=trainer.accumulate_grad_batches > 1, document_tokens=self.document_tokens,
             )  # fmt: skip
         except NotImplementedError:
             return {}
@@ -257,7 +273,9 @@ class StepTimes(lightning.Callback):
             torch.cuda.synchronize()
 
 
-def plans(lengths: list[int], device: str, config: dict[str, Any], *, memory: Memory, **job: Any) -> dict[str, Any]:
+def plans(
+    lengths: list[int], device: str, config: dict[str, Any], *, memory: Memory, document_tokens: int = 0, **job: Any
+) -> dict[str, Any]:
     """What `ringflash plan` says of each length; nothing on a device or in a precision that it does not know.
 
     It counts Liger's kernels where it knows what they keep.
@@ -273,10 +291,11 @@ def plans(lengths: list[int], device: str, config: dict[str, Any], *, memory: Me
     kept = asdict(memory)
     installed = find_spec("liger_kernel") is not None
     kept["liger"] = model.takes_liger and (installed if memory.liger == "auto" else memory.liger)
+    visible = {
+        seqlen: visible_fraction(seqlen, windows, document_bounds(seqlen, document_tokens)) for seqlen in lengths
+    }
     made = {
-        str(seqlen): make_plan(
-            Job(model, seqlen, visible_fraction=visible_fraction(seqlen, windows), **job, **kept), machine
-        )
+        str(seqlen): make_plan(Job(model, seqlen, visible_fraction=visible[seqlen], **job, **kept), machine)
         for seqlen in lengths
     }
     wanted = ("step_seconds", "memory_bytes", "memory_at", "mfu")
@@ -319,18 +338,25 @@ def main(args: list[str] | None = None) -> None:
     )
     parser.add_argument("--lengths", required=True, help="TOKENSxSTEPS of each length, with commas")
     parser.add_argument("--warm_up", type=int, required=True, help="tokens of the two steps before")
+    parser.add_argument("--document_tokens", type=int, default=0, help="of the documents of a sequence; 0 is one")
     parser.add_argument("--waits", action="store_true", help="a step of each length more, whose rings are measured")
     parser.add_argument("--json", type=Path, help="file for the results")
     options, recipe = parser.parse_known_args(args)
+    if options.document_tokens < 0:
+        parser.error(f"--document_tokens must be 0 or more, got {options.document_tokens}; 0 is one document.")
     steps = schedule(options.lengths, options.warm_up, options.waits)
     fixed = {
-        "data": "benchmarks.train_steps.OneDocument", "data.lengths": [step.seqlen for step in steps],
+        "data": "benchmarks.train_steps.Documents", "data.lengths": [step.seqlen for step in steps],
+        "data.document_tokens": options.document_tokens,
         "trainer.max_steps": len(steps), "trainer.limit_val_batches": 0, "trainer.accumulate_grad_batches": 1,
         "trainer.num_sanity_val_steps": 0, "checkpoint.save_top_k": 0, "progress.every_n_steps": len(steps) + 1,
     }  # fmt: skip
     # Lightning warns of arguments given to it where the command line has some too: here it has the same ones.
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
-    train(["fit", *recipe, *(f"--{key}={value}" for key, value in fixed.items())], [StepTimes(steps, options.json)])
+    train(
+        ["fit", *recipe, *(f"--{key}={value}" for key, value in fixed.items())],
+        [StepTimes(steps, options.json, options.document_tokens)],
+    )
 
 
 if __name__ == "__main__":

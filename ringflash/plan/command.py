@@ -245,9 +245,17 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def visible_fraction(seqlen: int, windows: Sequence[int | Chunk | None]) -> float:
-    """Part of a sequence's causal pairs that the layers' windows and chunks leave; the mean of the layers."""
-    return sum(_in_window(seqlen, window) for window in windows) / len(windows)
+def visible_fraction(seqlen: int, windows: Sequence[int | Chunk | None], bounds: Sequence[int] | None = None) -> float:
+    """Part of a sequence's causal pairs that the layers' windows and chunks leave; the mean of the layers.
+
+    Args:
+        bounds: of the documents in the sequence, from 0 to its length; without them it is one.
+    """
+    whole = sum(_in_window(seqlen, window) for window in windows) / len(windows)
+    if bounds is None or len(bounds) == 2:
+        return whole
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    return sum(visible_fraction(n, windows) * visible_pairs(n) for n in lengths) / visible_pairs(seqlen)
 
 
 def _in_window(seqlen: int, window: int | Chunk | None) -> float:

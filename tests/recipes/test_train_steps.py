@@ -35,7 +35,7 @@ def test_steps_of_two_lengths(tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "lightning"
     flags = [f"--{key}={value}" for key, value in FLAGS.items()]
     output = run_ranks(
-        "benchmarks.train_steps", "--lengths", "192x2,384", "--warm_up", "96", "--waits",
+        "benchmarks.train_steps", "--lengths", "192x2,384", "--warm_up", "96", "--waits", "--document_tokens", "100",
         "--json", tmp_path / "results", "--output_dir", tmp_path / "run",
         "--config", recipe / "qwen3_8b_pretrain.yaml", "--config", recipe / "1m_cp8_8gpus.yaml", *flags, num_ranks=2,
     )  # fmt: skip
@@ -52,7 +52,8 @@ def test_steps_of_two_lengths(tmp_path: Path) -> None:
     shape = shape_of(result["model"])
     for step in steps:
         assert step["tokens_per_second_per_gpu"] * 2 * step["seconds"] == pytest.approx(step["seqlen"])
-        flops = training_flops(shape, [None] * shape.num_layers, [0, step["seqlen"]])
+        bounds = {96: [0, 96], 192: [0, 100, 192], 384: [0, 100, 200, 300, 384]}[step["seqlen"]]
+        flops = training_flops(shape, [None] * shape.num_layers, bounds)
         assert step["tflops_per_gpu"] * 2e12 * step["seconds"] == pytest.approx(flops)
     assert all(line(step) in output for step in steps)
 
@@ -79,6 +80,9 @@ def test_plans_are_those_of_the_command(name: str, tile: int, capsys: pytest.Cap
         assert ringflash(["plan", str(recipe), *flags]) in (0, 1)  # fits or not
         want = json.loads(capsys.readouterr().out)
         assert found[str(seqlen)] == {name: want[name] for name in ("step_seconds", "memory_bytes", "memory_at", "mfu")}
+    documents = plans([1 << 17], "NVIDIA H200", memory=memory, document_tokens=1 << 12, **job)[str(1 << 17)]
+    seconds = [plan["step_seconds"]["attention forward"] for plan in (documents, found[str(1 << 17)])]
+    assert seconds[0] == pytest.approx(seconds[1] * ((1 << 12) + 1) / ((1 << 17) + 1))
     assert plans([1 << 17], "CPU", memory=memory, **job) == {}
     assert plans([1 << 17], "NVIDIA H200", memory=memory, **{**job, "precision": "32-true"}) == {}
 
