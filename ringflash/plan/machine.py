@@ -40,8 +40,8 @@ class Rates:
     """Parts of the peaks that are reached. Every one is printed with a plan, and can be set.
 
     Args:
-        linear: of the peak FLOP/s, matrix products of the layers, with what lies between them; of families that
-            formulas count.
+        linear, linear_with_liger: of the peak FLOP/s, matrix products of the layers, with what lies between them; of
+            families that formulas count.
         products: of the peak FLOP/s, matrix products alone; of models that are read.
         passes: of the memory's GB/s, what reads and writes between the products; likewise.
         attention_forward, attention_backward: of the peak FLOP/s, the attention kernels on visible work.
@@ -57,8 +57,9 @@ class Rates:
     """
 
     linear: float = 0.45
-    products: float = 0.62
-    passes: float = 0.45
+    linear_with_liger: float = 0.58
+    products: float = 0.65
+    passes: float = 0.47
     attention_forward: float = 0.64
     attention_backward: float = 0.59
     nvlink: float = 0.6

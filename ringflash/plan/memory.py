@@ -56,6 +56,8 @@ def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
     root, layer = (0 if alone else x * BF16 for x in (model.root_parameters, model.layer_parameters))
     leaving = 0 if alone else model.expert_parameters * (BF16 + FP32)  # gradients of a layer's experts, to be spread
     summed = weights if job.accumulates else 0  # over the sequences before
+    others = summed or weights - model.layer_parameters * _weight_bytes(job) // job.world_size
+    at_work = layer_bytes(job, one_host=one_host)
     head = model.embedding_parameters * (_weight_bytes(job) if alone else BF16)  # its gradient, whole until C
     spread = 0 if alone else model.root_parameters * (BF16 + FP32)
 
@@ -72,7 +74,10 @@ def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
         "the loss": parts(weights, gathered=root, checkpoints=_checkpoints(job), loss=_loss(job)),
         "the last layer's backward": parts(
             summed if alone and summed else summed + head, gathered=root + 2 * layer + leaving,
-            checkpoints=_checkpoints(job), layer=layer_bytes(job, one_host=one_host), loss=layer_input_bytes(job),
+            checkpoints=_checkpoints(job), layer=at_work, loss=layer_input_bytes(job),
+        ),
+        "the first layer's backward": parts(
+            others, gathered=layer + leaving, checkpoints=checkpoint_bytes(job), layer=at_work,
         ),
         "the last gradients": parts(weights, gathered=spread),
         "the optimizer's step": parts(weights, optimizer=states * 3 // 2),

@@ -39,7 +39,8 @@ def step_time(job: Job, machine: Machine) -> StepTime:
     padded = job.model.q_size / job.model.mean_size
     forward = padded * attention_flops(job) / (peak * rates.attention_forward)
     backward = 2.5 * padded * attention_flops(job) / (peak * rates.attention_backward)
-    products = rates.linear if job.model.passed is None else rates.products
+    dense = rates.linear_with_liger if job.liger else rates.linear
+    products = dense if job.model.passed is None else rates.products
     linear = job.model.computed_parameters / job.model.matmul_parameters * linear_flops(job) / (peak * products)
     parts = {
         "attention forward": forward,
