@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -69,6 +70,7 @@ class _Tiled:
     """The forward of a module's class, tile by tile."""
 
     tile_tokens: int
+    ends_with_down_proj = True  # until seen to be otherwise
     _untiled: Any
 
     def forward(self, x: Tensor, *routing: Tensor) -> Tensor:
@@ -102,6 +104,38 @@ class _Tiled:
     def whole(self, *inputs: Tensor) -> Tensor:
         """Output as without tiles."""
         return self._untiled(*inputs) if self._untiled is not None else super().forward(*inputs)  # type: ignore[misc]
+
+    def graph(self, *inputs: Tensor) -> Tensor:
+        """`whole` for its gradients alone: where the output is what `down_proj` puts out, that is not computed."""
+        last: Any = getattr(self, "down_proj", None)
+        plain = type(last) is nn.Linear and "forward" not in vars(last) and not last._forward_hooks
+        if not (plain and self.ends_with_down_proj) or _draws(self):  # type: ignore[arg-type]
+            return self.whole(*inputs)
+        found: list[Tensor] = []
+
+        def forward(x: Tensor) -> Tensor:
+            with _WithoutProducts():
+                found.append(nn.Linear.forward(last, x))
+            return found[-1]
+
+        last.forward = forward
+        try:
+            out = self.whole(*inputs)
+        finally:
+            del last.forward
+        self.ends_with_down_proj = bool(found) and out is found[-1]
+        return out if self.ends_with_down_proj else self.whole(*inputs)
+
+
+class _WithoutProducts(TorchDispatchMode):
+    """Matrix products give zeros of the right shape, for autograd to build its graph on."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            left, right = args[-2:]
+            if {type(left), type(right)} <= {Tensor, nn.Parameter}:
+                return left.new_zeros(left.shape[0], right.shape[1])
+        return func(*args, **(kwargs or {}))
 
 
 class _Keep(torch.autograd.Function):
@@ -154,7 +188,7 @@ class _Tiles(torch.autograd.Function):
             for tile, (grad_tile,) in zip(_tiles(inputs, module), _tiles((grad,), module), strict=True):
                 leaves = [x.detach().requires_grad_(want) for x, want in zip(tile, of_inputs, strict=True)]
                 with torch.enable_grad(), torch.autocast(*ctx.autocast):
-                    out = module.whole(*leaves)
+                    out = module.graph(*leaves)
                 asked = [x for x in leaves if x.requires_grad]
                 grads = torch.autograd.grad(out, (*asked, *parameters), grad_tile)
                 parts.append(grads[: len(asked)])

@@ -144,14 +144,54 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_layer_computed_again_leaves_its_tiles_out(family: str) -> None:
-    """They are computed again by themselves; without tiles, all but an MLP's last product is by the layer."""
+    """They are computed again by themselves: as many products as without them, of an MLP all but the last again."""
     flops = []
     for memory in (Memory("attention_kept"), Memory("attention_kept", mlp_tile_tokens=8)):
         with Products() as products:
             step(model_with(memory, family))
         flops.append(products.flops)
-    last = 2 * SEQLEN * 80 * 32 if family == "llama" else 0  # experts weight their results, and need it
-    assert flops[1] - flops[0] == LAYERS * last
+    assert flops[1] == flops[0]
+
+
+def doubled(forward: Any) -> Any:
+    """Twice what it puts out."""
+    return lambda x: 2 * forward(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "products"), [("nothing", 2), ("a bias", 2), ("autocast", 2), ("a hook", 3), ("more after it", 4)]
+)
+def test_the_last_product_is_left_out_where_nothing_needs_it(change: str, products: int) -> None:
+    """Of three that a tile computes again. A hook sees it; what comes after it is found by trying, once."""
+    mlps = [
+        model_with(memory, dtype=torch.float32 if change == "autocast" else torch.float64).get_submodule(
+            "model.model.layers.0.mlp"
+        )
+        for memory in (Memory(), Memory(mlp_tile_tokens=20))
+    ]
+    seen: list[bool] = []
+    for mlp in mlps:
+        last: Any = mlp.get_submodule("down_proj")
+        if change == "a bias":
+            last.bias = nn.Parameter(torch.linspace(-1, 1, 32, dtype=torch.float64))
+        if change == "a hook":
+            last.register_forward_hook(lambda module, args, out: seen.append(bool(out.any())))
+        if change == "more after it":
+            name = "whole" if hasattr(mlp, "whole") else "forward"
+            setattr(mlp, name, doubled(getattr(mlp, name)))
+    flops = []
+    for mlp in mlps:
+        x = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(0)).to(mlp.get_parameter("gate_proj.weight"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
+            out = mlp(x.requires_grad_())
+        with Products() as counted:
+            out.double().square().sum().backward()
+        flops.append(counted.flops)
+    assert flops[1] - flops[0] == products * 2 * 40 * 32 * 80
+    for name, value in mlps[0].named_parameters():
+        tolerance = 2**-7 if change == "autocast" else 1e-12
+        assert (mlps[1].get_parameter(name).grad - value.grad).norm() <= tolerance * value.grad.norm()
+    assert all(seen)
 
 
 def test_parametrized_experts_are_refused_in_tiles() -> None:
