@@ -18,6 +18,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ringflash.memory.offload import HostCopies
+
 
 def checkpoint_layers(model: nn.Module, *, keep_attention: bool = True, offload: bool = False) -> None:
     """Checkpoint every layer of a transformers model, in training mode, in place.
@@ -25,14 +27,15 @@ def checkpoint_layers(model: nn.Module, *, keep_attention: bool = True, offload:
     Args:
         keep_attention: attention is not computed again, nor its ring run again.
         offload: the inputs of the layers are copied to the host in the forward, pinned where they come from a GPU,
-            and back in the backward. The copies are not hidden behind the layers' work.
+            and back in the backward. A GPU copies beside the layers' work, and holds one input more for it.
     Raises:
         NotImplementedError: a model without layers that transformers can checkpoint.
     """
     layers = checkpointable_layers(model)
+    host = HostCopies() if offload else None
     for layer in layers:
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(_checkpointed, keep_attention, offload)
+        layer._gradient_checkpointing_func = partial(_checkpointed, keep_attention, host)
 
 
 def checkpointable_layers(model: nn.Module) -> Sequence[Any]:
@@ -58,14 +61,16 @@ def keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _checkpointed(keep: bool, offload: bool, layer: Callable[..., Any], *args: Any) -> Any:
+def _checkpointed(keep: bool, host: HostCopies | None, layer: Callable[..., Any], *args: Any) -> Any:
     contexts: dict[str, Any] = {}
     if keep:
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, keep_attention)
-    with _on_host(args) if offload else nullcontext():
+    with nullcontext() if host is None else _on_host(host, args):
         return checkpoint(layer, *args, use_reentrant=False, **contexts)
 
 
-def _on_host(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+def _on_host(host: HostCopies, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
     """What is saved directly in it lies on the host: the checkpoint's inputs, not what the layer itself would save."""
-    return save_on_cpu(pin_memory=any(isinstance(x, torch.Tensor) and x.is_cuda for x in args))
+    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
+        return host.hooks()
+    return save_on_cpu(pin_memory=False)
