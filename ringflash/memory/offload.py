@@ -35,11 +35,11 @@ class HostCopies:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, x: Tensor) -> Any:
-        if not (x.is_cuda and x.numel()):
+        if not _leaves(x):
             return x
         self._arrived()
         stream = self._stream(x.device)
-        on_host = torch.empty_like(x, device="cpu", pin_memory=True, requires_grad=False)
+        on_host = _pinned_like(x)
         stream.wait_stream(cuda.current_stream(x.device))
         with cuda.stream(stream):
             on_host.copy_(x.detach(), non_blocking=True)
@@ -69,6 +69,14 @@ class HostCopies:
         if device not in self._streams:
             self._streams[device] = cuda.Stream(device)
         return self._streams[device]
+
+
+def _leaves(x: Tensor) -> bool:
+    return x.is_cuda and x.numel() > 0
+
+
+def _pinned_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="cpu", pin_memory=True, requires_grad=False)
 
 
 class _Waiting:

@@ -57,7 +57,7 @@ class Rates:
     """
 
     linear: float = 0.45
-    linear_with_liger: float = 0.58
+    linear_with_liger: float = 0.60
     products: float = 0.65
     passes: float = 0.47
     attention_forward: float = 0.64

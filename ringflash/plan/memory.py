@@ -58,6 +58,7 @@ def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
     summed = weights if job.accumulates else 0  # over the sequences before
     others = summed or weights - model.layer_parameters * _weight_bytes(job) // job.world_size
     at_work = layer_bytes(job, one_host=one_host)
+    moving = layer_input_bytes(job) if job.offload_checkpoints else 0  # the last one that left; the next that comes
     head = model.embedding_parameters * (_weight_bytes(job) if alone else BF16)  # its gradient, whole until C
     spread = 0 if alone else model.root_parameters * (BF16 + FP32)
 
@@ -71,10 +72,10 @@ def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
         }  # fmt: skip
 
     return {
-        "the loss": parts(weights, gathered=root, checkpoints=_checkpoints(job), loss=_loss(job)),
+        "the loss": parts(weights, gathered=root, checkpoints=_checkpoints(job) + moving, loss=_loss(job)),
         "the last layer's backward": parts(
             summed if alone and summed else summed + head, gathered=root + 2 * layer + leaving,
-            checkpoints=_checkpoints(job), layer=at_work, loss=layer_input_bytes(job),
+            checkpoints=_checkpoints(job) + moving, layer=at_work, loss=layer_input_bytes(job),
         ),
         "the first layer's backward": parts(
             others, gathered=layer + leaving, checkpoints=checkpoint_bytes(job), layer=at_work,
@@ -220,7 +221,7 @@ def _checkpoints(job: Job) -> int:
     kept = checkpoint_bytes(job)
     if not job.offload_checkpoints:
         return job.model.num_layers * kept
-    return job.model.num_layers * (kept - layer_input_bytes(job)) + layer_input_bytes(job)
+    return job.model.num_layers * (kept - layer_input_bytes(job)) + layer_input_bytes(job)  # of the layer at work
 
 
 def _weight_bytes(job: Job) -> int:

@@ -51,7 +51,7 @@ def step_time(job: Job, machine: Machine) -> StepTime:
         "between products": _passed_bytes(job) / (machine.gpu.memory_gbytes * rates.passes * 1e9),
         "ring exposed": _ring_exposed(job, machine, forward, backward),
         "parameters exposed": _parameters_exposed(job, machine, forward + backward + linear),
-        "checkpoints copied": _checkpoints_copied(job, machine),
+        "checkpoints exposed": max(0.0, _checkpoints_copied(job, machine) - forward - backward - linear),
         "optimizer": _optimizer(job, machine),
     }
     parts["waiting for the host"] = max(0.0, job.model.num_layers * rates.host_seconds - sum(parts.values()))
@@ -141,7 +141,7 @@ def _parameters_exposed(job: Job, machine: Machine, work: float) -> float:
 
 
 def _checkpoints_copied(job: Job, machine: Machine) -> float:
-    """To the host and back; nothing runs beside these copies."""
+    """To the host and back, beside the layers' work."""
     if not job.offload_checkpoints:
         return 0.0
     return 2 * job.model.num_layers * layer_input_bytes(job) / (machine.host_gbytes * 1e9)
