@@ -21,11 +21,13 @@ _ROUTED = (  # what transformers' stacked experts take
 )
 
 
-def tile_mlps(model: nn.Module, tile_tokens: int) -> None:
+def tile_mlps(model: nn.Module, tile_tokens: int, *, checkpointed: bool = False) -> None:
     """Tile every gated MLP of a transformers model and its stacked experts, in place; names of parameters stay.
 
     Args:
         tile_tokens: tokens of a tile.
+        checkpointed: their layers are computed again in the backward. One tile of all tokens would then save nothing
+            and compute them once more, so calls of no more than tile_tokens go without.
     Raises:
         ValueError: a tile without tokens; tiled already.
         NotImplementedError: a model without such a module, or one whose results for tokens depend on others.
@@ -47,7 +49,7 @@ def tile_mlps(model: nn.Module, tile_tokens: int) -> None:
             )
         patched = vars(module).pop("forward", None)  # where a library has patched this one module
         module.__class__ = type(f"Tiled{type(module).__name__}", (_Tiled, type(module)), {})
-        vars(module).update(_untiled=patched, tile_tokens=tile_tokens)
+        vars(module).update(_untiled=patched, tile_tokens=tile_tokens, _checkpointed=checkpointed)
 
 
 def modules_to_tile(model: nn.Module) -> list[nn.Module]:
@@ -69,6 +71,7 @@ class _Tiled:
     """The forward of a module's class, tile by tile."""
 
     tile_tokens: int
+    _checkpointed: bool
     _untiled: Any
 
     def forward(self, x: Tensor, *routing: Tensor) -> Tensor:
@@ -94,6 +97,8 @@ class _Tiled:
                 f"parameters of {type(self).__name__} must be its own, got parametrized ones (as by LoRA on experts), "
                 "whose gradients a tile would lose; set mlp_tile_tokens to 0."
             )
+        if self._checkpointed and x.shape[-2] <= self.tile_tokens:
+            return self.whole(x, *routing)
         return _Tiles.apply(self, 1 + len(routing), x, *routing, *parameters)
 
     def whole(self, *inputs: Tensor) -> Tensor:

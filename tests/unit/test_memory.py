@@ -177,6 +177,20 @@ def test_checkpointing_and_tiles_keep_less() -> None:
     assert inputs < everything - 4 * mlp
 
 
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_a_tile_of_all_tokens_computes_again_what_checkpoints_do_not(checkpointing: Any) -> None:
+    """Forward and once more, by one or the other; tiles of half the tokens beside checkpoints a third time."""
+    calls: dict[int, int] = {}
+    for tile in (0, SEQLEN, SEQLEN // 2):
+        model = model_with(Memory(checkpointing, mlp_tile_tokens=tile))
+        gate, tokens = model.get_submodule("model.model.layers.1.mlp.gate_proj"), []
+        gate.register_forward_hook(lambda module, args, out, tokens=tokens: tokens.append(out.shape[-2]))
+        step(model)
+        calls[tile] = sum(tokens) // SEQLEN
+    want = {0: 1, SEQLEN: 2, SEQLEN // 2: 2} if checkpointing == "none" else {0: 2, SEQLEN: 2, SEQLEN // 2: 3}
+    assert calls == want
+
+
 @pytest.mark.parametrize("checkpointing", ["attention_kept", "full"])
 def test_offloaded_inputs_leave_the_device(checkpointing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With copies standing in for the host's memory: the layers' inputs are copied, nothing else, and not kept."""

@@ -182,6 +182,13 @@ def test_copy_engine_sums_dq_of_two_sections() -> None:
     assert [part["one layer at work"] for part in parts] == [layer_bytes(liger, one_host=True), layer_bytes(liger)]
 
 
+def test_a_tile_of_all_tokens_is_none_in_checkpointed_layers() -> None:
+    whole = replace(JOB, mlp_tile_tokens=JOB.local_tokens)
+    assert layer_bytes(whole) == layer_bytes(replace(JOB, mlp_tile_tokens=0)) > layer_bytes(JOB)
+    kept = [layer_bytes(replace(x, checkpointing="none")) for x in (replace(JOB, mlp_tile_tokens=0), whole)]
+    assert kept[0] != kept[1]
+
+
 MEASURED = [
     (path.stem, run, step)
     for path in sorted((ROOT / "benchmarks" / "results").glob("*_*xh200.json"))
