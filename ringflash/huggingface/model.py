@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ringflash import loss as token_loss
 from ringflash.group import Group, resolve
 from ringflash.huggingface.adapters import check_adapters, without_peft
-from ringflash.huggingface.routers import check_routers, routed, router_loss
+from ringflash.huggingface.routers import check_routers, routed, router_coefficient, router_loss
 
 # Families whose logits are scaled: by which name of the configuration, and whether they are divided by it.
 _SCALED: dict[Any, tuple[str, bool]] = {
@@ -95,7 +95,7 @@ class CausalLMWithLoss(nn.Module):
         logits = routed(causal, outputs)
         balance = router_loss(logits, causal.num_experts, causal.num_experts_per_tok, self.group, is_token)
         self.router_loss = balance.detach()
-        return loss + causal.router_aux_loss_coef * balance
+        return loss + router_coefficient(causal) * balance
 
 
 def _check_head(model: nn.Module) -> None:

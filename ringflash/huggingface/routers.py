@@ -82,3 +82,18 @@ def routed(model: Any, outputs: Any) -> tuple[Tensor, ...]:
             "none; set it to False for a model without experts."
         )
     return logits
+
+
+def router_coefficient(model: Any) -> float:
+    """What a model's balancing loss is multiplied by.
+
+    Raises:
+        ValueError: the model was made with another one than its configuration has now.
+    """
+    own = model.router_aux_loss_coef
+    if (configured := getattr(model.config, "router_aux_loss_coef", own)) != own:
+        raise ValueError(
+            f"router_aux_loss_coef must be the same in a model and its configuration, got {own} and {configured}; set "
+            "both (TRL sets the configuration's alone)."
+        )
+    return float(own)

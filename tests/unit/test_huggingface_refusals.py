@@ -281,6 +281,14 @@ def test_refuses_a_balancing_loss_of_no_known_form() -> None:
         huggingface.CausalLMWithLoss(model, None)
 
 
+def test_refuses_two_coefficients_of_a_balancing_loss() -> None:
+    """Which is meant? A model keeps what its configuration had when it was made."""
+    model = build("mixtral", output_router_logits=True)
+    model.config.router_aux_loss_coef = 0.5
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef must be the same .*, got 0\.001 and 0\.5; set both"):
+        huggingface.CausalLMWithLoss(model, None)(**huggingface.prepare_batch(tokens(), group=None))
+
+
 def test_refuses_a_balancing_loss_without_experts() -> None:
     """A Qwen3-MoE may have none."""
     model = build("qwen3_experts", output_router_logits=True, mlp_only_layers=[0, 1])
