@@ -149,8 +149,10 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
         self._init_config_if_needed()
         yield
 
-    def shard_parameters(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
-        """Nothing yet: DeepSpeed shards the whole LightningModule once its optimizer is known."""
+    def shard_parameters(
+        self, module: nn.Module, layers: Iterable[nn.Module], *, in_fp32: Iterable[nn.Module] = ()
+    ) -> None:
+        """Nothing yet: DeepSpeed shards the whole LightningModule once its optimizer is known, in one dtype."""
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **keywords: Any) -> None:
         """DeepSpeed's, without its division by the batches of a step: Lightning has divided the loss by them."""

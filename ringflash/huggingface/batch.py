@@ -21,6 +21,7 @@ def prepare_batch(
     group: Group,
     cu_seqlens: Tensor | None = None,
     labels: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     layout: str = "zigzag",
     position_ids: str = "global",
 ) -> dict[str, Any]:
@@ -35,15 +36,22 @@ def prepare_batch(
         cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence; batch must then be 1.
         labels: (batch, seqlen), already shifted (`ringflash.loss.shift_labels`, `pad_sequence`), -100 is none;
             default the successor of each token within its document.
+        attention_mask: (batch, seqlen), 1 for a token and 0 for padding, which may be at the end of a row or, with
+            cu_seqlens, of a document. It has no labels, and a balancing loss of experts leaves it out.
         position_ids: "global", or "document" to count from 0 in each document (needs cu_seqlens).
     Returns:
         batch: input_ids, position_ids, shift_labels (shards), num_items_in_batch (scalar), cu_seqlens (whole),
-            use_cache (False); in a group also checksum (scalar), by which layer 0 sees that all ranks had the same
-            sequence.
+            use_cache (False); with an attention_mask is_token (shard, bool); in a group also checksum (scalar), by
+            which layer 0 sees that all ranks had the same sequence.
     Raises:
-        ValueError: a length the layout cannot cut; labels that are not shifted, or negative but for -100.
+        ValueError: a length the layout cannot cut; labels that are not shifted, or negative but for -100; padding
+            before a token, or with labels.
     """
     successors = token_loss.shift_labels(input_ids, cu_seqlens)
+    if attention_mask is not None:
+        _check_padding(attention_mask, input_ids, labels, cu_seqlens)
+        followed = attention_mask.roll(-1, 1) != 0
+        successors = successors.masked_fill((attention_mask == 0) | ~followed, IGNORE_INDEX)
     labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
     options = Options(resolve(group), layout)
     positions = local_positions(input_ids.shape[1], *options.place, layout).to(input_ids.device)
@@ -61,13 +69,17 @@ def prepare_batch(
         "cu_seqlens": cu_seqlens,
         "use_cache": False,
     }
-    return batch if options.group is None else batch | {"checksum": _checksum(input_ids, labels)}
+    shared = [input_ids, labels]
+    if attention_mask is not None:
+        batch["is_token"] = shard_sequence(attention_mask, group, 1, layout) != 0
+        shared.append(attention_mask)
+    return batch if options.group is None else batch | {"checksum": _checksum(*shared)}
 
 
-def _checksum(input_ids: Tensor, labels: Tensor) -> Tensor:
+def _checksum(*shared: Tensor) -> Tensor:
     """Scalar, int64, from 0 up to 2**62, of what stands where; nothing is read by the host."""
-    total = torch.zeros((), dtype=torch.int64, device=input_ids.device)
-    for x in (input_ids, labels):
+    total = torch.zeros((), dtype=torch.int64, device=shared[0].device)
+    for x in shared:
         places = torch.arange(x.numel(), device=x.device)
         mixed = x.flatten().long() * 0x1E3779B97F4A7C15 + places * 0x3F58476D1CE4E5B9  # modulo 2**64
         mixed = (mixed ^ (mixed >> 29)) * 0x14D049BB133111EB
@@ -92,3 +104,26 @@ def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Ten
             "labels must be shifted by one token, got input_ids themselves; pass ringflash.loss.shift_labels(labels)."
         )
     return labels
+
+
+def _check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    if mask.shape != input_ids.shape or ((mask != 0) & (mask != 1)).any():
+        raise ValueError(
+            f"attention_mask must be 0 or 1 for each of input_ids {tuple(input_ids.shape)}, got a tensor "
+            f"{tuple(mask.shape)}{'' if mask.shape != input_ids.shape else f' up to {mask.max()}'}; "
+            "describe documents by cu_seqlens, and give both padded to one length."
+        )
+    after_padding = (mask != 0) & (mask.roll(1, 1) == 0)
+    after_padding[:, 0] = False
+    if cu_seqlens is not None:
+        after_padding[:, cu_seqlens[:-1].long()] = False
+    if after_padding.any():
+        raise ValueError(
+            "attention_mask must be 0 on the right of the tokens alone, got padding before a token, which would see "
+            "it; set tokenizer.padding_side = 'right'."
+        )
+    if labels is not None and (labels[mask == 0] != IGNORE_INDEX).any():
+        raise ValueError(
+            f"labels must be {IGNORE_INDEX} where attention_mask is 0, got a token; they are of the collator, or of "
+            "ringflash.pad_sequence."
+        )

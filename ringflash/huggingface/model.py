@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.group import Group, resolve
-from ringflash.huggingface.adapters import without_peft
-from ringflash.huggingface.routers import check_routers, routed, router_loss
+from ringflash.huggingface.adapters import check_adapters, without_peft
+from ringflash.huggingface.routers import check_routers, routed, router_coefficient, router_loss
 
 # Families whose logits are scaled: by which name of the configuration, and whether they are divided by it.
 _SCALED: dict[Any, tuple[str, bool]] = {
@@ -27,7 +27,7 @@ class CausalLMWithLoss(nn.Module):
 
     With `output_router_logits` in its configuration a model of experts adds router_aux_loss_coef * the balancing loss
     of the whole sequence, which `router_loss` keeps of the last forward: added whole to each call's loss, and over all
-    tokens, padding and those without labels too, as transformers without a mask.
+    tokens, those without labels too; padding is left out where `prepare_batch` was given an attention_mask.
 
     Shard this module, not the model in it, with FSDP2: the output embedding is then gathered where it is read.
 
@@ -69,6 +69,7 @@ class CausalLMWithLoss(nn.Module):
         cu_seqlens: Tensor | None = None,
         use_cache: bool = False,
         checksum: Tensor | None = None,
+        is_token: Tensor | None = None,
         per_token: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Scalar loss of this rank; arguments as `prepare_batch` returns them.
@@ -76,8 +77,9 @@ class CausalLMWithLoss(nn.Module):
         Args:
             per_token: return what `ringflash.loss.score_tokens` does instead.
         """
-        causal: Any = without_peft(self.model)  # adapters may have come since
-        places = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "checksum": checksum}
+        check_adapters(self)  # adapters may have come since, around this module, too
+        causal: Any = without_peft(self.model)
+        places = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "checksum": checksum, "is_token": is_token}
         outputs = causal.model(input_ids=input_ids, use_cache=use_cache, **places)
         hidden, weight = outputs.last_hidden_state, _weight_of(causal.lm_head)
         if per_token:
@@ -90,9 +92,10 @@ class CausalLMWithLoss(nn.Module):
         )  # fmt: skip
         if not _has_router_loss(causal):
             return loss
-        balance = router_loss(routed(causal, outputs), causal.num_experts, causal.num_experts_per_tok, self.group)
+        logits = routed(causal, outputs)
+        balance = router_loss(logits, causal.num_experts, causal.num_experts_per_tok, self.group, is_token)
         self.router_loss = balance.detach()
-        return loss + causal.router_aux_loss_coef * balance
+        return loss + router_coefficient(causal) * balance
 
 
 def _check_head(model: nn.Module) -> None:

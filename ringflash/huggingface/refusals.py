@@ -14,7 +14,7 @@ from ringflash.huggingface.whole import LENGTH_DEPENDENT, depends_on_length
 
 # What models hand to every attention call and no attention reads.
 _HARMLESS = {
-    "position_ids", "cache_position", "num_items_in_batch", "labels", "shift_labels", "logits_to_keep",
+    "position_ids", "cache_position", "num_items_in_batch", "labels", "shift_labels", "is_token", "logits_to_keep",
     "output_hidden_states", "return_dict",
 }  # fmt: skip
 
@@ -52,6 +52,7 @@ def find_static_error(
         _check_length(query, key)
         _check_window(module, window, causal)
         _check_sinks(query, sinks)
+        _check_padding(kwargs.get("is_token"), causal)
     except NotImplementedError as error:
         return error
     return None
@@ -181,6 +182,14 @@ def _check_sinks(query: Tensor, sinks: Tensor | None) -> None:
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise NotImplementedError(
             f"s_aux must have a logit for each head ({query.shape[1]},), got {tuple(sinks.shape)}; use another model."
+        )
+
+
+def _check_padding(is_token: Tensor | None, causal: bool) -> None:
+    if is_token is not None and not causal:
+        raise NotImplementedError(
+            "attention_mask must not be given to prepare_batch for full attention, which would see the padding, got "
+            "one; make padding a document of its own (ringflash.pad_sequence with cu_seqlens)."
         )
 
 

@@ -30,7 +30,11 @@ def check_routers(model: nn.Module) -> None:
 
 
 def router_loss(
-    router_logits: tuple[Tensor, ...], num_experts: int, experts_per_token: int, group: dist.ProcessGroup | None
+    router_logits: tuple[Tensor, ...],
+    num_experts: int,
+    experts_per_token: int,
+    group: dist.ProcessGroup | None,
+    is_token: Tensor | None = None,
 ) -> Tensor:
     """The balancing loss of the whole sequence: its mean over the ranks, also of its gradients.
 
@@ -41,27 +45,28 @@ def router_loss(
 
     Args:
         router_logits: of each layer, (tokens of this rank, num_experts).
-        group: ranks that share the sequence, with as many tokens each; None is one process.
+        group: ranks that share the sequence; None is one process.
+        is_token: (batch, seqlen_local), bool; what is none is left out. Default all are.
     Returns:
         loss: scalar, fp32 (fp64 for fp64).
     Source: equations 4 to 6 of Fedus et al. 2021 (Switch Transformer), arXiv:2101.03961, as transformers sums layers.
     """
     dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
     device = router_logits[0].device
-    choices = torch.zeros(num_experts, dtype=torch.int64, device=device)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)  # of choices, and of tokens
     probability = torch.zeros(num_experts, dtype=dtype, device=device)
-    tokens = 0
     for logits in router_logits:
         weights = logits.softmax(-1)
-        chosen = weights.detach().topk(experts_per_token).indices.flatten()
-        choices.scatter_add_(0, chosen, torch.ones_like(chosen))
-        probability = probability + weights.to(dtype).sum(0)
-        tokens += len(logits)
-    everywhere = tokens
+        chosen = weights.detach().topk(experts_per_token).indices
+        counted = chosen.new_ones(len(logits), 1) if is_token is None else is_token.view(-1, 1).long()
+        counts[:-1].scatter_add_(0, chosen.flatten(), counted.expand_as(chosen).flatten())
+        counts[-1] += counted.sum()
+        probability = probability + (weights if is_token is None else weights * counted).to(dtype).sum(0)
     if group is not None:
-        dist.all_reduce(choices, group=group)
-        everywhere *= group.size()
-    return num_experts * (choices.to(dtype) / everywhere * (probability / tokens)).sum()
+        dist.all_reduce(counts, group=group)
+        probability = probability * group.size()
+    tokens = counts[-1].clamp(min=1).to(dtype)
+    return num_experts * (counts[:-1].to(dtype) / tokens * (probability / tokens)).sum()
 
 
 def routed(model: Any, outputs: Any) -> tuple[Tensor, ...]:
@@ -77,3 +82,18 @@ def routed(model: Any, outputs: Any) -> tuple[Tensor, ...]:
             "none; set it to False for a model without experts."
         )
     return logits
+
+
+def router_coefficient(model: Any) -> float:
+    """What a model's balancing loss is multiplied by.
+
+    Raises:
+        ValueError: the model was made with another one than its configuration has now.
+    """
+    own = model.router_aux_loss_coef
+    if (configured := getattr(model.config, "router_aux_loss_coef", own)) != own:
+        raise ValueError(
+            f"router_aux_loss_coef must be the same in a model and its configuration, got {own} and {configured}; set "
+            "both (TRL sets the configuration's alone)."
+        )
+    return float(own)

@@ -181,8 +181,18 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: x.detach() for name, x in model.state_dict(keep_vars=True).items() if name not in ties}
 
 
+def modules_in_fp32(module: nn.Module) -> list[nn.Module]:
+    """Those whose parameters transformers keeps in fp32 whatever the model's dtype, as Ernie 4.5's routers are."""
+    found: dict[str, nn.Module] = {}
+    for name, _ in module.named_parameters():
+        owner = name.rpartition(".")[0]
+        if _kept_in_fp32(module, name) and not any(owner.startswith(f"{outer}.") for outer in found):
+            found[owner] = module.get_submodule(owner)
+    return list(found.values())
+
+
 def _kept_in_fp32(model: Any, name: str) -> bool:
-    patterns = model._keep_in_fp32_modules_strict or ()
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 

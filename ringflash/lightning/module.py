@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
 from ringflash.flops import layer_windows, multiplied, training_flops
-from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, read_config
+from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, modules_in_fp32, read_config
 from ringflash.lightning.buckets import NUM_BUCKETS, position_buckets
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
@@ -65,6 +65,7 @@ class CausalLM(lightning.LightningModule):
         self.warmup_steps, self.decay_steps, self.final_rate = warmup_steps, decay_steps, final_rate
         self.seed, self.memory = seed, memory
         self.model: huggingface.CausalLMWithLoss | None = None
+        self._in_fp32: list[nn.Module] = []
         self.flops_of: Callable[[Sequence[int]], float] | None = None  # of a sequence, by its documents' bounds
         self._losses: list[torch.Tensor] = []  # of the batches of this step so far
         self.eval_losses: dict[str, float] = {}  # of the last evaluation, by the name of its loader
@@ -77,7 +78,8 @@ class CausalLM(lightning.LightningModule):
         strategy = strategy_of(self.trainer)
         self.model = empty_model(self.config, strategy.cp_group, self.memory, strategy.layout)
         self.flops_of = _flops_of(self.model.model)
-        strategy.shard_parameters(self.model, _layers(self.model))
+        self._in_fp32 = modules_in_fp32(self.model.model)
+        strategy.shard_parameters(self.model, _layers(self.model), in_fp32=self._in_fp32)
         sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
         device = strategy.root_device if sharded else torch.device("cpu")
         if self.pretrained is None:
@@ -88,10 +90,17 @@ class CausalLM(lightning.LightningModule):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What all casts and moves go through: as torch's, but no buffer is rounded, as in transformers' own loading.
 
-        Rotary frequencies in bf16, as Lightning's bf16-true would have them, turn far tokens by other angles.
+        Rotary frequencies in bf16, as Lightning's bf16-true would have them, turn far tokens by other angles. Nor are
+        parameters that transformers keeps in fp32, where FSDP2 shards them by themselves.
         """
         exact = dict(self.named_buffers())
-        result = super()._apply(fn, recurse)
+        in_fp32 = {id(p) for module in self._in_fp32 for p in module.parameters() if isinstance(p, DTensor)}
+
+        def unrounded(x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = fn(x)
+            return x.to(found.device) if id(x) in in_fp32 and found.dtype.itemsize < x.dtype.itemsize else found
+
+        result = super()._apply(unrounded, recurse)
         for name, buffer in list(self.named_buffers()):
             if torch.promote_types(buffer.dtype, exact[name].dtype) != buffer.dtype:
                 owner, _, key = name.rpartition(".")

@@ -113,8 +113,12 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             )
         return self._shard_mesh
 
-    def shard_parameters(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
+    def shard_parameters(
+        self, module: nn.Module, layers: Iterable[nn.Module], *, in_fp32: Iterable[nn.Module] = ()
+    ) -> None:
         """Shard `layers`, each as a unit that is gathered at once, then what remains of `module`, in place.
+
+        Before them `in_fp32`, modules in them that no precision casts: units of their own, which must have one dtype.
 
         The loss must be computed in the forward of `module`: outside it the output embedding is not whole. Rows are
         spread over the ranks; of stacked experts whose number the ranks do not divide, a part of each where one fits.
@@ -124,6 +128,8 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         """
         policy = mixed_precision_policy(self.precision_plugin.precision)
         with keeping_ties(module):
+            for exact in in_fp32:
+                fully_shard(exact, mesh=self.shard_mesh, shard_placement_fn=self._placement)
             for layer in layers:
                 fully_shard(layer, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)
             fully_shard(module, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import lightning
 import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.agreement import gather
 
 
-class TrainerChecks(Strategy):
+class TrainerChecks(ParallelStrategy):
     """What a strategy looks at before processes join, and before the first batch of each kind."""
 
     def check_trainer(self, *, copies_module: bool) -> None:
@@ -22,9 +22,12 @@ class TrainerChecks(Strategy):
         Args:
             copies_module: whether a callback may copy the module.
         Raises:
-            ValueError: a time between evaluations.
+            ValueError: processes that were started in another number than devices * num_nodes; a time between
+                evaluations.
             NotImplementedError: a callback that copies the module where it must not.
         """
+        assert self.cluster_environment is not None
+        self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
         if self._trainer.state.fn == TrainerFn.FITTING:
             check_interval(self._trainer)
             if not copies_module:

@@ -51,7 +51,7 @@ def save_memory(model: nn.Module, memory: Memory) -> None:
     if memory.liger:
         (use_liger_where_installed if memory.liger == "auto" else use_liger)(model)
     if memory.mlp_tile_tokens:
-        tile_mlps(model, memory.mlp_tile_tokens)
+        tile_mlps(model, memory.mlp_tile_tokens, checkpointed=memory.checkpointing != "none")
     if memory.checkpointing != "none":
         keep = memory.checkpointing == "attention_kept"
         checkpoint_layers(model, keep_attention=keep, offload=memory.offload_checkpoints)

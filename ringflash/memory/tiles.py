@@ -22,11 +22,13 @@ _ROUTED = (  # what transformers' stacked experts take
 )
 
 
-def tile_mlps(model: nn.Module, tile_tokens: int) -> None:
+def tile_mlps(model: nn.Module, tile_tokens: int, *, checkpointed: bool = False) -> None:
     """Tile every gated MLP of a transformers model and its stacked experts, in place; names of parameters stay.
 
     Args:
         tile_tokens: tokens of a tile.
+        checkpointed: their layers are computed again in the backward. One tile of all tokens would then save nothing,
+            so calls of no more than tile_tokens go without.
     Raises:
         ValueError: a tile without tokens; tiled already.
         NotImplementedError: a model without such a module, or one whose results for tokens depend on others.
@@ -48,7 +50,7 @@ def tile_mlps(model: nn.Module, tile_tokens: int) -> None:
             )
         patched = vars(module).pop("forward", None)  # where a library has patched this one module
         module.__class__ = type(f"Tiled{type(module).__name__}", (_Tiled, type(module)), {})
-        vars(module).update(_untiled=patched, tile_tokens=tile_tokens)
+        vars(module).update(_untiled=patched, tile_tokens=tile_tokens, _checkpointed=checkpointed)
 
 
 def modules_to_tile(model: nn.Module) -> list[nn.Module]:
@@ -71,6 +73,7 @@ class _Tiled:
 
     tile_tokens: int
     ends_with_down_proj = True  # until seen to be otherwise
+    _checkpointed: bool
     _untiled: Any
 
     def forward(self, x: Tensor, *routing: Tensor) -> Tensor:
@@ -97,6 +100,8 @@ class _Tiled:
                 "whose gradients a tile would lose; set mlp_tile_tokens to 0."
             )
         inputs = (x, *routing)
+        if self._checkpointed and x.shape[-2] <= self.tile_tokens:
+            return self.whole(*inputs)
         needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *parameters))
         first, kept = _Keep.apply(x.new_empty(0, requires_grad=needed), *inputs)
         return _Tiles.apply(self, kept, first, len(inputs), *inputs, *parameters)

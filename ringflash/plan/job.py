@@ -93,6 +93,12 @@ class Job:
         return self.seqlen // self.cp_size
 
     @property
+    def tile_tokens(self) -> int:
+        """Tokens of a tile, 0 for none: checkpointed layers go without where one would be all of a rank's."""
+        whole = self.checkpointing != "none" and self.mlp_tile_tokens >= self.local_tokens
+        return 0 if whole else self.mlp_tile_tokens
+
+    @property
     def visible_pairs(self) -> float:
         """Pairs of a query and a key it sees, of a whole sequence."""
         return self.visible_fraction * self.seqlen * (self.seqlen + 1) / 2

@@ -130,12 +130,12 @@ def layer_bytes(job: Job, *, one_host: bool = False) -> int:
         kept -= _attention_kept(job)
     if job.checkpointing != "none" and job.liger:
         kept -= layer_input_bytes(job)  # the first norm's
-    tile = min(job.mlp_tile_tokens or tokens, tokens)
+    tile = min(job.tile_tokens or tokens, tokens)
     if isinstance(model, ReadShape):
-        mlp = _mlp_bytes(job) + (int(2 * tile * model.kept.tiled) if job.mlp_tile_tokens else 0)
+        mlp = _mlp_bytes(job) + (int(2 * tile * model.kept.tiled) if job.tile_tokens else 0)
     else:
-        mlp = tile * model.intermediate_size * BF16 * (3 + (4 if job.mlp_tile_tokens else 0))
-    if job.mlp_tile_tokens:  # sums over tiles, and of experts a tile's gradients
+        mlp = tile * model.intermediate_size * BF16 * (3 + (4 if job.tile_tokens else 0))
+    if job.tile_tokens:  # sums over tiles, and of experts a tile's gradients
         mlp += model.tiled_parameters * FP32 + min(model.tiled_parameters, model.expert_parameters) * BF16
     norm = tokens * model.hidden_size * (BF16 if job.liger else 3 * FP32) - _mlp_bytes(job)
     attention = attention_work_bytes(job, one_host=one_host) - _mlp_bytes(job) - _norm_bytes(job)
@@ -242,13 +242,13 @@ def _mlp_bytes(job: Job) -> int:
     """Of one MLP, its input not counted."""
     if isinstance(job.model, ReadShape):
         kept = job.model.kept
-        return int(job.local_tokens * (kept.mlp - (kept.tiled if job.mlp_tile_tokens else 0)))
-    return 0 if job.mlp_tile_tokens else (3 if job.liger else 4) * job.local_tokens * job.model.intermediate_size * BF16
+        return int(job.local_tokens * (kept.mlp - (kept.tiled if job.tile_tokens else 0)))
+    return 0 if job.tile_tokens else (3 if job.liger else 4) * job.local_tokens * job.model.intermediate_size * BF16
 
 
 def _tiled_away(job: Job, kept: Kept) -> int:
     """What tiles leave out of a layer."""
-    return int(job.local_tokens * kept.tiled) if job.mlp_tile_tokens else 0
+    return int(job.local_tokens * kept.tiled) if job.tile_tokens else 0
 
 
 def _loss(job: Job) -> int:

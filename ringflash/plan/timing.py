@@ -83,9 +83,9 @@ def _passed_bytes(job: Job) -> float:
     times = 1 if job.checkpointing == "none" else 2
     layer = times * model.passed.forward + model.passed.backward
     sums = 0.0
-    if job.mlp_tile_tokens:
+    if job.tile_tokens:
         layer += model.passed.tiled if job.checkpointing == "none" else 0.0
-        sums = -(-tokens // job.mlp_tile_tokens) * model.tiled_parameters * (BF16 + 2 * FP32)
+        sums = -(-tokens // job.tile_tokens) * model.tiled_parameters * (BF16 + 2 * FP32)
     loss = tokens * model.vocab_size * 14 + -(-tokens * model.vocab_size // CHUNK_LOGITS) * _head_sums(job)
     return model.num_layers * (tokens * layer + sums) + loss + _sharded_bytes(job)
 

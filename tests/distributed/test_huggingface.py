@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ringflash
 from ringflash import huggingface
 from ringflash.memory import Memory, save_memory
 from tests.helpers.pool import Context, Pool
@@ -69,8 +70,14 @@ def tokens() -> torch.Tensor:
 def equals_one_process(ctx: Context, kind: str, bounds: tuple[int, ...] | None, layout: str) -> None:
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     ring, whole = build(kind, ctx.group, layout), build(kind, None)
-    loss = ring(**huggingface.prepare_batch(tokens(), group=ctx.group, cu_seqlens=cu_seqlens, layout=layout))
-    want = whole(**huggingface.prepare_batch(tokens(), group=None, cu_seqlens=cu_seqlens))
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group, cu_seqlens=cu_seqlens, layout=layout)
+    compare(ctx, (ring, batch), (whole, huggingface.prepare_batch(tokens(), group=None, cu_seqlens=cu_seqlens)))
+
+
+def compare(ctx: Context, ringed: tuple[Any, dict[str, Any]], alone: tuple[Any, dict[str, Any]]) -> None:
+    """A model and its batch, on a ring and on one process."""
+    (ring, batch), (whole, whole_batch) = ringed, alone
+    loss, want = ring(**batch), whole(**whole_batch)
     loss.backward()
     want.backward()
     pairs = [(loss.detach(), want.detach())]
@@ -95,6 +102,24 @@ def test_loss_and_gradients_equal_one_process(
     pool: Pool, size: int, kind: str, bounds: tuple[int, ...] | None, layout: str
 ) -> None:
     pool.run(equals_one_process, kind, bounds, layout, size=size)
+
+
+def padded_equals_one_process(ctx: Context, bounds: tuple[int, ...] | None) -> None:
+    """Loss and gradients of experts of whose tokens 4 are padding, beside one process without any."""
+    ring, whole = build("gpt_oss", ctx.group), build("gpt_oss", None)
+    ids = tokens()[:, :-4]
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    padded, _, padded_bounds = ringflash.pad_sequence(ids, None, cu_seqlens, cp_size=ctx.size, multiple_of=4)
+    mask = (torch.arange(padded.shape[1]) < ids.shape[1])[None]
+    batch = huggingface.prepare_batch(padded, group=ctx.group, cu_seqlens=padded_bounds, attention_mask=mask)
+    assert padded.shape[1] == LENGTH
+    compare(ctx, (ring, batch), (whole, huggingface.prepare_batch(ids, group=None, cu_seqlens=cu_seqlens)))
+
+
+@pytest.mark.parametrize("bounds", [None, (0, 11, 28)])
+def test_padding_changes_nothing(pool: Pool, bounds: tuple[int, ...] | None) -> None:
+    """On two ranks, of which one holds all of it."""
+    pool.run(padded_equals_one_process, bounds, size=2)
 
 
 def checkpointed_equals_kept(ctx: Context, kind: str, checkpointing: str) -> None:

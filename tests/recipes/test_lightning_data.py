@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning
 import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -166,6 +167,21 @@ def test_trainers_that_would_not_do_as_told_are_refused(options: dict, dp_size: 
     data.trainer = SimpleNamespace(**{**defaults, **options}, strategy=strategy, _accelerator_connector=connector)
     with pytest.raises(ValueError, match=message):
         data.setup("fit")
+
+
+@pytest.mark.parametrize("num_nodes, world_size", [(1, 4), (2, 2)])
+def test_hosts_that_torchrun_did_not_start_are_refused(
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int, world_size: int
+) -> None:
+    """Before processes join: a mesh of some of them would wait, or fail in torch."""
+    started = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": 2}
+    for name, value in (started | {"TORCHELASTIC_RUN_ID": "x"}).items():
+        monkeypatch.setenv(name, str(value))
+    strategy = ContextParallelStrategy()
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, num_nodes=num_nodes, strategy=strategy, logger=False)
+    with pytest.raises(ValueError, match=rf"2 \* {num_nodes}\) does not match the world size \({world_size}\)"):
+        trainer.fit(CausalLM({}), [0])
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize(

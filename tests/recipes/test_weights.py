@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers_experts("deepseek_v3").save_pretrained(folder / "experts", max_shard_size="40KB")
     three = {"num_experts": 3, "num_local_experts": 3, "moe_intermediate_size": 64}
     transformers_experts("qwen3_moe", **three).save_pretrained(folder / "uneven", max_shard_size="40KB")
+    transformers_experts("ernie4_5_moe", torch.bfloat16).save_pretrained(folder / "fp32 routers")
     transformers_model(intermediate_size=40).save_pretrained(folder / "wrong")
     wrong = json.loads((folder / "wrong" / "config.json").read_text())
     (folder / "wrong" / "config.json").write_text(json.dumps({**wrong, "intermediate_size": 48}))
@@ -135,6 +137,18 @@ def test_no_rank_holds_or_reads_the_model(ranks: list[dict[str, Any]]) -> None:
             assert max(rank[name]["reads"]) <= rank[name]["largest"]
         held, whole = [rank[name]["held"] for rank in ranks], ranks[0][name]["all"]
         assert sum(held) == whole and max(held) <= 0.52 * whole
+
+
+def test_what_transformers_keeps_in_fp32_is_not_rounded(ranks: list[dict[str, Any]], folder: Path) -> None:
+    """Parameters of Ernie 4.5's routers, beside layers in bf16."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "fp32 routers", dtype=torch.bfloat16)
+    want = {name: [str(p.dtype), p.double().norm().item()] for name, p in model.named_parameters()}
+    assert sum(dtype == "torch.float32" for dtype, _ in want.values()) == 2
+    for rank in ranks:
+        assert rank["in_bf16"]["before"] == want
+        assert math.isfinite(rank["in_bf16"]["loss"])
 
 
 def test_drawn_values_depend_on_the_seed_alone(ranks: list[dict[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 -m tests.recipes.weights_worker <folder> <out>
 
-<folder> holds untied, tied, experts, uneven and wrong, checkpoint directories of transformers, and texts.
+<folder> holds untied, tied, experts, uneven, fp32 routers and wrong, checkpoint directories of transformers, and texts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 import safetensors
 import torch
 import torch.distributed as dist
+from lightning import Callback
 from lightning.pytorch.plugins import DoublePrecision
 from torch.distributed.tensor import DTensor
 
 from ringflash.lightning import CausalLM
+from ringflash.memory import Memory
 from tests.recipes.strategy_worker import CONFIG, Recorder, data, trainer_with
 
 
@@ -84,6 +86,24 @@ def strategy() -> Any:
     return ContextParallelStrategy()
 
 
+def in_bf16(folder: Path) -> dict[str, Any]:
+    """A step under bf16-true: what each parameter was before it, its dtype, and its norm."""
+    options, found = {"attention_dropout": 0.0, "experts_implementation": "eager"}, {}
+
+    class Before(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            named = ((name.removeprefix("model.model."), p.full_tensor()) for name, p in module.named_parameters())
+            found.update({name: (str(p.dtype), p.double().norm().item()) for name, p in named})
+
+    module = CausalLM(options, pretrained=str(folder), memory=Memory("attention_kept"))
+    trainer = trainer_with(
+        precision="bf16-true", max_steps=1, gradient_clip_val=1.0, limit_val_batches=0, callbacks=[Before()],
+        strategy=strategy(),
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data(str(folder.parent / "texts")))
+    return {"before": found, "loss": trainer.callback_metrics["loss"].item()}
+
+
 def drawn(seed: int) -> dict[str, float]:
     """Norms of parameters drawn from a seed, shards of both ranks together."""
     module = CausalLM(CONFIG, seed=seed)
@@ -99,6 +119,7 @@ def main() -> None:
     found["tied"] = started(folder, "tied")
     found["experts"] = started(folder, "experts", save=out / "experts.ckpt")
     found["uneven"] = started(folder, "uneven", save=out / "uneven.ckpt")
+    found["in_bf16"] = in_bf16(folder / "fp32 routers")
     found["drawn"] = drawn(seed=5)
     try:
         wrong = folder / ("wrong" if dist.get_rank() == 1 else "untied")

@@ -172,20 +172,23 @@ def test_loss_of_scaled_logits_equals_that_of_the_models_own(kind: str) -> None:
         assert_equal(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("name", [*EXPERTS, "sinks"])
-def test_balancing_loss_of_the_routers_equals_the_models_own(name: str) -> None:
-    """Which transformers sums in fp32."""
+@pytest.mark.parametrize("name, padded", [*((name, False) for name in (*EXPERTS, "sinks")), ("mixtral", True)])
+def test_balancing_loss_of_the_routers_equals_the_models_own(name: str, padded: bool) -> None:
+    """Which transformers sums in fp32; padding is in neither, and neither has the labels that are given by default."""
     ours, whole = (
         build(name, impl, output_router_logits=True, router_aux_loss_coef=2.0) for impl in ("ringflash", "sdpa")
     )
     huggingface.set_group(ours, None)
     wrapped, ids = huggingface.CausalLMWithLoss(ours, None), tokens(2)
-    batch = huggingface.prepare_batch(ids, group=None)
-    loss, want = wrapped(**batch), whole(ids, labels=ids, use_cache=False)
+    mask = torch.arange(LENGTH) < torch.tensor([[LENGTH], [9]]) if padded else None
+    labels = ids if mask is None else ids.masked_fill(~mask, -100)
+    batch = huggingface.prepare_batch(ids, group=None, attention_mask=mask)
+    loss, want = wrapped(**batch), whole(ids, labels=labels, attention_mask=mask, use_cache=False)
     assert wrapped.router_loss is not None and want.aux_loss > 1
     assert (wrapped.router_loss - want.aux_loss).abs() <= 1e-6 * want.aux_loss
     assert (loss - want.loss).abs() <= 1e-6 * want.loss
-    assert_equal(wrapped(**batch, per_token=True)[0].sum() / ids[:, 1:].numel() + 2 * wrapped.router_loss, loss)
+    score = wrapped(**batch, per_token=True)[0].sum() / (labels[:, 1:] != -100).sum()
+    assert_equal(score + 2 * wrapped.router_loss, loss)
     loss.backward()
     want.loss.backward()
     for p, q in zip(ours.parameters(), whole.parameters(), strict=True):

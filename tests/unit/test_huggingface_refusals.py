@@ -145,6 +145,42 @@ def test_refuses_labels_that_are_no_tokens() -> None:
         huggingface.prepare_batch(tokens(), group=None, labels=labels)
 
 
+PADDING = {
+    "of another length": ({}, torch.ones(1, LENGTH - 1), r"for each of input_ids \(1, 24\), got .* 23\)"),
+    "documents": ({}, torch.arange(LENGTH)[None] // 9, r"must be 0 or 1 .* up to 2; describe documents"),
+    "left": ({}, torch.arange(LENGTH)[None] > 3, "padding before a token, which would see it"),
+    "left of a document": (
+        {"cu_seqlens": torch.tensor([0, 7, LENGTH])}, torch.arange(LENGTH)[None] != 7, "padding before a token",
+    ),
+    "labels": (
+        {"labels": tokens().roll(-1, 1)}, torch.arange(LENGTH)[None] < 20,
+        "labels must be -100 where attention_mask is 0, got a token",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options, mask, message", PADDING.values(), ids=PADDING)
+def test_refuses_padding_that_is_none(options: dict[str, torch.Tensor], mask: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        huggingface.prepare_batch(tokens(), group=None, attention_mask=mask, **options)
+
+
+def test_padding_may_end_each_document() -> None:
+    """Its tokens have no labels by default, and the last ones before it none that are padding."""
+    mask = (torch.arange(LENGTH) % 8 < 6)[None]
+    bounds = torch.tensor([0, 8, 16, LENGTH], dtype=torch.int32)
+    batch = huggingface.prepare_batch(tokens(), group=None, cu_seqlens=bounds, attention_mask=mask)
+    assert torch.equal(batch["shift_labels"] != -100, (torch.arange(LENGTH) % 8 < 5)[None])
+
+
+def test_refuses_padding_that_full_attention_would_see() -> None:
+    batch = huggingface.prepare_batch(tokens(), group=None, attention_mask=torch.arange(LENGTH)[None] < 20)
+    model = build()
+    assert torch.equal(model(**batch).logits, model(**batch | {"is_token": None}).logits)
+    with pytest.raises(NotImplementedError, match="attention_mask must not be given to prepare_batch for full attent"):
+        build(is_causal=False)(**batch)
+
+
 def test_refuses_unknown_positions() -> None:
     for positions in ("document", "local"):
         with pytest.raises(ValueError, match="'document' with cu_seqlens"):
@@ -243,6 +279,14 @@ def test_refuses_a_balancing_loss_of_no_known_form() -> None:
     model.config.output_router_logits = True
     with pytest.raises(NotImplementedError, match="for a model without .*, got True for LlamaForCausalLM; compute"):
         huggingface.CausalLMWithLoss(model, None)
+
+
+def test_refuses_two_coefficients_of_a_balancing_loss() -> None:
+    """Which is meant? A model keeps what its configuration had when it was made."""
+    model = build("mixtral", output_router_logits=True)
+    model.config.router_aux_loss_coef = 0.5
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef must be the same .*, got 0\.001 and 0\.5; set both"):
+        huggingface.CausalLMWithLoss(model, None)(**huggingface.prepare_batch(tokens(), group=None))
 
 
 def test_refuses_a_balancing_loss_without_experts() -> None:

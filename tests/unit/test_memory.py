@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from ringflash import huggingface
 from ringflash.huggingface.weights import draw_weights
 from ringflash.lightning.module import build_model, empty_model
-from ringflash.memory import Memory, layers, save_memory, tile_mlps, use_liger
+from ringflash.memory import Memory, layers, save_memory, tile_mlps, tiles, use_liger
 from ringflash_kernels import reference
 
 SEQLEN, LAYERS = 48, 3
@@ -241,6 +241,14 @@ def test_checkpointing_and_tiles_keep_less() -> None:
     mlp = LAYERS * SEQLEN * 80 * 8  # one tensor of the MLP's width in each layer
     assert everything - tiled == 4 * mlp
     assert inputs < everything - 4 * mlp
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_a_tile_of_all_tokens_is_none_beside_checkpoints(checkpointing: Any) -> None:
+    model = model_with(Memory(checkpointing, mlp_tile_tokens=SEQLEN))
+    with mock.patch.object(tiles._Tiles, "apply", side_effect=tiles._Tiles.apply) as tiled:
+        step(model)
+    assert tiled.call_count == (LAYERS if checkpointing == "none" else 0)
 
 
 @pytest.mark.parametrize("checkpointing", ["attention_kept", "full"])
