@@ -98,8 +98,13 @@ class _Waiting:
         stream.wait_stream(cuda.current_stream(self.device))  # its memory may be in use by work given out before
         with cuda.stream(stream):
             x.copy_(self.on_host, non_blocking=True)
-        x.record_stream(stream)  # where nobody takes it
         self._coming = x, stream.record_event()
+
+    def __del__(self) -> None:
+        """Nobody takes it: its memory is free for work after the copy. (record_stream would hold memory of layers that
+        the host has given out, but the GPU has not reached.)"""
+        if self._coming is not None:
+            cuda.current_stream(self.device).wait_event(self._coming[1])
 
     def take(self, stream: cuda.Stream) -> Tensor:
         """It, on its GPU; work given out from now on comes after the copy."""

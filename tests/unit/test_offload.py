@@ -105,7 +105,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setattr(offload, "cuda", found)
     monkeypatch.setattr(offload, "_leaves", lambda x: x.numel() > 0)
     monkeypatch.setattr(offload, "_pinned_like", torch.empty_like)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
     torch.use_deterministic_algorithms(True)
     yield found
     torch.use_deterministic_algorithms(False)
@@ -169,7 +168,7 @@ def test_one_leaves_and_one_comes_early_at_a_time(cuda: StandIn, monkeypatch: py
 
 
 def test_what_is_no_longer_needed_is_free(cuda: StandIn) -> None:
-    """A graph that nobody walks back; a copy of the hooks, as of a model, is one of its own."""
+    """A graph that nobody walks back, or half the way; a copy of the hooks, as of a model, is one of its own."""
     host, layers = HostCopies(), network()
     x = torch.randn(6, 8, dtype=torch.float64)
     loss_of(layers, x, host)
@@ -178,6 +177,11 @@ def test_what_is_no_longer_needed_is_free(cuda: StandIn) -> None:
     assert mine is not theirs and mine._streams == {} and mine._leaving is None
     loss.backward()
     assert theirs._leaving is None and theirs._last is not None and theirs._last() is None
+    half = layers[2].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(layers, x, host).backward()
+    half.remove()
+    assert cuda.queues[0].done == len(cuda.queues[0].work)  # what came early and was not taken has been waited for
 
 
 def test_what_does_not_lie_on_a_gpu_stays() -> None:
