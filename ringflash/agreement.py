@@ -61,8 +61,8 @@ def agree(
         signature: JSON values that must be equal on all ranks.
         error: what this rank would raise.
         device: of the call's tensors. A call of a GPU, which this rank made before, is not compared again: its host
-            would wait for the others' every time, though the group may have gloo for CPUs, too.
-        timeout: how long to wait for the others; default 120 s.
+            would wait for the others' every time. Anything else is.
+        timeout: how long to wait for the others; default 120 s, or the group's own where it has gloo for CPUs.
     Raises:
         The type of the first rank's error; ValueError where signatures differ; RuntimeError where a rank does
         not join within that time.
@@ -74,8 +74,7 @@ def agree(
         return
     times, num_posted = _interrupted.get(group, (0, 0))
     signature = {**signature, "errors in calls": f"{times}, after {num_posted} messages" if times else "none"}
-    cheap = device.type == "cpu" and backend_of(group, _CPU) == "gloo"
-    if cheap or _policy == "always" or error is not None or _last.get(group) != signature:
+    if device.type == "cpu" or _policy == "always" or error is not None or _last.get(group) != signature:
         _compare(_exchange(group, _encode(signature, error), timeout), error)
         _last[group] = signature
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +12,7 @@ from torch.nn.functional import pad
 
 from ringflash import ops
 from ringflash.agreement import agree
-from ringflash.group import Group, resolve
+from ringflash.group import Group, HoldsGroup, resolve
 from ringflash.headwise import sections_of
 from ringflash.mask import check_window_size
 from ringflash.transport import buffer_bytes
@@ -202,7 +200,7 @@ def _sides(window_size: Sequence[int]) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-class RingAttention(nn.Module):
+class RingAttention(HoldsGroup, nn.Module):
     """`ring_attention` with its options bound once, to be called as `attention(q, k, v)`.
 
     Args: as `ring_attention`.
@@ -236,12 +234,6 @@ class RingAttention(nn.Module):
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RingAttention:
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        memo[id(self.group)] = self.group  # a process group cannot be copied
-        copied.__dict__.update(deepcopy(self.__dict__, memo))
-        return copied
 
     def extra_repr(self) -> str:
         """Options that differ from call to call of print(model)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,3 +53,15 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         except RuntimeError:
             known[device.type] = "none"
     return known[device.type]
+
+
+class HoldsGroup:
+    """A module whose copies have its process group, which cannot be copied."""
+
+    group: dist.ProcessGroup | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.group)] = self.group
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied

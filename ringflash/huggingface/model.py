@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ringflash import loss as token_loss
-from ringflash.group import Group, resolve
+from ringflash.group import Group, HoldsGroup, resolve
 from ringflash.huggingface.adapters import check_adapters, without_peft
 from ringflash.huggingface.routers import check_routers, routed, router_coefficient, router_loss
 
@@ -22,7 +22,7 @@ _SCALED: dict[Any, tuple[str, bool]] = {
 }
 
 
-class CausalLMWithLoss(nn.Module):
+class CausalLMWithLoss(HoldsGroup, nn.Module):
     """A causal language model whose forward returns `ringflash.loss.cross_entropy`; logits are never whole.
 
     With `output_router_logits` in its configuration a model of experts adds router_aux_loss_coef * the balancing loss
@@ -50,11 +50,6 @@ class CausalLMWithLoss(nn.Module):
         _check_head(causal)
         self.logit_scale = _logit_scale(getattr(causal, "config", None))
         self.model, self.group, self.chunk_tokens = model, resolve(group), chunk_tokens
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CausalLMWithLoss:
-        from copy import deepcopy
-
-        return CausalLMWithLoss(deepcopy(self.model, memo), self.group, chunk_tokens=self.chunk_tokens)
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         """The model's own, which transformers' Trainer calls for TrainingArguments(gradient_checkpointing=True)."""

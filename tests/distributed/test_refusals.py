@@ -113,3 +113,19 @@ def repeated_by_the_first(ctx: Context, device: str) -> None:
 def test_a_call_of_gpus_is_compared_once(pool: Pool) -> None:
     """Also where the group has gloo for CPUs: a host that waits for the others at every call holds its GPU up."""
     pool.run(repeated_by_the_first, "cuda", size=2, timeout_s=20)
+
+
+def refused_the_second_time(ctx: Context) -> str:
+    """What is no call of a GPU is asked twice, of a group without gloo; then the last rank has an error."""
+    with mock.patch.object(ringflash.agreement, "backend_of", lambda *_: "nccl"):
+        ringflash.agreement.agree(ctx.group, {"checkpoint": "one"})
+        error = ValueError("damaged meanwhile") if ctx.rank == ctx.size - 1 else None
+        with pytest.raises(ValueError) as raised:
+            ringflash.agreement.agree(ctx.group, {"checkpoint": "one"}, error)
+    return str(raised.value)
+
+
+def test_a_check_without_a_device_is_made_every_time(pool: Pool) -> None:
+    """Also over NCCL alone: a rank that remembers the check would go on, and the one in error wait for it."""
+    for text in pool.run(refused_the_second_time, size=2, timeout_s=20):
+        assert text.startswith("damaged meanwhile")

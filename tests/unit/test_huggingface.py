@@ -6,6 +6,8 @@ whatever the model's dtype, and its loss casts logits to fp32.
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -193,6 +195,22 @@ def test_balancing_loss_of_the_routers_equals_the_models_own(name: str, padded: 
     want.loss.backward()
     for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
         assert (p.grad - q.grad).abs().max() <= 1e-6 * q.grad.abs().max()
+
+
+def test_a_copy_with_loss_is_of_its_class_and_mode() -> None:
+    """As a moving average, or a reference policy with a head of its own, is made of a model. The group is the same."""
+
+    class WithValues(huggingface.CausalLMWithLoss):
+        def __init__(self) -> None:
+            super().__init__(build(), None)
+            self.values = torch.nn.Linear(TINY["hidden_size"], 1)
+
+    model = WithValues().eval()
+    model.group = group = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 2)
+    copied = deepcopy(model)
+    assert type(copied) is WithValues and not copied.training and copied.group is group
+    assert copied.values.weight is not model.values.weight
+    assert vars(copied).keys() == vars(model).keys() and copied.state_dict().keys() == model.state_dict().keys()
 
 
 def test_ones_mask_is_fine() -> None:
