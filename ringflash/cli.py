@@ -12,6 +12,8 @@ from importlib import import_module
 
 from jsonargparse import ArgumentParser
 
+from ringflash.console import status_of
+
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
     "bench": ("ringflash.bench.command", "How fast are kernels and ring, beside their peers and a baseline"),
     "doctor": ("ringflash.doctor.command", "Is this machine, and every host of the job, fit for a long run"),
@@ -26,13 +28,20 @@ def main(args: Sequence[str] | None = None) -> int:
     Args:
         args: default those of the command line.
     Returns:
-        status: 0 all is right; 1 the command found something wrong; 2 it could not be run as asked.
+        status: 0 all is right; 1 the command found something wrong; 2 it could not be run as asked; 130 or 141 it was
+            stopped (`status_of`).
     """
     args = list(sys.argv[1:] if args is None else args)
+    return status_of(lambda: _run(args))
+
+
+def _run(args: list[str]) -> int:
     options = _parser(wanted=args[0] if args else "").parse_args(args)
     module = import_module(COMMANDS[options.subcommand][0])
     try:
         return module.run(options[options.subcommand])
+    except BrokenPipeError:
+        raise
     except (ValueError, RuntimeError, NotImplementedError, ImportError, OSError) as error:
         print(f"ringflash {options.subcommand}: {error}", file=sys.stderr)
     except Exception:  # a mistake of ours, which must not pass for a finding: Python's own status is 1

@@ -54,11 +54,14 @@ def run(options: Namespace) -> int:
         )
     if options.plot is not None:
         _check_plot(options.plot)
+        _check_written("--plot", options.plot)
     before = [] if options.baseline is None else read_results(options.baseline)[1]  # an error before the long run
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "results.json") if options.out is None else options.out
         path = _measure(options, path) if options.what in ("kernels", "ring") else Path(options.what)
         environment, rows = read_results(path)
+    if not rows:
+        raise ValueError(f"{path} must hold a row that ringflash computes, got none; name other results.")
     rows = [row for row in rows if re.search(options.rows, row.name)]
     if not rows:
         raise _no_row(options.rows)
@@ -121,12 +124,15 @@ def _check_gpu() -> None:
 def _num_ranks(options: Namespace) -> int:
     import torch
 
-    if options.nproc is not None:
-        return options.nproc
+    if options.toy:
+        return options.nproc or 2
     gpus = torch.cuda.device_count()
-    if gpus < 2 and not options.toy:
-        raise RuntimeError(f"a ring must have 2 GPUs or more, got {gpus}; --toy runs it over gloo on the CPU.")
-    return 2 if options.toy else gpus
+    if gpus < (options.nproc or 2):
+        raise RuntimeError(
+            f"a ring must have {options.nproc or '2'} GPUs{'' if options.nproc else ' or more'}, got {gpus}; "
+            "--toy runs it over gloo on the CPU."
+        )
+    return options.nproc or gpus
 
 
 def _as_json(
@@ -188,8 +194,19 @@ def _check_run(options: Namespace) -> None:
         raise ValueError(f"--{name} must come with {wanted}, got {options.what!r}; leave it out.")
     if options.nproc is not None and options.nproc < 2:
         raise ValueError(f"--nproc must be 2 or more, got {options.nproc}; a ring of one sends nothing.")
-    if options.out is not None and not options.out.resolve().parent.is_dir():
-        raise ValueError(f"--out must lie in a folder that is there, got {options.out}; make it first.")
+    if options.rounds is not None and options.rounds < 1:
+        raise ValueError(f"--rounds must be 1 or more, got {options.rounds}; leave it out for 5.")
+    if options.out is not None:
+        _check_written("--out", options.out)
+
+
+def _check_written(name: str, path: Path) -> None:
+    """Before the run, whose results would be lost."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise ValueError(f"{name} must lie in a folder that is there, got {path}; make it first.")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{name} must be a file that can be written, got {path}; name another.")
 
 
 def _check_plot(path: Path) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import ExitStack
+from math import isfinite
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from ringflash.console import status_of
 from ringflash.data.files import TokenFiles
 from ringflash.data.prepare import prepare
 from ringflash.data.sources import SUFFIXES
@@ -28,8 +31,14 @@ def main(args: list[str] | None = None) -> int:
         args: default those of the command line.
     """
     options = _parser().parse_args(args)
+    return status_of(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         options.run(options)
+    except BrokenPipeError:
+        raise
     except (ValueError, RuntimeError, ImportError, OSError) as error:
         _STDERR.print(f"error: {error}", markup=False)
         return 1
@@ -52,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument(
         "--suffix", action="append", help=f"ending of the files to take from folders; repeatable ({' '.join(SUFFIXES)})"
     )
-    making.add_argument("--shard-mib", type=float, default=64, help="MiB of input for each token file (%(default)s)")
+    making.add_argument("--shard-mib", type=_mib, default=64, help="MiB of input for each token file (%(default)s)")
     cores = len(os.sched_getaffinity(0))  # of this job, not of the host
     making.add_argument("--processes", type=int, default=cores, help="default one for each core (%(default)s)")
     checking = commands.add_parser("check", help="read token files whole and compare their checksums")
@@ -61,16 +70,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _mib(text: str) -> float:
+    mib = float(text)
+    if not isfinite(mib) or mib * (1 << 20) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of MiB of a byte or more, got {text}; 64 is the default.")
+    return mib
+
+
 def _prepare(options: argparse.Namespace) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=_STDERR) as progress:
-        task = progress.add_task("tokens", total=None)
-        header = prepare(
-            options.inputs, options.out, tokenizer=options.tokenizer, text_field=options.text_field,
-            suffixes=options.suffix or SUFFIXES, shard_bytes=int(options.shard_mib * (1 << 20)),
-            num_processes=options.processes,
-            on_shard=lambda done, total: progress.update(task, completed=done, total=total),
-        )  # fmt: skip
+    progress = Progress(*columns, TimeRemainingColumn(), console=_STDERR)
+    task = progress.add_task("tokens", total=None)
+    with ExitStack() as shown:
+
+        def show(done: int, total: int) -> None:
+            if not progress.live.is_started:  # what is refused is refused before
+                shown.enter_context(progress)
+            progress.update(task, completed=done, total=total)
+
+        try:
+            header = prepare(
+                options.inputs, options.out, tokenizer=options.tokenizer, text_field=options.text_field,
+                suffixes=options.suffix or SUFFIXES, shard_bytes=int(options.shard_mib * (1 << 20)),
+                num_processes=options.processes, on_shard=show,
+            )  # fmt: skip
+        except OSError as error:
+            raise RuntimeError(
+                f"inputs must be readable and {options.out} a folder that can be written, got {error}; "
+                "run the same command again once they are, and it goes on."
+            ) from error
     num_tokens, num_documents = (sum(getattr(x, n) for x in header.shards) for n in ("num_tokens", "num_documents"))
     print(f"{options.out}: {num_tokens:,} tokens of {header.dtype} in {num_documents:,} documents")
 

@@ -52,7 +52,10 @@ def find_files(inputs: Iterable[str | Path], suffixes: Iterable[str] = SUFFIXES)
             found.setdefault(p.resolve(), p.parent.resolve() / p.name if p.suffix in SUFFIXES else p.resolve())
     names = sorted(path for path in found.values() if path.stat().st_size)
     if not names:
-        raise ValueError(f"inputs must hold files that end in {' or '.join(suffixes)}, got none; name others.")
+        raise ValueError(
+            f"inputs must hold a file that is not empty, and in a folder ends in {' or '.join(suffixes)}, got none; "
+            "name others."
+        )
     if compressed := [path for path in names if path.suffix in _COMPRESSED]:
         raise ValueError(f"inputs must not be compressed, got {compressed[0]}; decompress it first.")
     return names

@@ -95,7 +95,13 @@ def _load(folder: Path):  # type: ignore[no-untyped-def]
         raise ImportError(
             f"transformers must be installed to read {folder}, got {missing}; pip install 'ringflash[huggingface]'."
         ) from missing
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(
+            f"tokenizer must be one that transformers reads, got {type(error).__name__}: {error} in {folder}; "
+            "write it with save_pretrained."
+        ) from error
 
 
 def _text(document: Document) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from ringflash.console import status_of
 from ringflash.huggingface.export import export
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -28,6 +29,10 @@ def main(args: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of the parameters (%(default)s)")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer files are copied along")
     options = parser.parse_args(args)
+    return status_of(lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         export(options.checkpoint, options.out, dtype=_DTYPES[options.dtype], tokenizer=options.tokenizer)
     except (ValueError, OSError) as error:

@@ -11,6 +11,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from jsonargparse import ArgumentParser
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -63,6 +64,8 @@ def run(options: Any) -> int:
     )  # fmt: skip
     try:
         return elastic_launch(config, _answer)(options)[0]
+    except SignalException as stopped:  # the launcher has ended the ranks
+        raise SystemExit(128 + stopped.sigval) from stopped
     except ChildFailedError as error:
         raise RuntimeError(f"every rank must answer, got {error}; see its output above.") from error
 
@@ -134,6 +137,12 @@ def _settings(options: Any) -> Settings:
         check_cu_seqlens(tuple(options.cu_seqlens), options.seqlen)
     device = torch.device(kind)
     if kind == "cuda":
+        ranks = int(os.environ["LOCAL_RANK"]) + 1
+        if torch.cuda.device_count() < ranks:
+            raise RuntimeError(
+                f"device cuda must have a GPU for every rank, got {torch.cuda.device_count()} for {ranks} or more; "
+                "start fewer ranks, or add --device cpu."
+            )
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     bounds, window = options.cu_seqlens, options.window

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -108,10 +109,20 @@ def load(target: str, num_layers: int | None, seed: int) -> Factory:
     module_name, name = target.split(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # where the user's modules are, whichever way the command was started
-    function = getattr(import_module(module_name), name, None)
+    function = getattr(_imported(module_name), name, None)
     if function is None:
         raise ValueError(f"target must name a function of {module_name}, got {name!r}; check its spelling.")
     return lambda group: _seeded(function, group, seed)
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return import_module(name)
+    except Exception as error:  # whatever the user's own code raises
+        raise ValueError(
+            f"target must name a module that can be imported, got {type(error).__name__}: {error}; "
+            f"python -c 'import {name}' shows where."
+        ) from error
 
 
 def _seeded(function: Callable[..., Any], group: dist.ProcessGroup | None, seed: int) -> Training:
@@ -131,15 +142,16 @@ def _seeded(function: Callable[..., Any], group: dist.ProcessGroup | None, seed:
 def _from_folder(path: Path, num_layers: int | None, seed: int) -> Factory:
     """A transformers model over the ring; weights are read from safetensors alone."""
     huggingface.register()
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     has_weights = path.is_dir() and any(path.glob("*.safetensors"))
     if path.is_dir() and not has_weights and any(path.glob("*.bin")):
         raise ValueError(f"weights must be safetensors, got .bin files in {path}; save_pretrained writes safetensors.")
 
+    _config(path, num_layers)  # what is wrong with it is said before the ranks build the model
+
     def build(group: dist.ProcessGroup | None) -> Training:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-        _cut_layers(config, num_layers)
+        config = _config(path, num_layers)
         # grouped products of experts know no fp64, in which cp=1 is run as well
         options = {"attn_implementation": "ringflash", "experts_implementation": "eager", "dtype": torch.float32}
         if has_weights:
@@ -160,6 +172,23 @@ def _from_folder(path: Path, num_layers: int | None, seed: int) -> Factory:
         return Training(huggingface.CausalLMWithLoss(model, group))
 
     return lambda group: _seeded(build, group, seed)
+
+
+def _config(path: Path, num_layers: int | None) -> Any:
+    from transformers import AutoConfig
+
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"target must be a folder with config.json, got {path} without; name the model's own folder.")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers' own, and Python's for a file of another form
+        said = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"config.json must be one that transformers reads, got {type(error).__name__} ({said}) in {path}; "
+            "write it with save_pretrained, or install the transformers that knows the model."
+        ) from error
+    _cut_layers(config, num_layers)
+    return config
 
 
 @contextmanager

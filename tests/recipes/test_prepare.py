@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -307,7 +308,7 @@ def test_inputs_without_documents_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="inputs must be files or folders, got .*nowhere; correct the path"):
         prepare([tmp_path / "nowhere"], tmp_path / "out")
     with pytest.raises(
-        ValueError, match="inputs must hold files that end in .txt or .jsonl or .ndjson or .parquet, got none"
+        ValueError, match="inputs must hold a file that is not empty, and in a folder ends in .txt or .jsonl or .ndjson"
     ):
         prepare([tmp_path], tmp_path / "out")
     write_jsonl(tmp_path / "a.jsonl.gz", ["a"])
@@ -333,6 +334,11 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path, tokenizer: P
     (tmp_path / "bare" / "tokenizer_config.json").write_text(config)
     with pytest.raises(ValueError, match="tokenizer must have a bos or an eos token, got neither in"):
         prepare([tmp_path], tmp_path / "out", tokenizer=str(tmp_path / "bare"))
+    (tmp_path / "bare" / "tokenizer.json").write_text("{")
+    with pytest.raises(
+        ValueError, match="tokenizer must be one that transformers reads, got JSONDecodeError: .* in .*"
+    ):
+        prepare([tmp_path], tmp_path / "out", tokenizer=str(tmp_path / "bare"))
 
 
 @pytest.mark.parametrize("option", ["shard_bytes", "num_processes"])
@@ -348,7 +354,9 @@ def test_processes_are_those_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None
     assert _parser().parse_args(["prepare", "in", "--out", "out"]).processes == 1
 
 
-def test_command_says_what_it_wrote_and_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_says_what_it_wrote_and_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counts on stdout, errors in one line on stderr with exit status 1."""
     inputs, out = write_jsonl(tmp_path / "a.jsonl", ["ab", "c"]), tmp_path / "out"
     assert main(["prepare", str(inputs), "--out", str(out), "--processes", "1"]) == 0
@@ -359,4 +367,13 @@ def test_command_says_what_it_wrote_and_what_is_wrong(tmp_path: Path, capsys: py
     assert main(["check", str(out)]) == 1
     assert "error: " in capsys.readouterr().err
     assert main(["prepare", str(inputs), "--out", str(inputs), "--processes", "1"]) == 1
-    assert f"error: [Errno 17] File exists: '{inputs}'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"error: inputs must be readable and {inputs} a folder that can be written, got [Errno 17] File" in said
+    assert len(said.splitlines()) == 1  # and no bar
+    for mib in ("inf", "nan", "1e-7"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["prepare", str(inputs), "--out", str(tmp_path / "other"), "--shard-mib", mib])
+        assert f"must be a number of MiB of a byte or more, got {mib}" in capsys.readouterr().err
+    monkeypatch.setattr("ringflash.data.__main__.prepare", Mock(side_effect=KeyboardInterrupt))
+    assert main(["prepare", str(inputs), "--out", str(out)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

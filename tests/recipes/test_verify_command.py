@@ -4,17 +4,21 @@ huggingface and lightning extras."""
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import indent
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from ringflash.cli import main
+from ringflash.verify import command
 from tests.helpers.examples import example
-from tests.recipes.launching import run, run_ranks
+from tests.recipes.launching import ROOT, run, run_ranks
 from tests.recipes.test_wrap_lightning import write_changed
 
 pytest.importorskip("transformers")
@@ -125,7 +129,11 @@ def test_one_process_is_refused(arguments: list[str], message: str, capsys: pyte
     ("arguments", "message"),
     [
         (["nowhere"], "target must be a folder with config.json or 'package.module:factory', got 'nowhere'"),
+        (["docs"], "target must be a folder with config.json, got docs without; name the model's own folder"),
+        (["pyproject.toml"], "config.json must be one that transformers reads, got OSError (It looks like"),
         (["json:nothing"], "target must name a function of json, got 'nothing'"),
+        (["json.none:build"], "target must name a module that can be imported, got ModuleNotFoundError: No module"),
+        (["json:loads", "--device", "cuda"], "device cuda must have a GPU for every rank, got 0 for 1 or more"),
         (["json:loads", "--layers", "2"], "layers must be left out for a factory"),
         (["json:loads", "--dtype", "int8"], "dtype must be one of"),
         (["json:loads", "--device", "tpu"], "device must be cpu or cuda"),
@@ -138,5 +146,17 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     """Before the ranks join, on every rank."""
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.chdir(ROOT)
     assert main(["verify", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_the_shells_own_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's launcher ends the ranks, and then raises an error of its own."""
+    stopped = Mock(side_effect=SignalException("planted", signal.SIGINT))
+    monkeypatch.setattr(command, "elastic_launch", Mock(return_value=stopped))
+    with pytest.raises(SystemExit) as end:
+        main(["verify", "json:loads", "--nproc", "2"])
+    assert end.value.code == 130

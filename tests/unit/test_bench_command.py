@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -124,6 +127,10 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         ([str(COMMITTED), "--baseline", "nothing.json"], "nothing.json must hold results"),
         ([str(COMMITTED), "--plot", "plot.gif"], "--plot must end in .png, .svg or .pdf, got plot.gif"),
         (["ring"], "a ring must have 2 GPUs or more, got 0; --toy runs it"),
+        (["ring", "--nproc", "4"], "a ring must have 4 GPUs, got 0; --toy runs it"),
+        (["ring", "--toy", "--rounds", "0"], "--rounds must be 1 or more, got 0; leave it out for 5"),
+        (["ring", "--toy", "--out", "."], "--out must be a file that can be written, got .; name another"),
+        (["ring", "--toy", "--plot", "nowhere/x.png"], "--plot must lie in a folder that is there, got nowhere/x.png"),
         (["kernels"], "kernels must be timed on a GPU, got none; bench ring --toy runs without"),
         ([str(COMMITTED), "--rows", "hd("], "--rows must be a regular expression, got 'hd('"),
         ([str(COMMITTED), "--rows", "hd7"], "--rows must be found in the name of a row, got 'hd7'"),
@@ -142,6 +149,24 @@ def test_what_cannot_be_done_is_refused(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_results_without_a_row_of_ours_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(write(tmp_path / "theirs.json", a={"fa": 1}))]) == 2
+    assert "theirs.json must hold a row that ringflash computes, got none" in capsys.readouterr().err
+
+
+def test_a_stopped_command_is_no_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """By Ctrl-C, or by a reader that has ended, such as `head`: neither a traceback nor status 1."""
+    monkeypatch.setattr(command, "read_results", Mock(side_effect=KeyboardInterrupt))
+    assert main(["bench", str(COMMITTED)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.undo()
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["bench", str(COMMITTED)]) == 141
 
 
 def test_an_installation_without_the_scripts_is_refused(
