@@ -192,9 +192,9 @@ def test_last_checkpoint_of_a_run_that_has_none_is_refused(recipe: Path, folder:
 def test_mistyped_flag_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     """Usage of every flag, on every rank, would hide it."""
     with pytest.raises(SystemExit, match="2"):
-        main(["fit", "--config", str(RECIPES[0]), "--trainer.max_step", "3"])
+        main(["fit", "--config", str(RECIPES[0]), "--trainer.maxsteps", "3"])
     said = capsys.readouterr().err
-    assert "max_step" in said and len(said.splitlines()) < 10
+    assert "maxsteps" in said and len(said.splitlines()) < 10
 
 
 def test_one_rank_has_the_losses_of_two(recipe: Path, folder: Path, two_ranks: Run) -> None:
