@@ -1,9 +1,23 @@
 # shellcheck shell=bash
 # What the launchers share; sourced from the repository's root.
 
+# Refuses a variable that is no whole number from a least to, where it is given, a largest one.
+check_count() {
+  local name=$1 least=$2 most=${3:-} value=${!1}
+  local range="$least or more"
+  if [[ $most ]]; then range="from $least to $most"; fi
+  if [[ ! $value =~ ^(0|[1-9][0-9]{0,8})$ ]] || ((value < least)) || [[ $most && $value -gt $most ]]; then
+    echo "$name must be a whole number, $range, got $value; see the head of $0." >&2
+    exit 2
+  fi
+}
+
 # Sets dry_run, recipe and flags from [--dry-run] [recipe.yaml] [flags of the recipe]; DRY_RUN=1 is --dry-run.
 read_arguments() {
-  dry_run=${DRY_RUN:-0} recipe=recipes/lightning/quickstart.yaml
+  DRY_RUN=${DRY_RUN:-0}
+  check_count DRY_RUN 0 1
+  dry_run=$DRY_RUN
+  recipe=recipes/lightning/quickstart.yaml
   if [[ ${1:-} == --dry-run ]]; then dry_run=1; shift; fi
   if [[ ${1:-} == *.yaml ]]; then recipe=$1; shift; fi
   flags=("$@")
@@ -34,11 +48,13 @@ set_environment() {
   if [[ -z ${NPROC:-} || -z ${OMP_NUM_THREADS:-} ]]; then  # seconds: only where it is to be known
     gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
   fi
-  NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))}
+  NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))} MAX_RESTARTS=${MAX_RESTARTS:-0}
+  check_count NPROC 1
+  check_count MAX_RESTARTS 0
   cores=$(nproc)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((gpus == 0 && cores > NPROC ? cores / NPROC : 1))}
   export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH}
-  export PET_MAX_RESTARTS=${MAX_RESTARTS:-0}
+  export PET_MAX_RESTARTS=$MAX_RESTARTS
   # torchrun would end its processes 30 s after SIGTERM and exit 1 whatever they saved: ask_workers stops them.
   export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT
   # Restarted processes would find the keys of their predecessors in a shared store, and fail to connect.
@@ -53,6 +69,9 @@ train() {
   if ((dry_run)); then
     show OMP_NUM_THREADS PYTHONPATH PET_MAX_RESTARTS PET_SIGNALS_TO_HANDLE TORCH_DISABLE_SHARE_RDZV_TCP_STORE \
       -- "${command[@]}"
+  elif [[ ! -f $recipe ]]; then
+    echo "the recipe must be a file, got $recipe, looked for from $PWD; correct the path." >&2
+    exit 2
   else
     supervise ask_workers deaf "${command[@]}"
   fi

@@ -24,10 +24,8 @@ for name in NNODES NODE_RANK RDZV_ENDPOINT; do
     exit 2
   fi
 done
-if [[ ! $NODE_RANK =~ ^(0|[1-9][0-9]*)$ ]]; then
-  echo "NODE_RANK must be the number of this host from 0, got $NODE_RANK; the first of the hosts is 0." >&2
-  exit 2
-fi
+check_count NNODES 1
+check_count NODE_RANK 0 $((NNODES - 1))
 
 read_arguments "$@"
 set_environment

@@ -48,8 +48,12 @@ def main() -> None:
     """Print the largest difference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs=2, type=Path, help="output_dir of a run, or one version of it")
-    curves = [newest_curve(run) for run in parser.parse_args().runs]
-    difference, count = largest_difference(*(read_losses(curve) for curve in curves))
+    runs = parser.parse_args().runs
+    try:
+        curves = [newest_curve(run) for run in runs]
+        difference, count = largest_difference(*(read_losses(curve) for curve in curves))
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
     print(f"{curves[0].parent} and {curves[1].parent}: same seed, same data,")
     print(f"losses of the {count} steps that both have differ by {difference:.2e} at most")
 

@@ -24,6 +24,9 @@ from ringflash.lightning import CausalLM, Progress, StopOnSignal
 from ringflash.lightning.checkpoints import ModelCheckpoint, SameCheckpoint, newest_checkpoint
 from ringflash.lightning.sequences import SequenceData
 
+# In the place of hundreds of flags, behind which an error would go unseen.
+_USAGE = "--config recipe.yaml [--config another.yaml ...] [--key value ...]"
+
 
 class RecipeCLI(LightningCLI):
     """Lightning's command line, with the keys `output_dir`, `loggers`, `progress` and `checkpoint` beside its own."""
@@ -106,6 +109,7 @@ def main(args: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> N
     RecipeCLI(
         CausalLM, SequenceData, subclass_mode_data=True, args=args, trainer_defaults=defaults,
         seed_everything_default=0,
+        parser_kwargs={name: {"usage": f"train.py {name} {_USAGE}"} for name in RecipeCLI.subcommands()},
         save_config_kwargs={"overwrite": True},  # where no logger makes a version_N, a run that goes on meets its own
     )  # fmt: skip
 

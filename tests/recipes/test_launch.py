@@ -100,11 +100,25 @@ def test_host_without_its_place_is_refused(missing: str) -> None:
         dry_run("launch/host.sh", **known)
 
 
-@pytest.mark.parametrize("rank", ["08", "x", "-1"])
+@pytest.mark.parametrize("rank", ["08", "x", "-1", "2"])
 def test_host_of_no_number_is_refused(rank: str) -> None:
-    """bash reads 08 as octal, fails, and would go on without a meeting."""
-    with pytest.raises(AssertionError, match=f"status 2:\nNODE_RANK must be the number of this host .* got {rank};"):
+    """bash reads 08 as octal, fails, and would go on without a meeting; for host 2 of 2 the first would wait."""
+    with pytest.raises(AssertionError, match=f"status 2:\nNODE_RANK must be a whole number, from 0 to 1, got {rank};"):
         dry_run("launch/host.sh", NNODES="2", NODE_RANK=rank, RDZV_ENDPOINT="a:1")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NPROC", "0"), ("NPROC", "x"), ("MAX_RESTARTS", "x"), ("NNODES", "1:4"), ("DRY_RUN", "yes")]
+)
+def test_counts_that_are_none_are_refused(name: str, value: str) -> None:
+    known = {"NNODES": "1", "NODE_RANK": "0", "RDZV_ENDPOINT": "a:1", "NPROC": "1", "DRY_RUN": "1", name: value}
+    with pytest.raises(AssertionError, match=f"status 2:\n{name} must be a whole number, .* got {value};"):
+        run(["launch/host.sh"], **known)
+
+
+def test_a_recipe_that_is_not_there_is_refused() -> None:
+    with pytest.raises(AssertionError, match="status 2:\nthe recipe must be a file, got nowhere.yaml, looked for from"):
+        run(["launch/local.sh", "nowhere.yaml"], NPROC="1")
 
 
 def test_slurm_dry_run() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.lightning import compare
 from recipes.lightning.compare import largest_difference, newest_curve, read_losses
 from recipes.lightning.train import _loggers, main
 from tests.recipes.launching import PARTS, ROOT, interrupt, run, train, write_text
@@ -187,6 +188,20 @@ def test_last_checkpoint_of_a_run_that_has_none_is_refused(recipe: Path, folder:
     """Lightning looks for it in the new version's own folder, finds none, warns, and starts from nothing."""
     with pytest.raises(ValueError, match="ckpt_path must be auto or a checkpoint .*, got last, .*; give auto"):
         main(["fit", "--config", *map(str, arguments(recipe, folder, "last", ckpt_path="last"))])
+
+
+def test_run_without_a_curve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["compare", "nowhere", "nowhere"])
+    with pytest.raises(SystemExit, match="error: run must hold version_N/metrics.csv, got none in nowhere; train into"):
+        compare.main()
+
+
+def test_mistyped_flag_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Usage of every flag, on every rank, would hide it."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", "--config", str(RECIPES[0]), "--trainer.maxsteps", "3"])
+    said = capsys.readouterr().err
+    assert "maxsteps" in said and len(said.splitlines()) < 10
 
 
 def test_one_rank_has_the_losses_of_two(recipe: Path, folder: Path, two_ranks: Run) -> None:
