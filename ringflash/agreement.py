@@ -24,6 +24,7 @@ Policy = Literal["changed", "always", "never"]
 
 MESSAGE_BYTES = 2048
 TIMEOUT = timedelta(seconds=120)  # a rank that never joins: longer than ranks drift apart, shorter than a coffee
+READ_TIMEOUT = timedelta(minutes=30)  # where files are read before: some hosts read faster than others
 
 _ERRORS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, NotImplementedError, RuntimeError)}
 
@@ -64,8 +65,8 @@ def agree(
             would wait for the others' every time. Anything else is.
         timeout: how long to wait for the others; default 120 s, or the group's own where it has gloo for CPUs.
     Raises:
-        The type of the first rank's error; ValueError where signatures differ; RuntimeError where a rank does
-        not join within that time.
+        The first rank's error, as the ValueError, NotImplementedError or else RuntimeError that it is; ValueError where
+        signatures differ; RuntimeError where a rank does not join within that time.
     """
     group = resolve(group)
     if group is None or _policy == "never":
@@ -112,7 +113,8 @@ def gather(group: dist.ProcessGroup, value: object, timeout: timedelta | None = 
 def _encode(signature: dict[str, object], error: Exception | None) -> bytes:
     content: dict[str, object] = {"call": signature}
     if error is not None:
-        content = {"error": type(error).__name__, "text": _that_fits(str(error))}
+        kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
+        content = {"error": kind, "text": _that_fits(str(error))}
     return json.dumps(content).encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES)
 
 
@@ -150,7 +152,7 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
         first = contents[failed[0]]
         if error is not None and _that_fits(str(error)) == first["text"]:
             raise error
-        raise _ERRORS.get(first["error"], RuntimeError)(f"{first['text']} (raised on ranks {failed})")
+        raise _ERRORS[first["error"]](f"{first['text']} (raised on ranks {failed})")
     calls = [content["call"] for content in contents]
     fields = [name for name in calls[0] if len({json.dumps(call.get(name)) for call in calls}) > 1]
     table = "; ".join(f"{name} {_by_value([call.get(name) for call in calls])}" for name in fields)

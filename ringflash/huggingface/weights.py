@@ -16,7 +16,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ringflash import agreement
 from ringflash.generators import seeded
 from ringflash.huggingface.pieces import Layout, Piece, ties_of
-
-_WAIT = timedelta(minutes=30)  # some hosts read faster than others
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -163,7 +160,7 @@ def load_weights(model: nn.Module, device: torch.device, directory: Path) -> Non
 
 def _agree(signature: dict[str, object], error: Exception | None) -> None:
     if dist.is_initialized():
-        agreement.agree(dist.group.WORLD, signature, error, timeout=_WAIT)
+        agreement.agree(dist.group.WORLD, signature, error, timeout=agreement.READ_TIMEOUT)
     elif error is not None:
         raise error
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringflash import huggingface
-from ringflash.agreement import agree
+from ringflash.agreement import READ_TIMEOUT, agree
 from ringflash.lightning.sequences import Batch, SequenceData
 from ringflash.lightning.strategy import strategy_of
 from ringflash.lightning.text import VOCAB_SIZE, PackedSequence, PackedText, is_held_out, text_files
@@ -54,7 +54,8 @@ class TextData(SequenceData):
                 parts.append(PackedText((path.read_bytes() for path in paths), self.seqlen))
         except (ValueError, OSError) as problem:
             error = problem
-        agree(dist.group.WORLD, {"fingerprints of the text": [part.fingerprint for part in parts]}, error)
+        fingerprints = [part.fingerprint for part in parts]
+        agree(dist.group.WORLD, {"fingerprints of the text": fingerprints}, error, timeout=READ_TIMEOUT)
         train, held_out = parts
         return train, held_out
 

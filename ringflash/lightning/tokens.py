@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ringflash.agreement import READ_TIMEOUT, agree, gather
 from ringflash.data.files import TokenFiles, raise_for
 from ringflash.data.format import TokenFileError
 from ringflash.data.sequences import TokenSequences, split
@@ -72,24 +73,17 @@ def open_together(folder: Path, strategy: ContextParallelStrategy, verify: bool)
 
     Raises:
         TokenFileError: what is wrong with this rank's files.
-        RuntimeError: another rank has an error. ValueError: another rank has other files.
+        ValueError, RuntimeError: what is wrong with another's; other files on another rank.
     """
     files, error = None, None
     try:
         files = TokenFiles(folder)
         if verify:
             raise_for(folder, files.corrupt_shards(strategy.local_rank, strategy.num_processes))
-    except (TokenFileError, OSError) as raised:
-        error = raised
-    name = -1 if error or files is None else int(files.header.fingerprint[:15], 16)
-    extremes = torch.tensor([name, -name], device=strategy.root_device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    highest, lowest = extremes[0].item(), -extremes[1].item()
-    if error is not None:
-        raise error
-    if lowest == -1:
-        raise RuntimeError(f"{folder} must be readable on every rank, got an error on another; see its message.")
-    if highest != lowest:
+    except (TokenFileError, OSError) as problem:
+        error = problem
+    agree(dist.group.WORLD, {}, error, timeout=READ_TIMEOUT)
+    assert files is not None and dist.group.WORLD is not None
+    if len(set(gather(dist.group.WORLD, files.header.fingerprint))) > 1:
         raise ValueError(f"{folder} must hold the same token files on every rank, got others; copy them again.")
-    assert files is not None
     return files

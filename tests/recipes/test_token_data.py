@@ -86,10 +86,11 @@ def test_both_kinds_of_sequences_are_judged(ranks: dict[str, dict[str, Any]]) ->
 
 
 def test_corrupt_file_on_one_rank_ends_all(ranks: dict[str, dict[str, Any]]) -> None:
-    """The rank that has it names the file; the other does not wait for it."""
-    assert "readable on every rank, got an error on another" in ranks["0-of-2"]["corrupt"]
-    assert ranks["1-of-2"]["corrupt"].startswith("TokenFileError: shards in ")
-    assert "got others in 00001.bin" in ranks["1-of-2"]["corrupt"]
+    """Both ranks name the file and who has it; neither waits for the other."""
+    for rank, error in (("0-of-2", "ValueError"), ("1-of-2", "TokenFileError")):
+        assert ranks[rank]["corrupt"].startswith(f"{error}: shards in ")
+        assert "got others in 00001.bin" in ranks[rank]["corrupt"]
+    assert ranks["0-of-2"]["corrupt"].endswith("(raised on ranks [1])")
 
 
 def test_refusals_are_those_of_every_rank(ranks: dict[str, dict[str, Any]]) -> None:
