@@ -23,7 +23,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, cuda.Stream] = {}
-        self._leaving: tuple[Tensor, cuda.Event] | None = None
+        self._leaving: tuple[Tensor, int, cuda.Event] | None = None  # and its version
         self._last: weakref.ref[_Waiting] | None = None
 
     def __reduce__(self) -> tuple[type[HostCopies], tuple[()]]:
@@ -43,7 +43,7 @@ class HostCopies:
         stream.wait_stream(cuda.current_stream(x.device))
         with cuda.stream(stream):
             on_host.copy_(x.detach(), non_blocking=True)
-        self._leaving = x.detach(), stream.record_event()
+        self._leaving = x.detach(), x._version, stream.record_event()
         waiting = _Waiting(on_host, x.device, self._last)
         self._last = weakref.ref(waiting)
         return waiting
@@ -60,10 +60,20 @@ class HostCopies:
         return x
 
     def _arrived(self) -> None:
-        """What has left is on the host, and its memory on the GPU is free."""
-        if self._leaving is not None:
-            self._leaving[1].synchronize()
-            self._leaving = None
+        """What has left is on the host, and its memory on the GPU is free.
+
+        Raises:
+            RuntimeError: a layer changed its input in place, perhaps while it was copied.
+        """
+        if self._leaving is None:
+            return
+        (x, version, event), self._leaving = self._leaving, None
+        event.synchronize()
+        if x._version != version:
+            raise RuntimeError(
+                f"inputs of layers must stay as they are for offload_checkpoints, got one of {tuple(x.shape)} that was "
+                "changed in place; let the layer make a tensor of its own."
+            )
 
     def _stream(self, device: torch.device) -> cuda.Stream:
         if device not in self._streams:

@@ -184,6 +184,17 @@ def test_what_is_no_longer_needed_is_free(cuda: StandIn) -> None:
     assert cuda.queues[0].done == len(cuda.queues[0].work)  # what came early and was not taken has been waited for
 
 
+def test_an_input_that_is_changed_in_place_is_refused(cuda: StandIn) -> None:
+    """The copy would have read either."""
+    host, layers = HostCopies(), network()
+    x = torch.randn(6, 8, dtype=torch.float64) * layers[0][0].weight.sum()
+    with host.hooks():
+        out = checkpoint(layers[0], x, use_reentrant=False)
+    x += 1
+    with pytest.raises(RuntimeError, match=r"must stay as they are for offload_checkpoints, got one of \(6, 8\)"):
+        out.sum().backward()
+
+
 def test_what_does_not_lie_on_a_gpu_stays() -> None:
     """Without the stand-in."""
     x = torch.ones(3, requires_grad=True)
