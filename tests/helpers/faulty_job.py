@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash_kernels import reference
+from tests.helpers import shared_gpu
 from tests.helpers.forked import forked
 from tests.helpers.peer_memory import copy_engine
 from tests.helpers.pool import _free_port
@@ -56,7 +57,7 @@ class Job:
     """Started at once.
 
     Args:
-        size: ranks; on GPUs one each.
+        size: ranks; on GPUs one each, as far as there are any.
         victim: the rank that meets the fault.
         timeout_s: for `ringflash.set_timeout`.
         by_hops: NCCL passes keys on hop by hop, as where it takes too much memory to gather them by heads.
@@ -147,8 +148,7 @@ def main(task: Task) -> None:
     torch.set_num_threads(1)
     device = torch.device(task.device)
     if device.type == "cuda":
-        device = torch.device("cuda", task.rank)
-        torch.cuda.set_device(device)
+        device = shared_gpu.use_gpu(task.rank, task.size)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=f"tcp://127.0.0.1:{task.port}",

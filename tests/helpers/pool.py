@@ -51,12 +51,13 @@ class Pool:
 
     Args:
         world_size: processes; groups of every size from 2 on are made of the first ranks.
-        backend: "gloo" (CPU) or "nccl" (one GPU a rank).
+        backend: "gloo" (CPU) or "nccl" (a GPU a rank, as far as there are any).
         timeout_s: default limit of a run.
+        patience: by which all limits grow.
     """
 
-    def __init__(self, world_size: int, backend: str = "gloo", timeout_s: float = 60.0) -> None:
-        self.world_size, self.backend, self.timeout_s = world_size, backend, timeout_s
+    def __init__(self, world_size: int, backend: str = "gloo", timeout_s: float = 60.0, patience: float = 1.0) -> None:
+        self.world_size, self.backend, self.timeout_s, self.patience = world_size, backend, timeout_s, patience
         self._workers: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ringflash-pool-")
@@ -77,7 +78,7 @@ class Pool:
         size = size or self.world_size
         for pipe in self._pipes[:size]:
             pipe.send((body.__module__, body.__qualname__, size, args))
-        answers = self._collect(size, timeout_s or self.timeout_s)
+        answers = self._collect(size, (timeout_s or self.timeout_s) * self.patience)
         silent = [rank for rank in range(size) if rank not in answers]
         problems = [f"rank {rank} raised\n{text}" for rank, (ok, text) in answers.items() if not ok]
         if problems or silent:
@@ -186,8 +187,9 @@ def _join(rank: int, world_size: int, backend: str, port: int) -> tuple[dict[int
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+        from tests.helpers import shared_gpu  # needs triton
+
+        device = shared_gpu.use_gpu(rank, world_size)
     dist.init_process_group(
         backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
     )

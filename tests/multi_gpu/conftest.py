@@ -2,7 +2,8 @@
 
     pytest tests/multi_gpu --ranks 2 --impl flash2 --dtype bfloat16 --ratios ratios.json
 
-`--backend gloo --impl reference` runs the same on the CPU, to check the tests themselves.
+`--backend gloo --impl reference` runs the same on the CPU, to check the tests themselves. `--ranks 8 --share-gpus` runs
+eight ranks on the GPUs that there are (tests/helpers/shared_gpu.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.helpers.tolerance import Ratio
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of this tier."""
     parser.addoption("--ranks", type=int, default=2, help="processes, one GPU each")
+    parser.addoption("--share-gpus", action="store_true", help="more ranks than GPUs: exact, but slow")
     parser.addoption("--impl", default="flash2", help="kernel: one of ringflash_kernels.IMPLS")
     parser.addoption("--dtype", default="bfloat16", help="dtype of q, k and v")
     parser.addoption("--backend", default="nccl", help="nccl, or gloo for the CPU")
@@ -43,6 +45,12 @@ class Setup(NamedTuple):
     impl: str
     dtype: str
     backend: str
+    shared: bool = False
+
+    @property
+    def patience(self) -> float:
+        """By how much limits of time grow."""
+        return 4.0 if self.shared else 1.0
 
 
 class Table:
@@ -73,18 +81,17 @@ class Table:
 def setup(request: pytest.FixtureRequest) -> Setup:
     """The options, if this machine has the GPUs for them; the defaults where pytest was started above this folder."""
     option = request.config.getoption
-    setup = Setup(
-        option("--ranks", 2), option("--impl", "flash2"), option("--dtype", "bfloat16"), option("--backend", "nccl")
-    )
-    if setup.backend == "nccl" and torch.cuda.device_count() < setup.ranks:
-        pytest.skip(f"needs {setup.ranks} GPUs, found {torch.cuda.device_count()}")
-    return setup
+    ranks, backend, num_gpus = option("--ranks", 2), option("--backend", "nccl"), torch.cuda.device_count()
+    few = backend == "nccl" and num_gpus < ranks
+    if few and not (num_gpus and option("--share-gpus", False)):
+        pytest.skip(f"needs {ranks} GPUs, found {num_gpus}; --share-gpus makes do with one")
+    return Setup(ranks, option("--impl", "flash2"), option("--dtype", "bfloat16"), backend, few)
 
 
 @pytest.fixture(scope="session")
 def pool(setup: Setup) -> Iterator[Pool]:
-    """One process a GPU."""
-    pool = Pool(setup.ranks, backend=setup.backend, timeout_s=60)
+    """One process a GPU, or several."""
+    pool = Pool(setup.ranks, backend=setup.backend, timeout_s=60, patience=setup.patience)
     yield pool
     pool.close()
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.shared_gpu import num_gpus
 from tests.helpers.tolerance import Ratio
 from tests.multi_gpu.conftest import Setup, Table
 from tests.recipes.launching import Ranks
@@ -58,19 +59,20 @@ class Job:
         on_gpus = setup.backend == "nccl"
         task = {
             "job": name, "out": str(out), "device_type": "cuda" if on_gpus else "cpu", "impl": setup.impl,
-            "stacks_at": time.time() + LIMIT_S - 8,
+            "stacks_at": time.time() + LIMIT_S * setup.patience - 8,
         }  # fmt: skip
         write_changed(out)
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(setup.ranks)))) if on_gpus else ""
-        environment = {"CUDA_VISIBLE_DEVICES": gpus, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus(setup.ranks)))))
+        environment = {"CUDA_VISIBLE_DEVICES": gpus if on_gpus else "", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         if not on_gpus:
             environment["DS_ACCELERATOR"] = "cpu"
         self.ranks = Ranks(
             "tests.multi_gpu.training_worker", json.dumps(task), num_ranks=setup.ranks,
+            ranks_per_host=num_gpus(setup.ranks) if on_gpus else None,
             processes=multiprocessing.get_context("spawn") if on_gpus else None, **environment,
         )  # fmt: skip
         self._output: str | None = None
-        self._deadline = time.monotonic() + LIMIT_S
+        self._deadline = time.monotonic() + LIMIT_S * setup.patience
 
     def output(self) -> str:
         """What the ranks have printed, once all have ended."""

@@ -42,6 +42,7 @@ from ringflash_kernels import api
 from tests.helpers import own_models as own
 from tests.helpers.dense import visible
 from tests.helpers.one_step import Step, loss_part, one_process, parts, worst
+from tests.helpers.shared_gpu import is_shared, use_gpu
 from tests.recipes.strategy_worker import Recorder, trainer_with
 
 CLIPPING, LEARNING_RATE, SEED = 0.05, 1.0, 3
@@ -476,8 +477,8 @@ def main(task: Task) -> None:
     """All parts of the job, one after the other."""
     faulthandler.dump_traceback_later(max(1.0, task.stacks_at - time.time()))
     sys.path.insert(0, task.out)
-    if task.on_gpus and task.job != "deepspeed":  # which is to choose by itself
-        torch.cuda.set_device(task.device)
+    if task.on_gpus and (task.job != "deepspeed" or is_shared(dist_size())):  # which is to choose by itself
+        use_gpu(int(os.environ["RANK"]), dist_size())
     found: dict[str, Found] = {}
     for name, part in JOBS[task.job](task).items():
         found[name] = attempt(task, part)

@@ -60,25 +60,30 @@ class Ranks:
     The ranks have the variables that torchrun would set.
 
     Args:
+        ranks_per_host: as if from so many ranks on there were another host; default all on one.
         processes: how they begin; default forked with the imports already done (tests/helpers/forked.py), on the CPU.
         environment: variables beside the caller's.
     """
 
     def __init__(
-        self, module: str, *arguments: str | Path, num_ranks: int, processes: BaseContext | None = None,
-        **environment: str,
+        self, module: str, *arguments: str | Path, num_ranks: int, ranks_per_host: int | None = None,
+        processes: BaseContext | None = None, **environment: str,
     ) -> None:  # fmt: skip
+        per_host = ranks_per_host or num_ranks
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # lives here, as in torchrun
         self._folder = tempfile.TemporaryDirectory()
         self._output = Path(self._folder.name, "output")
         self._output.touch()
         rendezvous = {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0",
-            "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+            "TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_RESTART_COUNT": "0",
+            "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(per_host),
         }  # fmt: skip
         variables = _environment({**rendezvous, **environment})
-        places = ({**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks))
+        places = (
+            {**variables, "RANK": str(i), "LOCAL_RANK": str(i % per_host), "GROUP_RANK": str(i // per_host)}
+            for i in range(num_ranks)
+        )
         argv = [module, *map(str, arguments)]
         processes = processes or forked()
         self._ranks = [processes.Process(target=_be_rank, args=(self._output, argv, place)) for place in places]  # type: ignore[attr-defined]

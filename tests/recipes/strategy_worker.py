@@ -76,9 +76,10 @@ def trainer_with(**options: Any) -> lightning.Trainer:
     strategy = ContextParallelStrategy(context_parallel_size=CP_SIZE)
     defaults = {"accelerator": "cpu", "max_steps": STEPS, "logger": False, "use_distributed_sampler": False}
     options = {"strategy": strategy, **defaults, **options}
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
     return lightning.Trainer(
-        devices=int(os.environ["WORLD_SIZE"]), log_every_n_steps=1, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
+        devices=per_host, num_nodes=int(os.environ["WORLD_SIZE"]) // per_host, log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
 
 
