@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from ringflash.communicator import communicator
 from ringflash.graphs import capturing
@@ -115,6 +116,13 @@ class PointToPoint:
         self._channel = communicator(group, "ring", "nccl", device_timeout()) if name == "nccl" else group
         if name == "nccl":  # every rank must take part in a communicator's first operation; hops may leave some out
             self._channel.allreduce([torch.zeros(1, device="cuda")]).wait()
+
+    def is_broken(self) -> bool:
+        """Whether NCCL found that a peer is gone, or its connection. Over gloo the call itself raises."""
+        if self.name != "nccl":
+            return False
+        error = self._channel._get_backend(torch.device("cuda")).get_error()
+        return error in (ErrorType.COMM_ERROR, ErrorType.REMOTE_ERROR)
 
     def post(self, sends: list[Message], recvs: list[Message]) -> Pending:
         """Start a batch of messages; the peers must post its counterparts in the same order.

@@ -43,19 +43,24 @@ class Board:
         """Whether the group is still there."""
         return _store(self._group()) is not None
 
-    def is_asked(self) -> bool:
-        """Whether a rank of the group has found a stall. A store that is gone asks nobody."""
+    def asked(self) -> str:
+        """Why a rank of the group asks the others, if one does. A store that is gone asks nobody."""
         if self._gone:
-            return False
+            return ""
         try:
-            return self._within(0.0, lambda: self._opened().check([_ASKED]))
+            return self._within(0.0, self._question)
         except StoreGone:
             self._gone = True
-            return False
+            return ""
 
-    def exchange(self, own: str, clock: Callable[[], float], pause: Callable[[float], object]) -> dict[int, str]:
+    def exchange(
+        self, why: str, own: str, clock: Callable[[], float], pause: Callable[[float], object]
+    ) -> dict[int, str]:
         """What each rank says, of those that answer in time, after telling them what this one does.
 
+        Args:
+            why: what makes this rank ask, the first words of the report; not empty.
+            own: what this rank does.
         Raises:
             StoreGone: nobody could be asked.
         """
@@ -64,7 +69,7 @@ class Board:
         def exchange() -> None:
             store, deadline = self._opened(), clock() + ANSWER_S
             store.set(str(self.rank), own)
-            store.set(_ASKED, "")
+            store.set(_ASKED, why)
             while len(answers) < self.size:
                 for rank in range(self.size):
                     if rank not in answers and store.check([str(rank)]):
@@ -75,6 +80,10 @@ class Board:
 
         self._within(ANSWER_S, exchange)
         return dict(answers)
+
+    def _question(self) -> str:
+        store = self._opened()
+        return store.get(_ASKED).decode() if store.check([_ASKED]) else ""
 
     def _opened(self) -> dist.Store:
         """A connection of its own: the working thread may hold the group's for as long as it waits for a key."""

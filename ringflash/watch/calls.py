@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 
 class Waypoint(Protocol):
@@ -19,6 +20,7 @@ class Waypoint(Protocol):
 
 
 Ended = Callable[[Any], bool]  # of a waypoint
+LATE_S = 2.0  # of a call over NCCL that does not move: its peers may have met an error that this rank does not
 
 
 class Unwatched:
@@ -45,12 +47,15 @@ class Call:
         number: its place among those of the group, the same on every rank.
         way: "forward" or "backward".
         begun: when its issue began.
+        broken: called where a message could not be issued; raises.
     """
 
-    __slots__ = ("begun", "issued", "number", "passed", "serial", "way", "waypoints")
+    __slots__ = ("begun", "broken", "issued", "number", "passed", "serial", "way", "waypoints")
 
-    def __init__(self, serial: int, number: int, way: str, begun: float) -> None:
-        self.serial, self.number, self.way, self.begun = serial, number, way, begun
+    def __init__(
+        self, serial: int, number: int, way: str, begun: float, broken: Callable[[Exception], None] | None = None
+    ) -> None:
+        self.serial, self.number, self.way, self.begun, self.broken = serial, number, way, begun, broken
         self.waypoints: list[tuple[Waypoint, str, tuple[object, ...]]] = []
         self.passed = 0
         self.issued = False
@@ -58,10 +63,14 @@ class Call:
     def __enter__(self) -> Call:
         return self
 
-    def __exit__(self, error: object, *rest: object) -> None:
-        if error is not None:  # what the caller does about it is no stall
-            self.waypoints = []
-        self.issued = True
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            if self.broken is not None and isinstance(error, dist.DistBackendError):
+                self.broken(error)
+        finally:
+            if error is not None:  # what the caller does about it is no stall
+                self.waypoints = []
+            self.issued = True
 
     def reach(self, waypoint: Waypoint, what: str, *values: object) -> None:
         """What the device comes to next, and what it has waited for until then: `what`, formatted with the values."""
@@ -112,11 +121,11 @@ class Line:
         self.idle = now  # when a call was last seen to be over, or to come further
         self._lock = Lock()
 
-    def begin(self, serial: int, way: str, now: float) -> Call:
+    def begin(self, serial: int, way: str, now: float, broken: Callable[[Exception], None] | None = None) -> Call:
         """A new call."""
         with self._lock:
             self.num_calls += 1
-            call = Call(serial, self.num_calls, way, now)
+            call = Call(serial, self.num_calls, way, now, broken)
             self.calls.append(call)
         return call
 
@@ -149,8 +158,15 @@ class Line:
         return bool(self.calls) and now - self.moved >= self.timeout
 
     def is_quiet(self, now: float) -> bool:
-        """Whether so little moves that another rank of the group may be about to call this a stall."""
-        return now - self.idle >= self.timeout / 2
+        """Whether so little moves that another rank of the group may soon call this a stall, or has lost NCCL."""
+        waits_for_nccl = self.transport == "nccl" and bool(self.calls) and now - self.moved >= LATE_S
+        return waits_for_nccl or now - self.idle >= self.timeout / 2
+
+    def place(self) -> str:
+        """Where it waits, also where the oldest call has no waypoint yet, or there is none."""
+        if not self.calls:
+            return f"before call {self.num_calls + 1}"
+        return self.calls[0].place() or f"in {self.calls[0]}"
 
     def state(self, now: float) -> str:
         """What this rank does, in words."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ringflash.graphs import capturing
-from ringflash.transport import MessageMemory, Transport, timeout, transport_name
+from ringflash.transport import MessageMemory, PointToPoint, Transport, timeout, transport_name
 from ringflash.watch.board import ANSWER_S, Board, StoreGone
 from ringflash.watch.calls import Call, Ended, Line, Unwatched
 from ringflash.watch.events import DeviceLost, Events
@@ -38,7 +38,7 @@ class Watched:
 
     def __init__(self, line: Line, board: Board, device: torch.device, names: list[str]) -> None:
         self.line, self.board, self.device, self.names = line, board, device, names
-        self.lost = ""  # what the device failed with
+        self.lost = ""  # what the device or NCCL failed with
 
 
 class Watch:
@@ -64,6 +64,7 @@ class Watch:
         self._events: dict[torch.device, Ended] = {}
         self._serials = itertools.count()
         self._lock = threading.Lock()
+        self._reporting = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -83,7 +84,7 @@ class Watch:
         line = watched.line
         if len(line.calls) % _MANY == _MANY - 1:
             self._wake.set()
-        return line.begin(next(self._serials), way, self.clock())
+        return line.begin(next(self._serials), way, self.clock(), lambda error: self._break(watched, error))
 
     def add(self, transport: Transport, device: torch.device) -> Watched:
         """Look after the calls of a transport from now on."""
@@ -113,16 +114,20 @@ class Watch:
         now = self.clock()
         gap = now - self._looked  # without the time that a look takes
         with self._lock:
-            lines = list(self._watched.values())
-        lines = [watched for watched in lines if watched.board.is_open()]
-        serials = [serial for watched in lines if (serial := self._look_at(watched, now)) is not None]
-        for watched in lines:
+            lines = list(self._watched.items())
+        lines = [(transport, watched) for transport, watched in lines if watched.board.is_open()]
+        serials = [serial for _, watched in lines if (serial := self._look_at(watched, now)) is not None]
+        for transport, watched in lines:
             line = watched.line
             if gap > line.timeout / 2 or (serials and line.follows(min(serials))):  # a stopped process, or its turn
                 line.moved = now
-            stalled = not watched.lost and line.is_stalled(now)
-            if stalled or (line.is_quiet(now) and watched.board.is_asked()):
+            if _is_broken(transport):
+                watched.lost = f"lost NCCL (its log says how) when it waited {watched.line.place()}"
+                return self._report(watched, now, _UNREACHED)
+            if not watched.lost and line.is_stalled(now):
                 return self._report(watched, now)
+            if line.is_quiet(now) and (why := watched.board.asked()):
+                return self._report(watched, now, why)
         self._looked = self.clock()
 
     def _look_at(self, watched: Watched, now: float) -> int | None:
@@ -133,8 +138,7 @@ class Watch:
             return watched.line.look(self._ended(watched.device), now)
         except DeviceLost as error:
             line = watched.line
-            place = line.calls[0].place() or f"in {line.calls[0]}"
-            watched.lost = f"lost its device ({error}) when it waited {place}"
+            watched.lost = f"lost its device ({error}) when it waited {line.place()}"
             self.say(f"{watched.names[line.rank]} {watched.lost} over {line.transport}")
             return None
 
@@ -143,15 +147,35 @@ class Watch:
             self._events[device] = Events(device).ended if device.type == "cuda" else lambda token: token.query()
         return self._events[device]
 
-    def _report(self, watched: Watched, now: float) -> None:
-        """Say who waits for what, as far as ranks answer, and see to the end."""
+    def _break(self, watched: Watched, error: Exception) -> None:
+        """What the working thread does with an error of NCCL.
+
+        Raises:
+            RingStalled: with the report.
+        """
+        cause = str(error).strip().rpartition("\n")[2]
+        watched.lost = f"lost NCCL ({cause}) when it waited {watched.line.place()}"
+        self._report(watched, self.clock(), _UNREACHED)
+        raise RingStalled(self.stalled) from error
+
+    def _report(self, watched: Watched, now: float, why: str = "") -> None:
+        """Say who waits for what, as far as ranks answer, and see to the end; once, whichever thread begins.
+
+        Args:
+            why: its first words; default that nothing moved for too long.
+        """
+        with self._reporting:
+            if not self.stalled:
+                self._report_once(watched, now, why)
+
+    def _report_once(self, watched: Watched, now: float, why: str) -> None:
         self.end(END_S)
         line, names = watched.line, watched.names
         own = watched.lost or line.state(now)
-        limit = f"ring attention over {line.transport} must get on within {line.timeout:.0f} s, got:"
+        limit = why or f"ring attention over {line.transport} must get on within {line.timeout:.0f} s, got:"
         self.say(f"{limit} {names[line.rank]} {own}; asking the other ranks")
         try:
-            answers = watched.board.exchange(own, self.clock, self.pause)
+            answers = watched.board.exchange(limit, own, self.clock, self.pause)
             told = [f"{name} {answers.get(rank, _SILENT)}" for rank, name in enumerate(names)]
         except StoreGone as problem:
             told = [f"{names[line.rank]} {own}", _NO_STORE.format(problem=str(problem).partition("\n")[0])]
@@ -175,6 +199,7 @@ class Watch:
             return min([_PERIOD_S, *(watched.line.timeout / 10 for watched in self._watched.values())])
 
 
+_UNREACHED = "ring attention over nccl must reach all of its ranks, got:"
 _SILENT = "says nothing: it died, or its host is stuck"
 _NO_STORE = (
     "no other rank could be asked ({problem}): the process that keeps the group's store, often rank 0, may be gone"
@@ -186,6 +211,10 @@ def _names(group: dist.ProcessGroup) -> list[str]:
     """Of the ranks, in the errors: by their number in the group, and in the world where that is another."""
     everywhere = dist.get_process_group_ranks(group)
     return [f"rank {rank}" + ("" if rank == there else f" ({there})") for rank, there in enumerate(everywhere)]
+
+
+def _is_broken(transport: Transport) -> bool:
+    return isinstance(transport, PointToPoint) and transport.is_broken()
 
 
 def _say(text: str) -> None:

@@ -209,7 +209,7 @@ def trained(
         **{**options, "callbacks": [*options.get("callbacks", []), recorder]},
     )  # fmt: skip
     if data is None:
-        trainer.fit(module, datamodule=RandomText(task.seqlen, num_eval_sequences=trainer.strategy.num_processes))
+        trainer.fit(module, datamodule=RandomText(task.seqlen, num_eval_sequences=dist_size()))
     else:
         trainer.fit(module, data)
     return recorder
@@ -380,7 +380,7 @@ def with_deepspeed_through_lightning(task: Task, name: str, dtype: torch.dtype) 
         precision="32-true" if dtype == torch.float32 else "bf16-mixed", max_steps=1, gradient_clip_val=CLIPPING,
         num_sanity_val_steps=0, limit_val_batches=0, callbacks=[step],
     )  # fmt: skip
-    data = RandomText(task.seqlen, num_eval_sequences=trainer.strategy.num_processes)
+    data = RandomText(task.seqlen, num_eval_sequences=dist_size())
     trainer.fit(Stepping(task.config, seed=SEED), datamodule=data)
     got = {"gradient": step.gradients} | ({"weight": step.weights} if dtype == torch.float32 else {})
     return judged(got, want, baseline, step.loss, dtype)

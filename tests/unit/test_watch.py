@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from ringflash.transport import PointToPoint
 from ringflash.watch import RingStalled, Watch, thread, watching
@@ -59,6 +60,16 @@ class Memory:
         self.group = group
 
 
+class Messages(PointToPoint):
+    """Over NCCL, as far as a watch sees it."""
+
+    def __init__(self, group: Any) -> None:
+        self.name, self.rank, self.group, self.broken = "nccl", group.rank(), group, False
+
+    def is_broken(self) -> bool:
+        return self.broken
+
+
 class Rank:
     """A process of the world."""
 
@@ -70,10 +81,16 @@ class Rank:
         self.memory = Memory(Group(rank, size, store))
         self.watch.add(self.memory, CPU)  # type: ignore[arg-type]
 
-    def begin(self, way: str = "forward", memory: Memory | None = None) -> Call:
+    def over_nccl(self) -> Messages:
+        """Its messages in the same group."""
+        messages = Messages(self.memory.group)
+        self.watch.add(messages, CPU)
+        return messages
+
+    def begin(self, way: str = "forward", memory: Memory | Messages | None = None) -> Call:
         return self.watch.begin(memory or self.memory, way, CPU)  # type: ignore[arg-type]
 
-    def issue(self, sections: int, way: str = "forward", memory: Memory | None = None) -> list[Token]:
+    def issue(self, sections: int, way: str = "forward", memory: Memory | Messages | None = None) -> list[Token]:
         """A call as `Headwise` issues it: the tokens of its beginning and of its sections."""
         tokens = [Token() for _ in range(sections + 1)]
         with self.begin(way, memory) as call:
@@ -322,8 +339,8 @@ def test_a_store_that_never_answers_is_given_up() -> None:
     group = Group(0, 2, mock.Mock(**{"clone.side_effect": never.wait}))
     board = Board(group, patience=0.01)  # type: ignore[arg-type]
     with mock.patch("ringflash.watch.board.ANSWER_S", 0.0), pytest.raises(StoreGone, match="no answer"):
-        board.exchange("waits", lambda: 0.0, never.wait)
-    assert board.is_asked() is False
+        board.exchange("why", "waits", lambda: 0.0, never.wait)
+    assert board.asked() == ""
     never.set()
 
 
@@ -354,6 +371,74 @@ def test_a_device_may_fail_between_two_places() -> None:
     start.error = DeviceLost("CUDA error 700")
     rank.look()
     assert rank.said == ["rank 0 lost its device (CUDA error 700) when it waited in forward call 1 over copy_engine"]
+
+
+def broken_world() -> tuple[World, list[Messages]]:
+    """Of four ranks over NCCL: 3 died, which only the connections of 0 and 1 show; all wait in a call."""
+    world = World(4)
+    channels = [rank.over_nccl() for rank in world.ranks]
+    world.living.pop()
+    for rank, channel in zip(world.living, channels, strict=False):
+        rank.issue(2, memory=channel)
+    world.run(1)
+    return world, channels
+
+
+def test_what_nccl_lost_is_named_without_waiting_for_the_timeout() -> None:
+    world, channels = broken_world()
+    assert world.is_quiet()
+    channels[0].broken = channels[1].broken = True
+    world.run(8)
+    lost = "lost NCCL (its log says how) when it waited for all ranks to begin in forward call 1"
+    for rank in world.living:
+        report = rank.said[-1]
+        assert report.startswith("ring attention over nccl must reach all of its ranks, got: rank 0 " + lost), report
+        assert f"; rank 1 {lost}; rank 2 has waited " in report, report
+        assert "; rank 3 says nothing: it died" in report, report
+        assert len(rank.ends) == 1
+
+
+def test_an_error_of_nccl_becomes_one_that_names_the_ranks() -> None:
+    world, channels = broken_world()
+    caller = world.living.pop(0)  # its thread that looks would wait for the report of the one that works
+    cause = dist.DistBackendError("NCCL error in: file\nLast error:\nConnection closed by remote peer there<1>")
+    with pytest.raises(RingStalled, match="rank 3 says nothing: it died") as caught:
+        with caller.begin("backward", channels[0]):
+            raise cause
+    lost = (
+        "rank 0 lost NCCL (Connection closed by remote peer there<1>) when it waited for all ranks to begin in forward"
+    )
+    assert lost in str(caught.value) and caught.value.__cause__ is cause
+    assert caller.said[-1] == str(caught.value) and len(caller.ends) == 1
+    assert all(lost in rank.said[-1] for rank in world.living)
+    with pytest.raises(RingStalled):
+        caller.begin("forward", channels[0])
+
+
+def test_other_errors_of_a_call_are_the_callers() -> None:
+    world, channels = broken_world()
+    with pytest.raises(ValueError, match="mine"), world.ranks[0].begin("backward", channels[0]):
+        raise ValueError("mine")
+    assert world.is_quiet()
+
+
+def test_the_store_is_left_alone_where_nothing_waits_for_nccl() -> None:
+    world = World(2)
+    with mock.patch.object(Board, "asked", side_effect=AssertionError):
+        world.ranks[0].issue(1)
+        finish(world.ranks[1].issue(1, memory=world.ranks[1].over_nccl()))
+        world.run(TIMEOUT_S / 2 - 20)
+    assert world.is_quiet()
+
+
+@pytest.mark.parametrize("error, broken", [("SUCCESS", 0), ("TIMEOUT", 0), ("COMM_ERROR", 1), ("REMOTE_ERROR", 1)])
+def test_which_answers_of_nccl_are_a_broken_connection(error: str, broken: int) -> None:
+    channel = Messages(Group(0, 2, None))
+    channel._channel = mock.Mock()
+    channel._channel._get_backend.return_value.get_error.return_value = getattr(ErrorType, error)
+    assert PointToPoint.is_broken(channel) == bool(broken)
+    channel.name = "gloo"
+    assert not PointToPoint.is_broken(channel)
 
 
 def test_a_fault_of_its_own_ends_the_watch_alone(caplog: pytest.LogCaptureFixture) -> None:
