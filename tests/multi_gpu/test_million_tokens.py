@@ -1,0 +1,122 @@
+"""A causal sequence of a million tokens: sampled rows and keys of every rank against fp64.
+
+A sampled query has its whole row of scores; that gives out, lse and dq. A sampled key needs the lse of all queries, and
+their dout * out: those are the ring's own, which the sampled rows vouch for. Scores are so far apart that some hundred
+keys make up most of a row: were all alike, a few lost tiles would not show.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ringflash
+from tests.helpers import tolerance
+from tests.helpers.pool import Context, Pool
+from tests.helpers.tolerance import Ratio, assert_within
+from tests.multi_gpu.conftest import Setup, Table
+
+pytestmark = pytest.mark.multi_gpu
+
+TOKENS = {"nccl": 1 << 20, "gloo": 1 << 10}
+NUM_HEADS, HEAD_DIM, SCALE = 4, 128, 2.5 * 128**-0.5  # all heads share one of k and v
+SAMPLES = 32  # of a rank's rows, in each of its two chunks
+LIMIT_S = 120.0
+
+
+class Found(NamedTuple):
+    """Of one rank: what its samples spend, and what they would if the keys of one chunk were not seen."""
+
+    spent: list[Ratio]
+    control: list[Ratio]
+
+
+class Samples(NamedTuple):
+    """Some positions of this rank, and the sequence: q, dout (seqlen, heads, head_dim); k, v (seqlen, head_dim)."""
+
+    positions: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    def rows(self, dtype: torch.dtype, hidden: slice = slice(0)) -> dict[str, Tensor]:
+        """out, lse and dq of the sampled queries, eager in this dtype; `hidden` keys are seen by nobody."""
+        unseen = torch.arange(len(self.k), device=self.k.device) > self.positions[:, None]
+        unseen[:, hidden] = True
+        k, v = self.k.to(dtype), self.v.to(dtype)
+        heads = []
+        for head in range(NUM_HEADS):
+            q, dout = (x[self.positions, head].to(dtype) for x in (self.q, self.dout))
+            scores = (q @ k.T * SCALE).masked_fill_(unseen, float("-inf"))
+            state = torch.promote_types(dtype, torch.float32)
+            exact = scores if state == dtype else (q.to(state) @ k.to(state).T * SCALE).masked_fill_(unseen, -torch.inf)
+            lse, p = exact.logsumexp(-1), scores.softmax(-1)
+            out = p @ v
+            ds = p * (dout @ v.T - (dout * out).sum(-1, keepdim=True))
+            heads.append((out, lse, ds @ k * SCALE))
+        out, lse, dq = (torch.stack(x, 1)[None] for x in zip(*heads, strict=True))
+        return {"out": out, "lse": lse.transpose(1, 2), "dq": dq}
+
+    def keys(self, dtype: torch.dtype, lse: Tensor, delta: Tensor) -> dict[str, Tensor]:
+        """dk and dv of the sampled keys; lse, delta: (heads, seqlen), fp64, of all queries."""
+        unseen = torch.arange(len(self.k), device=self.k.device) < self.positions[:, None]
+        k, v = (x[self.positions].to(dtype) for x in (self.k, self.v))
+        dk, dv = (torch.zeros(k.shape, dtype=torch.promote_types(dtype, torch.float32), device=k.device) for _ in "kv")
+        for head in range(NUM_HEADS):
+            q, dout = (x[:, head].to(dtype) for x in (self.q, self.dout))
+            p = (k @ q.T * SCALE - lse[head]).exp().masked_fill_(unseen, 0.0).to(dtype)
+            dv += p @ dout
+            dk += (p * (v @ dout.T - delta[head].to(dtype))) @ q * SCALE
+        return {name: x.to(dtype)[None, :, None] for name, x in (("dk", dk), ("dv", dv))}
+
+
+def measure(ctx: Context, transport: str, tokens: int, impl: str) -> Found:
+    """On one rank: the call on its shard, then its samples by themselves."""
+    draw = torch.Generator(ctx.device).manual_seed(0)  # the same on every rank
+    shapes = ((tokens, NUM_HEADS, HEAD_DIM), (tokens, HEAD_DIM), (tokens, HEAD_DIM), (tokens, NUM_HEADS, HEAD_DIM))
+    q, k, v, dout = (torch.randn(x, generator=draw, device=ctx.device, dtype=torch.bfloat16) for x in shapes)
+    places = [ringflash.local_positions(tokens, ctx.size, rank).to(ctx.device) for rank in range(ctx.size)]
+    mine = places[ctx.rank]
+    shards = [x[mine][None].reshape(1, len(mine), -1, HEAD_DIM).requires_grad_() for x in (q, k, v)]
+    with mock.patch("ringflash.ops.choose_transport", lambda *_: transport):
+        out, lse = ringflash.ring_attention(*shards, group=ctx.group, softmax_scale=SCALE, return_lse=True, impl=impl)
+        dq, dk, dv = torch.autograd.grad(out, shards, dout[mine][None])
+    out, lse = out.detach(), lse.detach()
+
+    delta = (out[0].double() * dout[mine].double()).sum(-1).T  # (heads, rows), as lse
+    everywhere = torch.empty(2, NUM_HEADS, tokens, dtype=torch.float64, device=ctx.device)
+    parts = [torch.empty(2, NUM_HEADS, len(mine), dtype=torch.float64, device=ctx.device) for _ in places]
+    dist.all_gather(parts, torch.stack((lse[0].double(), delta)), group=ctx.group)
+    for place, part in zip(places, parts, strict=True):
+        everywhere[..., place] = part
+
+    chance = torch.Generator().manual_seed(ctx.rank)
+    chunk = len(mine) // 2
+    inside = torch.stack([torch.randperm(chunk, generator=chance)[:SAMPLES].sort().values for _ in range(2)])
+    inside[:, 0], inside[:, -1] = 0, chunk - 1
+    picked = torch.cat((inside[0], inside[1] + chunk)).to(ctx.device)
+    samples = Samples(mine[picked], q, k, v, dout)
+    got = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+    got = {name: x[:, picked] for name, x in got.items()} | {"lse": lse[..., picked]}
+    want = samples.rows(torch.float64) | samples.keys(torch.float64, *everywhere)
+    baseline = samples.rows(torch.bfloat16) | samples.keys(torch.bfloat16, *everywhere)
+    last = slice(int(mine[0]), int(mine[0]) + chunk)  # a chunk that all samples of the second half see but their own
+    without = {"out": samples.rows(torch.float64, last)["out"][:, SAMPLES:]}
+    control = tolerance.measure(without, {"out": want["out"][:, SAMPLES:]}, {"out": baseline["out"][:, SAMPLES:]})
+    return Found(tolerance.measure(got, want, baseline, num_chunks=2), control)
+
+
+@pytest.mark.parametrize("transport", ["messages", "copy_engine"])
+def test_sampled_rows_and_keys(pool: Pool, setup: Setup, table: Table, transport: str) -> None:
+    if transport == "copy_engine" and setup.backend != "nccl":
+        pytest.skip("the copy engine needs GPUs")
+    name = setup.backend if transport == "messages" else transport
+    found = pool.run(measure, name, TOKENS[setup.backend], setup.impl, timeout_s=LIMIT_S)
+    assert_within(table.add(f"a million tokens over {name}", [spent for spent, _ in found]))
+    assert all(ratio.maximum > 1 for _, control in found for ratio in control), found
