@@ -19,6 +19,7 @@ from ringflash.console import console
 
 ROOT = Path(__file__).parents[2]
 _BAR = 40
+_MOST_TOYS = 64
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -194,6 +195,10 @@ def _check_run(options: Namespace) -> None:
         raise ValueError(f"--{name} must come with {wanted}, got {options.what!r}; leave it out.")
     if options.nproc is not None and options.nproc < 2:
         raise ValueError(f"--nproc must be 2 or more, got {options.nproc}; a ring of one sends nothing.")
+    if options.toy and options.nproc is not None and options.nproc > _MOST_TOYS:
+        raise ValueError(
+            f"--nproc must be at most {_MOST_TOYS} with --toy, got {options.nproc}; each is a process here."
+        )
     if options.rounds is not None and options.rounds < 1:
         raise ValueError(f"--rounds must be 1 or more, got {options.rounds}; leave it out for 5.")
     if options.out is not None:

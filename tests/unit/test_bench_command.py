@@ -139,6 +139,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         ([str(COMMITTED), "--rounds", "5"], "--rounds must come with kernels or ring, got"),
         (["kernels", "--toy"], "--toy must come with ring, got 'kernels'"),
         (["kernels", "--nproc", "2"], "--nproc must come with ring, got 'kernels'"),
+        (["ring", "--toy", "--nproc", "1000000000"], "--nproc must be at most 64 with --toy, got 1000000000;"),
         (["ring", "--toy", "--nproc", "1"], "--nproc must be 2 or more, got 1; a ring of one sends nothing"),
         (["ring", "--toy", "--out", "nowhere/x.json"], "--out must lie in a folder that is there, got nowhere/x.json"),
     ],
