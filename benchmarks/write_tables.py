@@ -12,13 +12,16 @@ from benchmarks.environment import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
 NUMERICS, PERFORMANCE, PLAN = (ROOT / "docs" / f"{name}.md" for name in ("numerics", "performance", "plan"))
+BESIDE = ("out", "dq", "dk", "dv")
 BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
 
 
 def main() -> None:
     """Replace every table whose markers are on a page."""
     for path in sorted(RESULTS.glob("multi_gpu_*.json")):
-        replace(NUMERICS, path.stem, multi_gpu_table(json.loads(path.read_text())))
+        result = json.loads(path.read_text())
+        table = beside_table if path.stem.startswith("multi_gpu_beside") else multi_gpu_table
+        replace(NUMERICS, path.stem, table(result))
     for path in sorted(RESULTS.glob("kernels_*.json")):
         replace(PERFORMANCE, path.stem, kernel_table(json.loads(path.read_text())))
     for path in sorted(RESULTS.glob("ring_*.json")):
@@ -50,11 +53,28 @@ def multi_gpu_table(result: dict) -> str:
         f"| `{name}` | {worst['max']:.2f} | {worst['mean']:.2f} | {worst['case']} |"
         for name, worst in result["worst"].items()
     ]
-    source = (
+    lines = [_source_of_cases(result), "", "| tensor | max | mean | case of the largest max |", "|---|---|---|---|"]
+    return "\n".join([*lines, *rows])
+
+
+def beside_table(result: dict) -> str:
+    """Mean error over budget of each contender, by tensor: the largest of all chunks and ranks."""
+    rows, before = [], ""
+    for name, spent in result["cases"].items():
+        case, contender = name.split(": ")
+        shape = case if case != before else ""
+        before = case
+        means = " | ".join(f"{spent[tensor]['mean']:.3f}" for tensor in BESIDE)
+        rows.append(f"| {shape} | {contender} | {means} |")
+    head = [f"| case | | {' | '.join(f'`{x}`' for x in BESIDE)} |", "|---" * (2 + len(BESIDE)) + "|"]
+    return "\n".join([_source_of_cases(result), "", *head, *rows])
+
+
+def _source_of_cases(result: dict) -> str:
+    return (
         f"`{result['command']}` on {result['device']}, torch {result['torch']}, NCCL {result['nccl']}, "
         f"commit {result['commit']}: {result['num_cases']} cases in {result['dtype']}."
     )
-    return "\n".join([source, "", "| tensor | max | mean | case of the largest max |", "|---|---|---|---|", *rows])
 
 
 def kernel_table(result: dict) -> str:
