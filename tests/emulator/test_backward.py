@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ringflash_kernels.api import collect, publish
+from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
 from tests.emulator.oracle import MASKS, Shape, far_apart, inputs, oracle_and_baseline, random_problem
@@ -150,6 +151,21 @@ def test_interleavings(head_dim):
     """Partitions, blocks and copies in other orders give the same gradients."""
     for seed in range(1, 6):
         assert_close(*_gradients(_CAUSAL, Shape(head_dim), emulator=Emulator(seed, resident=3), num_sms=3))
+
+
+@pytest.mark.parametrize("head_dim", BACKWARD_TILES)
+def test_only_ds_is_rounded_on_the_way_to_dk(head_dim):
+    """P is not, although another consumer may have computed it: it would add a quarter to dK's error."""
+    mask, shape = Mask.full(256, 256), Shape(head_dim, 1, 1)
+    got, exact, _ = _gradients(mask, shape)
+    q, k, v, dout = (x[0, :, 0].double() for x in inputs(mask, shape))
+    scores = q @ k.T * shape.scale
+    out = scores.softmax(-1) @ v
+    delta = (dout * out.to(shape.dtype)).sum(-1, keepdim=True)
+    ds = (scores.softmax(-1) * (dout @ v.T - delta)).to(shape.dtype)
+    rounded_once = ds.double().T @ q * shape.scale
+    errors = [(x - exact["dk"][0, :, 0]).abs().mean() for x in (got["dk"][0, :, 0], rounded_once)]
+    assert errors[0] <= 1.05 * errors[1], errors
 
 
 @pytest.mark.parametrize("head_dim, deterministic", [(64, False), (96, True), (192, False), (256, True)])
