@@ -13,6 +13,7 @@ from benchmarks.environment import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 NUMERICS, PERFORMANCE, PLAN = (ROOT / "docs" / f"{name}.md" for name in ("numerics", "performance", "plan"))
 BESIDE = ("out", "dq", "dk", "dv")
+KERNELS = ("hopper", "fa4", "flash2")
 BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
 
 
@@ -22,6 +23,8 @@ def main() -> None:
         result = json.loads(path.read_text())
         table = beside_table if path.stem.startswith("multi_gpu_beside") else multi_gpu_table
         replace(NUMERICS, path.stem, table(result))
+    for path in sorted(RESULTS.glob("kernel_errors_*.json")):
+        replace(NUMERICS, path.stem, errors_table(json.loads(path.read_text())))
     for path in sorted(RESULTS.glob("kernels_*.json")):
         replace(PERFORMANCE, path.stem, kernel_table(json.loads(path.read_text())))
     for path in sorted(RESULTS.glob("ring_*.json")):
@@ -68,6 +71,21 @@ def beside_table(result: dict) -> str:
         rows.append(f"| {shape} | {contender} | {means} |")
     head = [f"| case | | {' | '.join(f'`{x}`' for x in BESIDE)} |", "|---" * (2 + len(BESIDE)) + "|"]
     return "\n".join([_source_of_cases(result), "", *head, *rows])
+
+
+def errors_table(result: dict) -> str:
+    """Mean error over budget of our kernels and the others, by tensor."""
+    rows = []
+    for case, found in result["cases"].items():
+        means = ([found[impl][name]["mean"] for impl in KERNELS] for name in ("out", "lse", *BESIDE[1:]))
+        cells = (" / ".join(f"{mean:.3f}" for mean in three) for three in means)
+        rows.append(f"| {case} | {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "flash-attn-4"))
+    source = (
+        f"`{result['command']}` on {result['device']}, {versions}, commit {result['commit']}; {' / '.join(KERNELS)}:"
+    )
+    head = ["| head_dim, tokens | `out` | `lse` | `dq` | `dk` | `dv` |", "|---|---|---|---|---|---|"]
+    return "\n".join([source, "", *head, *rows])
 
 
 def _source_of_cases(result: dict) -> str:
