@@ -87,7 +87,9 @@ def _rows() -> tuple[Row, ...]:
         rows += [Row(96, 16384, 1, 16, 16, kind), Row(192, 16384, 1, 16, 16, kind)]
     rows += [Row(128, 131072, 1, 32, 8, "causal"), Row(128, 8192, 1, 32, 8, "full"), Row(128, 8192, 1, 32, 8, "hop")]
     rows += [Row(128, 65536, 1, 16, 4, "causal"), Row(128, 65536, 1, 16, 4, "documents")]
-    return (*rows, Row(128, 131072, 1, 16, 4, "window"))
+    rows += [Row(128, 131072, 1, 16, 4, "window")]
+    # A section of the ring by heads: all keys, few heads.
+    return (*rows, Row(128, 262144, 1, 4, 1, "causal"), Row(128, 262144, 1, 1, 1, "full"))
 
 
 ROWS = _rows()
