@@ -36,11 +36,11 @@ def _script() -> str:
 
 
 def _commit() -> str:
-    """The checkout's commit; RINGFLASH_COMMIT where the sources were copied without their history."""
+    """The checkout's commit, "-dirty" if files differ from it. RINGFLASH_COMMIT for sources without their history."""
     if "RINGFLASH_COMMIT" in os.environ:
         return os.environ["RINGFLASH_COMMIT"]
     try:
-        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
