@@ -21,7 +21,7 @@ import ringflash
 from benchmarks import flash_attn_4_as_2
 from benchmarks.bench_kernels import document_bounds
 from ringflash import ops, ring
-from ringflash.layout import chunks_of_rank
+from ringflash.sequence.layout import chunks_of_rank
 from ringflash.transport import Pending, PointToPoint, buffer
 from ringflash.transport.copies import Copies
 from ringflash_kernels.api import state_dtype

@@ -14,7 +14,7 @@ from ringflash import ops
 from ringflash.agreement import agree
 from ringflash.group import Group, HoldsGroup, resolve
 from ringflash.headwise import sections_of
-from ringflash.mask import check_window_size
+from ringflash.sequence.mask import check_window_size
 from ringflash.transport import buffer_bytes
 from ringflash.transport.sms import comm_sms
 

@@ -25,9 +25,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ringflash import agreement, graphs, schedule
 from ringflash.headwise import Headwise, buffer_bytes
-from ringflash.mask import SequenceMask
 from ringflash.ring import Ring
 from ringflash.schedule import Gathering
+from ringflash.sequence.mask import SequenceMask
 from ringflash.transport import PointToPoint, choose_transport, message_memory, open_transport
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
 from ringflash_kernels.hopper.launcher import on

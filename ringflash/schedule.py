@@ -23,8 +23,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ringflash.layout import Chunk, chunks
-from ringflash.mask import SequenceMask
+from ringflash.sequence.layout import Chunk, chunks
+from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Mask, Region
 
 

@@ -19,7 +19,7 @@ from ringflash.api import RingAttention
 from ringflash.group import Group, resolve
 from ringflash.huggingface.options import NAME, Options
 from ringflash.intercept import Calls, Interception
-from ringflash.layout import granularity
+from ringflash.sequence.layout import granularity
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -20,7 +20,7 @@ from ringflash.api import RingAttention
 from ringflash.group import Group
 from ringflash.huggingface.options import Options
 from ringflash.intercept import Call, Calls
-from ringflash.layout import shard_sequence
+from ringflash.sequence.layout import shard_sequence
 from ringflash.wrap import calls_of
 
 

@@ -28,7 +28,7 @@ from ringflash.huggingface.refusals import (
 from ringflash.huggingface.sinks import beside_sinks
 from ringflash.huggingface.together import check_together
 from ringflash.huggingface.whole import tell_of_the_sequence
-from ringflash.layout import granularity
+from ringflash.sequence.layout import granularity
 
 
 def register() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ringflash.agreement import agree
-from ringflash.layout import chunks_of_rank
+from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify import diagnosis, layer_masks
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN

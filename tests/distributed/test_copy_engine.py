@@ -24,7 +24,7 @@ import torch.distributed as dist
 import ringflash
 from ringflash import headwise, schedule, transport
 from ringflash.headwise import Sections
-from ringflash.mask import SequenceMask
+from ringflash.sequence.mask import SequenceMask
 from ringflash.transport.buffers import buffer
 from ringflash.transport.lanes import Token
 from tests.helpers import ring_check

@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from ringflash import layout, schedule
-from ringflash.mask import SequenceMask
+from ringflash import schedule
+from ringflash.sequence import layout
+from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Region
 from ringflash_kernels.merge import merge_
 from tests.helpers import ring_check

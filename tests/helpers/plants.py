@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from ringflash import RingAttention, huggingface, layout
+from ringflash import RingAttention, huggingface
 from ringflash import loss as token_loss
 from ringflash.exchange import GradientExchange
 from ringflash.generators import seeded
 from ringflash.huggingface import chunks, plug
 from ringflash.huggingface.options import Options
-from ringflash.padding import IGNORE_INDEX
+from ringflash.sequence import layout
+from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.verify import Training
 from tests.helpers.models import build
 

@@ -13,8 +13,8 @@ import torch
 
 import ringflash
 from ringflash import ring
-from ringflash.mask import SequenceMask
 from ringflash.schedule import build
+from ringflash.sequence.mask import SequenceMask
 from ringflash.transport.point_to_point import check_capture
 from ringflash.transport.sms import comm_sms
 

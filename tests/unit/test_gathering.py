@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ringflash import headwise
-from ringflash.layout import chunks, local_positions
-from ringflash.mask import SequenceMask
 from ringflash.schedule import Gathering, gather
+from ringflash.sequence.layout import chunks, local_positions
+from ringflash.sequence.mask import SequenceMask
 from ringflash.transport import MessageMemory, PointToPoint, buffers
 from ringflash.transport.peer_memory import Incoming, Outgoing
 from tests.helpers import dense

@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringflash import headwise, ops, schedule, transport
-from ringflash.mask import SequenceMask
+from ringflash.sequence.mask import SequenceMask
 from ringflash.transport import buffers, peer_memory
 
 GPU = torch.device("cuda")

@@ -22,7 +22,6 @@ from ringflash.cli import main
 from ringflash.flops import Chunk, layer_windows, multiplied
 from ringflash.headwise import Gathered, Home, sections_of
 from ringflash.lightning.module import build_model
-from ringflash.mask import SequenceMask
 from ringflash.memory import Memory
 from ringflash.plan.command import _in_window, visible_fraction
 from ringflash.plan.job import Job
@@ -44,6 +43,7 @@ from ringflash.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, l
 from ringflash.plan.shape import FAMILIES, shape_of, windows_of
 from ringflash.plan.timing import attention_flops, linear_flops, step_time
 from ringflash.schedule import build, gather
+from ringflash.sequence.mask import SequenceMask
 from ringflash.transport.buffers import buffer_bytes, release_buffers
 from tests.recipes.launching import ROOT
 

@@ -10,8 +10,8 @@ import torch
 
 from ringflash import ring
 from ringflash.lightning import ExposedCommunication, exposed
-from ringflash.mask import SequenceMask
 from ringflash.schedule import build
+from ringflash.sequence.mask import SequenceMask
 from ringflash.waiting import measured, waiting
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from ringflash.layout import granularity
+from ringflash.sequence.layout import granularity
 
 IGNORE_INDEX = -100
 
