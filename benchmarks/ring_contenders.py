@@ -21,9 +21,9 @@ import ringflash
 from benchmarks import flash_attn_4_as_2
 from benchmarks.bench_kernels import document_bounds
 from ringflash import ops, ring
+from ringflash.comm.transport import Pending, PointToPoint, buffer
+from ringflash.comm.transport.copies import Copies
 from ringflash.sequence.layout import chunks_of_rank
-from ringflash.transport import Pending, PointToPoint, buffer
-from ringflash.transport.copies import Copies
 from ringflash_kernels.api import state_dtype
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -280,7 +280,7 @@ IDEALS: dict[str, Callable[..., Built | str]] = {
 }
 IDEALS_BY_HEADS = {f"{name}, a share of the heads": by_heads(build) for name, build in IDEALS.items()}
 CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
-    **{f"ringflash, {transport}": ours(transport) for transport in ringflash.transport.TRANSPORTS},
+    **{f"ringflash, {transport}": ours(transport) for transport in ringflash.comm.transport.TRANSPORTS},
     "ringflash, copy_engine, CUDA graph": captured("copy_engine"),
     "ringflash, copy_engine, striped": striped("copy_engine"),
     "ringflash, nccl, striped": striped("nccl"),

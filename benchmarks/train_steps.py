@@ -39,6 +39,7 @@ from benchmarks.device_time import longest_kernels, parts_of_step, step_spans  #
 from benchmarks.environment import describe  # noqa: E402
 from recipes.lightning.train import main as train  # noqa: E402
 from ringflash import huggingface  # noqa: E402
+from ringflash.comm.transport import buffers  # noqa: E402
 from ringflash.flops import peak_tflops  # noqa: E402
 from ringflash.lightning import CausalLM, ExposedCommunication  # noqa: E402
 from ringflash.lightning.sequences import Batch, Loader, SequenceData  # noqa: E402
@@ -49,7 +50,6 @@ from ringflash.plan.command import make_plan, visible_fraction  # noqa: E402
 from ringflash.plan.job import Job, Precision  # noqa: E402
 from ringflash.plan.machine import GIB, GPUS, Machine  # noqa: E402
 from ringflash.plan.read import model_of  # noqa: E402
-from ringflash.transport import buffers  # noqa: E402
 
 ABOUT = (
     "Steps of {parameters:.2f} B parameters, memory {memory}. Byte tokens of Python's own sources; every token sees "

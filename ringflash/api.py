@@ -11,12 +11,12 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.nn.functional import pad
 
 from ringflash import ops
-from ringflash.agreement import agree
-from ringflash.group import Group, HoldsGroup, resolve
+from ringflash.comm.agreement import agree
+from ringflash.comm.group import Group, HoldsGroup, resolve
+from ringflash.comm.transport import buffer_bytes
+from ringflash.comm.transport.sms import comm_sms
 from ringflash.headwise import sections_of
 from ringflash.sequence.mask import check_window_size
-from ringflash.transport import buffer_bytes
-from ringflash.transport.sms import comm_sms
 
 
 def ring_attention(

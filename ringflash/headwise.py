@@ -27,14 +27,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.profiler import record_function
 
+from ringflash.comm.transport import MessageMemory, transport_name
+from ringflash.comm.transport.buffers import buffer
+from ringflash.comm.transport.lanes import Token
+from ringflash.comm.transport.peer_memory import Incoming, Outgoing, PeerMemory
+from ringflash.comm.transport.sms import kernel_options
+from ringflash.comm.wait_timer import measuring, waiting
+from ringflash.comm.watchdog import Call, Unwatched, watching
 from ringflash.schedule import Gathering, Piece
-from ringflash.transport import MessageMemory, transport_name
-from ringflash.transport.buffers import buffer
-from ringflash.transport.lanes import Token
-from ringflash.transport.peer_memory import Incoming, Outgoing, PeerMemory
-from ringflash.transport.sms import kernel_options
-from ringflash.waiting import measuring, waiting
-from ringflash.watch import Call, Unwatched, watching
 from ringflash_kernels.api import BackwardPass, begin_backward, collect, implementation, publish, state_dtype
 
 T = TypeVar("T")

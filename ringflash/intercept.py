@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ringflash.agreement import agree
 from ringflash.api import ring_attention
 from ringflash.autocast import autocast
+from ringflash.comm.agreement import agree
 from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.options import Options
 

@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ringflash import agreement, graphs, schedule
+from ringflash import schedule
+from ringflash.comm import agreement, cuda_graphs
+from ringflash.comm.transport import PointToPoint, choose_transport, message_memory, open_transport
 from ringflash.headwise import Headwise, buffer_bytes
 from ringflash.ring import Ring
 from ringflash.schedule import Gathering
 from ringflash.sequence.mask import SequenceMask
-from ringflash.transport import PointToPoint, choose_transport, message_memory, open_transport
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
 from ringflash_kernels.hopper.launcher import on
 
@@ -288,7 +289,7 @@ class Plan:
         if isinstance(channel, PointToPoint) and self.by_heads(q, k, channel.name):
             channel = message_memory(channel, q.device)
         if channel is None or isinstance(channel, PointToPoint):
-            graphs.hold(self.schedule, q.device)
+            cuda_graphs.hold(self.schedule, q.device)
             return Ring(self.schedule, channel, *rest)
         return Headwise(self.gathering, channel, *rest)
 

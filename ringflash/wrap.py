@@ -16,7 +16,7 @@ from torch import nn
 
 from ringflash import huggingface
 from ringflash.api import RingAttention
-from ringflash.group import Group, resolve
+from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import NAME, Options
 from ringflash.intercept import Calls, Interception
 from ringflash.sequence.layout import granularity

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringflash.agreement import agree
 from ringflash.api import RingAttention
-from ringflash.group import Group
+from ringflash.comm.agreement import agree
+from ringflash.comm.group import Group
 from ringflash.huggingface.options import Options
 from ringflash.intercept import Call, Calls
 from ringflash.sequence.layout import shard_sequence

@@ -27,7 +27,7 @@ except ModuleNotFoundError as missing:
         "pip install 'ringflash[deepspeed,lightning]'."
     ) from missing
 
-from ringflash.agreement import agree
+from ringflash.comm.agreement import agree
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check, parsed, read
 from ringflash.lightning.checkpoints import COMPLETE, check_folders

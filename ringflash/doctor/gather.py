@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringflash.host import Host
+from ringflash.comm.host import Host
 
 _PREFIX = "ringflash/doctor"
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from ringflash.transport import PointToPoint, open_transport
-from ringflash.transport.peer_memory import NoPeerMemory
+from ringflash.comm.transport import PointToPoint, open_transport
+from ringflash.comm.transport.peer_memory import NoPeerMemory
 
 _TOKENS, _HEADS, _KV_HEADS, _HEAD_DIM = 1024, 8, 2, 128
 _EXCHANGES = 5

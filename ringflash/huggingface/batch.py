@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringflash import loss as token_loss
-from ringflash.group import Group, resolve
+from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import Options
 from ringflash.huggingface.positions import within_documents
 from ringflash.sequence.layout import local_positions, shard_sequence

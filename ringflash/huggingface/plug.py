@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ringflash.api import ring_attention
 from ringflash.autocast import autocast
-from ringflash.group import Group, resolve
+from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.adapters import check_adapters
 from ringflash.huggingface.chunks import attend_in_chunks, chunk_size
 from ringflash.huggingface.freezing import differentiate_alike

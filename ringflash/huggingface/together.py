@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash import agreement
+from ringflash.comm import agreement
 from ringflash.huggingface.given import Given, is_recomputed
 from ringflash.huggingface.options import Options
 from ringflash.huggingface.positions import positions_fit

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ringflash import agreement
+from ringflash.comm import agreement
 from ringflash.generators import seeded
 from ringflash.huggingface.pieces import Layout, Piece, ties_of
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ringflash import huggingface
-from ringflash.group import Group, resolve
+from ringflash.comm.group import Group, resolve
 from ringflash.lightning.first_step import FirstStep, check_same, check_step
 from ringflash.lightning.sequences import SequenceData
 from ringflash.lightning.strategy import keeping_ties, mixed_precision_policy, strategy_of

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from ringflash.comm.transport import MessageMemory, SymmetricMemory
 from ringflash.headwise import (
     Sections,
     buffer_bytes,
@@ -27,7 +28,6 @@ from ringflash.plan.job import Job
 from ringflash.plan.kept import Kept
 from ringflash.plan.machine import Machine
 from ringflash.plan.read import ReadShape
-from ringflash.transport import MessageMemory, SymmetricMemory
 
 BF16, FP32 = 2, 4
 

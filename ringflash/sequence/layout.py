@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from ringflash.group import Group, resolve
+from ringflash.comm.group import Group, resolve
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 _ZIGZAGS = {"zigzag": 1, "striped": 32}  # in a sequence

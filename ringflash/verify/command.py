@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ringflash.agreement import agree
+from ringflash.comm.agreement import agree
 from ringflash.console import console
 from ringflash.sequence.layout import check_seqlen
 from ringflash.sequence.mask import check_cu_seqlens

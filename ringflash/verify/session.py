@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ringflash.agreement import agree
+from ringflash.comm.agreement import agree
 from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify import diagnosis, layer_masks
 from ringflash.verify.attention import attention_checks

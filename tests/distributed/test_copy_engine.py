@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from ringflash import headwise, schedule, transport
+from ringflash import headwise, schedule
+from ringflash.comm import transport
+from ringflash.comm.transport.buffers import buffer
+from ringflash.comm.transport.lanes import Token
 from ringflash.headwise import Sections
 from ringflash.sequence.mask import SequenceMask
-from ringflash.transport.buffers import buffer
-from ringflash.transport.lanes import Token
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, single_cases
 from tests.helpers.peer_memory import DELAY_S, Later, MessageThreads, SharedMemory, copy_engine, messages_by_heads

@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash import headwise
-from ringflash.transport import MessageMemory, PointToPoint
-from ringflash.transport.lanes import Kept, T
-from ringflash.transport.peer_memory import Incoming, Outgoing
+from ringflash.comm.transport import MessageMemory, PointToPoint
+from ringflash.comm.transport.lanes import Kept, T
+from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 
 DELAY_S = 0.004
 TIMEOUT_S = 10.0
@@ -66,7 +66,7 @@ class Threads:
 
 
 class SharedMemory(Threads):
-    """As ringflash.transport.PeerMemory."""
+    """As ringflash.comm.transport.PeerMemory."""
 
     turns = 2
 
@@ -149,7 +149,7 @@ def copy_engine() -> Iterator[None]:
     try:
         with (
             mock.patch("ringflash.ops.choose_transport", lambda *_: "copy_engine"),
-            mock.patch("ringflash.transport._opened", lambda _, group: SharedMemory(group)),
+            mock.patch("ringflash.comm.transport._opened", lambda _, group: SharedMemory(group)),
         ):
             yield
     finally:

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 
-from ringflash import huggingface, transport
+from ringflash import huggingface
+from ringflash.comm import transport
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy, ExposedCommunication, TextData
 from ringflash.lightning.module import build_model

@@ -13,10 +13,10 @@ import torch
 
 import ringflash
 from ringflash import ring
+from ringflash.comm.transport.point_to_point import check_capture
+from ringflash.comm.transport.sms import comm_sms
 from ringflash.schedule import build
 from ringflash.sequence.mask import SequenceMask
-from ringflash.transport.point_to_point import check_capture
-from ringflash.transport.sms import comm_sms
 
 
 @pytest.fixture(autouse=True)

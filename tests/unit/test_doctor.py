@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from ringflash import host
 from ringflash.cli import main
+from ringflash.comm import host
+from ringflash.comm.host import this_host
 from ringflash.doctor import command, probe
 from ringflash.doctor.command import _kernel, _probe, _ring, examine
 from ringflash.doctor.facts import collect, parse_threshold, parse_topology
 from ringflash.doctor.gather import tell_apart
 from ringflash.doctor.judge import declared_ranges, differences, judge
-from ringflash.host import this_host
 from tests.recipes.launching import run
 
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}

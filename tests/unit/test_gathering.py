@@ -14,11 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ringflash import headwise
+from ringflash.comm.transport import MessageMemory, PointToPoint, buffers
+from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 from ringflash.schedule import Gathering, gather
 from ringflash.sequence.layout import chunks, local_positions
 from ringflash.sequence.mask import SequenceMask
-from ringflash.transport import MessageMemory, PointToPoint, buffers
-from ringflash.transport.peer_memory import Incoming, Outgoing
 from tests.helpers import dense
 from tests.unit.test_schedule import problems, three_zigzags  # noqa: F401, a fixture of every test here
 

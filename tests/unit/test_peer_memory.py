@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ringflash import headwise, ops, schedule, transport
+from ringflash import headwise, ops, schedule
+from ringflash.comm import transport
+from ringflash.comm.transport import buffers, peer_memory
 from ringflash.sequence.mask import SequenceMask
-from ringflash.transport import buffers, peer_memory
 
 GPU = torch.device("cuda")
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from benchmarks.train_steps import document_bounds
 from ringflash import huggingface
 from ringflash.cli import main
+from ringflash.comm.transport.buffers import buffer_bytes, release_buffers
 from ringflash.flops import Chunk, layer_windows, multiplied
 from ringflash.headwise import Gathered, Home, sections_of
 from ringflash.lightning.module import build_model
@@ -44,7 +45,6 @@ from ringflash.plan.shape import FAMILIES, shape_of, windows_of
 from ringflash.plan.timing import attention_flops, linear_flops, step_time
 from ringflash.schedule import build, gather
 from ringflash.sequence.mask import SequenceMask
-from ringflash.transport.buffers import buffer_bytes, release_buffers
 from tests.recipes.launching import ROOT
 
 SMALL = {

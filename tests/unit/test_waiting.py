@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ringflash import ring
+from ringflash.comm.wait_timer import measured, waiting
 from ringflash.lightning import ExposedCommunication, exposed
 from ringflash.schedule import build
 from ringflash.sequence.mask import SequenceMask
-from ringflash.waiting import measured, waiting
 
 CPU = torch.device("cpu")
 PAUSE_S = 0.02

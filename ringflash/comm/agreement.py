@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from ringflash.communicator import communicator
-from ringflash.group import Group, backend_of, resolve
+from ringflash.comm.communicator import communicator
+from ringflash.comm.group import Group, backend_of, resolve
 
 Policy = Literal["changed", "always", "never"]
 

@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import torch
 
-from ringflash import graphs
+from ringflash.comm import cuda_graphs
 
 
 class Views(Protocol):
@@ -31,14 +31,14 @@ def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.
     num_bytes = math.prod(shape) * dtype.itemsize
     storage = _storage.get((device, name))
     if storage is None or storage.numel() < num_bytes:
-        graphs.check_growth(name, num_bytes, device)
+        cuda_graphs.check_growth(name, num_bytes, device)
         if storage is not None:
             settle(device)
             for views in _views:
                 views.drop()
             del storage, _storage[device, name]  # before the larger one is there
         storage = _storage[device, name] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    graphs.hold(storage, device)
+    cuda_graphs.hold(storage, device)
     return storage[:num_bytes].view(dtype).view(shape)
 
 
@@ -55,7 +55,7 @@ def settle(device: torch.device) -> None:
 
 def buffer_bytes() -> int:
     """Bytes of the buffers of this process alone, on all devices."""
-    return sum({id(x): x.nbytes for x in (*_storage.values(), *graphs.held_tensors())}.values())
+    return sum({id(x): x.nbytes for x in (*_storage.values(), *cuda_graphs.held_tensors())}.values())
 
 
 def release_buffers() -> None:
@@ -63,4 +63,4 @@ def release_buffers() -> None:
     for device in {device for device, _ in _storage}:
         settle(device)
     _storage.clear()
-    graphs.let_go()
+    cuda_graphs.let_go()

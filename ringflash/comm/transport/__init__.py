@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ringflash.group import backend_of
-from ringflash.transport import buffers
-from ringflash.transport.buffers import buffer
-from ringflash.transport.message_memory import MessageMemory
-from ringflash.transport.peer_memory import NoPeerMemory, OutOfReach, PeerMemory, SymmetricMemory
-from ringflash.transport.point_to_point import Message, Pending, PointToPoint, device_timeout, set_timeout, timeout
+from ringflash.comm.group import backend_of
+from ringflash.comm.transport import buffers
+from ringflash.comm.transport.buffers import buffer
+from ringflash.comm.transport.message_memory import MessageMemory
+from ringflash.comm.transport.peer_memory import NoPeerMemory, OutOfReach, PeerMemory, SymmetricMemory
+from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoint, device_timeout, set_timeout, timeout
 
 TRANSPORTS = ("gloo", "nccl", "copy_engine")
 UNDECIDED = "copy_engine or nccl"  # what auto stands for until the ranks of a group have compared their places

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ringflash.graphs import capturing
+from ringflash.comm.cuda_graphs import capturing
 
 
 class Waits:

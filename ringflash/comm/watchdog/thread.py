@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ringflash.graphs import capturing
-from ringflash.transport import MessageMemory, PointToPoint, Transport, timeout, transport_name
-from ringflash.watch.board import ANSWER_S, Board, StoreGone
-from ringflash.watch.calls import Call, Ended, Line, Unwatched
-from ringflash.watch.events import DeviceLost, Events
+from ringflash.comm.cuda_graphs import capturing
+from ringflash.comm.transport import MessageMemory, PointToPoint, Transport, timeout, transport_name
+from ringflash.comm.watchdog.calls import Call, Ended, Line, Unwatched
+from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
+from ringflash.comm.watchdog.store import ANSWER_S, Board, StoreGone
 
 END_S = 25.0  # from a stall to the end of the process: a trap or NCCL's error comes before, and says where Python was
 _PERIOD_S = 1.0  # between two looks, where the timeout is not short

@@ -17,11 +17,11 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ringflash import graphs
-from ringflash.agreement import gather
-from ringflash.host import this_host
-from ringflash.transport.copies import Copies
-from ringflash.transport.lanes import Lanes, T, Token
+from ringflash.comm import cuda_graphs
+from ringflash.comm.agreement import gather
+from ringflash.comm.host import this_host
+from ringflash.comm.transport.copies import Copies
+from ringflash.comm.transport.lanes import Lanes, T, Token
 
 
 class NoPeerMemory(RuntimeError):
@@ -126,14 +126,14 @@ class SymmetricMemory(Lanes):
         """As PeerMemory."""
         if name in self._areas and self._areas[name].numel() >= num_bytes:
             return
-        graphs.check_growth(name, num_bytes, self._device)
+        cuda_graphs.check_growth(name, num_bytes, self._device)
         import torch.distributed._symmetric_memory as symmetric_memory
 
         torch.cuda.synchronize(self._device)
         gather(self.group, None)  # nor do the streams of the others still read what is given up here
         captured, handle = self._retire(name), self._handles.pop(name, None)
         for thing in captured and [*captured, handle]:
-            graphs.keep(thing)
+            cuda_graphs.keep(thing)
         del captured, handle
         area, problem = None, ""
         try:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ringflash import graphs
-from ringflash.transport.buffers import settle
-from ringflash.transport.lanes import Lanes
-from ringflash.transport.peer_memory import Incoming, Outgoing
-from ringflash.transport.point_to_point import Message, PointToPoint
+from ringflash.comm import cuda_graphs
+from ringflash.comm.transport.buffers import settle
+from ringflash.comm.transport.lanes import Lanes
+from ringflash.comm.transport.peer_memory import Incoming, Outgoing
+from ringflash.comm.transport.point_to_point import Message, PointToPoint
 
 
 class MessageMemory(Lanes):
@@ -38,11 +38,11 @@ class MessageMemory(Lanes):
     def reserve(self, name: str, num_bytes: int) -> None:
         if name in self._areas and self._areas[name].numel() >= num_bytes:
             return
-        graphs.check_growth(name, num_bytes, self._device)
+        cuda_graphs.check_growth(name, num_bytes, self._device)
         if name in self._areas:
             settle(self._device)
         for thing in self._retire(name):
-            graphs.keep(thing)
+            cuda_graphs.keep(thing)
         self._areas[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:

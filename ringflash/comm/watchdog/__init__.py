@@ -15,7 +15,7 @@ waits for what, and ends the process. docs/decisions/0007-watch.md says why so.
     thread   looks, decides, reports, ends
 """
 
-from ringflash.watch.calls import Call, Unwatched
-from ringflash.watch.thread import END_S, RingStalled, Watch, watching
+from ringflash.comm.watchdog.calls import Call, Unwatched
+from ringflash.comm.watchdog.thread import END_S, RingStalled, Watch, watching
 
 __all__ = ["END_S", "Call", "RingStalled", "Unwatched", "Watch", "watching"]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from ringflash.communicator import communicator
-from ringflash.graphs import capturing
+from ringflash.comm.communicator import communicator
+from ringflash.comm.cuda_graphs import capturing
 
 _TAG = 0
 _timeout = timedelta(minutes=10)  # torch's default for NCCL

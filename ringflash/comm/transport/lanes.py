@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from ringflash import graphs
-from ringflash.transport.buffers import drop_with_growth
+from ringflash.comm import cuda_graphs
+from ringflash.comm.transport.buffers import drop_with_growth
 
 T = TypeVar("T")
 _MOST_KEPT = 12
@@ -55,8 +55,8 @@ class Lanes:
 
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         thing = self._kept.get(key, areas, make)
-        if graphs.capturing(self._device):
-            graphs.keep(thing)
+        if cuda_graphs.capturing(self._device):
+            cuda_graphs.keep(thing)
             self._captured.update(areas)
         return thing
 
