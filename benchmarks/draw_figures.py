@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from benchmarks.environment import ROOT
 from benchmarks.write_tables import RESULTS
-from ringflash.schedule import Schedule, build
+from ringflash.attention.schedule import Schedule, build
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 

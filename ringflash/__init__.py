@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ringflash import loss
-from ringflash.api import Explanation, RingAttention, explain, ring_attention
+from ringflash.attention.api import Explanation, RingAttention, explain, ring_attention
 from ringflash.comm.agreement import set_agreement_check
 from ringflash.comm.transport import buffer_bytes, release_buffers, set_timeout
 from ringflash.comm.transport.sms import set_comm_sms

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ringflash.api import ring_attention
-from ringflash.autocast import autocast
+from ringflash.attention.api import ring_attention
+from ringflash.attention.autocast import autocast
+from ringflash.attention.freezing import differentiate_alike
 from ringflash.comm.agreement import agree
-from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.options import Options
 
 _RING = "ring_attention.default"  # torch.ops.ringflash's, which RingAttention and the plug for transformers call

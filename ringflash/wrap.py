@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ringflash import huggingface
-from ringflash.api import RingAttention
+from ringflash.attention.api import RingAttention
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import NAME, Options
 from ringflash.intercept import Calls, Interception

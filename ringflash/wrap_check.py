@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringflash.api import RingAttention
+from ringflash.attention.api import RingAttention
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group
 from ringflash.huggingface.options import Options

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ringflash.attention.custom_op import host_values
 from ringflash.huggingface.layers import layer_type
-from ringflash.ops import host_values
 from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
 
 

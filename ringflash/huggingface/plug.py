@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ringflash.api import ring_attention
-from ringflash.autocast import autocast
+from ringflash.attention.api import ring_attention
+from ringflash.attention.autocast import autocast
+from ringflash.attention.freezing import differentiate_alike
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.adapters import check_adapters
 from ringflash.huggingface.chunks import attend_in_chunks, chunk_size
-from ringflash.huggingface.freezing import differentiate_alike
 from ringflash.huggingface.given import Given
 from ringflash.huggingface.layers import attention_modules
 from ringflash.huggingface.options import NAME, Options, check_lone_process

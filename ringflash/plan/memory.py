@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from ringflash.comm.transport import MessageMemory, SymmetricMemory
-from ringflash.headwise import (
+from ringflash.attention.custom_op import MOST_BUFFER_BYTES
+from ringflash.attention.gather_by_heads import (
     Sections,
     buffer_bytes,
     gathered_whole,
@@ -22,8 +22,8 @@ from ringflash.headwise import (
     stages_of,
     taking_turns,
 )
+from ringflash.comm.transport import MessageMemory, SymmetricMemory
 from ringflash.loss import CHUNK_LOGITS
-from ringflash.ops import MOST_BUFFER_BYTES
 from ringflash.plan.job import Job
 from ringflash.plan.kept import Kept
 from ringflash.plan.machine import Machine

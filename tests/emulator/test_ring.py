@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringflash.schedule import build
+from ringflash.attention.schedule import build
 from ringflash.sequence.layout import local_positions
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Mask

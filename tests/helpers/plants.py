@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ringflash import RingAttention, huggingface
 from ringflash import loss as token_loss
-from ringflash.exchange import GradientExchange
+from ringflash.attention.exchange import GradientExchange
 from ringflash.generators import seeded
 from ringflash.huggingface import chunks, plug
 from ringflash.huggingface.options import Options

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from benchmarks.train_steps import document_bounds
 from ringflash import huggingface
+from ringflash.attention.gather_by_heads import Gathered, Home, sections_of
+from ringflash.attention.schedule import build, gather
 from ringflash.cli import main
 from ringflash.comm.transport.buffers import buffer_bytes, release_buffers
 from ringflash.flops import Chunk, layer_windows, multiplied
-from ringflash.headwise import Gathered, Home, sections_of
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from ringflash.plan.command import _in_window, visible_fraction
@@ -43,7 +44,6 @@ from ringflash.plan.read import ReadShape, model_of, read_shape
 from ringflash.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
 from ringflash.plan.shape import FAMILIES, shape_of, windows_of
 from ringflash.plan.timing import attention_flops, linear_flops, step_time
-from ringflash.schedule import build, gather
 from ringflash.sequence.mask import SequenceMask
 from tests.recipes.launching import ROOT
 
@@ -123,7 +123,7 @@ def test_activations_are_those_autograd_keeps(family: str) -> None:
 
 
 def test_transport_buffers_are_those_the_ring_allocates() -> None:
-    """The sizes of ringflash.exchange's buffers and of the carried state, in bf16."""
+    """The sizes of ringflash.attention.exchange's buffers and of the carried state, in bf16."""
     job = replace(JOB, seqlen=1 << 23)
     tokens, shape = job.local_tokens, job.model
     kv = 2 * tokens * shape.num_kv_heads * shape.head_dim

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import record_function
 
+from ringflash.attention.exchange import Exchange, GradientExchange
+from ringflash.attention.schedule import Hop, Schedule
 from ringflash.comm.transport import PointToPoint, buffer, transport_name
 from ringflash.comm.transport.sms import kernel_options
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import Call, Unwatched, watching
-from ringflash.exchange import Exchange, GradientExchange
-from ringflash.schedule import Hop, Schedule
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
 
 

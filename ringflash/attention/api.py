@@ -10,12 +10,12 @@ from torch import nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.nn.functional import pad
 
-from ringflash import ops
+from ringflash.attention import custom_op
+from ringflash.attention.gather_by_heads import sections_of
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, HoldsGroup, resolve
 from ringflash.comm.transport import buffer_bytes
 from ringflash.comm.transport.sms import comm_sms
-from ringflash.headwise import sections_of
 from ringflash.sequence.mask import check_window_size
 
 
@@ -75,7 +75,7 @@ def ring_attention(
         _check_differentiation(q, k, v)
     width, v = v.shape[-1] if v.dim() else 0, _as_wide_as(k, v)
     grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
-    out, lse = ops.attend(
+    out, lse = custom_op.attend(
         q, k, v, cu_seqlens,
         "" if resolved is None else resolved.group_name,
         causal, scale, left, right, layout, impl, transport, deterministic, grad_flags, return_lse,
@@ -131,17 +131,17 @@ def explain(
     resolved = resolve(group)
     left, right = _sides(window_size)
     name = "" if resolved is None else resolved.group_name
-    options = ops.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
+    options = custom_op.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
     v = _as_wide_as(k, v)
-    q, k, v = (ops._addressable(x) for x in (q, k, v))  # as the call does it: the kernel depends on the strides
-    plan = ops._plan(q, k, v, cu_seqlens, options, 0)
+    q, k, v = (custom_op._addressable(x) for x in (q, k, v))  # as the call does it: the kernel depends on the strides
+    plan = custom_op._plan(q, k, v, cu_seqlens, options, 0)
     return Explanation(
         plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, _steps(plan, q, k),
         plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(),
     )  # fmt: skip
 
 
-def _steps(plan: ops.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
+def _steps(plan: custom_op.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
     """What the rank computes, launch by launch."""
     if plan.by_heads(q, k, plan.transport):
         gathering = plan.gathering

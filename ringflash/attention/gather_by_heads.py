@@ -27,6 +27,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.profiler import record_function
 
+from ringflash.attention.schedule import Gathering, Piece
 from ringflash.comm.transport import MessageMemory, transport_name
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Token
@@ -34,7 +35,6 @@ from ringflash.comm.transport.peer_memory import Incoming, Outgoing, PeerMemory
 from ringflash.comm.transport.sms import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import Call, Unwatched, watching
-from ringflash.schedule import Gathering, Piece
 from ringflash_kernels.api import BackwardPass, begin_backward, collect, implementation, publish, state_dtype
 
 T = TypeVar("T")

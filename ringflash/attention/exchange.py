@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from ringflash.attention.schedule import Hop
 from ringflash.comm.transport import Message, Pending, PointToPoint, buffer
-from ringflash.schedule import Hop
 from ringflash_kernels.api import state_dtype
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]

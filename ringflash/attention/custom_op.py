@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ringflash import schedule
+from ringflash.attention import schedule
+from ringflash.attention.gather_by_heads import Headwise, buffer_bytes
+from ringflash.attention.ring_of_hops import Ring
+from ringflash.attention.schedule import Gathering
 from ringflash.comm import agreement, cuda_graphs
 from ringflash.comm.transport import PointToPoint, choose_transport, message_memory, open_transport
-from ringflash.headwise import Headwise, buffer_bytes
-from ringflash.ring import Ring
-from ringflash.schedule import Gathering
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
 from ringflash_kernels.hopper.launcher import on
