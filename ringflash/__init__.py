@@ -19,7 +19,7 @@ from ringflash.sequence.padding import PaddedBatch, pad_sequence
 
 if TYPE_CHECKING:
     from ringflash.wrap import wrap_attention
-    from ringflash.wrap_check import check_wrapped
+    from ringflash.wrap.check import check_wrapped
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 # Imported when they are asked for: with them comes torch._dynamo, which takes nearly as long as torch itself.
-_LATER = {"check_wrapped": "ringflash.wrap_check", "wrap_attention": "ringflash.wrap"}
+_LATER = {"check_wrapped": "ringflash.wrap", "wrap_attention": "ringflash.wrap"}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ from ringflash.loss import count_tokens
 from ringflash.sequence.layout import granularity, local_positions, shard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.wrap import wrap_attention
-from ringflash.wrap_check import check_wrapped
+from ringflash.wrap.check import check_wrapped
 
 if TYPE_CHECKING:
     _Base = lightning.LightningModule

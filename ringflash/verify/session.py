@@ -23,7 +23,7 @@ from ringflash.verify.layer_masks import LayerMasks, Reaches
 from ringflash.verify.observe import Observation, Tensors, build, observe
 from ringflash.verify.probe import Look, Touch, Watch, changed, watched_forward, with_other_tokens
 from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
-from ringflash.wrap import check_norms
+from ringflash.wrap.wrapper import check_norms
 
 T = TypeVar("T")
 _REACH = 1e-6  # of the largest value: what a token does to another in fp64, though norms may be computed in fp32

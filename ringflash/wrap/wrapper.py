@@ -2,7 +2,7 @@
 
     wrap_attention(module, group)  ->  module(local tokens, global positions)
 
-A layer's forward runs inside a mode (`ringflash.intercept`) that answers its calls of torch's
+A layer's forward runs inside a mode (`ringflash.wrap.interception`) that answers its calls of torch's
 scaled_dot_product_attention. transformers models get attn_implementation="ringflash"; `RingAttention` its group.
 """
 
@@ -18,8 +18,8 @@ from ringflash import huggingface
 from ringflash.attention.api import RingAttention
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import NAME, Options
-from ringflash.intercept import Calls, Interception
 from ringflash.sequence.layout import granularity
+from ringflash.wrap.interception import Calls, Interception
 
 Module = TypeVar("Module", bound=nn.Module)
 

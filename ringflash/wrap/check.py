@@ -19,9 +19,9 @@ from ringflash.attention.api import RingAttention
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group
 from ringflash.huggingface.options import Options
-from ringflash.intercept import Call, Calls
 from ringflash.sequence.layout import shard_sequence
-from ringflash.wrap import calls_of
+from ringflash.wrap.interception import Call, Calls
+from ringflash.wrap.wrapper import calls_of
 
 
 def check_wrapped(module: nn.Module, run: Callable[[Group], Any]) -> None:
