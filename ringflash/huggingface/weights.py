@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.comm import agreement
 from ringflash.generators import seeded
-from ringflash.huggingface.pieces import Layout, Piece, ties_of
+from ringflash.huggingface.checkpoint_map import Layout, Piece, ties_of
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import pad
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringflash.huggingface.refusals import find_static_error
 from ringflash.huggingface.sinks import beside_sinks
+from ringflash.huggingface.validation import find_static_error
 from ringflash.memory.tiles import modules_to_tile
 from ringflash.plan.passes import Passed, Passes
 

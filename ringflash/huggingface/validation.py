@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ringflash.huggingface.chunks import chunk_size
+from ringflash.huggingface.global_length import LENGTH_DEPENDENT, depends_on_length
 from ringflash.huggingface.layers import layer_type
-from ringflash.huggingface.whole import LENGTH_DEPENDENT, depends_on_length
 
 # What models hand to every attention call and no attention reads.
 _HARMLESS = {

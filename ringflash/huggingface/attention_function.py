@@ -14,10 +14,13 @@ from ringflash.attention.freezing import differentiate_alike
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.adapters import check_adapters
 from ringflash.huggingface.chunks import attend_in_chunks, chunk_size
-from ringflash.huggingface.given import Given
+from ringflash.huggingface.consistency import check_together
+from ringflash.huggingface.forward_inputs import Given
+from ringflash.huggingface.global_length import tell_of_the_sequence
 from ringflash.huggingface.layers import attention_modules
 from ringflash.huggingface.options import NAME, Options, check_lone_process
-from ringflash.huggingface.refusals import (
+from ringflash.huggingface.sinks import beside_sinks
+from ringflash.huggingface.validation import (
     check_direction,
     check_layer_type,
     check_model,
@@ -25,9 +28,6 @@ from ringflash.huggingface.refusals import (
     find_base,
     find_static_error,
 )
-from ringflash.huggingface.sinks import beside_sinks
-from ringflash.huggingface.together import check_together
-from ringflash.huggingface.whole import tell_of_the_sequence
 from ringflash.sequence.layout import granularity
 
 

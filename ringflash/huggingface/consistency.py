@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.comm import agreement
-from ringflash.huggingface.given import Given, is_recomputed
+from ringflash.huggingface.forward_inputs import Given, is_recomputed
 from ringflash.huggingface.options import Options
 from ringflash.huggingface.positions import positions_fit
-from ringflash.huggingface.refusals import find_shape_error
+from ringflash.huggingface.validation import find_shape_error
 
 
 @torch.compiler.disable(reason="ranks compare their inputs, and raise together by the values")
