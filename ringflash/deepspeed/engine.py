@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash.comm.agreement import MESSAGE_BYTES, agree
 from ringflash.deepspeed.refusals import Config, check, read
-from ringflash.mesh import Size, data_context_mesh, mesh_sizes
+from ringflash.training.mesh import Size, data_context_mesh, mesh_sizes
 
 
 def context_mesh(context_parallel_size: Size = "auto", data_parallel_size: Size = "auto") -> DeviceMesh:

@@ -38,7 +38,7 @@ from ringflash.lightning import CausalLM, ContextParallelStrategy, ExposedCommun
 from ringflash.lightning.module import build_model
 from ringflash.lightning.text import PackedText
 from ringflash.memory import Memory
-from ringflash.mesh import CONTEXT_AXIS
+from ringflash.training.mesh import CONTEXT_AXIS
 from ringflash_kernels import api
 from tests.helpers import own_models as own
 from tests.helpers.dense import visible
