@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringflash.attention.schedule import build
+from ringflash.commands.plan.shape import FAMILIES, shape_of
 from ringflash.flops import Chunk, layer_windows, multiplied, peak_tflops, training_flops, visible_pairs
-from ringflash.plan.shape import FAMILIES, shape_of
 from ringflash.sequence.mask import SequenceMask
 
 CONFIG = {

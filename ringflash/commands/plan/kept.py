@@ -16,10 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import pad
 from torch.utils.flop_counter import FlopCounterMode
 
+from ringflash.commands.plan.passes import Passed, Passes
 from ringflash.huggingface.sinks import beside_sinks
 from ringflash.huggingface.validation import find_static_error
 from ringflash.memory.tiles import modules_to_tile
-from ringflash.plan.passes import Passed, Passes
 
 TOKENS = 512  # of the forward; all that is kept grows with them
 _NAME = "kept"  # with "flash" in it transformers would look for a package

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ringflash.plan.read import Shape
+from ringflash.commands.plan.read import Shape
 
 Checkpointing = Literal["none", "attention_kept", "full"]
 Precision = Literal["bf16-mixed", "bf16-true"]

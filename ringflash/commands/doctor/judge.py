@@ -11,7 +11,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from ringflash.doctor.finding import Finding, fault, ok, warning
+from ringflash.commands.doctor.finding import Finding, fault, ok, warning
 
 Facts = dict[str, Any]
 

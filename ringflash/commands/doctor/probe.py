@@ -2,8 +2,8 @@
 
 Each runs as a process of its own:
 
-python -m ringflash.doctor.probe kernel <device>
-torchrun --nproc_per_node 2 -m ringflash.doctor.probe ring
+python -m ringflash.commands.doctor.probe kernel <device>
+torchrun --nproc_per_node 2 -m ringflash.commands.doctor.probe ring
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from ringflash.console import status_of
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
     "bench": ("ringflash.bench.command", "How fast are kernels and ring, beside their peers and a baseline"),
-    "doctor": ("ringflash.doctor.command", "Is this machine, and every host of the job, fit for a long run"),
-    "plan": ("ringflash.plan.command", "Will it fit, how long is a step, and what to change"),
+    "doctor": ("ringflash.commands.doctor.command", "Is this machine, and every host of the job, fit for a long run"),
+    "plan": ("ringflash.commands.plan.command", "Will it fit, how long is a step, and what to change"),
     "verify": ("ringflash.verify.command", "Does a training over the ring learn what it learns on one device"),
 }
 

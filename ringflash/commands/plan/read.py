@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ringflash import huggingface
+from ringflash.commands.plan.kept import Kept, see_layers
+from ringflash.commands.plan.passes import Passed
+from ringflash.commands.plan.shape import FAMILIES, ModelShape, shape_of, windows_of
 from ringflash.flops import Chunk, layer_windows, multiplied
 from ringflash.memory.tiles import modules_to_tile
-from ringflash.plan.kept import Kept, see_layers
-from ringflash.plan.passes import Passed
-from ringflash.plan.shape import FAMILIES, ModelShape, shape_of, windows_of
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from ringflash.attention.gather_by_heads import (
     taking_turns,
 )
 from ringflash.comm.transport import MessageMemory, SymmetricMemory
+from ringflash.commands.plan.job import Job
+from ringflash.commands.plan.kept import Kept
+from ringflash.commands.plan.machine import Machine
+from ringflash.commands.plan.read import ReadShape
 from ringflash.loss import CHUNK_LOGITS
-from ringflash.plan.job import Job
-from ringflash.plan.kept import Kept
-from ringflash.plan.machine import Machine
-from ringflash.plan.read import ReadShape
 
 BF16, FP32 = 2, 4
 

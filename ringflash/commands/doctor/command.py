@@ -17,11 +17,11 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
+from ringflash.commands.doctor.facts import collect
+from ringflash.commands.doctor.finding import Finding, fault, ok, warning
+from ringflash.commands.doctor.gather import Meeting, tell_apart, world
+from ringflash.commands.doctor.judge import Facts, differences, judge
 from ringflash.console import console
-from ringflash.doctor.facts import collect
-from ringflash.doctor.finding import Finding, fault, ok, warning
-from ringflash.doctor.gather import Meeting, tell_apart, world
-from ringflash.doctor.judge import Facts, differences, judge
 
 _SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # less than this between GPUs of one host is not NVLink
 _SLOW_NIC_GBYTES = 10.0
@@ -130,7 +130,7 @@ def join_ring(ring: dict[str, Any], rank: int, seconds: float) -> tuple[dict[str
         "RANK": str(ring["ranks"].index(rank)), "WORLD_SIZE": str(len(ring["ranks"])), "LOCAL_RANK": "0",
         "MASTER_ADDR": ring["address"], "MASTER_PORT": str(ring["port"]),
     }  # fmt: skip
-    return _probe([sys.executable, "-m", "ringflash.doctor.probe", "ring"], seconds, **place)
+    return _probe([sys.executable, "-m", "ringflash.commands.doctor.probe", "ring"], seconds, **place)
 
 
 def _between_hosts(found: dict[str, Any], error: str, hosts: int) -> Iterator[Finding]:
@@ -158,9 +158,9 @@ def _exchanges(found: dict[str, Any], what: str, who: str, slow: dict[str, float
 
 def _kernel(device: str, seconds: float) -> Finding:
     what = f"kernel on {device}"
-    found, error = _probe([sys.executable, "-m", "ringflash.doctor.probe", "kernel", device], seconds)
+    found, error = _probe([sys.executable, "-m", "ringflash.commands.doctor.probe", "kernel", device], seconds)
     if error:
-        return fault(what, error, "run the probe alone: python -m ringflash.doctor.probe kernel " + device)
+        return fault(what, error, "run the probe alone: python -m ringflash.commands.doctor.probe kernel " + device)
     shown = f"{found['impl']}, error at {found['spent']:.2f} of its budget"
     if not found["spent"] <= 1:
         return fault(what, shown, "this device computes wrongly: try another driver or device, and report it")
@@ -173,9 +173,10 @@ def _ring(facts: Facts, seconds: float) -> Iterator[Finding]:
     if size < 2:
         return
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
-    found, error = _probe([*launch, "-m", "ringflash.doctor.probe", "ring"], seconds)
+    found, error = _probe([*launch, "-m", "ringflash.commands.doctor.probe", "ring"], seconds)
     if error:
-        yield fault(f"ring over {size} ranks", error, "run it alone: torchrun ... -m ringflash.doctor.probe ring")
+        remedy = "run it alone: torchrun ... -m ringflash.commands.doctor.probe ring"
+        yield fault(f"ring over {size} ranks", error, remedy)
         return
     remedy = "NVLink gives 200 GB/s and more: check nvidia-smi nvlink --status and NCCL_P2P_*"
     yield from _exchanges(found, f"ring over {size} ranks", "", _SLOW_GBYTES, remedy)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from ringflash.plan.job import Job
-from ringflash.plan.machine import Machine
-from ringflash.plan.memory import host_bytes, memory_bytes
-from ringflash.plan.timing import step_time
+from ringflash.commands.plan.job import Job
+from ringflash.commands.plan.machine import Machine
+from ringflash.commands.plan.memory import host_bytes, memory_bytes
+from ringflash.commands.plan.timing import step_time
 
 CHANGES: dict[str, dict[str, object]] = {
     "use Liger's norms and SwiGLU": {"liger": True},

@@ -13,16 +13,16 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
+from ringflash.commands.plan.job import Job, Precision
+from ringflash.commands.plan.machine import GIB, GPUS, Machine, Rates
+from ringflash.commands.plan.memory import worst_moment
+from ringflash.commands.plan.read import model_of
+from ringflash.commands.plan.search import bytes_of_a_host, cheapest_change, fewest_gpus, fits, longest_sequence
+from ringflash.commands.plan.timing import step_time
 from ringflash.console import console
 from ringflash.flops import Chunk, visible_pairs
 from ringflash.huggingface.weights import laid_over, read_config
 from ringflash.memory import Memory
-from ringflash.plan.job import Job, Precision
-from ringflash.plan.machine import GIB, GPUS, Machine, Rates
-from ringflash.plan.memory import worst_moment
-from ringflash.plan.read import model_of
-from ringflash.plan.search import bytes_of_a_host, cheapest_change, fewest_gpus, fits, longest_sequence
-from ringflash.plan.timing import step_time
 from ringflash.sequence.mask import cut_into_chunks
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}

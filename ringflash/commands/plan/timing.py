@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ringflash.commands.plan.job import Job
+from ringflash.commands.plan.machine import Machine
+from ringflash.commands.plan.memory import BF16, FP32, layer_input_bytes
 from ringflash.loss import CHUNK_LOGITS
-from ringflash.plan.job import Job
-from ringflash.plan.machine import Machine
-from ringflash.plan.memory import BF16, FP32, layer_input_bytes
 
 
 @dataclass(frozen=True)
