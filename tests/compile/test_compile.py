@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from ringflash_kernels.hopper import backward, backward_keys, backward_queries, exchange, forward
+from ringflash_kernels.hopper import backward, backward_keys, backward_queries, forward, gather_scatter
 from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES, QueryTiles
 from ringflash_kernels.hopper.launcher import Launcher
 from tests.compile.compiler import Compiled, Launch, compile_launch
@@ -224,7 +224,7 @@ def test_exp_in_turn_is_seen(faulty, monkeypatch):
 
 def test_stores_of_single_elements_are_seen(faulty):
     """Without the hint the compiler cannot know that the places which it loads are far apart."""
-    module = faulty(exchange, r"tl\.multiple_of\((.*), 16\)", r"(\1)")
+    module = faulty(gather_scatter, r"tl\.multiple_of\((.*), 16\)", r"(\1)")
     assert _global_accesses(compile_launch(publish_launch(module)))[1]
 
 

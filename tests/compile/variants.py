@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from ringflash_kernels.hopper import backward, exchange, forward
+from ringflash_kernels.hopper import backward, forward, gather_scatter
 from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
 
@@ -133,7 +133,7 @@ def _backward(
     run.finish()
 
 
-def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = exchange) -> None:
+def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = gather_scatter) -> None:
     recorder.variant = f"hd{head_dim} bfloat16 sum over ranks"
     own, others = torch.zeros(1, _TOKENS, 2, 2, head_dim), torch.zeros(3 * _TOKENS, 2, 2, head_dim)
     dk, dv = torch.empty(2, 1, _TOKENS, 2, head_dim, dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ import ringflash
 from ringflash.comm import cuda_graphs
 from ringflash.comm.transport import buffer, buffers, peer_memory
 from ringflash.comm.transport.peer_memory import SymmetricMemory
-from ringflash_kernels.calls import calls
+from ringflash_kernels.flash_calls import calls
 from ringflash_kernels.hopper import forward
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask

@@ -56,13 +56,13 @@ def publish(
     k: torch.Tensor, v: torch.Tensor, area: torch.Tensor, lines: torch.Tensor, there: torch.Tensor, area_rows: int
 ) -> None:
     """See `api.publish`."""
-    from ringflash_kernels.hopper import exchange
+    from ringflash_kernels.hopper import gather_scatter
 
-    exchange.publish(k, v, area, lines, there, area_rows)
+    gather_scatter.publish(k, v, area, lines, there, area_rows)
 
 
 def collect(own: torch.Tensor, others: torch.Tensor, sources: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """See `api.collect`."""
-    from ringflash_kernels.hopper import exchange
+    from ringflash_kernels.hopper import gather_scatter
 
-    exchange.collect(own, others, sources, dk, dv)
+    gather_scatter.collect(own, others, sources, dk, dv)
