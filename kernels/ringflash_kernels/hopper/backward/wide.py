@@ -10,7 +10,7 @@ A consumer reads K or V alone, and stages dV or dK in its buffer. dQ is left to 
 a whole block of it here, for half the products of `backward_keys`.
 """
 
-from ringflash_kernels.hopper.backward_problem import NUMBER, Problem, receive_number, send_number, slot_of
+from ringflash_kernels.hopper.backward.problem import NUMBER, Problem, receive_number, send_number, slot_of
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,

@@ -40,8 +40,8 @@ from ringflash_kernels.hopper.compat import (
 )
 from ringflash_kernels.hopper.descriptors import cut, misaligned, tile_descriptor, tile_layout
 from ringflash_kernels.hopper.environment import check_environment
+from ringflash_kernels.hopper.forward.tiles import FORWARD_TILES, ForwardTiles
 from ringflash_kernels.hopper.launcher import Launcher, on
-from ringflash_kernels.hopper.tiles import FORWARD_TILES, ForwardTiles
 from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 30  # farther than any band reaches; sums with a row number stay within int32

@@ -10,7 +10,7 @@ step by accident of the instruction schedule (15% apart at head_dim 64). dQ leav
 fp32, its columns permuted within 32 (see `_interleave`; the postprocess kernel undoes it).
 """
 
-from ringflash_kernels.hopper.backward_problem import NUMBER, Problem, receive_number, send_number, slot_of
+from ringflash_kernels.hopper.backward.problem import NUMBER, Problem, receive_number, send_number, slot_of
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,

@@ -9,7 +9,7 @@ one ring of buffers in turn: V is given back after dP, K after dQ += dS K, so th
 (head_dim 256). A step is dP and S, exp, dQ; or, EXP_UNDER_DP, S and dP, exp while dP is on its way, dQ.
 """
 
-from ringflash_kernels.hopper.backward_problem import Problem, slot_of
+from ringflash_kernels.hopper.backward.problem import Problem, slot_of
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,

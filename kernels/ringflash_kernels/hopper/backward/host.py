@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import torch
 
-from ringflash_kernels.hopper.backward_keys import backward_keys
-from ringflash_kernels.hopper.backward_order import SMS, STEPS_OF_A_TILE, Blocks, Works, balanced
-from ringflash_kernels.hopper.backward_queries import backward_queries
-from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
-from ringflash_kernels.hopper.backward_wide import backward_wide
+from ringflash_kernels.hopper.backward.keys import backward_keys
+from ringflash_kernels.hopper.backward.order import SMS, STEPS_OF_A_TILE, Blocks, Works, balanced
+from ringflash_kernels.hopper.backward.preprocess import postprocess, preprocess
+from ringflash_kernels.hopper.backward.queries import backward_queries
+from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
+from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, misaligned
 from ringflash_kernels.hopper.launcher import Launcher, on
-from ringflash_kernels.hopper.preprocess import postprocess, preprocess
 from ringflash_kernels.mask import Mask, Region
 
 _FAR = 1 << 29  # an open side of a band
