@@ -3,13 +3,13 @@
 How to use it:
 
     emulator = Emulator(seed=0)                    # the seed decides how partitions and copies interleave
-    forward = emulator.load("forward.kernel")             # ringflash_kernels/hopper/forward/kernel.py, on emulated names
+    forward = emulator.load("forward.host")        # ringflash_kernels/hopper/forward/host.py, on emulated names
     with cuda_properties(num_sms=2):               # tests.emulator.host: answers what launchers ask of CUDA
         forward.forward(q, k, v, mask, scale, out=out, lse=lse)    # CPU torch tensors, the real launcher
 
-    emulator.load("forward.kernel").some_kernel[(grid,)](descriptor, tensor, 3, BLOCK=64, num_warps=4)    # or one kernel
+    emulator.load("forward.kernel").some_kernel[(grid,)](descriptor, tensor, 3, BLOCK=64, num_warps=4)  # one kernel
 
-    Emulator(faults=[("forward.kernel", "row < stop", "row <= stop")])            # plant a fault in a module's source
+    Emulator(faults=[("forward.kernel", "row < stop", "row <= stop")])    # plant a fault in a module's source
 
 `load` executes a module of the hopper package, and whatever it imports from that package, with `triton` replaced
 by `tests.emulator.language`; nothing else about the module changes. `TensorDescriptor` is emulated too, so that

@@ -191,7 +191,9 @@ def test_gradient_at_any_address():
     moved = torch.empty(1 + dout.numel(), dtype=dout.dtype)[1:].view(dout.shape).copy_(dout)
     results = []
     for given in (dout, moved):
-        run = Emulator().load("backward.host").Backward(given, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0, num_sms=1)
+        run = (
+            Emulator().load("backward.host").Backward(given, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0, num_sms=1)
+        )
         dk, dv = torch.zeros(2, *k.shape)
         run.add(k, v, _CAUSAL, dk, dv)
         results.append(torch.cat((run.finish().float().flatten(), dk.flatten(), dv.flatten())))

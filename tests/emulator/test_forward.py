@@ -20,7 +20,7 @@ _BOTH = pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["ban
 
 def _forward(emulator: Emulator | None, *args, num_sms: int = 2, **kwargs) -> None:
     with cuda_properties(num_sms):
-        (emulator or Emulator()).load("forward.kernel").forward(*args, num_sms=num_sms, **kwargs)
+        (emulator or Emulator()).load("forward.host").forward(*args, num_sms=num_sms, **kwargs)
 
 
 def _outputs(mask: Mask, shape: Shape, *, emulator: Emulator | None = None, out_dtype=None, **kwargs):
@@ -184,7 +184,7 @@ FAULTS = {
         "keys[None, :] >= rows.start[:, None]",
         "keys[None, :] + 1 >= rows.start[:, None]",
     ),
-    "band is shifted by one": ("forward.kernel", "region.upper + shift", "region.upper + shift + 1"),
+    "band is shifted by one": ("forward.host", "region.upper + shift", "region.upper + shift + 1"),
     "a partly masked block runs unmasked": (
         "forward.kernel",
         "first = gl.maximum(n - tile.end_full, 1)",

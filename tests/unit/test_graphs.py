@@ -14,7 +14,7 @@ from ringflash.comm import cuda_graphs
 from ringflash.comm.transport import buffer, buffers, peer_memory
 from ringflash.comm.transport.peer_memory import SymmetricMemory
 from ringflash_kernels.flash_calls import calls
-from ringflash_kernels.hopper.forward import kernel
+from ringflash_kernels.hopper.forward import host
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
@@ -160,7 +160,7 @@ def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPa
         if what == "bounds":
             mask.bounds(device)
         elif what == "tiles":
-            kernel._tile_table(mask, device, 128)
+            host._tile_table(mask, device, 128)
         else:
             calls(mask)[0].lengths(device)
     assert mask.bounds()[0].tolist() == [0, 0, 0, *[3] * 6]  # of the CPU
@@ -173,6 +173,6 @@ def test_streams_have_counters_of_their_own_that_are_zero(monkeypatch: pytest.Mo
     for stream in (5, 7, 5):
         current = SimpleNamespace(cuda_stream=stream, synchronize=lambda stream=stream: waited.append(stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, current=current: current)
-        kernel._counter(torch.device("cpu", 3)).add_(1)
+        host._counter(torch.device("cpu", 3)).add_(1)
     assert waited == [5]
-    assert kernel._counter(torch.device("cpu", 3)).tolist() == [2, 2]
+    assert host._counter(torch.device("cpu", 3)).tolist() == [2, 2]
