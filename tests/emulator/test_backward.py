@@ -29,7 +29,6 @@ def _gradients(
     fp32: bool = False,
     deterministic: bool = False,
     with_dlse: bool = False,
-    num_sms: int | None = 2,
     whole_groups: bool = False,
     in_step: bool = False,
 ):
@@ -50,9 +49,7 @@ def _gradients(
         module._MANY_TILES = module.SMS = 1
     if in_step:
         module._L2_BYTES_OF_A_GROUP = 0
-    run = module.Backward(
-        dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic, num_sms=num_sms
-    )
+    run = module.Backward(dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic)
     if accumulate:
         dk, dv = (torch.full(x.shape, 0.5) for x in (k, v))
     elif fp32:
@@ -100,7 +97,7 @@ def test_stored_in_fp32(mask, num_heads):
 @pytest.mark.parametrize("head_dim", [96, 128, 192])
 def test_groups_stored_in_fp32(mask, head_dim):
     shape = Shape(head_dim, 4, 2)
-    result = _gradients(mask, shape, emulator=Emulator(1), accumulate=False, fp32=True, num_sms=3, whole_groups=True)
+    result = _gradients(mask, shape, emulator=Emulator(1), accumulate=False, fp32=True, whole_groups=True)
     assert_close(*result, num_chunks=2)
 
 
@@ -140,17 +137,11 @@ def test_gradient_through_lse(head_dim):
     assert_close(*_gradients(mask, Shape(head_dim), with_dlse=True))
 
 
-@pytest.mark.parametrize("num_sms", [1, 3, None], ids=["one", "three", "all"])
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_grid_sizes(head_dim, num_sms):
-    assert_close(*_gradients(MASKS["window"], Shape(head_dim, 1, batch=2), num_sms=num_sms))
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_interleavings(head_dim):
     """Partitions, blocks and copies in other orders give the same gradients."""
     for seed in range(1, 6):
-        assert_close(*_gradients(_CAUSAL, Shape(head_dim), emulator=Emulator(seed, resident=3), num_sms=3))
+        assert_close(*_gradients(_CAUSAL, Shape(head_dim), emulator=Emulator(seed, resident=3)))
 
 
 @pytest.mark.parametrize("head_dim", BACKWARD_TILES)
@@ -176,7 +167,7 @@ def test_hops_add_up(head_dim, deterministic):
     exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, dout=dout)
     out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
     module = Emulator().load("backward.host")
-    run = module.Backward(dout, q, out, lse, softmax_scale=shape.scale, num_sms=2, deterministic=deterministic)
+    run = module.Backward(dout, q, out, lse, softmax_scale=shape.scale, deterministic=deterministic)
     dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
     for start, stop in ((0, 70), (70, 230), (230, 300)):
         hop = Mask.of(200, stop - start, [Region(0, 200, 0, stop - start, upper=100 - start)])
@@ -191,9 +182,7 @@ def test_gradient_at_any_address():
     moved = torch.empty(1 + dout.numel(), dtype=dout.dtype)[1:].view(dout.shape).copy_(dout)
     results = []
     for given in (dout, moved):
-        run = (
-            Emulator().load("backward.host").Backward(given, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0, num_sms=1)
-        )
+        run = Emulator().load("backward.host").Backward(given, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0)
         dk, dv = torch.zeros(2, *k.shape)
         run.add(k, v, _CAUSAL, dk, dv)
         results.append(torch.cat((run.finish().float().flatten(), dk.flatten(), dv.flatten())))
@@ -246,15 +235,15 @@ def test_dq_into_a_view(head_dim):
 def test_whole_groups(mask, head_dim, accumulate):
     """One CTA sums dK and dV of the heads that share them."""
     shape = Shape(head_dim, 4, 2)
-    assert_close(*_gradients(mask, shape, accumulate=accumulate, num_sms=3, whole_groups=True), num_chunks=2)
+    assert_close(*_gradients(mask, shape, accumulate=accumulate, whole_groups=True), num_chunks=2)
 
 
 @pytest.mark.parametrize("mask", ["full, ragged", "wide window", "zigzag chunks before all keys", "rectangle inside"])
-@pytest.mark.parametrize("head_dim, num_sms", [(64, 3), (64, None), (96, 3), (256, 3)])
-def test_tiles_that_begin_where_the_others_are(mask, head_dim, num_sms):
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_tiles_that_begin_where_the_others_are(mask, head_dim):
     """Rounds over the queries that begin anywhere give the same gradients."""
     shape = Shape(head_dim, 4, 2, batch=2)
-    got = _gradients(MASKS[mask], shape, num_sms=num_sms, whole_groups=True, in_step=True)
+    got = _gradients(MASKS[mask], shape, whole_groups=True, in_step=True)
     assert_close(*got, num_chunks=_chunks(MASKS[mask]))
 
 
@@ -265,9 +254,7 @@ def test_tiles_that_begin_where_the_others_are(mask, head_dim, num_sms):
 def test_deterministic(head_dim, mask):
     """Equal bits for every interleaving and order of reductions, and within the budget."""
     runs = [
-        _gradients(
-            MASKS[mask], Shape(head_dim, 4, 2), emulator=Emulator(seed, resident=3), deterministic=True, num_sms=3
-        )
+        _gradients(MASKS[mask], Shape(head_dim, 4, 2), emulator=Emulator(seed, resident=3), deterministic=True)
         for seed in range(3)
     ]
     assert_close(*runs[0], num_chunks=2)
@@ -285,7 +272,7 @@ def _far_apart(tmp_path, emulator: Emulator | None = None):
     far = {name: far_apart(x, tmp_path / name) for name, x in given.items()}
     dk, dv = (far_apart(torch.zeros(k.shape), tmp_path / name) for name in ("dk", "dv"))
     module = (emulator or Emulator()).load("backward.host")
-    run = module.Backward(far["dout"], far["q"], far["out"], far["lse"], softmax_scale=shape.scale, num_sms=2)
+    run = module.Backward(far["dout"], far["q"], far["out"], far["lse"], softmax_scale=shape.scale)
     run.add(far["k"], far["v"], mask, dk, dv)
     got = {"dq": run.finish(), "dk": dk, "dv": dv}
     return got, {n: exact[n] for n in got}, {n: baseline[n] for n in got}

@@ -6,7 +6,7 @@ documents). The intervals' ends never decrease from key to key, so those of a ti
 bound the query blocks to visit and the blocks that need no mask.
 """
 
-from ringflash_kernels.hopper.backward.order import SMS
+from ringflash_kernels.hopper.backward.tiles import SMS
 from ringflash_kernels.hopper.compat import aggregate, gl, gluon
 
 _SMS = gl.constexpr(SMS)
