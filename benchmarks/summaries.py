@@ -105,6 +105,41 @@ def _least(rows: list[dict], peer: str) -> float:
     return min(_ratios(rows, peer))
 
 
+def kernel_aims() -> str:
+    """Aims of the kernels, and what was reached."""
+    groups = _compared()
+    rows = {
+        row["row"]: row["tflops"]["ringflash"] for row in _load("kernels_h200")["results"] if row["pass"] != "forward"
+    }
+    wide = [
+        rows[f"hd192 16k x 1, 16/16, {mask}"] / rows[f"hd128 16k x 1, 16/16, {mask}"] for mask in ("causal", "full")
+    ]
+    reached = [
+        ["head_dim 64 backward, mean over flash-attn-4", f"{_mean(groups['64']['backward'], PEERS[0]):.3f}", "1.0"],
+        [
+            "head_dim 64 forward, least row over flash-attn-4",
+            f"{_least(groups['64']['forward'], PEERS[0]):.3f}",
+            "0.95",
+        ],
+        ["head_dim 192 backward, part of head_dim 128's TFLOP/s", " and ".join(f"{x:.2f}" for x in wide), "0.85"],
+    ]
+    return _table(["missed aim", "reached", "aim"], reached)
+
+
+def kernel_errors() -> str:
+    """Mean errors of our kernels over those of flash-attn-4."""
+    cases = _load("kernel_errors_1xh200")["cases"].values()
+    found = {
+        tensor: [case["hopper"][tensor]["mean"] / case["fa4"][tensor]["mean"] for case in cases]
+        for tensor in ("out", "lse", "dq", "dk", "dv")
+    }
+    rows = [
+        [f"`{tensor}`", f"{prod(ratios) ** (1 / len(ratios)):.3f}", f"{min(ratios):.3f}", f"{max(ratios):.3f}"]
+        for tensor, ratios in found.items()
+    ]
+    return _table(["mean error / flash-attn-4's", "geometric mean of the cases", "least", "largest"], rows)
+
+
 def ring() -> str:
     """Percent of the ideal on eight GPUs, beside the peers."""
     columns = {
@@ -202,9 +237,10 @@ SUMMARIES = {
     "README.md": {"errors": errors_in_short, "kernels_line": kernels_line, "training": training},
     "docs/performance.md": {
         "kernel_means": kernels,
+        "kernel_aims": kernel_aims,
         "ring_aims": aims,
         "ring_beside": ring,
         "training_steps": training,
     },
-    "docs/numerics.md": {"errors": errors},
+    "docs/numerics.md": {"errors": errors, "errors_beside": kernel_errors},
 }
