@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ringflash.layout import granularity
-from ringflash.lightning.checkpoints import check_folders
+from ringflash.lightning.checkpoints import check_folders, older_checkpoints
 from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import CheckpointWriter, check_local
 from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
@@ -173,7 +174,9 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             self.finish_checkpoints()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load, on all ranks or none, a checkpoint of this model that holds data and nothing that would run.
+        """Load, on all ranks or none, an undamaged checkpoint of this model that holds only data.
+
+        On automatic resume (`SameCheckpoint`) the previous checkpoint takes the place of a damaged one.
 
         Args:
             weights_only: of a single file; a directory is always read as data.
@@ -184,13 +187,25 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         weights_only = True if weights_only is None else weights_only
         if not path.is_dir():
             return super().load_checkpoint(path, weights_only=weights_only)
-        check_together(path)
+        path = self._first_undamaged([path, *self.broadcast(older_checkpoints(self._trainer, path))])
         found = saved_in(path)
         assert self.lightning_module is not None and self.model is not None
         module = self.lightning_module if self.lightning_module.strict_loading else None
         check_fits(path, found, module, self.optimizers)
         with keeping_options(found, self.model, self.optimizers):
             return super().load_checkpoint(path, weights_only=weights_only)
+
+    def _first_undamaged(self, paths: list[Path]) -> Path:
+        """Return the first checkpoint that passes `check_together`, on all ranks the same."""
+        for path, previous in pairwise(paths):
+            try:
+                check_together(path)
+                return path
+            except ValueError as error:
+                rank_zero_warn(f"{error} Going on from the previous one, {previous}.")
+                self._trainer._checkpoint_connector._ckpt_path = previous  # which ModelCheckpoint then keeps
+        check_together(paths[-1])
+        return paths[-1]
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint once those that take its place are whole."""
