@@ -42,8 +42,8 @@ def check_checkpoint(directory: Path, rank: int = 0, num_ranks: int = 1) -> None
     """Return if a distributed checkpoint is undamaged and holds only data; call it before torch loads the directory.
 
     Unpickles .metadata, meta.pt if there is one, and the values that are not tensors: torch reads tensors as data
-    only. Then compares the checksums of all files, tensors included; a checkpoint without checksums (of
-    another writer) passes with a warning. A directory that others can write to between this and the load is not protected.
+    only. Then compares the checksums of all files, tensors included; a checkpoint without checksums (of another
+    writer) passes with a warning. A directory that others can write to between this and the load is not protected.
 
     Args:
         rank, num_ranks: this process and the number of those that share out the checksums.

@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ringflash.layout import granularity
@@ -134,6 +134,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             for layer in layers:
                 fully_shard(layer, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)
             fully_shard(module, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)
+        module.register_forward_hook(_reshard_without_backward)
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """None for rows, as FSDP2 has it: of 8 experts over 64 ranks 8 would hold a whole one, and the others none."""
@@ -263,6 +264,16 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         return total.sqrt()
 
 
+def _reshard_without_backward(module: nn.Module, *_: Any) -> None:
+    """Shard the parameters of an outermost module again after a forward without gradients.
+
+    FSDP2 leaves them whole for the backward. After an evaluation there is none: callbacks would meet plain tensors, and
+    a whole embedding and head would stay in memory.
+    """
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, module).reshard()
+
+
 @contextmanager
 def keeping_ties(module: nn.Module) -> Iterator[None]:
     """Parameters that have two names at the start are one at the end: FSDP2 parts those of two units, and says nothing.
@@ -349,6 +360,24 @@ def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy:
     if precision in ("bf16-true", "16-true"):
         return MixedPrecisionPolicy(reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
+
+
+class OneProcess:
+    """The only rank of Lightning's default strategy, as a data x context mesh of 1 x 1."""
+
+    cp_group = None
+    cp_size = dp_size = 1
+    dp_rank = 0
+    layout = "zigzag"
+
+
+def ranks_of(trainer: Any) -> Any:
+    """Return the trainer's strategy, or for Lightning's default one, which has no mesh, `OneProcess`.
+
+    Raises:
+        ValueError: several processes without a context axis.
+    """
+    return OneProcess() if isinstance(trainer.strategy, SingleDeviceStrategy) else strategy_of(trainer)
 
 
 def strategy_of(trainer: Any) -> Any:

@@ -60,10 +60,37 @@ def test_the_diff_changes_three_lines() -> None:
     assert sum(line.startswith("-") for line in readme_diff()) == 3
 
 
-@pytest.mark.parametrize("quantity", ["weights", "loss", "eval_loss", "manual"])
+@pytest.mark.parametrize("quantity", ["weights", "loss", "eval_loss", "manual", "average"])
 def test_training_equals_the_plain_module(ranks: list[dict[str, Any]], quantity: str) -> None:
-    """After three steps, also of its own backward; the evaluation shows the true loss, not cp_size times it."""
+    """After three steps, also of its own backward, and their moving average, taken shard by shard.
+
+    Losses are logged as the plain module logs them: the mean over the tokens of all ranks, not those of one rank.
+    """
     assert all(rank[quantity] <= RTOL for rank in ranks), ranks
+
+
+def test_callbacks_meet_shards(ranks: list[dict[str, Any]]) -> None:
+    """FSDP2 leaves an outermost module whole after a forward without a backward: an evaluation, the comparison."""
+    hooks = ("validation batch", "sanity validation", "comparison", "step")
+    for rank in ranks:
+        assert rank["whole"] == dict.fromkeys(hooks, 0)
+
+
+def test_callbacks_decide_alike(ranks: list[dict[str, Any]]) -> None:
+    """By the mean over ranks that find different scores: 2, 1, 1.5, 2; by its own, rank 1 would stop after 2."""
+    for rank in ranks:
+        assert rank["decisions"] == {"best": ["epoch=1.ckpt", 1.0], "stopped": 3, "score": 2.0, "worst": 3.0}
+
+
+def test_sum_without_a_choice_is_refused() -> None:
+    """Of a part of each rank it goes over all ranks, of the loss of the whole sequence over none."""
+    module = type("Module", (SequenceSharding, lightning.LightningModule), {})()
+    for log in (
+        lambda: module.log("n", 1.0, reduce_fx="sum"),
+        lambda: module.log_dict({"n": 1.0}, reduce_fx=torch.sum),
+    ):
+        with pytest.raises(ValueError, match="sync_dist must be given with reduce_fx=.*sum.*, got none for n; True"):
+            log()
 
 
 def test_comparison_leaves_no_trace(ranks: list[dict[str, Any]]) -> None:
