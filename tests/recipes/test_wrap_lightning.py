@@ -47,12 +47,19 @@ def write_changed(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found, and the one of a second launch."""
     folder = tmp_path_factory.mktemp("wrap")
     write_changed(folder)
     run_ranks("tests.recipes.wrap_worker", folder, folder, num_ranks=2)
-    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
+    run_ranks("tests.recipes.wrap_worker", folder, folder, num_ranks=1)
+    return [json.loads(Path(folder, f"{name}.json").read_text()) for name in ("0of2", "1of2", "0of1")]
+
+
+@pytest.fixture(scope="module")
+def ranks(launches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return launches[:2]
 
 
 def test_the_diff_changes_three_lines() -> None:
@@ -67,6 +74,20 @@ def test_training_equals_the_plain_module(ranks: list[dict[str, Any]], quantity:
     Losses are logged as the plain module logs them: the mean over the tokens of all ranks, not those of one rank.
     """
     assert all(rank[quantity] <= RTOL for rank in ranks), ranks
+
+
+def test_shuffled_data_is_in_one_order(launches: list[dict[str, Any]]) -> None:
+    """On two ranks and on one: by Lightning's sampler under the strategy, by a generator of one's own anywhere.
+
+    "plain" is the module without the diff under Lightning's default strategy; with it, it runs there as well.
+    """
+    *two, one = (found["orders"] for found in launches)
+    assert len(one["own"]) == 12 and max(abs(a - b) for a, b in zip(one["own"], one["lightning"], strict=True)) > 1e-3
+    for rank in two:
+        assert rank["lightning"] == pytest.approx(one["lightning"], rel=RTOL)
+        assert rank["own"] == pytest.approx(one["plain"], rel=RTOL)
+    assert one["default strategy"] == pytest.approx(one["plain"], rel=RTOL)
+    assert one["own"] == pytest.approx(one["plain"], rel=RTOL)
 
 
 def test_callbacks_meet_shards(ranks: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ torchrun --nproc_per_node 2 -m tests.recipes.wrap_worker <folder with changed_gp
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,53 @@ def train(module: lightning.LightningModule, seed: int = 2, **options: Any) -> d
     weights = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in module.named_parameters()}
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return {"metrics": metrics, "weights": weights}
+
+
+class Shuffled(lightning.LightningDataModule):
+    """A data module of one's own that shuffles: by Lightning's sampler, or by a generator of its own."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """More sequences than a chance order would agree on."""
+        own = None if self.seed is None else torch.Generator().manual_seed(self.seed)
+        rows = [row for seed in range(2) for row in loader(seed).dataset]
+        return DataLoader(rows, batch_size=1, shuffle=True, generator=own)
+
+
+class Losses(lightning.Callback):
+    """Each step's loss, as the step returned it."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.found.append(outputs["loss"].item())
+
+
+def losses_of(module: lightning.LightningModule, seed: int | None, **options: Any) -> list[float]:
+    """Losses over two epochs of shuffled sequences."""
+    losses = Losses()
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=seed is None, plugins=[DoublePrecision()],
+        devices=int(os.environ["WORLD_SIZE"]), callbacks=[losses], **options,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=Shuffled(seed))
+    return losses.found
+
+
+def orders(kind: Any) -> dict[str, Any]:
+    """Losses over shuffled data, by the two ways in which any number of ranks draws the same order."""
+    found = {
+        "lightning": losses_of(build(kind), None, strategy=ContextParallelStrategy()),
+        "own": losses_of(build(kind), 5, strategy=ContextParallelStrategy()),
+    }
+    if dist.get_world_size() == 1:
+        found |= {"plain": losses_of(build(GPT), 5), "default strategy": losses_of(build(kind), 5)}
+    return found
 
 
 def build(kind: type[lightning.LightningModule]) -> lightning.LightningModule:
@@ -189,7 +237,15 @@ def main() -> None:
     sys.path.insert(0, folder)
     from changed_gpt import GPT as Changed  # type: ignore[import-not-found]
 
-    changed, sharded = build(Changed), Sharded()
+    found = {"orders": orders(Changed)}
+    if dist.get_world_size() == 2:
+        found |= everything(Changed, out)
+    Path(out, f"{dist.get_rank()}of{dist.get_world_size()}.json").write_text(json.dumps(found))
+
+
+def everything(kind: Any, out: str) -> dict[str, Any]:
+    """What two ranks train, average, decide and refuse."""
+    changed, sharded = build(kind), Sharded()
     ring = train(changed, devices=2, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded])
     whole = build(GPT).double()
     optimizer, losses = whole.configure_optimizers(), []
@@ -203,20 +259,19 @@ def main() -> None:
             average[name].lerp_(p.detach(), AVERAGED)
     with torch.no_grad():
         evaluation = torch.stack([whole.step(batch) for batch in loader()]).mean().item()
-    by_hand, counted = manual(Changed)
+    by_hand, counted = manual(kind)
     averaged = sharded.full_average(changed)
     errors = [
         [((weights[n] - p).abs().max() / p.abs().max()).item() for n, p in whole.named_parameters()]
         for weights in (ring["weights"], by_hand)
     ]
     off = [((averaged[name] - x).abs().max() / x.abs().max()).item() for name, x in average.items()]
-    found = {
+    return {
         "weights": max(errors[0]), "loss": abs(ring["metrics"]["loss"] - losses[-1].item()),
         "eval_loss": abs(ring["metrics"]["eval_loss"] - evaluation), "manual": max(errors[1]), "counted": counted,
-        "average": max(off), "whole": sharded.whole, "decisions": decisions(Changed, out),
-        "refusals": refusals(Changed),
+        "average": max(off), "whole": sharded.whole, "decisions": decisions(kind, out),
+        "refusals": refusals(kind),
     }  # fmt: skip
-    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
