@@ -131,6 +131,26 @@ def test_checkpoint_of_another_class_of_data_is_refused(place: str, refused: boo
     CountConsumed().on_load_checkpoint(trainer, CausalLM({"model_type": "llama"}), checkpoint)
 
 
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_place_in_the_middle_of_a_step_is_that_of_its_begin(dp_size: int) -> None:
+    """Two steps of four batches, and three batches of the third: of each, every data rank has consumed one sample."""
+    batches = {kind: {"ready": 11, "completed": 11} for kind in ("current", "total")}
+    checkpoint = {
+        "TextData": {"num_consumed": 11 * dp_size}, "loops": {"fit_loop": {"epoch_loop.batch_progress": batches}}
+    }  # fmt: skip
+    strategy = ContextParallelStrategy()
+    strategy._device_mesh = {"data_parallel": SimpleNamespace(size=lambda: dp_size)}
+    progress = SimpleNamespace(current=SimpleNamespace(ready=11))
+    loop = SimpleNamespace(batch_progress=progress, _should_accumulate=lambda: True)
+    trainer = SimpleNamespace(
+        strategy=strategy, datamodule=TextData(seqlen=16), accumulate_grad_batches=4,
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+    )  # fmt: skip
+    CountConsumed().on_save_checkpoint(trainer, CausalLM({"model_type": "llama"}), checkpoint)
+    assert checkpoint["TextData"]["num_consumed"] == 8 * dp_size
+    assert all(count == 8 for kind in batches.values() for count in kind.values())
+
+
 @pytest.mark.parametrize(("config", "got"), [({"vocab_size": 256}, 256), ({}, 32000)])
 def test_model_without_some_of_the_tokens_is_refused(config: dict, got: int) -> None:
     """256 bytes and no separator; and a vocabulary that is left to the family."""

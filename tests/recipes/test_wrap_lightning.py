@@ -157,3 +157,15 @@ def test_loss_of_many_tokens_keeps_its_digits(dtype: torch.dtype) -> None:
     labels[:, ::3] = -100
     loss, want = module.token_loss(logits, labels), cross_entropy(logits[0].double(), labels[0])
     assert loss.dtype == torch.float32 and abs(loss.item() - want.item()) < torch.finfo(dtype).eps * want.item() / 10
+
+
+@pytest.mark.parametrize("labels", [-100, 3])
+def test_loss_without_labels_is_nothing(labels: int) -> None:
+    """Not 0 / 0, which would make every parameter NaN. A loss that is infinite stays so."""
+    module = type("Module", (SequenceSharding, lightning.LightningModule), {"_ringflash_step": FirstStep(whole=True)})()
+    logits = torch.zeros(1, 8, 5, dtype=torch.float64)
+    logits[..., 3] = -torch.inf
+    loss = module.token_loss(logits.requires_grad_(), torch.full((1, 8), labels))
+    loss.backward()
+    assert loss.item() == (0.0 if labels == -100 else torch.inf)
+    assert labels != -100 or not logits.grad.any()
