@@ -68,10 +68,10 @@ def check_checkpoint(directory: Path, rank: int = 0, num_ranks: int = 1) -> None
 
 def check_together(directory: Path) -> None:
     """Run `check_checkpoint` on all ranks of the job, which share out the checksums; all of them raise, or none."""
-    error = None
+    error: Exception | None = None
     try:
         check_checkpoint(directory, dist.get_rank(), dist.get_world_size())
-    except ValueError as problem:
+    except (ValueError, OSError) as problem:
         error = problem
     agreement.agree(dist.group.WORLD, {"checkpoint": str(directory)}, error, timeout=agreement.READ_TIMEOUT)
 

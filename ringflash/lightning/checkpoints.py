@@ -132,5 +132,5 @@ def older_checkpoints(trainer: lightning.Trainer, path: Path) -> list[Path]:
     for callback in trainer.callbacks:
         if isinstance(callback, SameCheckpoint) and callback.output_dir is not None and callback.ckpt_path == path:
             found = complete_checkpoints(callback.output_dir)
-            return found[found.index(path) + 1 :]
+            return found[found.index(path) + 1 :] if path in found else []
     return []

@@ -188,7 +188,8 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         weights_only = True if weights_only is None else weights_only
         if not path.is_dir():
             return super().load_checkpoint(path, weights_only=weights_only)
-        path = self._first_undamaged([path, *self.broadcast(older_checkpoints(self._trainer, path))])
+        older = older_checkpoints(self._trainer, path) if self.is_global_zero else []
+        path = self._first_undamaged([path, *self.broadcast(older)])
         found = saved_in(path)
         assert self.lightning_module is not None and self.model is not None
         module = self.lightning_module if self.lightning_module.strict_loading else None

@@ -151,6 +151,18 @@ def test_place_in_the_middle_of_a_step_is_that_of_its_begin(dp_size: int) -> Non
     assert all(count == 8 for kind in batches.values() for count in kind.values())
 
 
+@pytest.mark.parametrize(("ready", "begin"), [(6, 8), (8, 8), (9, 12)])
+def test_resumed_step_begins_with_its_first_batch(ready: int, begin: int) -> None:
+    """Four batches a step now: Lightning ends a step by the number of batches so far."""
+    batches = {kind: {"ready": ready, "completed": ready} for kind in ("current", "total")}
+    checkpoint = {"state_dict": {}, "loops": {"fit_loop": {"epoch_loop.batch_progress": batches}}}
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(fn=TrainerFn.FITTING), datamodule=TextData(seqlen=16), accumulate_grad_batches=4
+    )
+    CountConsumed().on_load_checkpoint(trainer, CausalLM({"model_type": "llama"}), checkpoint)
+    assert all(count == begin for kind in batches.values() for count in kind.values())
+
+
 @pytest.mark.parametrize(("config", "got"), [({"vocab_size": 256}, 256), ({}, 32000)])
 def test_model_without_some_of_the_tokens_is_refused(config: dict, got: int) -> None:
     """256 bytes and no separator; and a vocabulary that is left to the family."""
