@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
-from ringflash.lightning.sequences import CountConsumed
+from ringflash.lightning.sequences import CountConsumed, _check_epochs
 from ringflash.lightning.text import SEPARATOR, PackedText, is_held_out, text_files
 from ringflash.mesh import mesh_sizes
 from tests.recipes.launching import write_text
@@ -199,6 +199,14 @@ def test_trainers_that_would_not_do_as_told_are_refused(options: dict, dp_size: 
     data.trainer = SimpleNamespace(**{**defaults, **options}, strategy=strategy, _accelerator_connector=connector)
     with pytest.raises(ValueError, match=message):
         data.setup("fit")
+
+
+def test_fast_dev_run_may_end_in_a_step() -> None:
+    """It sets limit_train_batches to 1 itself, and keeps accumulate_grad_batches."""
+    limits = {"limit_train_batches": 1, "overfit_batches": 0.0, "max_epochs": 1, "accumulate_grad_batches": 2}
+    _check_epochs(SimpleNamespace(**limits, fast_dev_run=1))
+    with pytest.raises(ValueError, match="limit_train_batches must be a multiple"):
+        _check_epochs(SimpleNamespace(**limits, fast_dev_run=False))
 
 
 @pytest.mark.parametrize("num_nodes, world_size", [(1, 4), (2, 2)])
