@@ -85,6 +85,14 @@ def test_no_labelled_token() -> None:
     assert all(not x.any() for x in got.values())
 
 
+def test_vocabulary_larger_than_a_chunk_takes_a_token_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringflash.loss.CHUNK_LOGITS", VOCAB - 1)
+    hidden, weight, labels = draw()
+    ours = results(cross_entropy(hidden, weight, labels, group=None), hidden, weight)
+    assert_close(ours, results(plain(hidden, weight, labels), hidden, weight))
+    assert torch.equal(score_tokens(hidden, weight, labels)[0], score_tokens(hidden, weight, labels, chunk_tokens=1)[0])
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
 def test_frozen_inputs(frozen: str) -> None:
     hidden, weight, labels = draw()
