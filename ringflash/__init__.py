@@ -14,7 +14,8 @@ from ringflash.agreement import set_agreement_check
 from ringflash.api import Explanation, RingAttention, explain, ring_attention
 from ringflash.layout import local_positions, shard_sequence, unshard_sequence
 from ringflash.padding import PaddedBatch, pad_sequence
-from ringflash.transport import buffer_bytes, release_buffers, set_timeout
+from ringflash.timeouts import set_timeout
+from ringflash.transport import buffer_bytes, release_buffers
 from ringflash.transport.sms import set_comm_sms
 
 if TYPE_CHECKING:

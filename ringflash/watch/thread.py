@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ringflash.graphs import capturing
-from ringflash.transport import MessageMemory, PointToPoint, Transport, timeout, transport_name
+from ringflash.timeouts import timeout
+from ringflash.transport import MessageMemory, PointToPoint, Transport, transport_name
 from ringflash.watch.board import ANSWER_S, Board, StoreGone
 from ringflash.watch.calls import Call, Ended, Line, Unwatched
 from ringflash.watch.events import DeviceLost, Events
@@ -90,7 +91,7 @@ class Watch:
         """Look after the calls of a transport from now on."""
         group, name = transport.group, transport_name(transport)
         assert name is not None
-        line = Line(name, group.rank(), timeout().total_seconds(), self.clock())
+        line = Line(name, group.rank(), timeout(group).total_seconds(), self.clock())
         watched = Watched(line, Board(group), device, _names(group))
         with self._lock:
             self._watched[transport] = watched

@@ -43,6 +43,8 @@ class Token:
 class Group:
     """As a process group; `store` is None once it was destroyed."""
 
+    _device_types = ()
+
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.place, self.store = (rank, size), store
 
