@@ -15,8 +15,8 @@ _set: timedelta | None = None
 def set_timeout(seconds: float) -> None:
     """Set how long a rank waits for another before it gives it up.
 
-    The default is the process group's own timeout (`init_process_group(timeout=...)`, the strategy's `timeout=`), and at
-    least 600 seconds; what is set here takes the place of both. Where ranks compare their calls they wait at least 120
+    The default is the process group's own timeout (`init_process_group(timeout=...)`, the strategy's `timeout=`), and
+    at least 600 seconds; what is set here takes the place of both. Ranks that compare their calls wait at least 120
     seconds.
 
     Every rank of the group then ends with an error that names the ranks and what each waits for. Over gloo, the call

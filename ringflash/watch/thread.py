@@ -127,7 +127,7 @@ class Watch:
                 return self._report(watched, now, _UNREACHED)
             if not watched.lost and line.is_stalled(now):
                 return self._report(watched, now)
-            if line.is_quiet(now) and (why := watched.board.asked()):
+            if line.is_quiet(now) and (why := watched.board.asked(now)):
                 return self._report(watched, now, why)
         self._looked = self.clock()
 

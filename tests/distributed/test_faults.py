@@ -55,7 +55,7 @@ def test_the_others_end_with_the_name_of_the_rank(pool: Pool, fault: str, direct
 
 
 def compare_late(ctx: Context) -> list[list[int]]:
-    """Rank 0 comes to each comparison after `TIMEOUT`, which is short here, over a communicator that is made for them."""
+    """Rank 0 arrives at each comparison after `TIMEOUT`, which is short here; the first one makes its communicator."""
     found = []
     with (
         mock.patch("ringflash.agreement.TIMEOUT", timedelta(seconds=0.3)),
