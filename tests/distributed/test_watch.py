@@ -1,4 +1,4 @@
-"""Ranks that die, raise or sleep in a ring whose host does not wait: the others end and say who is the cause. 3 processes.
+"""Ranks that die, raise or sleep in a ring whose host does not wait: the others end and name the cause. 3 processes.
 
 Over the shared memory of CPU processes, by the watch as it runs on GPUs but for the driver's events. And what a ring of
 hops, and keys gathered by messages, tell the watch, in gloo's processes.

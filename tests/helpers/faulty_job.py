@@ -3,8 +3,8 @@
     job = Job(2, transport="copy_engine", fault="dies", device="cuda")
     codes, texts = job.finish()
 
-The ranks begin with calls that succeed; then one of them dies, raises or sleeps, before its next call or, over the shared
-memory of CPU processes, in the middle of one.
+The ranks begin with calls that succeed; then one of them dies, raises or sleeps, before its next call or, over the
+shared memory of CPU processes, in the middle of one.
 """
 
 from __future__ import annotations
