@@ -15,8 +15,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from ringflash.agreement import agree, gather
-from ringflash.group import Group, resolve
+from ringflash.comm.agreement import agree, gather
+from ringflash.comm.group import Group, resolve
 
 
 class _Stopped(Exception):

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from unittest import mock
 
 import torch
 
-from ringflash_kernels.hopper import backward, exchange, forward
+from ringflash_kernels.hopper import gather_scatter
+from ringflash_kernels.hopper.backward import host as backward
+from ringflash_kernels.hopper.forward import host as forward
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
 
@@ -46,9 +50,10 @@ def _forwards(recorder: Recorder, head_dim: int) -> None:
 
 
 def forward_launch(module: ModuleType, head_dim: int, mask: str) -> Launch:
-    """The launch of a fresh bf16 call of `module.forward`."""
-    with recorded_launches() as recorder:
-        _forward(recorder, head_dim, mask, module=module)
+    """The launch of a fresh bf16 call with the `forward_kernel` of a module."""
+    launcher = Launcher(module.forward_kernel)
+    with mock.patch.object(forward, "_LAUNCHER", launcher), recorded_launches() as recorder:
+        _forward(recorder, head_dim, mask)
     return next(iter(recorder.launches.values()))
 
 
@@ -83,7 +88,6 @@ def _forward(
     *,
     out_dtype: torch.dtype | None = None,
     resume: bool = False,
-    module: ModuleType = forward,
 ) -> None:
     words = [f"hd{head_dim}", str(dtype)[6:], mask, "resume" if resume else "", "fp32 out" if out_dtype else ""]
     recorder.variant = " ".join(word for word in words if word)
@@ -91,7 +95,7 @@ def _forward(
     out = torch.empty(q.shape, dtype=out_dtype or dtype)
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
     acc = torch.empty(q.shape) if resume else None
-    module.forward(q, k, k, _MASKS[mask], 1.0, out=out, lse=lse, acc=acc)
+    forward.forward(q, k, k, _MASKS[mask], 1.0, out=out, lse=lse, acc=acc)
 
 
 def _backwards(recorder: Recorder, head_dim: int) -> None:
@@ -133,7 +137,7 @@ def _backward(
     run.finish()
 
 
-def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = exchange) -> None:
+def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = gather_scatter) -> None:
     recorder.variant = f"hd{head_dim} bfloat16 sum over ranks"
     own, others = torch.zeros(1, _TOKENS, 2, 2, head_dim), torch.zeros(3 * _TOKENS, 2, 2, head_dim)
     dk, dv = torch.empty(2, 1, _TOKENS, 2, head_dim, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import ringflash
-from ringflash import agreement
+from ringflash.comm import agreement
 from ringflash_kernels import reference
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
@@ -58,9 +58,9 @@ def compare_late(ctx: Context) -> list[list[int]]:
     """Rank 0 arrives at each comparison after `TIMEOUT`, which is short here; the first one makes its communicator."""
     found = []
     with (
-        mock.patch("ringflash.agreement.TIMEOUT", timedelta(seconds=0.3)),
-        mock.patch("ringflash.agreement.backend_of", lambda *_: "nccl"),
-        mock.patch("ringflash.timeouts._set", timedelta(seconds=60)),
+        mock.patch("ringflash.comm.agreement.TIMEOUT", timedelta(seconds=0.3)),
+        mock.patch("ringflash.comm.agreement.backend_of", lambda *_: "nccl"),
+        mock.patch("ringflash.comm.timeouts._set", timedelta(seconds=60)),
     ):
         for number in range(2):
             time.sleep(1.0 if ctx.rank == 0 else 0.0)

@@ -1,4 +1,4 @@
-"""What `ringflash.communicator` does when the interpreter ends."""
+"""What `ringflash.comm.communicator` does when the interpreter ends."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from datetime import timedelta
 from unittest import mock
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
-from ringflash import communicator
-from ringflash.watch.calls import Call
+from ringflash.comm import communicator
+from ringflash.comm.watchdog.calls import Call
 
 class Transport:
     Options = mock.Mock()

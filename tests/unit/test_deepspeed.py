@@ -215,5 +215,7 @@ def test_a_script_without_a_launcher_is_told_so(monkeypatch: pytest.MonkeyPatch)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(RuntimeError, match="must be started by a launcher, .* got one process .*; start it by torchrun"):
+    with pytest.raises(
+        RuntimeError, match="must be started by a launcher, .* got one process .*; start it by torchrun"
+    ):
         context_mesh()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ringflash_kernels.portable import _deterministic
+from ringflash_kernels.flash2 import _deterministic
 
 SWITCHES = [(False, False), (True, False), (True, True)]
 

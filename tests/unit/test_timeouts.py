@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 
-from ringflash import set_timeout, timeouts, transport
-from ringflash.timeouts import timeout
-from ringflash.transport import point_to_point
-from ringflash.watch import Watch
+from ringflash import set_timeout
+from ringflash.comm import timeouts, transport
+from ringflash.comm.timeouts import timeout
+from ringflash.comm.transport import point_to_point
+from ringflash.comm.watchdog import Watch
 
 OWN_S = 7200.0
 CPU = torch.device("cpu")
