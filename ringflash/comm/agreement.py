@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ringflash.comm.communicator import communicator
 from ringflash.comm.group import Group, backend_of, resolve
+from ringflash.comm.timeouts import timeout as ring_timeout
 
 Policy = Literal["changed", "always", "never"]
 
@@ -63,7 +64,8 @@ def agree(
         error: what this rank would raise.
         device: of the call's tensors. A call of a GPU, which this rank made before, is not compared again: its host
             would wait for the others' every time. Anything else is.
-        timeout: how long to wait for the others; default 120 s, or the group's own where it has gloo for CPUs.
+        timeout: how long to wait for the others; default 120 s. A ring's own timeout (`ringflash.set_timeout`) holds if
+            it is longer.
     Raises:
         The first rank's error, as the ValueError, NotImplementedError or else RuntimeError that it is; ValueError where
         signatures differ; RuntimeError where a rank does not join within that time.
@@ -104,7 +106,7 @@ def gather(group: dist.ProcessGroup, value: object, timeout: timedelta | None = 
     """Every rank's JSON value, in rank order; at most MESSAGE_BYTES of text each. All ranks call this together.
 
     Args:
-        timeout: how long to wait for the others, where it is not as long as for a call.
+        timeout: as for `agree`.
     """
     message = json.dumps(value).encode().ljust(MESSAGE_BYTES)
     return [json.loads(answer) for answer in _exchange(group, message, timeout)]
@@ -129,12 +131,11 @@ def _that_fits(text: str) -> str:
 def _exchange(group: dist.ProcessGroup, message: bytes, timeout: timedelta | None = None) -> list[bytes]:
     """Every rank's message, in rank order."""
     options = AllgatherOptions()
-    if timeout is not None:
-        options.timeout = timeout
+    options.timeout = limit = max(timeout or TIMEOUT, ring_timeout(group))
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     try:
-        _channel(group).allgather([gathered], [mine], options).wait()
+        _channel(group, limit).allgather([gathered], [mine], options).wait()
     except RuntimeError as cause:
         raise RuntimeError(
             f"every rank of the group must make the call, got no answer from some of {group.size()} ranks ({cause}); "
@@ -170,6 +171,6 @@ def _by_value(values: list[object]) -> str:
     return ", ".join(f"{value} (rank {', '.join(map(str, holders))})" for value, holders in ranks.items())
 
 
-def _channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _channel(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """The group's ranks on CPU tensors: comparing must not wait for the device."""
-    return group if backend_of(group, _CPU) == "gloo" else communicator(group, "agreement", "gloo", TIMEOUT)
+    return group if backend_of(group, _CPU) == "gloo" else communicator(group, "agreement", "gloo", timeout)

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ringflash.lightning.checkpoints import check_folders, older_checkpoints
+from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import CheckpointWriter, check_local
 from ringflash.safe_files import check_together
@@ -85,6 +86,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
     def setup_environment(self) -> None:
         """Check the trainer and the sizes, join the process group, and lay out the mesh."""
         self.check_trainer(copies_module=False)
+        add_stop_on_signal(self._trainer)
         world_size = self.num_nodes * self.num_processes
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, world_size)
         self._setup_distributed()
