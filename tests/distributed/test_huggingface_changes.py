@@ -68,6 +68,19 @@ def test_another_attention_implementation_is_refused_on_every_rank(
         assert "attn_implementation must stay 'ringflash' after set_group, got 'sdpa'" in first and second == ""
 
 
+def wrapped_and_changed(ctx: Context) -> str:
+    chat = wrap_attention(Chat(build("llama", None).model), ctx.group)
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    chat(**batch)
+    second_model(chat.model)
+    return error_of(lambda: chat(**batch))
+
+
+def test_a_wrapped_model_refuses_it_too(pool: Pool) -> None:
+    for text in pool.run(wrapped_and_changed, size=2):
+        assert "attn_implementation must stay 'ringflash' after set_group, got 'sdpa'" in text
+
+
 def off_the_ring(ctx: Context) -> None:
     model = build("llama", ctx.group).model
     huggingface.set_group(model, None)
