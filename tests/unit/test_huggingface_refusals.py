@@ -128,6 +128,22 @@ def test_refuses_document_bounds_that_the_model_drops() -> None:
         each(**huggingface.prepare_batch(tokens(), group=None))
 
 
+def test_document_bounds_are_those_of_the_same_forward() -> None:
+    """Neither of one that ended in an error before its first layer, nor of one between a forward and its backward."""
+    model = build().train()
+    huggingface.set_group(model, None)
+    packed, whole = (huggingface.prepare_batch(tokens(), group=None, cu_seqlens=x) for x in (documents(), None))
+    with pytest.raises(IndexError):
+        model(**packed | {"input_ids": torch.full_like(tokens(), 99)})
+    want = model(**whole).logits
+    model.gradient_checkpointing_enable()
+    got = model(**whole).logits
+    with torch.no_grad():
+        model(**packed)
+    got.sum().backward()  # runs the layers again
+    assert torch.equal(got, want)
+
+
 def test_refuses_another_implementation() -> None:
     with pytest.raises(ValueError, match="attn_implementation='ringflash', got 'eager'"):
         huggingface.set_group(build(impl="eager"), None)
