@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
@@ -99,6 +100,17 @@ def manual(kind: Any) -> tuple[dict[str, Any], list[Any]]:
     return found["weights"], [module.model.seen.item(), module.losses]
 
 
+def compiled(kind: Any) -> dict[str, Any]:
+    """The weights it has trained with a layer that inductor compiles."""
+    torch._inductor.config.compile_threads = 1  # starting others takes longer than this layer
+    module = build(kind)
+    module.model.blocks[1].compile()
+    found = train(module, devices=2, strategy=ContextParallelStrategy(), limit_val_batches=0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    weights: dict[str, Any] = found["weights"]
+    return weights
+
+
 def refused(module: lightning.LightningModule, **options: Any) -> str:
     """What is said of it before the first step."""
     try:
@@ -137,13 +149,15 @@ def main() -> None:
     with torch.no_grad():
         evaluation = torch.stack([whole.step(batch) for batch in loader()]).mean().item()
     by_hand, counted = manual(Changed)
+    in_graphs = compiled(Changed)
     errors = [
         [((weights[n] - p).abs().max() / p.abs().max()).item() for n, p in whole.named_parameters()]
-        for weights in (ring["weights"], by_hand)
+        for weights in (ring["weights"], by_hand, in_graphs)
     ]
     found = {
         "weights": max(errors[0]), "loss": abs(ring["metrics"]["loss"] - losses[-1].item()),
         "eval_loss": abs(ring["metrics"]["eval_loss"] - evaluation), "manual": max(errors[1]), "counted": counted,
+        "compiled": max(errors[2]),
         "refusals": refusals(Changed),
     }  # fmt: skip
     Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
