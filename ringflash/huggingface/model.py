@@ -93,7 +93,6 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         self.router_loss = balance.detach()
         return loss + router_coefficient(causal) * balance
 
-
     def _check_head_unchanged(self, causal: nn.Module) -> None:
         """Refuse a configuration that was edited since this module was made."""
         _check_head(causal)

@@ -62,7 +62,10 @@ def test_the_diff_changes_three_lines() -> None:
 
 @pytest.mark.parametrize("quantity", ["weights", "loss", "eval_loss", "manual", "compiled"])
 def test_training_equals_the_plain_module(ranks: list[dict[str, Any]], quantity: str) -> None:
-    """After three steps, also of its own backward and with layers that inductor compiles; the evaluation shows the true loss, not cp_size times it."""
+    """After three steps, also of its own backward, and with a layer that inductor compiles.
+
+    The evaluation shows the true loss, not cp_size times it.
+    """
     assert all(rank[quantity] <= RTOL for rank in ranks), ranks
 
 
