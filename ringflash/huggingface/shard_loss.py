@@ -15,7 +15,7 @@ from ringflash.huggingface.given import Given, labels_error
 class ShardLoss:
     """The `loss_function` of a model: transformers' own, after a look at what only it sees.
 
-    PEFT calls a model's forward past its hooks, and some models hand `shift_labels` to nobody.
+    A wrapper may call a model's forward past its hooks, and some models drop `shift_labels` on the way to their loss.
     """
 
     def __init__(self, model: nn.Module, compute: Callable[..., Any], given: Given) -> None:

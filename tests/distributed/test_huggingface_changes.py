@@ -101,25 +101,22 @@ def error_of(call: Callable[[], object]) -> str:
     return "nothing raised"
 
 
-def unshifted_labels(ctx: Context, adapted: bool, ranks: tuple[int, ...]) -> str:
+def unshifted_labels(ctx: Context, past_hooks: bool, ranks: tuple[int, ...]) -> str:
     model = build("llama", ctx.group).model
+    run = model.forward if past_hooks else model
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
     labels = batch["shift_labels"]
-    if adapted:  # PEFT calls the model's forward past its hooks
-        import peft
-
-        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
-    assert torch.isfinite(model(**batch, labels=labels).loss)
+    assert torch.isfinite(run(**batch, labels=labels).loss)
     if ctx.rank in ranks:
         batch = batch | {"labels": labels, "shift_labels": None}
-    return error_of(lambda: model(**batch))
+    return error_of(lambda: run(**batch))
 
 
-@pytest.mark.parametrize("adapted, ranks", [(False, (0, 1)), (False, (1,)), (True, (0, 1))])
+@pytest.mark.parametrize("past_hooks, ranks", [(False, (0, 1)), (False, (1,)), (True, (0, 1))])
 def test_labels_that_would_be_shifted_in_the_shard_are_refused(
-    pool: Pool, adapted: bool, ranks: tuple[int, ...]
+    pool: Pool, past_hooks: bool, ranks: tuple[int, ...]
 ) -> None:
-    for text in pool.run(unshifted_labels, adapted, ranks, size=2):
+    for text in pool.run(unshifted_labels, past_hooks, ranks, size=2):
         assert "ValueError: shift_labels must be given with labels on a ring" in text
 
 
@@ -232,9 +229,8 @@ def generates(ctx: Context, kind: str, holder: str) -> None:
         adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
         run = lambda prompt: adapted.generate(input_ids=prompt, max_new_tokens=6, do_sample=False)  # noqa: E731
     else:
-        copied = deepcopy(model)
-        run = lambda prompt: copied.generate(prompt, max_new_tokens=6, do_sample=False)  # noqa: E731
-        model.eval()
+        with_loss = deepcopy(with_loss)
+        run = lambda prompt: with_loss.model.generate(prompt, max_new_tokens=6, do_sample=False)  # noqa: E731
     loss = with_loss(**batch)
     loss.backward()
     if ctx.rank == 1:

@@ -12,6 +12,7 @@ import torch
 
 import ringflash
 from ringflash import huggingface
+from ringflash.huggingface.batch import _checksum
 from ringflash.huggingface.refusals import check_rope, find_shape_error, find_static_error
 from tests.helpers.examples import ROOT
 from tests.helpers.models import LENGTH, TINY, build, documents, tokens
@@ -159,6 +160,11 @@ def test_refuses_labels_that_are_no_tokens() -> None:
     labels[:, 3] = -1
     with pytest.raises(ValueError, match="labels must be token ids or -100, got -1; write -100"):
         huggingface.prepare_batch(tokens(), group=None, labels=labels)
+
+
+def test_the_checksum_knows_labels_from_tokens() -> None:
+    ids, labels = tokens(), ringflash.loss.shift_labels(tokens())
+    assert _checksum(ids, labels) == _checksum(ids.clone(), labels) != _checksum(labels, ids)
 
 
 PADDING = {
