@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ringflash.huggingface.given import Given
+from ringflash.huggingface.forward_inputs import Given
 from ringflash.huggingface.options import NAME, Options
 
 _num_running = 0

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ringflash.huggingface.adapters import check_adapters
-from ringflash.huggingface.given import Given, labels_error
+from ringflash.huggingface.forward_inputs import Given, labels_error
 
 
 class ShardLoss:
