@@ -67,9 +67,9 @@ def test_the_diff_changes_three_lines() -> None:
     assert sum(line.startswith("-") for line in readme_diff()) == 3
 
 
-@pytest.mark.parametrize("quantity", ["weights", "loss", "eval_loss", "manual", "average"])
+@pytest.mark.parametrize("quantity", ["weights", "loss", "eval_loss", "manual", "average", "compiled"])
 def test_training_equals_the_plain_module(ranks: list[dict[str, Any]], quantity: str) -> None:
-    """After three steps, also of its own backward, and their moving average, taken shard by shard.
+    """After three steps, also of its own backward, with a layer that inductor compiles, and as a moving average.
 
     Losses are logged as the plain module logs them: the mean over the tokens of all ranks, not those of one rank.
     """

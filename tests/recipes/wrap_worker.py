@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
@@ -210,6 +211,17 @@ def decisions(kind: Any, folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def compiled(kind: Any) -> dict[str, Any]:
+    """The weights it has trained with a layer that inductor compiles."""
+    torch._inductor.config.compile_threads = 1  # starting others takes longer than this layer
+    module = build(kind)
+    module.model.blocks[1].compile()
+    found = train(module, devices=2, strategy=ContextParallelStrategy(), limit_val_batches=0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    weights: dict[str, Any] = found["weights"]
+    return weights
+
+
 def refused(module: lightning.LightningModule, **options: Any) -> str:
     """What is said of it before the first step."""
     try:
@@ -261,16 +273,17 @@ def everything(kind: Any, out: str) -> dict[str, Any]:
         evaluation = torch.stack([whole.step(batch) for batch in loader()]).mean().item()
     by_hand, counted = manual(kind)
     averaged = sharded.full_average(changed)
+    in_graphs = compiled(kind)
     errors = [
         [((weights[n] - p).abs().max() / p.abs().max()).item() for n, p in whole.named_parameters()]
-        for weights in (ring["weights"], by_hand)
+        for weights in (ring["weights"], by_hand, in_graphs)
     ]
     off = [((averaged[name] - x).abs().max() / x.abs().max()).item() for name, x in average.items()]
     return {
         "weights": max(errors[0]), "loss": abs(ring["metrics"]["loss"] - losses[-1].item()),
         "eval_loss": abs(ring["metrics"]["eval_loss"] - evaluation), "manual": max(errors[1]), "counted": counted,
         "average": max(off), "whole": sharded.whole, "decisions": decisions(kind, out),
-        "refusals": refusals(kind),
+        "compiled": max(errors[2]), "refusals": refusals(kind),
     }  # fmt: skip
 
 
