@@ -199,9 +199,12 @@ class Headwise:
                     finished.append(self.memory.beside(lane, partial(end[0], section), []))
         if together:
             call.reach(pulled, "for all ranks to have their keys")
+        tokens = [pulled]
+        if begin is not None:  # the lane that allocated dQ and the statistics, which are freed when this call returns
+            tokens.append(self.memory.beside("begin", _nothing, [*finished[-2:], *ended[-1:]], urgent=True))
         self.memory.wait(*(finished or computed)[-2:])
         with waiting(device):
-            self.memory.wait(pulled, *ended[-1:])
+            self.memory.wait(*tokens)
 
     def _gathered(self, way: str, k: torch.Tensor, num_heads: int) -> Gathered:
         def make() -> Gathered:
@@ -452,6 +455,10 @@ def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> to
         mine[1] = first + places
         mine[2:] = torch.tensor([[segment.size], [len(readers) - 1]])
     return sources
+
+
+def _nothing() -> None:
+    """No work: the lane only waits."""
 
 
 def _in_turn(work: Sequence[Callable[[int], None]], section: int) -> None:

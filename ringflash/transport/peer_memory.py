@@ -92,7 +92,10 @@ class PeerMemory(Protocol):
         """
 
     def join(self) -> None:
-        """Order the current stream after all lanes, also after work that has no token because it raised."""
+        """Order the current stream and every lane after all lanes, also after work that raised and has no token.
+
+        Memory that one lane allocated and another still uses may then be freed.
+        """
 
     def num_bytes(self) -> int:
         """Bytes this rank gives to its areas."""
