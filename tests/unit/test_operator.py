@@ -33,7 +33,7 @@ def draw(requires_grad: bool = True, batch: int = 1) -> tuple[torch.Tensor, torc
 @pytest.mark.parametrize("return_lse", [True, False])
 @pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 5, 16], dtype=torch.int32)], ids=["one", "packed"])
 def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
-    options = ("", True, 0.25, *OPTIONS, 7, return_lse)
+    options = ("", True, 0.25, *OPTIONS, 7, return_lse, 8)
     results = torch.library.opcheck(ops.ring_attention, (*draw(), cu_seqlens, *options), test_utils=TESTS)
     assert set(results.values()) == {"SUCCESS"}
 
@@ -42,8 +42,8 @@ def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
 def test_gradients_have_the_strides_that_compiled_code_expects(dtype: torch.dtype) -> None:
     """Of heads-first q, k and v as well: inductor asserts what the operator's fake says."""
     q, k, v = (x.detach().to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
-    out, lse = ops.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True)
-    grads = ops.ring_attention_backward(out, None, q, k, v, out, lse, None, "", True, 0.25, *OPTIONS)
+    out, lse, record = ops.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True, 8)
+    grads = ops.ring_attention_backward(out, None, q, k, v, out, lse, record, "", True, 0.25, *OPTIONS)
     assert not q.is_contiguous() and all(grad.is_contiguous() for grad in grads)
 
 
