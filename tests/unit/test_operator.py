@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -354,6 +356,33 @@ def test_bounds_made_in_inference_mode_are_read() -> None:
     elsewhere = mock.Mock(wraps=bounds, device=torch.device("cuda", 0), is_inference=bounds.is_inference)
     type(elsewhere)._version = property(lambda self: bounds._version)
     assert ops._values(elsewhere) == (0, 5, 16)
+
+
+@pytest.mark.parametrize("way", ["eager", "profiled", "compiled", "checkpointed"])
+def test_the_backward_has_the_bounds_of_its_forward(way: str) -> None:
+    """A loader refills its buffer between them, through numpy, which torch's version counter does not see."""
+    memory = pytest.importorskip("numpy").array([0, 5, 16], dtype="int32")
+    inputs, bounds = draw(), torch.from_numpy(memory)
+
+    def attend(*inputs: torch.Tensor) -> Any:
+        return ringflash.ring_attention(*inputs, group=None, cu_seqlens=bounds)
+
+    def kept(*inputs: torch.Tensor) -> Any:
+        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+        return checkpoint(attend, *inputs, use_reentrant=False, context_fn=contexts)
+
+    ways = {"compiled": torch.compile(attend, backend="aot_eager"), "checkpointed": kept}
+    observed = profile_of_cpu() if way == "profiled" else nullcontext()
+    want = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
+    with observed:
+        loss = ways.get(way, attend)(*inputs).square().sum()
+        memory[:] = [0, 11, 16]
+        got = torch.autograd.grad(loss, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def profile_of_cpu() -> Any:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 def test_documents_need_a_batch_of_one() -> None:
