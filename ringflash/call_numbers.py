@@ -157,7 +157,9 @@ def _compare(unread: _Unread) -> str:
     others = {rank: word for rank, word in words if word != unread.call.word}
     if not others:
         return ""
-    theirs = ", ".join(f"call {CallNumber(word >> 32, word & 0xFFFFFFFF)} on rank {rank}" for rank, word in others.items())
+    theirs = ", ".join(
+        f"call {CallNumber(word >> 32, word & 0xFFFFFFFF)} on rank {rank}" for rank, word in others.items()
+    )
     return (
         f"all ranks of the group must make their calls in one order, got call {unread.call} on this rank beside {theirs}, "
         "whose K/V were mixed; start again from the last checkpoint, and run the same layers, forward and backward, in "

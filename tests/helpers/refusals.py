@@ -192,7 +192,9 @@ REFUSALS: dict[str, Refusal] = {
         "ValueError", SAME + "requires_grad", _last_rank(_tensors(lambda name, x: x.requires_grad_()))
     ),
     "ranks_differ_in_v_width": Refusal(
-        "ValueError", SAME + r"v_head_dim 16 \(rank 0.*\), 12 \(rank", _last_rank(lambda c, a: a.update(v=a["v"][..., :12]))
+        "ValueError",
+        SAME + r"v_head_dim 16 \(rank 0.*\), 12 \(rank",
+        _last_rank(lambda c, a: a.update(v=a["v"][..., :12])),
     ),
     "ranks_differ_in_determinism": Refusal("ValueError", SAME + "deterministic", _last_rank(_set(deterministic=True))),
     "ranks_differ_in_documents": Refusal("ValueError", SAME + "cu_seqlens", _last_rank(_cu_seqlens(lambda n: [0, n]))),

@@ -15,8 +15,8 @@ import torch
 
 import ringflash
 from ringflash.transport.lanes import Lanes
-from tests.multi_gpu.conftest import Setup
 from tests.helpers.pool import Context, Pool
+from tests.multi_gpu.conftest import Setup
 
 pytestmark = pytest.mark.multi_gpu
 
