@@ -39,6 +39,9 @@ class CallNumber(NamedTuple):
         return f"{self.number} (backward of call {self.forward})" if self.forward else f"{self.number} (forward)"
 
 
+NO_NUMBER = CallNumber()  # of a single process
+
+
 class Arrival(Protocol):
     """An event, or a token of peer memory."""
 
@@ -152,16 +155,17 @@ def _problem(calls: _Calls) -> str:
     return calls.problem
 
 
+def _read(word: int) -> CallNumber:
+    return CallNumber(word >> 32, word & 0xFFFFFFFF)
+
+
 def _compare(unread: _Unread) -> str:
     words = zip(unread.senders, unread.words.tolist(), strict=True)
-    others = {rank: word for rank, word in words if word != unread.call.word}
-    if not others:
+    theirs = [f"call {_read(word)} on rank {rank}" for rank, word in words if word != unread.call.word]
+    if not theirs:
         return ""
-    theirs = ", ".join(
-        f"call {CallNumber(word >> 32, word & 0xFFFFFFFF)} on rank {rank}" for rank, word in others.items()
-    )
     return (
-        f"all ranks of the group must make their calls in one order, got call {unread.call} on this rank beside {theirs}, "
-        "whose K/V were mixed; start again from the last checkpoint, and run the same layers, forward and backward, in "
-        "one order on every rank."
+        f"all ranks of the group must make their calls in one order, got call {unread.call} on this rank beside "
+        f"{', '.join(theirs)}, whose K/V were mixed; start again from the last checkpoint, and run the same layers, "
+        "forward and backward, in one order on every rank."
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from ringflash import call_numbers
-from ringflash.call_numbers import CallNumber, Words
+from ringflash.call_numbers import NO_NUMBER, CallNumber, Words
 from ringflash.schedule import Hop
 from ringflash.transport import Message, Pending, PointToPoint, buffer
 from ringflash_kernels.api import state_dtype
@@ -39,7 +39,7 @@ class Exchange:
         hops: tuple[Hop, ...],
         k: torch.Tensor,
         v: torch.Tensor,
-        call: CallNumber = CallNumber(),
+        call: CallNumber = NO_NUMBER,
     ) -> None:
         self.transport, self.hops, self.k, self.v, self.call = transport, hops, k, v, call
         self.pending = Pending([])
@@ -70,8 +70,10 @@ class Exchange:
     def finish(self) -> None:
         """Order the stream after the last message, so that the buffers may be used again."""
         self.pending.wait()
-        on_host = self.words and self.words.for_host(self.call)
-        if self.transport is not None and self.words is not None and on_host is not None:
+        if self.transport is None or self.words is None:
+            return
+        on_host = self.words.for_host(self.call)
+        if on_host is not None:
             on_host.copy_(self.words.arrived, non_blocking=True)
             arrival = torch.cuda.current_stream().record_event()
             call_numbers.expect(self.transport.group, arrival, self.call, on_host, self.words.senders)
@@ -119,7 +121,7 @@ class GradientExchange(Exchange):
         hops: tuple[Hop, ...],
         k: torch.Tensor,
         v: torch.Tensor,
-        call: CallNumber = CallNumber(),
+        call: CallNumber = NO_NUMBER,
     ) -> None:
         super().__init__(transport, hops, k, v, call)
         self.total = self._buffer("dkv.own", state_dtype(k.dtype)).zero_()

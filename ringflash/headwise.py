@@ -28,7 +28,7 @@ import torch
 from torch.profiler import record_function
 
 from ringflash import call_numbers
-from ringflash.call_numbers import CallNumber, Words
+from ringflash.call_numbers import NO_NUMBER, CallNumber, Words
 from ringflash.schedule import Gathering, Piece
 from ringflash.transport import MessageMemory, transport_name
 from ringflash.transport.buffers import buffer
@@ -69,7 +69,7 @@ class Headwise:
     impl: str
     softmax_scale: float
     deterministic: bool
-    call: CallNumber = CallNumber()
+    call: CallNumber = NO_NUMBER
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `ring.Ring.forward`; a row is computed whole, in the kernel's own precision."""

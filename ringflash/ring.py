@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import record_function
 
-from ringflash.call_numbers import CallNumber
+from ringflash.call_numbers import NO_NUMBER, CallNumber
 from ringflash.exchange import Exchange, GradientExchange
 from ringflash.schedule import Hop, Schedule
 from ringflash.transport import PointToPoint, buffer, transport_name
@@ -42,7 +42,7 @@ class Ring:
     impl: str
     softmax_scale: float
     deterministic: bool
-    call: CallNumber = CallNumber()
+    call: CallNumber = NO_NUMBER
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of this rank's queries over the whole sequence.

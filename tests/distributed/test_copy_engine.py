@@ -185,7 +185,7 @@ def test_buffers_are_kept_counted_and_released(pool: Pool, turns: bool) -> None:
     """K/V: two heads of the sequence and a rank's own, or the whole sequence; gradients: two heads, and what comes."""
     head = 2 * (3 * 2 * 8) * Case().head_dim * 8
     shard = head * KV_HEADS // 3
-    held = (2 * head + shard if turns else KV_HEADS * head) + 2 * head + head * 2 // 3
+    held = (2 * head + shard if turns else KV_HEADS * head) + 2 * head + head * 2 // 3 + headwise.NUMBER_BYTES
     for found in pool.run(sizes, turns, size=3):
         assert found == [0, held, held, 0, held]
 
