@@ -23,17 +23,21 @@ from tests.helpers.pool import Context, Pool
 Call = Callable[[], torch.Tensor]
 
 
+def forget() -> None:
+    transport._open.clear()
+    for notes in (call_numbers._of_groups, agreement._interrupted, agreement._last):
+        notes.clear()
+
+
 @contextmanager
 def forgotten() -> Iterator[None]:
-    """Counts that a test leaves different on the ranks are not those of the next test."""
-    transport._open.clear()
+    """Calls of earlier tests are not counted, nor those that a test leaves different on the ranks in later ones."""
+    forget()
     try:
         yield
     finally:
         ringflash.set_agreement_check("changed")
-        for notes in (call_numbers._of_groups, agreement._interrupted, agreement._last):
-            notes.clear()
-        transport._open.clear()
+        forget()
 
 
 @contextmanager
