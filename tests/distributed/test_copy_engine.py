@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from ringflash import headwise, schedule, transport
+from ringflash import call_numbers, headwise, schedule, transport
 from ringflash.headwise import Sections
 from ringflash.mask import SequenceMask
 from ringflash.transport.buffers import buffer
@@ -309,11 +309,19 @@ PLANTS: dict[str, dict[str, object]] = {
 }
 
 
+@contextmanager
+def numbers_unchecked() -> Iterator[None]:
+    """The numbers of calls would notice some of what is left out, too."""
+    with mock.patch.object(call_numbers, "check", lambda *_: None):
+        yield
+    call_numbers._of_groups.clear()
+
+
 def verdict(ctx: Context, plant: str) -> str:
     """What some calls say with one thing left out. A rank that finds a mistake goes on: the others wait for it."""
     found = "passed"
     transport._open.clear()
-    with copy_engine(), one_head_a_section(), ExitStack() as patches:
+    with copy_engine(), one_head_a_section(), numbers_unchecked(), ExitStack() as patches:
         for target, replacement in PLANTS[plant].items():
             patches.enter_context(mock.patch(target, replacement))
         for number in range(8):  # other values from call to call, in the same buffers
@@ -371,7 +379,7 @@ def forwards_agree(ctx: Context, pulled: bool) -> bool:
     torch.manual_seed(ctx.rank)
     q, *kv = (torch.randn(1, 8, 8, 16, dtype=torch.float64) for _ in range(9))
     transport._open.clear()
-    with copy_engine(), one_head_a_section(), ExitStack() as patches:
+    with copy_engine(), one_head_a_section(), numbers_unchecked(), ExitStack() as patches:
 
         def outputs() -> list[torch.Tensor]:
             calls = zip(kv[::2], kv[1::2], strict=True)
