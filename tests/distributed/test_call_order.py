@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import ringflash
-from ringflash import agreement, call_numbers, headwise, transport
+from ringflash.attention import gather_by_heads
+from ringflash.comm import agreement, call_numbers, transport
 from tests.helpers import peer_memory
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
 from tests.helpers.pool import Context, Pool
@@ -53,7 +54,7 @@ def messages_by_hops() -> Iterator[None]:
     """Calls over gloo send what they send over NCCL."""
     stream = mock.Mock()
     with (
-        mock.patch("ringflash.exchange._numbered", lambda _: True),
+        mock.patch("ringflash.attention.exchange._numbered", lambda _: True),
         mock.patch("torch.cuda.current_stream", lambda *_: stream),
     ):
         yield
@@ -172,7 +173,10 @@ def test_numbers_that_travel_beside_keys(pool: Pool, memory: Any, mistake: Calla
 
 def in_order(ctx: Context, memory: Any, turns: bool) -> None:
     """Two steps of two layers with documents, in the right order, then a check."""
-    with not_compared(memory), mock.patch.object(headwise, "WHOLE_BYTES", 0 if turns else headwise.WHOLE_BYTES):
+    with (
+        not_compared(memory),
+        mock.patch.object(gather_by_heads, "WHOLE_BYTES", 0 if turns else gather_by_heads.WHOLE_BYTES),
+    ):
         for _ in range(3):
             outs = [layer() for layer in two_layers(ctx)]
             for out in reversed(outs):

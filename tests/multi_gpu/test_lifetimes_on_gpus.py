@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ringflash
-from ringflash.transport.lanes import Lanes
+from ringflash.comm.transport.lanes import Lanes
 from tests.helpers.pool import Context, Pool
 from tests.multi_gpu.conftest import Setup
 

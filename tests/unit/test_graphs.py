@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import ringflash
-from ringflash import graphs, ops
-from ringflash.transport import buffer, buffers, peer_memory
-from ringflash.transport.peer_memory import SymmetricMemory
-from ringflash_kernels.calls import calls
-from ringflash_kernels.hopper import forward
+from ringflash.attention import custom_op
+from ringflash.comm import cuda_graphs
+from ringflash.comm.transport import buffer, buffers, peer_memory
+from ringflash.comm.transport.peer_memory import SymmetricMemory
+from ringflash_kernels.flash_calls import calls
+from ringflash_kernels.hopper.forward import kernel
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
@@ -36,9 +37,9 @@ class Capture:
 def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
     monkeypatch.setattr(buffers, "_storage", {})
     capture = Capture()
-    monkeypatch.setattr(graphs, "capturing", capture)
+    monkeypatch.setattr(cuda_graphs, "capturing", capture)
     yield capture
-    graphs.let_go()
+    cuda_graphs.let_go()
 
 
 def test_a_captured_buffer_outlives_its_growth(capture: Capture) -> None:
@@ -48,10 +49,10 @@ def test_a_captured_buffer_outlives_its_growth(capture: Capture) -> None:
     capture.on = False
     grown = buffer("kv", (8,), torch.float32, CPU)
     assert grown.data_ptr() != captured.data_ptr()
-    assert [held.data_ptr() for held in graphs.held_tensors()] == [captured.data_ptr()]
+    assert [held.data_ptr() for held in cuda_graphs.held_tensors()] == [captured.data_ptr()]
     assert ringflash.buffer_bytes() == 16 + 32
     ringflash.release_buffers()
-    assert ringflash.buffer_bytes() == 0 and not graphs.held_tensors()
+    assert ringflash.buffer_bytes() == 0 and not cuda_graphs.held_tensors()
 
 
 def test_a_buffer_may_not_grow_in_a_capture(capture: Capture) -> None:
@@ -84,7 +85,7 @@ def test_captured_areas_outlive_their_growth(capture: Capture, memory: Symmetric
     capture.on = False
     memory.reserve("kv", 32)
     assert memory.keep("views", ("kv",), lambda: ["of the new one"]) is not views
-    held = {id(thing) for thing in graphs._held.values()}
+    held = {id(thing) for thing in cuda_graphs._held.values()}
     assert held == ({id(views), *map(id, old)} if captured else set())
 
 
@@ -95,7 +96,7 @@ def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: SymmetricMe
     capture.on = False
     for size in (32, 64):
         memory.reserve("kv", size)
-    assert [held.nbytes for held in graphs.held_tensors()] == [16]
+    assert [held.nbytes for held in cuda_graphs.held_tensors()] == [16]
 
 
 class Compiled:
@@ -161,7 +162,7 @@ def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPa
         if what == "bounds":
             mask.bounds(device)
         elif what == "tiles":
-            forward._tile_table(mask, device, 128)
+            kernel._tile_table(mask, device, 128)
         else:
             calls(mask)[0].lengths(device)
     assert mask.bounds()[0].tolist() == [0, 0, 0, *[3] * 6]  # of the CPU
@@ -174,9 +175,9 @@ def test_streams_have_counters_of_their_own_that_are_zero(monkeypatch: pytest.Mo
     for stream in (5, 7, 5):
         current = SimpleNamespace(cuda_stream=stream, synchronize=lambda stream=stream: waited.append(stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, current=current: current)
-        forward._counter(torch.device("cpu", 3)).add_(1)
+        kernel._counter(torch.device("cpu", 3)).add_(1)
     assert waited == [5]
-    assert forward._counter(torch.device("cpu", 3)).tolist() == [2, 2]
+    assert kernel._counter(torch.device("cpu", 3)).tolist() == [2, 2]
 
 
 class SlotsOfTwoThreads(dict):
@@ -189,7 +190,7 @@ class SlotsOfTwoThreads(dict):
     def __len__(self) -> int:
         count = super().__len__()
         if self.second is None:
-            self.second = threading.Thread(target=lambda: forward._new_slot(self, 2))
+            self.second = threading.Thread(target=lambda: kernel._new_slot(self, 2))
             self.second.start()
             self.second.join(0.2)
         return count
@@ -198,7 +199,7 @@ class SlotsOfTwoThreads(dict):
 def test_streams_of_two_threads_have_counters_of_their_own() -> None:
     """Two launches that share a tile counter leave out tiles."""
     slots = SlotsOfTwoThreads()
-    forward._new_slot(slots, 1)
+    kernel._new_slot(slots, 1)
     assert slots.second is not None
     slots.second.join()
     assert sorted(slots.values()) == [0, 1]
@@ -206,9 +207,9 @@ def test_streams_of_two_threads_have_counters_of_their_own() -> None:
 
 def test_no_stream_shares_a_counter() -> None:
     slots: dict[int, int] = {}
-    assert [forward._new_slot(slots, stream) for stream in range(256)] == list(range(256))
+    assert [kernel._new_slot(slots, stream) for stream in range(256)] == list(range(256))
     with pytest.raises(RuntimeError, match="at most 256 streams .* got one more; reuse streams"):
-        forward._new_slot(slots, 256)
+        kernel._new_slot(slots, 256)
     assert len(slots) == 256
 
 
@@ -226,10 +227,10 @@ def test_a_call_on_another_stream_waits_for_the_previous_call(monkeypatch: pytes
     """Both use the same buffers. A capture is ordered by its graph; a single process shares no buffer."""
     first, second, captured, alone = streams = [Stream() for _ in range(4)]
     device, group, now = torch.device("cuda", 0), mock.Mock(), first
-    monkeypatch.setattr(ops, "_last_stream", {})
+    monkeypatch.setattr(custom_op, "_last_stream", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now)
-    monkeypatch.setattr(graphs, "capturing", lambda _: now is captured)
+    monkeypatch.setattr(cuda_graphs, "capturing", lambda _: now is captured)
     for now in (first, first, second, captured, second, alone, first):
-        with ops._in_stream_order(None if now is alone else group, device):
+        with custom_op._in_stream_order(None if now is alone else group, device):
             pass
     assert [stream.waited for stream in streams] == [[second], [first], [], []]
