@@ -56,6 +56,17 @@ def test_a_rank_without_memory_stops_all() -> None:
         peer_memory._raise_together(["", "out of memory"])
 
 
+@pytest.mark.parametrize("failures, made", [(0, True), (1, True), (2, False)])
+def test_cached_blocks_are_given_back_for_an_area(failures: int, made: bool) -> None:
+    """The driver knows nothing of torch's cache: gigabytes of it may stand in the way."""
+    area, out = torch.empty(1), RuntimeError("CUDA driver error: out of memory")
+    make = mock.Mock(side_effect=[*[out] * failures, area])
+    with mock.patch.object(torch.cuda, "empty_cache") as empty:
+        got, problem = peer_memory._made(make)
+    assert (got is area) == made and (problem == "") == made
+    assert empty.call_count == min(failures, 1)
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_open", {})
