@@ -30,7 +30,7 @@ LAYERS = (
 )
 # The public face of the kernels.
 KERNELS = {"ringflash_kernels", "ringflash_kernels.api", "ringflash_kernels.mask"}
-OPENERS = "What|Whether|Of|Where|Those|As|By|Which|To|Nothing|Behind|How|That|Who|For|In|On|From|With"
+OPENERS = "What|Whether|Of|Where|Those|As|By|Which|To|Nothing|Behind|How|That|Who|Whose|So"
 
 
 @cache

@@ -54,7 +54,7 @@ def nothing(section: int) -> None:
     ("way", "work", "last"),
     [
         ("forward", 1, {"odd 1", "even 2", "pulled"}),
-        ("backward", 4, {"odd 2", "even 3", "end 3", "pulled"}),  # of a lane's tokens the last stands for all
+        ("backward", 4, {"odd 2", "even 3", "begin 4", "pulled"}),  # "begin 4" comes after "end 3": test_lane_lifetimes
     ],
 )
 def test_the_caller_waits_for_the_last_sections_and_messages(way: str, work: int, last: set[str]) -> None:
