@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -315,4 +316,21 @@ def _counter(device: torch.device) -> torch.Tensor:
         return torch.zeros(2, dtype=torch.int32, device=device)
     counters, slots = _counters(device)
     stream = torch.cuda.current_stream(device.index).cuda_stream
-    return counters[slots.setdefault(stream, len(slots) % _STREAMS)]
+    slot = slots.get(stream)
+    return counters[_new_slot(slots, stream) if slot is None else slot]
+
+
+_slots_lock = Lock()
+
+
+def _new_slot(slots: dict[int, int], stream: int) -> int:
+    """The slot of a stream that had none; two threads with new streams must not be given the same one."""
+    with _slots_lock:
+        slot = slots.setdefault(stream, len(slots))
+        if slot < _STREAMS:
+            return slot
+        del slots[stream]
+    raise RuntimeError(
+        f"kernels must be launched on at most {_STREAMS} streams of a device, got one more; reuse streams, as "
+        "torch.cuda.Stream() does."
+    )
