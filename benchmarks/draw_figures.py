@@ -49,7 +49,7 @@ def _results(name: str) -> list[dict]:
 
 
 def zigzag() -> str:
-    """Who computes which pair of chunks, and on which step: 4 ranks, causal."""
+    """Pairs of chunks by the rank and step that compute them: 4 ranks, causal."""
     cell, left, top = 44, 120, 60
     parts = [text(left + 4 * cell, 20, f"keys, in {2 * CP_SIZE} chunks of the whole sequence", anchor="middle")]
     for i in range(2 * CP_SIZE):
@@ -108,7 +108,7 @@ def timeline(*, backward: bool) -> str:
 
 
 def measured_timeline(result: dict) -> str:
-    """What one rank's device did in a forward and backward, by kind."""
+    """Timeline of one rank's device in a forward and backward, by kind of work."""
     lanes = {"kernel": ("forward", "backward"), "messages": ("message",), "waits": ("wait",), "the rest": ("other",)}
     colors = {"forward": STEP_COLORS[0], "backward": STEP_COLORS[1], "message": MESSAGE, "wait": INK, "other": GRADIENT}
     left, top, width, row, spans = 90, 30, 760, 34, result["spans"]
@@ -126,7 +126,7 @@ def measured_timeline(result: dict) -> str:
 
 
 def loss_curves(result: dict) -> str:
-    """Loss by step for each number of ranks, the wider the fewer ranks: what lies behind shows at the edges."""
+    """Loss by step for each number of ranks; fewer ranks have wider lines, so that hidden curves show at the edges."""
     losses, left, top, width, height = result["losses"], 60, 30, 620, 260
     highest = max(max(curve) for curve in losses.values())
     parts = [text(left, 18, f"training loss by step, {result['precision']}, {result['environment']['device']}")]

@@ -1,4 +1,4 @@
-"""What a figure was measured on: every result file begins with this."""
+"""Machine, versions, command and commit of a measurement: the head of every result file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def describe(*packages: str) -> dict[str, str]:
 
 
 def _script() -> str:
-    """What was run, as it is named in a clone."""
+    """The running script, as a path in a clone."""
     path = Path(sys.argv[0]).resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 

@@ -183,7 +183,7 @@ def training_table(result: dict) -> str:
 
 
 def steps_tables(result: dict) -> str:
-    """What `benchmarks/train_steps.py` measured of each length beside its plan, and the parts of a step."""
+    """Measurements of `benchmarks/train_steps.py` by length beside the plan, and the parts of a step."""
     lengths = list(dict.fromkeys(step["seqlen"] for step in result["steps"] if step["kind"] == "timed"))
     of_kind = {
         kind: {seqlen: [x for x in result["steps"] if (x["kind"], x["seqlen"]) == (kind, seqlen)] for seqlen in lengths}
@@ -228,7 +228,7 @@ def _steps_row(steps: list[dict], waits: list[dict], plan: dict | None) -> str:
 
 
 def _parts_table(steps: list[dict]) -> list[str]:
-    """Seconds and percent of each part of the steps that were traced; nothing where none was."""
+    """Seconds and percent of each part of the steps that were traced; empty if none was."""
     traced = [step for step in steps if "parts" in step]
     if not traced:
         return []
