@@ -36,12 +36,12 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("kernel_errors_*"):
         yield "docs/numerics.md", name, errors_table(result)
     for name, result in _of_results("kernels_*"):
-        yield "docs/performance.md", name, kernel_table(result)
+        yield "docs/measurements.md", name, kernel_table(result)
     for name, result in _of_results("ring_*"):
-        yield "docs/performance.md", name, ring_table(result)
+        yield "docs/measurements.md", name, ring_table(result)
     for name, result in _of_results("training_*"):
         if name.startswith("training_whole"):
-            yield "docs/performance.md", name, steps_tables(result)
+            yield "docs/measurements.md", name, steps_tables(result)
         else:
             yield "docs/plan.md", name, training_table(result)
     for page, summaries in SUMMARIES.items():
@@ -197,7 +197,7 @@ def steps_tables(result: dict) -> str:
     versions = ", ".join(f"{name} {result[name]}" for name in packages)
     source = (
         f"`torchrun --nproc-per-node {result['ranks']} {result['command']}` on {result['device']}, {versions}, commit "
-        f"{result['commit']}. {result['about']} The model was built in {result['built_seconds']:.0f} s."
+        f"{result['commit']}. The model was built in {result['built_seconds']:.0f} s."
     )
     head = [
         "| tokens | s of each step | planned then | tokens/s a GPU | MFU | GiB | planned then | ring waits, ms |",
