@@ -156,7 +156,7 @@ def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPa
     """Calls outside of the graph would find it before a replay has filled it."""
     device, mask = torch.device("cuda", 0), Mask.documents([0, 3, 9])
     if what == "tiles":  # those of another head_dim are there
-        mask._cache["bounds", device] = mask.bounds()
+        mask.cached(("bounds", device), mask.bounds)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="a mask must have been used by such a call before .*; run the call once"):
         if what == "bounds":
