@@ -20,7 +20,6 @@ from torch import nn
 
 from ringflash.huggingface.layers import attention_modules
 from ringflash.mask import cut_into_chunks
-from ringflash.plan.shape import ModelShape
 
 # Dense bf16 without sparsity, of NVIDIA's data sheets; the first name that a device's name contains.
 PEAK_TFLOPS = (
@@ -37,7 +36,7 @@ PEAK_TFLOPS = (
 
 
 class Multiplied(NamedTuple):
-    """What multiplies a token, as `ModelShape` has it of the models it describes."""
+    """Parameters that multiply a token, and features of a layer's queries; the mean of both if values are narrower."""
 
     matmul_parameters: float
     q_size: float
@@ -108,7 +107,7 @@ def multiplied(model: nn.Module) -> Multiplied | None:
 
 
 def training_flops(
-    shape: ModelShape | Multiplied, windows: Sequence[int | Chunk | None], bounds: Sequence[int]
+    counted: Multiplied, windows: Sequence[int | Chunk | None], bounds: Sequence[int]
 ) -> float:
     """Of forward and backward over one sequence.
 
@@ -117,8 +116,8 @@ def training_flops(
         bounds: of the documents in the sequence, from 0 to its length.
     """
     pairs = {window: _pairs(window, tuple(bounds)) for window in set(windows)}
-    attention = 12.0 * shape.q_size * sum(pairs[window] for window in windows)
-    return 6.0 * shape.matmul_parameters * bounds[-1] + attention
+    attention = 12.0 * counted.q_size * sum(pairs[window] for window in windows)
+    return 6.0 * counted.matmul_parameters * bounds[-1] + attention
 
 
 def _pairs(window: int | Chunk | None, bounds: tuple[int, ...]) -> int:

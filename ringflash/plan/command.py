@@ -22,9 +22,10 @@ from ringflash.plan.job import Job, Precision
 from ringflash.plan.machine import GIB, GPUS, Machine, Rates
 from ringflash.plan.memory import worst_moment
 from ringflash.plan.read import model_of
-from ringflash.plan.search import bytes_of_a_host, cheapest_change, fewest_gpus, fits, longest_sequence
+from ringflash.plan.search import CHANGES, bytes_of_a_host, cheapest_change, fewest_gpus, fits, longest_sequence
 from ringflash.plan.timing import step_time
 
+_MEMORY = [field.name for field in fields(Memory)]
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
@@ -65,7 +66,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=int,
         help="tokens whose MLP is computed at a time, 0 is all; null is the recipe's, else 0",
     )
-    parser.add_argument("--offload_checkpoints", action="store_true", help="keep checkpoints in the host's memory")
+    parser.add_argument(
+        "--offload_checkpoints",
+        type=bool,
+        nargs="?",
+        const=True,
+        help="keep checkpoints in the host's memory; null is the recipe's, else false",
+    )
     parser.add_argument(
         "--liger", type=bool, help="count Liger's kernels; null is whether the recipe has them (auto has), else false"
     )
@@ -74,9 +81,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=bool,
         help="whether a step has several sequences in turn; null is the recipe's, else false",
     )
-    parser.add_argument("--offload_optimizer", action="store_true", help="keep and step the optimizer on the host")
     parser.add_argument(
-        "--ring", choices=["flat", "double"], default="flat", help="how K/V come to another host; ringflash does flat"
+        "--offload_optimizer",
+        type=bool,
+        nargs="?",
+        const=True,
+        default=False,
+        help="keep and step the optimizer on the host (with DeepSpeed)",
     )
     parser.add_argument(
         "--rates",
@@ -127,12 +138,24 @@ def make_plan(job: Job, machine: Machine) -> dict[str, Any]:
 
 
 def _remedy(job: Job, machine: Machine) -> dict[str, Any]:
-    remedy: dict[str, Any] = {"gpus": fewest_gpus(job, machine)}
+    gpus = fewest_gpus(job, machine)
+    remedy: dict[str, Any] = {"gpus": gpus, "cp": gpus and gpus // job.dp_size}
     cheapest = cheapest_change(job, machine)
     if cheapest is not None:
         names, changed = cheapest
-        remedy |= {"changes": list(names), "seconds": step_time(changed, machine).step}
+        change = {key: value for name in names for key, value in CHANGES[name].items()}
+        remedy |= {"changes": list(names), "seconds": step_time(changed, machine).step, **_flags(change)}
     return remedy
+
+
+def _flags(change: dict[str, object]) -> dict[str, str]:
+    """The change as flags of this command, and of the recipes' training; AdamW on the host is another recipe's."""
+    written = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in change.items()}
+    below = {"precision": "trainer", **dict.fromkeys(_MEMORY, "model.memory")}
+    return {
+        "plan_flags": " ".join(f"--{name} {value}" for name, value in written.items()),
+        "train_flags": " ".join(f"--{below[x]}.{x} {value}" for x, value in written.items() if x in below),
+    }
 
 
 class _Named(NamedTuple):
@@ -147,9 +170,8 @@ class _Named(NamedTuple):
 
 def _job(options: Namespace, named: _Named, gpus: int) -> Job:
     config = named.config
-    names = ("checkpointing", "mlp_tile_tokens", "liger", "accumulates")
-    given = {name: options[name] for name in names if options[name] is not None}
-    memory = named.memory | given | ({"offload_checkpoints": True} if options.offload_checkpoints else {})
+    names = (*_MEMORY, "accumulates")
+    memory = named.memory | {name: options[name] for name in names if options[name] is not None}
     asked = _tokens(options.seqlen) if options.seqlen else named.seqlen
     if asked is None:
         raise ValueError("--seqlen must be given with a configuration, got none; a recipe has its own.")
@@ -158,7 +180,7 @@ def _job(options: Namespace, named: _Named, gpus: int) -> Job:
     if options.window is not None:
         windows = [options.window]
     liger = memory.get("liger")  # auto counts as installed
-    memory["liger"] = shape.takes_liger if liger == "auto" else bool(liger)
+    memory["liger"] = shape.liger is not None if liger == "auto" else bool(liger)
     return Job(
         shape,
         asked,
@@ -167,7 +189,6 @@ def _job(options: Namespace, named: _Named, gpus: int) -> Job:
         visible_fraction=options.visible * visible_fraction(asked, windows),
         precision=options.precision or named.precision or "bf16-mixed",
         offload_optimizer=options.offload_optimizer,
-        ring=options.ring,
         **memory,
     )
 
@@ -213,7 +234,7 @@ def _model(paths: list[Path]) -> _Named:
 
 
 def _check_memory(memory: dict[str, Any], path: Path) -> None:
-    unknown = sorted(set(memory) - {field.name for field in fields(Memory)})
+    unknown = sorted(set(memory) - set(_MEMORY))
     if unknown:
         raise ValueError(f"memory must have the keys of recipes/lightning, got {unknown[0]!r} in {path}; remove it.")
     if memory.get("liger") not in (None, True, False, "auto"):
@@ -344,8 +365,11 @@ def _verdict(plan: dict[str, Any]) -> list[str]:
     if "changes" in remedy:
         changes = ", and ".join(remedy["changes"])
         lines.append(f"cheapest change: {changes}; a step then takes {remedy['seconds']:.1f} s")
+        lines.append(f"  to plan it, add:  {remedy['plan_flags']}")
+        if remedy["train_flags"]:
+            lines.append(f"  to train so, add: {remedy['train_flags']}")
     if remedy["gpus"]:
-        lines.append(f"unchanged it fits over {remedy['gpus']} GPUs")
+        lines.append(f"unchanged it fits over {remedy['gpus']} GPUs: --gpus {remedy['gpus']} --cp {remedy['cp']}")
     if len(lines) == 1:
         remedy = (
             "shorten the sequence"
