@@ -12,7 +12,7 @@ from torch import nn
 from ringflash import huggingface
 from ringflash.flops import Chunk, layer_windows, multiplied
 from ringflash.memory.tiles import modules_to_tile
-from ringflash.plan.kept import Kept, see_layers, with_liger
+from ringflash.plan.kept import Kept, Seen, see_layers, with_liger
 from ringflash.plan.passes import Passed
 
 _WITH_LIGER = ("llama", "mistral", "qwen2", "qwen3")  # whose layers `kept.with_liger` can stand for
@@ -115,8 +115,7 @@ def read_shape(model: Any) -> ReadShape:
         )
     try:
         kept, executed, (kv_heads, head_dim), passed = see_layers(model)
-        with with_liger(model):
-            fused = see_layers(model) if config.model_type in _WITH_LIGER else None
+        fused = _see_with_liger(model) if config.model_type in _WITH_LIGER else None
     except NotImplementedError:  # of the plug
         raise
     except Exception as error:  # the model is transformers' code
@@ -149,6 +148,11 @@ def read_shape(model: Any) -> ReadShape:
         plain=_layers(kept, passed),
         liger=None if fused is None else _layers(fused.layers, fused.passed),
     )
+
+
+def _see_with_liger(model: Any) -> Seen:
+    with with_liger(model):
+        return see_layers(model)
 
 
 def _layers(kept: list[Kept], passed: Passed) -> Layers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,18 @@ def test_a_header_without_the_newer_counts_is_read(folder: Path) -> None:
     """Files prepared before empty documents and bad lines were counted."""
     edit(lambda h: [shard.pop(name) for shard in h["shards"] for name in ("num_empty", "num_bad")])(folder)
     assert read_all(folder) == DOCUMENTS
+
+
+def test_a_file_has_its_name_only_once_its_content_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power failure may leave a whole name on half a file."""
+    done: list[str] = []
+    for name in ("fsync", "replace"):
+        made = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, made=made: (done.append(name), made(*args)))
+    write_tokens(tmp_path, DOCUMENTS, 3)
+    assert done == ["fsync", "replace"] * 2
 
 
 def test_unharmed_files_are_read(folder: Path) -> None:

@@ -54,6 +54,14 @@ def test_an_upstream_factor_reaches_the_gradients() -> None:
     assert_close(ours, results(3 * plain(hidden, weight, labels), hidden, weight))
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_a_factor_on_the_logits_reaches_loss_and_gradients(chunk_tokens: int | None) -> None:
+    """Of models that scale their logits."""
+    hidden, weight, labels = draw()
+    ours = cross_entropy(hidden, weight, labels, group=None, chunk_tokens=chunk_tokens, logit_scale=0.3)
+    assert_close(results(ours, hidden, weight), results(plain(0.3 * hidden, weight, labels), hidden, weight))
+
+
 def test_bf16_within_what_torch_loses() -> None:
     low, exact = draw(torch.bfloat16), draw(torch.bfloat16)
     wide = [x.detach().double().requires_grad_() for x in exact[:2]]

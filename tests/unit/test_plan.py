@@ -262,7 +262,7 @@ def test_time_is_that_of_measured_steps(run: dict[str, Any], step: dict[str, Any
 def test_bytes_between_products_are_those_of_its_operators() -> None:
     """Counted by hand: bf16, 5 tokens of width 8."""
     x, w = (torch.empty(n, 8, dtype=torch.bfloat16, device="meta") for n in (5, 8))
-    scale = torch.empty(8, dtype=torch.bfloat16, device="meta")
+    scale, rows = (torch.empty(8, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.long))
     for compute, num_bytes in (
         (lambda: x @ w, 0),  # a product
         (lambda: x.t().view(8, 5).unsqueeze(0).detach(), 0),  # views
@@ -274,7 +274,7 @@ def test_bytes_between_products_are_those_of_its_operators() -> None:
         (lambda: x.add_(1), 2 * 80),  # in place
         (lambda: torch.zeros_like(x), 80),
         (lambda: torch.cat([x, x]), 80 + 160),
-        (lambda: torch.nn.functional.embedding(torch.zeros(5, dtype=torch.long, device="meta"), w.t()), 0),
+        (lambda: torch.nn.functional.embedding(rows, w), 0),
     ):
         with Passes() as passes:
             compute()
@@ -601,7 +601,7 @@ def test_the_plan_of_a_windowed_model_counts_what_its_layers_see(
 def test_a_model_that_no_length_fits_is_not_told_to_be_short(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B, "num_hidden_layers": 400000}))
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_8B, "intermediate_size": 1 << 27}))
     assert main(["plan", str(tmp_path), "--seqlen", "128k", "--gpus", "1"]) == 1
     assert "no sequence does: take more GPUs, or a smaller model" in capsys.readouterr().out
 
