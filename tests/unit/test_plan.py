@@ -236,15 +236,20 @@ def _planned(run: dict[str, Any], step: dict[str, Any]) -> tuple[Job, Machine]:
     return job, replace(HOST, num_gpus=run["ranks"])
 
 
-@_of(MEASURED)
-def test_memory_is_that_of_measured_steps(run: dict[str, Any], step: dict[str, Any]) -> None:
-    """Within 4% of what torch's allocator and the transport held at the peak of a step on H200s."""
+def _held_gib(run: dict[str, Any], step: dict[str, Any]) -> float:
+    """What a plan says that torch's allocator and the transport hold."""
     job, machine = _planned(run, step)
     moment, parts = worst_moment(job, machine)
     planned = sum(value for name, value in parts.items() if name not in ("fragmentation", "CUDA and libraries"))
     if moment in ("the loss", "the last layer's backward") and _waited_for_copies(run):
         planned -= layer_input_bytes(job)  # which waits for its copy, or comes early
-    assert planned / GIB == pytest.approx(step["allocated_gib"] + step["areas_gib"], rel=0.04)
+    return planned / GIB
+
+
+@_of(MEASURED)
+def test_memory_is_that_of_measured_steps(run: dict[str, Any], step: dict[str, Any]) -> None:
+    """Within 4% of what was held at the peak of a step on H200s."""
+    assert _held_gib(run, step) == pytest.approx(step["allocated_gib"] + step["areas_gib"], rel=0.04)
 
 
 @_of(SETTLED)
@@ -257,6 +262,31 @@ def test_time_is_that_of_measured_steps(run: dict[str, Any], step: dict[str, Any
     assert planned.step == pytest.approx(step["seconds"] - excess, rel=0.15)
     idle, waits = step["parts"]["idle"] / step["seconds"], planned.parts["waiting for the host"] > 0
     assert waits if short and idle > 0.15 else not waits or idle > 0.05
+
+
+def _row(run: dict[str, Any], step: dict[str, Any]) -> str:
+    """A line of docs/plan.md: what was measured, without what is left out since, and what is planned."""
+    job, machine = _planned(run, step)
+    held, time = _held_gib(run, step), step_time(job, machine).step
+    got, seconds = step["allocated_gib"] + step["areas_gib"], step["seconds"] - _no_longer(run, step)
+    seconds -= step["parts"]["idle"] if step["seqlen"] >= 100_000 else 0.0
+    words = [str(run["model"]["num_hidden_layers"]), "of experts" if "num_experts" in run["model"] else "dense"]
+    words += [f"documents of {run['document_tokens']:,}"] if run.get("document_tokens") else []
+    words += [f"tiles of {job.mlp_tile_tokens:,}"] if "num_experts" in run["model"] and job.mlp_tile_tokens else []
+    words += [word for word, is_so in (("bf16-true", job.precision == "bf16-true"), ("offloaded",
+              job.offload_checkpoints), ("Liger", job.liger)) if is_so]  # fmt: skip
+    return (
+        f"| {', '.join(words)} | {job.cp_size} | {job.seqlen:,} | {got:.1f} | {held:.1f} ({held / got - 1:+.0%}) "
+        f"| {seconds:.2f} | {time:.2f} ({time / seconds - 1:+.0%}) |"
+    )
+
+
+def test_the_page_compares_the_steps_with_the_plans_of_this_code() -> None:
+    """The last measurement of each."""
+    page = (ROOT / "docs" / "plan.md").read_text()
+    rows = {row.partition(" |")[0] + "".join(row.split("|")[2:4]): row for row in (_row(x[1], x[2]) for x in SETTLED)}
+    missing = [row for row in rows.values() if row not in page]
+    assert not missing, "\n".join(["put these rows into docs/plan.md", *rows.values()])
 
 
 def test_bytes_between_products_are_those_of_its_operators() -> None:
