@@ -106,9 +106,7 @@ def multiplied(model: nn.Module) -> Multiplied | None:
     return Multiplied(total, *sizes) if len(sizes) == 1 else None
 
 
-def training_flops(
-    counted: Multiplied, windows: Sequence[int | Chunk | None], bounds: Sequence[int]
-) -> float:
+def training_flops(counted: Multiplied, windows: Sequence[int | Chunk | None], bounds: Sequence[int]) -> float:
     """Of forward and backward over one sequence.
 
     Args:

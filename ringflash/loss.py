@@ -177,10 +177,10 @@ def _gather_counts(
 def _disagreement(kinds: list[int], values: list[int]) -> str:
     if _INVALID in kinds:
         ranks = [rank for rank, kind in enumerate(kinds) if kind == _INVALID]
-        return f"arguments of cross_entropy must be valid on every rank, got an error on ranks {ranks}; see its message."
+        return f"arguments of cross_entropy must be valid on every rank, got an error on ranks {ranks}; see there."
     if len(set(kinds)) > 1:
         ranks = [rank for rank, kind in enumerate(kinds) if kind == _COUNTED]
-        return f"num_tokens must be given on all ranks of the group or on none, got none on ranks {ranks}; give it there."
+        return f"num_tokens must be given on all ranks of the group or on none, got none on ranks {ranks}; add it."
     if len(set(values)) > 1:
         return (
             f"num_tokens must be the same on all ranks of the group, got {values} in rank order; pass the labelled "

@@ -99,8 +99,8 @@ def _prepare(options: argparse.Namespace) -> None:
         try:
             header = prepare(
                 options.inputs, options.out, tokenizer=options.tokenizer, text_field=options.text_field,
-                suffixes=options.suffix or SUFFIXES, bad_lines=options.bad_lines, shard_bytes=int(options.shard_mib * (1 << 20)),
-                num_processes=options.processes, on_shard=show,
+                suffixes=options.suffix or SUFFIXES, bad_lines=options.bad_lines,
+                shard_bytes=int(options.shard_mib * (1 << 20)), num_processes=options.processes, on_shard=show,
             )  # fmt: skip
         except OSError as error:
             raise RuntimeError(

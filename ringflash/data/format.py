@@ -162,7 +162,7 @@ def read_header(folder: Path) -> Header:
     header: Header = _build(Header, {**content, "shards": entries}, path)
     if not 0 < header.vocab_size <= MAX_VOCAB_SIZE:
         raise TokenFileError(
-            f"vocab_size in {path} must be from 1 to {MAX_VOCAB_SIZE}, got {header.vocab_size}; prepare the files again."
+            f"vocab_size in {path} must be from 1 to {MAX_VOCAB_SIZE}, got {header.vocab_size}; prepare them again."
         )
     _check_names([shard.name for shard in header.shards], path)
     if header.dtype != dtype_for(header.vocab_size):

@@ -78,7 +78,7 @@ def find_files(inputs: Iterable[str | Path], suffixes: Iterable[str] = SUFFIXES)
         chosen = sorted(p for p in below if p.is_file() and (p.name.endswith(tuple(suffixes)) or p == path))
         for p in chosen:
             found.setdefault(p.resolve(), p.parent.resolve() / p.name if p.suffix in SUFFIXES else p.resolve())
-    names = sorted(path for path in found.values() if path.stat().st_size or _is_text(path))  # an empty document, counted
+    names = sorted(path for path in found.values() if path.stat().st_size or _is_text(path))  # empty texts are counted
     if not any(path.stat().st_size for path in names):
         raise ValueError(
             f"inputs must hold a file that is not empty, and in a folder ends in {' or '.join(suffixes)}, got none; "

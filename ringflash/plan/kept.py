@@ -87,7 +87,7 @@ def see_layers(model: nn.Module) -> Seen:
 
 @contextmanager
 def with_liger(model: nn.Module) -> Iterator[None]:
-    """Let modules keep and move what they do with Liger: norms and MLPs in one kernel, the rotary embedding in place."""
+    """Let modules keep and move what they do with Liger: norms and MLPs in one kernel, rotary embedding in place."""
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     gated = [module for module in model.modules() if hasattr(module, "gate_proj") and hasattr(module, "act_fn")]
     family = vars(sys.modules[type(model).__module__])

@@ -125,9 +125,13 @@ def _seconds_moved(job: Job, machine: Machine, num_bytes: float) -> float:
     if machine.keeps_on_a_host(job.cp_size):
         return num_bytes / (machine.gpu.nvlink_gbytes * rates.copies * 1e9)
     near = gcd(job.cp_size, machine.gpus_per_host) - 1  # of the host that has fewest ranks of a ring
-    return num_bytes / others * max(
-        near / (machine.gpu.nvlink_gbytes * rates.nvlink * 1e9),
-        (others - near) / (machine.network_gbytes * rates.network * 1e9),
+    return (
+        num_bytes
+        / others
+        * max(
+            near / (machine.gpu.nvlink_gbytes * rates.nvlink * 1e9),
+            (others - near) / (machine.network_gbytes * rates.network * 1e9),
+        )
     )
 
 

@@ -280,7 +280,10 @@ def test_two_runs_at_a_time_are_refused(tmp_path: Path) -> None:
     [
         (b'{"text": "a"', "line must be JSON in UTF-8, got .* in .*a.jsonl, line 2; correct the file, or skip"),
         (b'{"text": "\xff"}', "line must be JSON in UTF-8, got .* in .*a.jsonl, line 2; "),
-        (b'{"body": "a"}', "every document must have a string in 'text', got None in .*a.jsonl, line 2; name the field"),
+        (
+            b'{"body": "a"}',
+            "every document must have a string in 'text', got None in .*a.jsonl, line 2; name the field",
+        ),
         (b'{"text": 1}', "every document must have a string in 'text', got 1 in"),
         (b'["text"]', "every document must have a string in 'text', got None in"),
         (b'{"text": "\\ud800"}', "text must be Unicode, got .* in .*a.jsonl, line 2; correct the file"),
@@ -294,7 +297,14 @@ def test_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.json"]  # nothing half written takes room
 
 
-BAD_LINES = [b'{"text": "a"', b'{"text": "\xff"}', b'{"body": 1}', b'{"text": null}', b'{"text": "\\ud800"}', b"[" * 99999]
+BAD_LINES = [
+    b'{"text": "a"',
+    b'{"text": "\xff"}',
+    b'{"body": 1}',
+    b'{"text": null}',
+    b'{"text": "\\ud800"}',
+    b"[" * 99999,
+]
 
 
 @pytest.mark.parametrize("shard_bytes", [20, 1 << 20])
@@ -307,7 +317,9 @@ def test_bad_lines_are_skipped_and_counted(
     (tmp_path / "b.txt").write_bytes(b"")
     arguments = ["prepare", str(tmp_path), "--out", str(tmp_path / "out"), "--shard-mib", str(shard_bytes / (1 << 20))]
     assert main([*arguments, "--bad-lines", "skip", "--processes", "1"]) == 0
-    assert "4 tokens of uint16 in 2 documents; 3 empty documents left out; 6 bad lines skipped" in capsys.readouterr().out
+    assert (
+        "4 tokens of uint16 in 2 documents; 3 empty documents left out; 6 bad lines skipped" in capsys.readouterr().out
+    )
     assert read_all(tmp_path / "out") == as_bytes(["a", "b"])
     assert main([*arguments, "--processes", "1"]) == 1
     assert "out must be of the same inputs, tokenizer and options" in capsys.readouterr().err

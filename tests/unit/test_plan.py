@@ -25,6 +25,7 @@ from ringflash.headwise import Gathered, Home, sections_of
 from ringflash.lightning.module import build_model
 from ringflash.mask import SequenceMask
 from ringflash.memory import Memory
+from ringflash.plan import read
 from ringflash.plan.command import _in_window, visible_fraction
 from ringflash.plan.job import Job
 from ringflash.plan.machine import GIB, GPUS, Machine
@@ -42,7 +43,6 @@ from ringflash.plan.memory import (
     worst_moment,
 )  # fmt: skip
 from ringflash.plan.passes import Passes
-from ringflash.plan import read
 from ringflash.plan.read import ReadShape
 from ringflash.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
 from ringflash.plan.timing import attention_flops, linear_flops, step_time
@@ -69,6 +69,12 @@ def _model_of(config: str) -> tuple[ReadShape, list[int | Chunk | None]]:
 def model_of(config: dict[str, Any]) -> tuple[ReadShape, list[int | Chunk | None]]:
     """As the plan's, once for each configuration."""
     return _model_of(json.dumps(config))
+
+
+@pytest.fixture(autouse=True)
+def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command reads a model that another test has read from memory."""
+    monkeypatch.setattr("ringflash.plan.command.model_of", model_of)
 
 
 JOB = Job(model_of(QWEN3_8B)[0], 1 << 20, cp_size=8, mlp_tile_tokens=8192)
