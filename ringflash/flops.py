@@ -113,9 +113,13 @@ def training_flops(counted: Multiplied, windows: Sequence[int | Chunk | None], b
         windows: as `layer_windows`.
         bounds: of the documents in the sequence, from 0 to its length.
     """
+    return 6.0 * counted.matmul_parameters * bounds[-1] + 12.0 * counted.q_size * seen_pairs(windows, bounds)
+
+
+def seen_pairs(windows: Sequence[int | Chunk | None], bounds: Sequence[int]) -> int:
+    """Pairs of a query and a key it sees, over all layers; arguments as `training_flops`."""
     pairs = {window: _pairs(window, tuple(bounds)) for window in set(windows)}
-    attention = 12.0 * counted.q_size * sum(pairs[window] for window in windows)
-    return 6.0 * counted.matmul_parameters * bounds[-1] + attention
+    return sum(pairs[window] for window in windows)
 
 
 def _pairs(window: int | Chunk | None, bounds: tuple[int, ...]) -> int:

@@ -18,7 +18,7 @@ import yaml
 
 from recipes.lightning.compare import newest_curve, read_losses
 from ringflash.cli import main as ringflash
-from ringflash.plan.command import _laid_over
+from ringflash.plan.command import lay_over
 from tests.helpers.tokens import write_tokens
 from tests.recipes.launching import ROOT, train
 
@@ -150,5 +150,5 @@ def read(*names: str) -> dict[str, Any]:
     """A recipe and what is laid over it."""
     recipe: dict[str, Any] = {}
     for name in names:
-        recipe = _laid_over(recipe, yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
+        recipe = lay_over(recipe, yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
     return recipe

@@ -26,7 +26,7 @@ from ringflash.lightning.module import build_model
 from ringflash.mask import SequenceMask
 from ringflash.memory import Memory
 from ringflash.plan import read
-from ringflash.plan.command import _in_window, visible_fraction
+from ringflash.plan.command import visible_fraction
 from ringflash.plan.job import Job
 from ringflash.plan.machine import GIB, GPUS, Machine
 from ringflash.plan.memory import (
@@ -376,7 +376,7 @@ def test_visible_pairs_are_those_of_the_schedule(window: int | None) -> None:
     seqlen = 64
     mask = SequenceMask(seqlen, window_size=(-1 if window is None else window, -1))
     pairs = sum(build(mask, 4, rank, "zigzag").num_visible for rank in range(4))
-    job = Job(JOB.model, seqlen, cp_size=4, visible_fraction=_in_window(seqlen, window))
+    job = Job(JOB.model, seqlen, cp_size=4, visible_fraction=visible_fraction(seqlen, [window]))
     assert job.visible_pairs == pytest.approx(pairs, rel=1e-12)
 
 
@@ -631,7 +631,7 @@ def test_the_plan_of_a_windowed_model_counts_what_its_layers_see(
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | windowed))
     main(["plan", str(tmp_path), "--seqlen", "1m", "--json"])
     fraction = json.loads(capsys.readouterr().out)["job"]["visible_fraction"]
-    assert fraction == pytest.approx((1 + _in_window(1 << 20, 4095)) / 2)
+    assert fraction == pytest.approx((1 + visible_fraction(1 << 20, [4095])) / 2)
 
 
 def test_a_model_that_no_length_fits_is_not_told_to_be_short(
@@ -726,7 +726,7 @@ def test_a_model_that_computes_all_experts_takes_their_time(tmp_path: Path, caps
     others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; beside them rotary angles
     assert model["computed_parameters"] - model["matmul_parameters"] == pytest.approx(others, rel=1e-4)
     assert any("computes experts for tokens of others, too" in assumption for assumption in plan["assumptions"])
-    chunked = (_in_window(1 << 17, Chunk(40)) + 1) / 2
+    chunked = (visible_fraction(1 << 17, [Chunk(40)]) + 1) / 2
     assert plan["job"]["visible_fraction"] == pytest.approx(chunked)
 
 
