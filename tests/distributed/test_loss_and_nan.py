@@ -60,7 +60,7 @@ def message_of(ctx: Context, by_rank: list[Any]) -> str:
     [
         ([8, torch.tensor(8)], ["", ""]),
         ([8, 7], [r"num_tokens must be the same .* got \[8, 7\] in rank order"] * 2),
-        ([-3, torch.tensor(5)], ["num_tokens must be 0 or more, got -3", r"valid on every rank, .* on ranks \[0\]"]),
+        ([-1, torch.tensor(5)], ["num_tokens must be 0 or more, got -1", r"valid on every rank, .* on ranks \[0\]"]),
         ([torch.tensor(-3)] * 2, ["num_tokens must be 0 or more, got -3"] * 2),
         ([8, None], [r"must be given on all ranks of the group or on none, got none on ranks \[1\]"] * 2),
         ([None, float("nan")], [r"valid on every rank, .* on ranks \[1\]", "integer or a tensor of one, got nan"]),

@@ -689,6 +689,19 @@ def test_what_is_read_off_a_model_is_its_own(family: str, options: dict[str, Any
         assert 0 <= rotary <= seqlen * 2 * shape.head_dim * 4
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_dense_layers_keep_what_the_page_says(family: str) -> None:
+    """The first line of docs/memory.md, and for each norm of a token a number in fp32; with Liger less."""
+    model, _ = model_of(small(family))
+    h, q, kv, f, heads = model.hidden_size, model.q_size, model.kv_size, SMALL["intermediate_size"], model.num_heads
+    normed = heads + model.num_kv_heads if family == "qwen3" else 0
+    page = 16 * h + 4 * q + 4 * kv + 8 * f + 4 * heads + (6 * (q + kv) if normed else 0)
+    assert model.plain.kept.layer == page + 4 * (2 + normed)
+    assert model.liger is not None
+    fused = 8 * h + 4 * q + 4 * kv + 6 * f + 4 * heads + (2 * (q + kv) if normed else 0)
+    assert model.liger.kept.layer == fused and model.liger.kept.input == 2 * h
+
+
 def _of_one_layer(config: dict[str, Any]) -> dict[str, Any]:
     """Lists by layer, of the first one alone."""
     return {name: config[name][:1] for name in ("layer_types", "no_rope_layers") if name in config}
