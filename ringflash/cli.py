@@ -15,6 +15,7 @@ from types import ModuleType
 
 from jsonargparse import ArgumentParser
 
+import ringflash
 from ringflash.console import status_of
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
@@ -24,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
     "verify": ("ringflash.verify.command", "Does a training over the ring learn what it learns on one device"),
 }
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(ringflash.__file__).parents[1]
 
 
 def main(args: Sequence[str] | None = None) -> int:
