@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from recipes.lightning.compare import newest_curve, read_losses
-from ringflash.cli import main as ringflash
-from ringflash.plan.command import lay_over
+from ringflash.commands.cli import main as ringflash
+from ringflash.commands.plan.command import lay_over
 from tests.helpers.tokens import write_tokens
 from tests.recipes.launching import ROOT, train
 

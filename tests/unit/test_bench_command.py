@@ -15,8 +15,8 @@ import pytest
 from benchmarks import command
 from benchmarks.compare import changes, read_results
 from benchmarks.ring_contenders import PROBES
-from ringflash import cli
-from ringflash.cli import main
+from ringflash.commands import cli
+from ringflash.commands.cli import main
 from tests.recipes.launching import ROOT
 
 COMMITTED = ROOT / "benchmarks" / "results" / "kernels_h200.json"

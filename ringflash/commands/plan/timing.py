@@ -1,0 +1,162 @@
+"""Seconds of a training step, by part.
+
+Work and messages that run side by side count as the longer of the two; what a message takes beyond the work it runs
+beside is exposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from ringflash.commands.plan.job import Job
+from ringflash.commands.plan.machine import Machine
+from ringflash.commands.plan.memory import BF16, FP32, by_heads, layer_input_bytes, sections_at_a_time
+
+_LOGIT_BYTES = 14  # of the loss, for each logit: in bf16, in fp32 as a logarithm, and the gradient; read and written
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of each part; the step is their sum.
+
+    Args:
+        mfu: model FLOP/s over the peak; what is computed again does not count.
+        model_tflops: per GPU and second.
+    """
+
+    parts: dict[str, float]
+    model_tflops: float
+    mfu: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.parts.values())
+
+
+def step_time(job: Job, machine: Machine) -> StepTime:
+    """Time of a step by the machine's rates."""
+    peak, rates = machine.gpu.peak_tflops * 1e12, machine.rates
+    padded = job.model.q_size / job.model.mean_size
+    forward = padded * attention_flops(job) / (peak * rates.attention_forward)
+    backward = 2.5 * padded * attention_flops(job) / (peak * rates.attention_backward)
+    linear = job.model.computed_parameters / job.model.matmul_parameters * linear_flops(job) / (peak * rates.products)
+    parts = {
+        "attention forward": forward,
+        "attention backward": backward,
+        "attention again": forward if job.checkpointing == "full" else 0.0,
+        "linear": linear,
+        "linear again": 0.0 if job.checkpointing == "none" else _layer_share(job) * linear / 3,
+        "between products": _passed_bytes(job) / (machine.gpu.memory_gbytes * rates.passes * 1e9),
+        "ring exposed": _ring_exposed(job, machine, forward, backward),
+        "parameters exposed": _parameters_exposed(job, machine, forward + backward + linear),
+        "checkpoints exposed": max(0.0, _checkpoints_copied(job, machine) - forward - backward - linear),
+        "optimizer": _optimizer(job, machine),
+    }
+    parts["waiting for the host"] = max(0.0, job.model.num_layers * rates.host_seconds - sum(parts.values()))
+    # 2.5 times the forward are computed backward, but the model's own products are twice the forward's.
+    useful = (linear_flops(job) + 3 * attention_flops(job)) / sum(parts.values())
+    return StepTime(parts, useful / 1e12, useful / peak)
+
+
+def linear_flops(job: Job) -> float:
+    """Of one GPU's matrix products, forward and backward: 6 for each parameter and token."""
+    return 6.0 * job.model.matmul_parameters * job.local_tokens
+
+
+def attention_flops(job: Job) -> float:
+    """Of one GPU's attention, forward: 4 for each visible pair and feature of a head."""
+    return 4.0 * job.model.mean_size * job.visible_pairs / job.cp_size * job.model.num_layers
+
+
+def _layer_share(job: Job) -> float:
+    """Part of the matrix products that lies in layers, and is computed again."""
+    return job.model.num_layers * job.model.layer_matrix_parameters / job.model.matmul_parameters
+
+
+def _passed_bytes(job: Job) -> float:
+    """Bytes that operators between the products read and write on one GPU."""
+    model, tokens, passed = job.model, job.local_tokens, job.layers.passed
+    times = 1 if job.checkpointing == "none" else 2
+    layer = times * passed.forward + passed.backward
+    sums = 0.0
+    if job.tile_tokens:
+        layer += passed.tiled if job.checkpointing == "none" else 0.0
+        sums = -(-tokens // job.tile_tokens) * model.tiled_parameters * (BF16 + 2 * FP32)
+    return model.num_layers * (tokens * layer + sums) + tokens * model.vocab_size * _LOGIT_BYTES + _sharded_bytes(job)
+
+
+def _sharded_bytes(job: Job) -> float:
+    """FSDP2's own: parameters of two gathers put in place in bf16, gradients packed in fp32; shards cast."""
+    if job.world_size == 1:
+        return 0.0
+    whole = 2 * 2 * BF16 + BF16 + FP32
+    shard = 2 * (FP32 + BF16) + 2 * FP32
+    return job.model.parameters * (whole + shard / job.world_size)
+
+
+def _ring_exposed(job: Job, machine: Machine, forward: float, backward: float) -> float:
+    """Seconds in which attention's kernels wait for messages, over all layers.
+
+    By heads, the first section's keys and the last one's gradients have no kernel beside them; those of every other
+    section have the kernel of its neighbour. By hops, every message but the last has the kernel of a hop.
+    """
+    if job.cp_size == 1:
+        return 0.0
+    layers, one_host = job.model.num_layers, machine.keeps_on_a_host(job.cp_size)
+    keys = 2 * (job.seqlen - job.local_tokens) * job.model.kv_size * BF16  # rank 0 sees those of all others
+    gradients = keys * FP32 // BF16  # the last rank owns what all others see
+    arrive, leave = (_seconds_moved(job, machine, num_bytes) for num_bytes in (keys, gradients))
+    if not one_host and not by_heads(job):
+        hops = job.cp_size - 1
+        return layers * sum(max(0.0, message - kernel / layers * hops / job.cp_size)
+                            for message, kernel in ((arrive, forward), (arrive + leave, backward)))  # fmt: skip
+    sections = sections_at_a_time(job)
+    ahead = 1 / len(sections.forward)
+    exposed = ahead * arrive + max(0.0, (1 - ahead) * (arrive - forward / layers))
+    ahead = 1 / len(sections.backward)
+    return layers * (exposed + ahead * (arrive + leave) + max(0.0, (1 - ahead) * (arrive + leave - backward / layers)))
+
+
+def _seconds_moved(job: Job, machine: Machine, num_bytes: float) -> float:
+    """Seconds until a rank has these bytes of all other ranks; those of its host and those of others beside them."""
+    rates, others = machine.rates, job.cp_size - 1
+    if machine.keeps_on_a_host(job.cp_size):
+        return num_bytes / (machine.gpu.nvlink_gbytes * rates.copies * 1e9)
+    near = gcd(job.cp_size, machine.gpus_per_host) - 1  # of the host that has fewest ranks of a ring
+    return (
+        num_bytes
+        / others
+        * max(
+            near / (machine.gpu.nvlink_gbytes * rates.nvlink * 1e9),
+            (others - near) / (machine.network_gbytes * rates.network * 1e9),
+        )
+    )
+
+
+def _parameters_exposed(job: Job, machine: Machine, work: float) -> float:
+    """Layers gathered twice in bf16 and their gradients scattered in fp32, beside the layers' work."""
+    if job.world_size == 1:
+        return 0.0
+    near, far = machine.gpu.nvlink_gbytes * machine.rates.nvlink, machine.network_gbytes * machine.rates.network
+    num_bytes = job.model.parameters * (2 * BF16 + FP32) * (job.world_size - 1) / job.world_size
+    seconds = num_bytes / ((near if machine.num_hosts == 1 else far) * 1e9)
+    first_and_last = seconds / job.model.num_layers  # nothing runs beside the first gather and the last scatter
+    return first_and_last + max(0.0, seconds - work)
+
+
+def _checkpoints_copied(job: Job, machine: Machine) -> float:
+    """To the host and back, beside the layers' work."""
+    if not job.offload_checkpoints:
+        return 0.0
+    return 2 * job.model.num_layers * layer_input_bytes(job) / (machine.host_gbytes * 1e9)
+
+
+def _optimizer(job: Job, machine: Machine) -> float:
+    """AdamW reads weights, gradients and moments and writes all but the gradients; on the host, over its link."""
+    width = FP32 if job.precision == "bf16-mixed" else BF16
+    shard = job.model.parameters / job.world_size
+    if job.offload_optimizer:
+        return shard * 2 * width / (machine.host_gbytes * 1e9)
+    return shard * 7 * width / (machine.gpu.memory_gbytes * machine.rates.optimizer * 1e9)
