@@ -188,7 +188,6 @@ REFUSALS: dict[str, Refusal] = {
     "ranks_differ_in_scale": Refusal("ValueError", SAME + "softmax_scale", _last_rank(_set(softmax_scale=0.5))),
     "ranks_differ_in_layout": Refusal("ValueError", SAME + "layout", _last_rank(_set(layout="contiguous"))),
     "ranks_differ_in_impl": Refusal("ValueError", SAME + "impl", _last_rank(_set(impl="auto"))),
-    "ranks_differ_in_determinism": Refusal("ValueError", SAME + "deterministic", _last_rank(_set(deterministic=True))),
     "ranks_differ_in_lse": Refusal("ValueError", SAME + "return_lse", _last_rank(_set(return_lse=True))),
     "ranks_differ_in_grad": Refusal(
         "ValueError", SAME + "requires_grad", _last_rank(_tensors(lambda name, x: x.requires_grad_()))
