@@ -41,7 +41,7 @@ class Region(NamedTuple):
     upper: int | None = None
 
     def trimmed(self) -> Region | None:
-        """The smallest equal region, without bounds that do not bind; None where nothing is visible."""
+        """The smallest equal region, without bounds that do not bind; None if nothing is visible."""
         q_start, q_stop, k_start, k_stop, lower, upper = self
         if upper is not None:
             q_start = max(q_start, k_start - upper)
@@ -99,13 +99,13 @@ class Mask:
 
     @classmethod
     def of(cls, seqlen_q: int, seqlen_k: int, regions: Iterable[Region]) -> Mask:
-        """A mask of the given regions, each trimmed, empty ones dropped."""
+        """Build a mask of these regions, each trimmed, empty ones dropped."""
         trimmed = (region.trimmed() for region in regions)
         return cls(seqlen_q, seqlen_k, tuple(region for region in trimmed if region is not None))
 
     @classmethod
     def full(cls, seqlen_q: int, seqlen_k: int) -> Mask:
-        """Every query sees every key."""
+        """Mask under which every query sees every key."""
         return cls.of(seqlen_q, seqlen_k, [Region(0, seqlen_q, 0, seqlen_k)])
 
     @classmethod
@@ -134,7 +134,7 @@ class Mask:
 
     @property
     def num_visible(self) -> int:
-        """Number of visible (query, key) pairs: attention costs 4 * head_dim FLOPs a pair and head forward."""
+        """Number of visible (query, key) pairs: a forward costs 4 * head_dim FLOPs per pair and head."""
         return sum(region.num_visible for region in self.regions)
 
     @cached_property
@@ -148,7 +148,7 @@ class Mask:
         return (min(r.k_start for r in self.regions), max(r.k_stop for r in self.regions)) if self.regions else (0, 0)
 
     def transposed(self) -> Mask:
-        """The mask seen from the keys: its bounds are the visible query interval of each key."""
+        """Mask with queries and keys exchanged: its bounds are the interval of queries that see each key."""
         regions = sorted(region.transposed() for region in self.regions)
         return Mask(self.seqlen_k, self.seqlen_q, tuple(regions))
 
@@ -157,9 +157,9 @@ class Mask:
 
         Returns:
             start, stop: (seqlen_q,), int32 on `device`, neither ever decreasing; start == stop for a row that
-            sees nothing. Computed once for a device and kept with the mask.
+            sees nothing. Computed once per device and cached with the mask.
         Raises:
-            ValueError: the visible keys of a row are not one interval, or begin before those of a row above.
+            ValueError: the visible keys of a row are not one interval, or begin before those of a previous row.
             RuntimeError: see `check_capture`.
         """
         device = torch.device(device)
@@ -186,7 +186,7 @@ class Mask:
         return key in self._cache
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Visibility of every pair: (seqlen_q, seqlen_k), bool. For the reference and for tests."""
+        """Visibility of every pair: (seqlen_q, seqlen_k), bool. Used by the reference and by tests."""
         start, stop = self.bounds(device)
         columns = torch.arange(self.seqlen_k, device=device)
         return (columns >= start[:, None]) & (columns < stop[:, None])
@@ -210,9 +210,10 @@ class Mask:
 
 
 def check_capture(device: torch.device) -> None:
-    """Raise RuntimeError where something would be made, and kept with a mask, while a CUDA graph is captured.
+    """Raise RuntimeError if a CUDA graph is being captured on `device`. Call it before making a tensor to cache.
 
-    It would hold its values only once the graph is replayed, and calls outside of the graph would read it before.
+    A cached tensor made during capture has no values until the graph is replayed, but eager calls would already read
+    it.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
