@@ -185,7 +185,7 @@ def publish(
     row_map: torch.Tensor,
     area_rows: int,
 ) -> None:
-    """Copy k and v into `area`, the memory from which other ranks pull them. Each row of k is followed by that of v.
+    """Copy k and v, interleaved by row, into `area`, the memory from which other ranks pull them.
 
     Args:
         k, v: (batch, rows, num_kv_heads, head_dim).
@@ -242,7 +242,7 @@ def collect(
 def device_guard(device: torch.device) -> AbstractContextManager:
     """Make `device` the current GPU inside the context: launches, streams and events go to the current one.
 
-    Does nothing for a CPU, or if `device` is current already, which is cheaper than `torch.cuda.device`.
+    Do nothing for a CPU or if `device` is current already, which is cheaper than `torch.cuda.device`.
     """
     if device.index is None or device.index == torch.cuda.current_device():
         return nullcontext()
@@ -250,7 +250,7 @@ def device_guard(device: torch.device) -> AbstractContextManager:
 
 
 def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:
-    """Return the implementation that "auto" stands for: the fastest that can take these inputs, with the reason."""
+    """Choose the implementation for "auto": the fastest that can take these inputs."""
     refused: list[str] = []
     for impl in _AUTOMATIC:
         problem = _module(impl).unsupported(q, k, v)
@@ -273,7 +273,7 @@ def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
 
 
 def _is_able(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True if `impl` can take these inputs here. Errors of its environment do not concern a caller of another one."""
+    """True if `impl` can take these inputs here; an error in its environment counts as no."""
     try:
         return _module(impl).unsupported(q, k, v) is None
     except (RuntimeError, ImportError):

@@ -1,4 +1,4 @@
-"""flash-attn-4 (its CuTe kernels for compute capability 9.0 and 10.0), if it is installed.
+"""The flash-attn-4 package (its CuTe kernels for compute capability 9.0 and 10.0), if it is installed.
 
 It returns the log-sum-exp but cannot resume: each region of a mask is one call, and results are merged in fp32.
 Used only on request: the package is a beta, and only its internal interface, which may change, takes a gradient of lse.

@@ -151,7 +151,7 @@ class MergedBackward:
             dv.copy_(total_v)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` if given."""
+        """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given."""
         return self.dq.to(self.q.dtype) if out is None else out.copy_(self.dq)
 
 

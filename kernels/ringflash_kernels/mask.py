@@ -1,4 +1,4 @@
-"""The mask of one attention call: which key rows each query row sees.
+"""Mask of one attention call: the key rows that each query row sees.
 
 Every supported mask gives each query row one interval of visible keys, and, since the bounds never
 decrease from row to row, each key row one interval of queries that see it. A `Mask` is written as a
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Region(NamedTuple):
-    """Query rows i of [q_start, q_stop) see key rows j of [k_start, k_stop) where lower <= j - i <= upper.
+    """Query rows i of [q_start, q_stop) see key rows j of [k_start, k_stop) if lower <= j - i <= upper.
 
     `None` leaves that side of the band open.
     """
@@ -41,7 +41,7 @@ class Region(NamedTuple):
     upper: int | None = None
 
     def trimmed(self) -> Region | None:
-        """The smallest equal region, without bounds that do not bind; None if nothing is visible."""
+        """Return the smallest equal region, without bounds that do not bind, or None if nothing is visible."""
         q_start, q_stop, k_start, k_stop, lower, upper = self
         if upper is not None:
             q_start = max(q_start, k_start - upper)
@@ -59,7 +59,7 @@ class Region(NamedTuple):
         return Region(q_start, q_stop, k_start, k_stop, lower, upper)
 
     def transposed(self) -> Region:
-        """The same pairs with the roles of queries and keys exchanged."""
+        """Return the same pairs with the roles of queries and keys exchanged."""
         lower = None if self.upper is None else -self.upper
         upper = None if self.lower is None else -self.lower
         return Region(self.k_start, self.k_stop, self.q_start, self.q_stop, lower, upper)
@@ -112,7 +112,7 @@ class Mask:
     def band(
         cls, seqlen_q: int, seqlen_k: int, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)
     ) -> Mask:
-        """Causal and/or sliding-window mask, aligned at the bottom right as FlashAttention does.
+        """Build a causal and/or sliding-window mask, aligned at the bottom right as FlashAttention does.
 
         Args:
             window_size: (left, right), inclusive, counted from the query's own position; -1 is unlimited.
@@ -127,7 +127,7 @@ class Mask:
     def documents(
         cls, cu_seqlens: Sequence[int], *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)
     ) -> Mask:
-        """Packed documents [cu_seqlens[i], cu_seqlens[i + 1]): no query sees another document."""
+        """Build the mask of packed documents [cu_seqlens[i], cu_seqlens[i + 1]): no query sees another document."""
         lower, upper = band_of(causal, window_size)
         regions = (Region(a, b, a, b, lower, upper) for a, b in pairwise(cu_seqlens))
         return cls.of(cu_seqlens[-1], cu_seqlens[-1], regions)
@@ -172,17 +172,17 @@ class Mask:
         return self.cached(("bounds", device), make)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` returned on the first call with this key. Kernels keep tables of a mask this way.
+        """Return make(), called only the first time with this key. Kernels keep the tables that belong to a mask here.
 
         Args:
-            key: begins with a name that no other caller uses; the mask itself is implied.
+            key: begins with a name that only this caller uses; need not include the mask.
         """
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
 
     def is_cached(self, key: Hashable) -> bool:
-        """True after the first call of `cached` with this key."""
+        """True if `cached` has a value for this key."""
         return key in self._cache
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:

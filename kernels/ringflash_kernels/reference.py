@@ -87,7 +87,7 @@ class ReferenceBackward:
         *,
         accumulate: bool = True,
     ) -> None:
-        """Gradients of the pairs of `mask`: added to dk, dv and to the dq held here."""
+        """Add the gradients of the pairs of `mask` to dk, dv and self.dq; see `BackwardPass.add` of `api`."""
         num_kv_heads = k.shape[2]
         grad_k, grad_v = (torch.zeros_like(x, dtype=self.dq.dtype) for x in (k, v))
         for rows, cols, visible in _blocks(self.q, mask):
@@ -104,7 +104,7 @@ class ReferenceBackward:
             total.add_(part) if accumulate else total.copy_(part)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` if given."""
+        """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given."""
         return self.dq.to(self.q.dtype) if out is None else out.copy_(self.dq)
 
 
@@ -137,7 +137,7 @@ def _probabilities(scores: torch.Tensor, lse: torch.Tensor, visible: torch.Tenso
 
 
 def _weighted_values(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """p v: (batch, rows, num_heads, head_dim), where a NaN or infinity in v reaches only the rows that see it."""
+    """p v: (batch, rows, num_heads, head_dim). A NaN or infinity in v reaches only the rows that see it."""
     broken = ~torch.isfinite(v)
     out = torch.einsum("bhgij,bjhd->bihgd", p, v.to(p.dtype).masked_fill(broken, 0.0)).flatten(2, 3)
     if broken.any():

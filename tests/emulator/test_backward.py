@@ -48,7 +48,7 @@ def _gradients(
     if whole_groups:
         module._MANY_TILES = module.SMS = 1
     if in_step:
-        module._L2_BYTES_OF_A_GROUP = 0
+        module.IN_STEP_BYTES = 0
     run = module.HopperBackward(dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic)
     if accumulate:
         dk, dv = (torch.full(x.shape, 0.5) for x in (k, v))

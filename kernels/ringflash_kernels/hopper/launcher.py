@@ -1,4 +1,4 @@
-"""Launches of compiled kernels without triton's inspection of every argument, at a quarter of the host time."""
+"""Launch of compiled kernels without triton's inspection of every argument, in a quarter of the host time."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class HopperBackward:
         dv: torch.Tensor,
         accumulate: bool,
     ) -> None:
-        """Launch dK and dV of a hop and, unless a kernel of its own computes it, dQ."""
+        """Launch the kernel of dK and dV of a hop, which also computes dQ unless dQ has a separate kernel."""
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
         num_groups = batch * num_heads // group
         heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows)
@@ -321,7 +321,7 @@ def _new_rectangle(mask: Mask, device: torch.device, transposed: bool) -> HopRec
     # TMA reads the statistics from addresses that are multiples of 16 bytes.
     min_row = 0 if transposed else q_start % 4
     q_start -= min_row
-    corner = k_start - q_start  # row i of the rectangle sees its key j where lower <= j + corner - i <= upper
+    corner = k_start - q_start  # row i of the rectangle sees its key j if lower <= j + corner - i <= upper
     first_shift = -_FAR if upper is None else corner - upper
     stop_shift = _FAR if lower is None else corner - lower + 1
     split, second_shift = q_stop - q_start, 0

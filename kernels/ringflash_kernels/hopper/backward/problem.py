@@ -42,7 +42,7 @@ def receive_number(place):
 
 @gluon.jit
 def interleave(x, N: gl.constexpr):
-    """Store columns (j, t, e) of each 32 as (t, j, e), sizes 4, 4, 2: a thread's eight values become neighbours.
+    """Permute columns (j, t, e) of each 32 to (t, j, e), sizes 4, 4, 2: a thread's eight values become neighbours.
 
     No data moves between threads, and the stores to shared memory are 16 bytes wide without bank conflicts. The dQ
     accumulator keeps this order; the postprocess kernel undoes it.
@@ -132,13 +132,13 @@ class BackwardProblem:
 
     @gluon.jit
     def visible(self, keys, rows):
-        """Return the visibility of `keys` (a column of indices) from `rows` (a row of indices)."""
+        """Return which pairs of `keys` (a column of indices) and `rows` (a row of indices) are visible."""
         first, stop = self.rows_seeing(keys)
         return self.within(rows, first, stop)
 
     @gluon.jit
     def within(self, rows, first, stop):
-        """Return where `rows` (a row of indices) are in [first, stop) (a column each)."""
+        """Return which of `rows` (a row of indices) are in which interval [first, stop) (a column each)."""
         # One unsigned comparison for both ends: a negative difference is large.
         passed = (rows[None, :] - first[:, None]).to(gl.uint32, bitcast=True)
         return passed < gl.maximum(stop - first, 0).to(gl.uint32, bitcast=True)[:, None]

@@ -301,7 +301,7 @@ def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.c
         count += 1
         ticket = gl.atomic_add(pointers.counter, 1) + gl.num_programs(0)
     publish(ticket, count, shared, barriers)
-    if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program leaves zeros behind
+    if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
         gl.store(pointers.counter, 0)
         gl.store(pointers.counter + 1, 0)
 
@@ -595,7 +595,7 @@ def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V: gl.constexp
 
 @gluon.jit
 def attend_nothing(q_empty, kv, V: gl.constexpr):
-    """Return what `attend_overlapped` does, for a tile that sees no key."""
+    """Return the results of `attend_overlapped` for a tile that sees no key."""
     if not V.tiles.stage_in_q:
         mbarrier.arrive(q_empty, count=1)
     BM: gl.constexpr = V.tiles.block_m
