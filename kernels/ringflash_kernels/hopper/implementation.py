@@ -52,22 +52,15 @@ def begin_backward(*args: Any, **kwargs: Any) -> Any:
     return host.HopperBackward(*args, **kwargs)
 
 
-def publish(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    area: torch.Tensor,
-    head_offsets: torch.Tensor,
-    row_map: torch.Tensor,
-    area_rows: int,
-) -> None:
+def publish(*args: Any) -> None:
     """See `api.publish`."""
     from ringflash_kernels.hopper import gather_scatter
 
-    gather_scatter.publish(k, v, area, head_offsets, row_map, area_rows)
+    gather_scatter.publish(*args)
 
 
-def collect(own: torch.Tensor, others: torch.Tensor, sources: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+def collect(*args: torch.Tensor) -> None:
     """See `api.collect`."""
     from ringflash_kernels.hopper import gather_scatter
 
-    gather_scatter.collect(own, others, sources, dk, dv)
+    gather_scatter.collect(*args)
