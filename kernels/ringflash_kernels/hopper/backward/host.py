@@ -87,7 +87,7 @@ class HopperBackward:
             accumulate: add to dk and dv, which are fp32. Otherwise overwrite them, in fp32 or the dtype of k.
         """
         check_gradients(k, dk, dv, accumulate)
-        hop = hop_rectangle(mask, k.device)
+        hop = hop_of(mask, k.device)
         group = self._group(k, hop)
         if not accumulate and group < self.q.shape[2] // k.shape[2]:  # the heads of a group are added up in fp32
             with summed(dk, dv) as totals:
@@ -165,7 +165,7 @@ class HopperBackward:
         )  # fmt: skip
         variant = (head_dim, self.q.dtype, dk.dtype, hop.has_bounds, self.has_separate_dq, accumulate)
         if tiles.wide:
-            stores = [head_descriptor(x, 64, 64) for x in keys[2:]]
+            stores = [row_tile(x, 64, 64) for x in keys[2:]]
             _WIDE(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
@@ -185,7 +185,7 @@ class HopperBackward:
 
     def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
         """Launch the kernel that computes only dQ of a hop."""
-        hop = hop_rectangle(mask, k.device, transposed=True)  # queries and keys exchanged: its rows are the keys
+        hop = hop_of(mask, k.device, transposed=True)  # queries and keys exchanged: its rows are the keys
         tiles, choices = self.tiles, self.tiles.queries
         batch, _, num_heads, head_dim = self.q.shape
         # The heads of a group read the same keys.
@@ -197,7 +197,7 @@ class HopperBackward:
         _QUERIES(
             (head_dim, self.q.dtype, hop.has_bounds), num_works,
             *queries.q, *keys[0], *keys[1], *queries.dout,
-            box_descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
+            block_descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
@@ -215,8 +215,8 @@ class HopperBackward:
             tiles = self.tiles
             q, dout = (_piece_descriptors(cut(x, 1, (start, stop)), tiles.pieces) for x in (self.q, self.dout))
             columns = () if tiles.wide else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
-            dq = [box_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
-            stats = box_descriptor(self.stats, (1, 2, 64))
+            dq = [block_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
+            stats = block_descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))
         return self._views[start, stop]
 
@@ -305,21 +305,28 @@ class HopRectangle(NamedTuple):
         return not self.has_bounds and self.first_shift == -_FAR and self.stop_shift == _FAR
 
 
-def hop_rectangle(mask: Mask, device: torch.device, *, transposed: bool = False) -> HopRectangle:
-    """Return `mask` by keys (the rows that see each key) or, `transposed`, by queries (the keys that each row sees)."""
-    return mask.cached(("hop rectangle", device, transposed), lambda: _new_rectangle(mask, device, transposed))
+def hop_of(
+    mask: Mask, device: torch.device, *, transposed: bool = False, aligned: tuple[int, int] = (4, 1)
+) -> HopRectangle:
+    """Return `mask` by keys (the rows that see each key) or, `transposed`, by queries (the keys that each row sees).
+
+    Args:
+        aligned: the rectangle begins at multiples of these, by row and by key. TMA reads the statistics of rows from
+            addresses that are multiples of 16 bytes, hence 4.
+    """
+    key = ("hop rectangle", device, transposed, aligned)
+    return mask.cached(key, lambda: _new_rectangle(mask, device, transposed, aligned))
 
 
-def _new_rectangle(mask: Mask, device: torch.device, transposed: bool) -> HopRectangle:
+def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: tuple[int, int]) -> HopRectangle:
     second = None if transposed else _second_band(mask)
-    if len(mask.regions) > 1 and second is None:
+    region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
+    if (len(mask.regions) > 1 and second is None) or region.k_start % aligned[1]:
         side = mask if transposed else mask.cached("transposed", mask.transposed)
         return HopRectangle(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device))
-    region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     region = region.transposed() if transposed else region
     q_start, q_stop, k_start, k_stop, lower, upper = region
-    # TMA reads the statistics from addresses that are multiples of 16 bytes.
-    min_row = 0 if transposed else q_start % 4
+    min_row = 0 if transposed else q_start % aligned[0]
     q_start -= min_row
     corner = k_start - q_start  # row i of the rectangle sees its key j if lower <= j + corner - i <= upper
     first_shift = -_FAR if upper is None else corner - upper
@@ -346,7 +353,7 @@ def _second_band(mask: Mask) -> Region | None:
     return below
 
 
-def head_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Descriptor of `rows` rows of one head of x (batch, seqlen, heads, head_dim)."""
     # Rows next to columns: TMA moves a box as two-dimensional slices.
     (batch, seqlen, heads, head_dim), (of_batch, of_row, of_head, _) = x.shape, x.stride()
@@ -355,14 +362,14 @@ def head_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescripto
 
 def _piece_descriptors(x: torch.Tensor, columns: tuple[int, ...], rows: int = 64) -> _Pieces:
     """Descriptors of `rows` rows of one head of x, one for each piece of its columns."""
-    return _padded([head_descriptor(x, rows, n) for n in columns])
+    return _padded([row_tile(x, rows, n) for n in columns])
 
 
 def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
     return [*descriptors, None][:2]
 
 
-def box_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+def block_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     return _described(x, x.shape, x.stride()[:-1], block)
 
 
