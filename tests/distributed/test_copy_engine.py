@@ -98,10 +98,10 @@ def test_a_stage_is_free_when_its_next_section_begins(turns: int) -> None:
     for number in range(turns, 40):
         together = sections.return_batches(number, turns)
         assert [section for group in together for section in group] == list(range(number))
-        assert together[-1] == (sections - 1,)
+        assert together[-1] == (number - 1,)
         sent = {section: group[-1] for group in together for section in group}
-        assert all(sent[section] <= max(section + turns - 2, section) for section in range(sections))
-        fewest = 1 + -(-(sections - 1) // max(1, turns - 1))
+        assert all(sent[section] <= max(section + turns - 2, section) for section in range(number))
+        fewest = 1 + -(-(number - 1) // max(1, turns - 1))
         assert len(together) == fewest
 
 
@@ -232,9 +232,9 @@ def test_sections_have_every_head_once() -> None:
     for shape, group, ranks in itertools.product(shapes, (1, 3, 8), (2, 16)):
         batch, rows, num_kv_heads, head_dim = shape
         keys = ranks * rows
-        sections = _sections_of(shape, group * num_kv_heads, keys, torch.bfloat16)
+        chosen = _sections_of(shape, group * num_kv_heads, keys, torch.bfloat16)
         least = max(1, -(-sections.MIN_SECTION_PAIRS // (group * batch * keys)))
-        for heads, stage in zip(sections, (2, 4), strict=True):
+        for heads, stage in zip(chosen, (2, 4), strict=True):
             assert sum(heads) == num_kv_heads and min(heads) >= 1
             whole = stage == 2 and sections.fits_unbuffered(shape, keys, torch.bfloat16)
             enough = max(least, sections.BUFFER_BYTES // (2 * batch * keys * head_dim * stage))
