@@ -108,7 +108,7 @@ def attend(
 
 @dataclass(frozen=True)
 class Explanation:
-    """How `ring_attention` would carry out a call on this rank."""
+    """Plan of one call on this rank, as `explain` returns it."""
 
     impl: str
     impl_reason: str

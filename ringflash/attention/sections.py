@@ -149,6 +149,6 @@ def _sections_small_at_both_ends(num_heads: int, hiding: float, most: int) -> tu
 
 
 def _equal_sections(num_heads: int, most: int) -> tuple[int, ...]:
-    """As few sections of at most `most` heads as possible, as equal as possible."""
+    """Divide heads into as few sections of at most `most` heads as possible, as equal as possible."""
     count = -(-num_heads // most)
     return tuple(num_heads // count + (index < num_heads % count) for index in range(count))
