@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ringflash.attention.api import ring_attention
-from ringflash.attention.autocast import autocast
-from ringflash.attention.freezing import differentiate_alike
+from ringflash.attention.api import attend
+from ringflash.attention.inputs import autocast, differentiate_alike
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.adapters import check_adapters
 from ringflash.huggingface.chunks import attend_in_chunks, chunk_size
@@ -19,7 +18,7 @@ from ringflash.huggingface.forward_inputs import Given
 from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import tell_of_the_sequence
 from ringflash.huggingface.layers import attention_modules
-from ringflash.huggingface.options import NAME, Options, check_lone_process
+from ringflash.huggingface.options import NAME, ModelRing, check_lone_process
 from ringflash.huggingface.shard_loss import guard_losses
 from ringflash.huggingface.sinks import beside_sinks
 from ringflash.huggingface.validation import (
@@ -83,7 +82,7 @@ def set_group(
             "from_pretrained or from_config with it."
         )
     granularity(1, layout)
-    options = Options(resolve(group), layout, impl, transport, deterministic)
+    options = ModelRing(resolve(group), layout, impl, transport, deterministic)
     modules = attention_modules(model)
     if not modules:
         raise ValueError(
@@ -175,24 +174,22 @@ def _attention(
     # Under autocast rotary embeddings leave q and k in fp32 beside v.
     query, key, value = (autocast(x) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
-    attend = partial(
-        ring_attention, group=options.group, causal=causal, softmax_scale=scaling,
+    attend_to = partial(
+        attend, options=options, causal=causal, softmax_scale=scaling, return_lse=s_aux is not None,
         window_size=(-1 if sliding_window is None else sliding_window - 1, -1),
-        layout=options.layout, impl=options.impl, transport=options.transport, deterministic=options.deterministic,
-        return_lse=s_aux is not None,
     )  # fmt: skip
     if (size := chunk_size(module)) is None:
-        result: Any = attend(q, k, v, cu_seqlens=cu_seqlens)
+        result: Any = attend_to(q, k, v, cu_seqlens=cu_seqlens)
     else:
-        result = attend_in_chunks(attend, q, k, v, cu_seqlens, size, q.shape[1] * options.place[0])
+        result = attend_in_chunks(attend_to, q, k, v, cu_seqlens, size, q.shape[1] * options.place[0])
     return (result if s_aux is None else beside_sinks(result, s_aux)), None
 
 
-def _options(module: nn.Module) -> Options:
-    options: Options | None = getattr(module, "_ringflash", None)
+def _options(module: nn.Module) -> ModelRing:
+    options: ModelRing | None = getattr(module, "_ringflash", None)
     if options is None:
         check_lone_process()
-    return options or Options(None)
+    return options or ModelRing(None)
 
 
 def _is_causal(module: nn.Module) -> bool:

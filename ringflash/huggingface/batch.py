@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, resolve
-from ringflash.huggingface.options import Options
+from ringflash.huggingface.options import ModelRing
 from ringflash.huggingface.positions import within_documents
 from ringflash.sequence.layout import local_positions, shard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
@@ -53,7 +53,7 @@ def prepare_batch(
         followed = attention_mask.roll(-1, 1) != 0
         successors = successors.masked_fill((attention_mask == 0) | ~followed, IGNORE_INDEX)
     labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
-    options = Options(resolve(group), layout)
+    options = ModelRing(resolve(group), layout)
     positions = local_positions(input_ids.shape[1], *options.place, layout).to(input_ids.device)
     if position_ids == "document" and cu_seqlens is not None:
         positions = within_documents(positions, cu_seqlens)

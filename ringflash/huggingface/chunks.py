@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringflash.attention.custom_op import host_values
+from ringflash.attention.inputs import document_bounds
 from ringflash.huggingface.layers import layer_type
 from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
 
@@ -44,7 +44,7 @@ def _bounds(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) -> Ten
     if cu_seqlens is None:
         return None if seqlen <= size else torch.tensor(cut_into_chunks((0, seqlen), size), dtype=torch.int32)
     try:
-        documents = host_values(cu_seqlens, q)
+        documents = document_bounds(cu_seqlens, q)
         check_cu_seqlens(documents, seqlen)
     except ValueError:
         return cu_seqlens

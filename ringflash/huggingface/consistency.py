@@ -10,14 +10,14 @@ from torch import Tensor
 
 from ringflash.comm import agreement
 from ringflash.huggingface.forward_inputs import Given, is_recomputed
-from ringflash.huggingface.options import Options
+from ringflash.huggingface.options import ModelRing
 from ringflash.huggingface.positions import positions_fit
 from ringflash.huggingface.validation import find_shape_error
 
 
 @torch.compiler.disable(reason="ranks compare their inputs, and raise together by the values")
 def check_together(
-    options: Options,
+    options: ModelRing,
     query: Tensor,
     mask: Tensor | None,
     position_ids: Tensor | None,
@@ -58,7 +58,7 @@ def check_together(
 
 
 def _find_value_errors(
-    options: Options, query: Tensor, mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
+    options: ModelRing, query: Tensor, mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
     """(2,), int32: whether the mask hides a token, whether positions are wrong. Nothing is read by the host."""
     assert position_ids is not None
@@ -67,7 +67,7 @@ def _find_value_errors(
     return torch.stack([hidden.to(query.device), misplaced.to(query.device)]).int()
 
 
-def _tensor_error(flags: list[int], options: Options) -> Exception | None:
+def _tensor_error(flags: list[int], options: ModelRing) -> Exception | None:
     if flags[0]:
         return ValueError(
             "attention_mask must be None or all ones, got zeros; pack documents with cu_seqlens, or pad with "

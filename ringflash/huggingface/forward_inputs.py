@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ringflash.huggingface.global_length import depends_on_length, tell_of_the_sequence
-from ringflash.huggingface.options import NAME, Options
+from ringflash.huggingface.options import NAME, ModelRing
 
 
 class Given:
@@ -23,7 +23,7 @@ class Given:
         configs: the configurations by which transformers chooses the attention and the masks.
     """
 
-    def __init__(self, names: tuple[str, ...], options: Options, configs: list[Any]) -> None:
+    def __init__(self, names: tuple[str, ...], options: ModelRing, configs: list[Any]) -> None:
         self._names = names
         self.options, self.configs = options, configs
         self._giver: str | None = None
@@ -31,7 +31,7 @@ class Given:
         self._errors: dict[str, Exception] = {}
 
     @classmethod
-    def watch(cls, model: nn.Module, attention: list[nn.Module], options: Options) -> Given:
+    def watch(cls, model: nn.Module, attention: list[nn.Module], options: ModelRing) -> Given:
         """The notes of a model's forwards; of a model that is watched already, the same with new options."""
         configs = list({id(c): c for m in (model, *attention) if (c := getattr(m, "config", None))}.values())
         for hook in model._forward_pre_hooks.values():

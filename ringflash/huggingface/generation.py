@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ringflash.huggingface.forward_inputs import Given
-from ringflash.huggingface.options import NAME, Options
+from ringflash.huggingface.options import NAME, ModelRing
 
 _num_running = 0
 
@@ -38,8 +38,11 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _off_the_ring(model: Any, given: Given) -> Iterator[None]:
     """Give the model transformers' own attention, and put the ring back afterwards."""
     global _num_running
-    options, layers = given.options, [m for m in model.modules() if isinstance(getattr(m, "_ringflash", None), Options)]
-    _give(given, layers, Options(None), "sdpa" if model._supports_sdpa else "eager")
+    options, layers = (
+        given.options,
+        [m for m in model.modules() if isinstance(getattr(m, "_ringflash", None), ModelRing)],
+    )
+    _give(given, layers, ModelRing(None), "sdpa" if model._supports_sdpa else "eager")
     _num_running += 1
     try:
         yield
@@ -48,7 +51,7 @@ def _off_the_ring(model: Any, given: Given) -> Iterator[None]:
         _give(given, layers, options, NAME)
 
 
-def _give(given: Given, layers: list[Any], options: Options, attn_implementation: str) -> None:
+def _give(given: Given, layers: list[Any], options: ModelRing, attn_implementation: str) -> None:
     given.options = options
     for layer in layers:
         layer._ringflash = options

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringflash.huggingface.options import NAME, Options
+from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.huggingface.positions import positions_on
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def tell_of_the_sequence(model: nn.Module, options: Options) -> None:
+def tell_of_the_sequence(model: nn.Module, options: ModelRing) -> None:
     """Have rotary angles that depend on the length, and positions that an attention counts, those of the sequence."""
     for module in model.modules():
         if depends_on_length(module):
@@ -76,13 +76,13 @@ def _give_offsets(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if kwargs.get("past_key_values") is not None:
         raise NotImplementedError("past_key_values must be None, got a cache; pass use_cache=False.")
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    options: Options = module._ringflash  # type: ignore[assignment]
+    options: ModelRing = module._ringflash  # type: ignore[assignment]
     offsets = _offsets(options, hidden.shape[1], hidden.device)
     return args, {**kwargs, "past_key_values": _Offsets(offsets)}
 
 
 @torch.compiler.disable(reason="positions are kept from call to call")
-def _offsets(options: Options, length: int, device: torch.device) -> Tensor:
+def _offsets(options: ModelRing, length: int, device: torch.device) -> Tensor:
     return positions_on(options, length, device) - torch.arange(length, device=device)
 
 

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch.distributed as dist
+
+from ringflash.attention.options import RingOptions
 
 NAME = "ringflash"
 
 
-@dataclass(frozen=True)
-class Options:
-    """Where and how the attention of a model runs; arguments as `ring_attention`."""
+class ModelRing(RingOptions):
+    """Group and options of one model's attention; arguments as `ring_attention`."""
 
-    group: dist.ProcessGroup | None
-    layout: str = "zigzag"
-    impl: str = "auto"
-    transport: str = "auto"
-    deterministic: bool = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
-        return self  # a process group cannot be copied
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """(cp_size, cp_rank)."""
-        return (1, 0) if self.group is None else (self.group.size(), self.group.rank())
+    __slots__ = ()
 
 
 def check_lone_process() -> None:

@@ -7,11 +7,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ringflash.huggingface.options import Options
+from ringflash.huggingface.options import ModelRing
 from ringflash.sequence.layout import local_positions
 
 
-def positions_fit(options: Options, length: int, position_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Whether positions are the shard's global ones, or with documents those within each document; scalar bool."""
     positions = positions_on(options, length, position_ids.device)
     fit = (position_ids == positions).all()
@@ -20,7 +20,7 @@ def positions_fit(options: Options, length: int, position_ids: Tensor, cu_seqlen
     return fit
 
 
-def positions_on(options: Options, length: int, device: torch.device) -> Tensor:
+def positions_on(options: ModelRing, length: int, device: torch.device) -> Tensor:
     """The global positions of the `length` tokens that this rank holds."""
     cp_size, cp_rank = options.place
     return _positions(length * cp_size, cp_size, cp_rank, options.layout, device)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ringflash.attention.api import RingAttention
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group
-from ringflash.huggingface.options import Options
+from ringflash.huggingface.options import ModelRing
 from ringflash.sequence.layout import shard_sequence
 from ringflash.wrap.interception import Call, Calls
 from ringflash.wrap.wrapper import calls_of
@@ -107,8 +107,8 @@ def _put_back(value: Any, before: Any) -> Any:
 def _whole(module: nn.Module, calls: Calls) -> Iterator[None]:
     """Attention within this process, for every kind of layer."""
     group, calls.whole = calls.options.group, True
-    lone = Options(None, calls.options.layout)
-    switched = [layer for layer in module.modules() if isinstance(getattr(layer, "_ringflash", None), Options)]
+    lone = ModelRing(None, calls.options.layout)
+    switched = [layer for layer in module.modules() if isinstance(getattr(layer, "_ringflash", None), ModelRing)]
     bound = [layer for layer in module.modules() if isinstance(layer, RingAttention)]
     for layer in switched:
         layer._ringflash = lone  # type: ignore[assignment]
@@ -124,7 +124,7 @@ def _whole(module: nn.Module, calls: Calls) -> Iterator[None]:
             ring.group = group
 
 
-def _difference(local: list[Call], whole: list[Call], options: Options) -> ValueError | None:
+def _difference(local: list[Call], whole: list[Call], options: ModelRing) -> ValueError | None:
     if len(local) != len(whole):
         return ValueError(
             f"attention must be called as often on a shard as on the whole sequence ({len(whole)} times), got "

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ringflash.attention.api import ring_attention
-from ringflash.attention.autocast import autocast
-from ringflash.attention.freezing import differentiate_alike
+from ringflash.attention.api import attend
+from ringflash.attention.inputs import autocast, differentiate_alike
 from ringflash.comm.agreement import agree
 from ringflash.huggingface.generation import is_generating
-from ringflash.huggingface.options import Options
+from ringflash.huggingface.options import ModelRing
 
 _RING = "ring_attention.default"  # torch.ops.ringflash's, which RingAttention and the plug for transformers call
 _ATTENTION = ("attention", "flash_attn", "flash_fwd")  # in the name of any operator that attends
@@ -50,7 +49,7 @@ class Calls:
         key: of `_known`; text, since torch.compile takes a number that has changed for a variable one.
     """
 
-    options: Options
+    options: ModelRing
     root: str
     called: bool = False
     generated: bool = False
@@ -141,11 +140,7 @@ class Interception(TorchFunctionMode):
             return F.scaled_dot_product_attention(
                 query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        options = self.calls.options
-        out = ring_attention(
-            q, k, v, group=options.group, causal=is_causal, softmax_scale=scale, layout=options.layout,
-            impl=options.impl, transport=options.transport, deterministic=options.deterministic,
-        )  # fmt: skip
+        out = attend(q, k, v, self.calls.options, causal=is_causal, softmax_scale=scale)
         assert isinstance(out, Tensor)
         return out.transpose(1, 2)
 

@@ -17,7 +17,7 @@ from torch import nn
 from ringflash import huggingface
 from ringflash.attention.api import RingAttention
 from ringflash.comm.group import Group, resolve
-from ringflash.huggingface.options import NAME, Options
+from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.sequence.layout import granularity
 from ringflash.wrap.interception import Calls, Interception
 
@@ -64,7 +64,7 @@ def wrap_attention(
         ValueError: wrapped already. RuntimeError: at the end of the first forward that called no attention.
     """
     granularity(1, layout)
-    options = Options(resolve(group), layout, impl, transport, deterministic)
+    options = ModelRing(resolve(group), layout, impl, transport, deterministic)
     for name, layer in module.named_modules():
         _check(name or type(module).__name__, layer, layout)
     for name, model in _transformers_models(module).items():
@@ -140,7 +140,7 @@ def _transformers_models(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _switch(name: str, model: Any, options: Options) -> None:
+def _switch(name: str, model: Any, options: ModelRing) -> None:
     """A transformers model to the ring, or an error that names it."""
     huggingface.register()
     try:
