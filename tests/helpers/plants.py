@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from ringflash import RingAttention, huggingface
 from ringflash import loss as token_loss
 from ringflash.attention.exchange import GradientExchange
-from ringflash.huggingface import attention_function, chunks
-from ringflash.huggingface.options import Options
+from ringflash.huggingface import attention_function
+from ringflash.huggingface.options import ModelRing
 from ringflash.sequence import layout
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.training.seeding import seeded
@@ -247,7 +247,7 @@ def dropout_over_a_mistake(group: Group) -> Training:
 def missed_layer(group: Group) -> Training:
     """Layer 1 was left with attention over the rank's own tokens."""
     training = right(group)
-    training.module.get_submodule("model.model.layers.1.self_attn")._ringflash = Options(None)
+    training.module.get_submodule("model.model.layers.1.self_attn")._ringflash = ModelRing(None)
     return training
 
 
@@ -434,7 +434,7 @@ def other_windows(change: Callable[[tuple[int, int], int], tuple[int, int]]) -> 
     """Attention is called with the window that `change` makes of its own and the layer's number, at cp=1 as at cp=N."""
     layers: list[int] = []
 
-    def options(module: nn.Module) -> Options:
+    def options(module: nn.Module) -> ModelRing:
         layers.append(module.layer_idx)  # type: ignore[arg-type]
         return read(module)
 
@@ -451,7 +451,7 @@ def other_windows(change: Callable[[tuple[int, int], int], tuple[int, int]]) -> 
 
 def other_chunks(bounds: Callable[..., Tensor]) -> Any:
     """Bounds of chunks and documents are what `bounds` makes of the documents, the size, the length and q."""
-    return mock.patch.object(chunks, "_bounds", bounds)
+    return mock.patch.object(attention_function, "_chunk_bounds", bounds)
 
 
 def _of_the_shard(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) -> Tensor:
