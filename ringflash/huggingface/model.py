@@ -206,11 +206,7 @@ def _check_routers(model: nn.Module) -> None:
     own = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     names = "num_experts", "num_experts_per_tok", "router_aux_loss_coef"
     known = own is not None and list(signature(own).parameters) == _BALANCING_PARAMETERS
-    if (
-        own is None
-        or list(signature(own).parameters) != _BALANCING_PARAMETERS
-        or not all(hasattr(model, n) for n in names)
-    ):
+    if not known or not all(hasattr(model, name) for name in names):
         raise NotImplementedError(
             "output_router_logits must be False for a model without transformers' load_balancing_loss_func over "
             f"num_experts and num_experts_per_tok, got True for {type(model).__name__}; compute the loss from the "
