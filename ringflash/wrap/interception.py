@@ -57,6 +57,7 @@ class WrappedState:
     Args:
         root: name of the module in errors.
         called: True once an attention call was intercepted.
+        generated: a transformers model in the module generated tokens off the ring in the last forward.
         whole: attend within this process, as the module did before it was wrapped.
         trace: list to which calls are appended; None records none.
         key: in `_states`; a string, since torch.compile would treat a changing number as a dynamic one.
@@ -65,6 +66,7 @@ class WrappedState:
     options: ModelRing
     root: str
     called: bool = False
+    generated: bool = False
     whole: bool = False
     trace: list[AttentionCall] | None = None
     key: str = field(default_factory=map(str, count()).__next__, init=False)
@@ -77,7 +79,9 @@ class WrappedState:
 
     def check_called(self) -> None:
         """Raise RuntimeError if no attention was intercepted; called at the end of a forward."""
-        if not self.called:
+        if self.generated:
+            self.generated = False
+        elif not self.called:
             raise RuntimeError(
                 f"{self.root} must call scaled_dot_product_attention, RingAttention or a transformers model, got no "
                 "such call in its forward; its attention cannot be seen, and would stay within each rank's shard."
@@ -110,13 +114,12 @@ class Interception(TorchFunctionMode):
         super().__init__()
         self.state, self.layer = state, layer
         self.checkpoint = _checkpoint_state()
-        self.generated = False  # True if a transformers model ran generate, off the ring
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call the function or its replacement; nothing is intercepted inside a replacement."""
         kwargs = kwargs or {}
         if is_generating():
-            self.generated = True
+            self.state.generated = True
             return func(*args, **kwargs)
         kind = _attention_kind(func)
         if func is F.scaled_dot_product_attention:
