@@ -139,12 +139,12 @@ def _logit_scale(model: Any) -> float:
     """
     hidden = torch.tensor(_PROBE, dtype=torch.float64, device="cpu").view(1, 1, -1)
     width = getattr(model.lm_head, "original_module", model.lm_head).out_features
-    index = torch.arange(width, device="cpu") % len(_PROBE)
+    copies = -(-width // len(_PROBE))
     probe: Any = copy(model)
     probe._modules = {
         **model._modules,
         "model": _Stub(model.model, lambda *args, **kwargs: _HiddenStates(hidden)),
-        "lm_head": _Stub(model.lm_head, lambda x: x[..., index]),
+        "lm_head": _Stub(model.lm_head, lambda x: x.repeat(1, 1, copies)[..., :width]),
     }
     try:
         logits = type(model).forward(probe, input_ids=torch.zeros(1, 1, dtype=torch.int64, device="cpu")).logits
@@ -152,9 +152,9 @@ def _logit_scale(model: Any) -> float:
         raise _head_error(model, f"{type(error).__name__} without its decoder: {error}") from error
     if logits.shape[-1] != width:
         raise _head_error(model, f"{logits.shape[-1]} of {width}")
-    scales = logits.double() / hidden[..., index]
+    scales = logits.double() / hidden.repeat(1, 1, copies)[..., :width]
     scale = float(scales[0, 0, 0])
-    if not (scales - scale).abs().max() <= 1e-6 * abs(scale):
+    if not all(abs(x.item() - scale) <= 1e-6 * abs(scale) for x in scales.aminmax()):
         raise _head_error(model, "others (as by final_logit_softcapping)")
     return scale
 
