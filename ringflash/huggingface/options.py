@@ -1,12 +1,17 @@
-"""Where and how the attention of a model runs."""
+"""The group and options that `set_group` gives a model, and the positions of the tokens that a rank then holds."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringflash.attention.options import RingOptions
+from ringflash.sequence.layout import local_positions
 
-NAME = "ringflash"
+NAME = "ringflash"  # the attn_implementation
 
 
 class ModelRing(RingOptions):
@@ -14,9 +19,19 @@ class ModelRing(RingOptions):
 
     __slots__ = ()
 
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the global positions of the `length` tokens that this rank holds."""
+        cp_size, cp_rank = self.place
+        return _positions(length * cp_size, cp_size, cp_rank, self.layout, device)
 
-def check_lone_process() -> None:
-    """Raise ValueError where several processes do not say which of them share a sequence."""
+
+@lru_cache(maxsize=8)
+def _positions(seqlen: int, cp_size: int, cp_rank: int, layout: str, device: torch.device) -> Tensor:
+    return local_positions(seqlen, cp_size, cp_rank, layout).to(device)
+
+
+def check_single_process() -> None:
+    """Raise ValueError if there are several processes: a model without a group does not say which share a sequence."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"group must be given where there are several processes, got none of {dist.get_world_size()}; "
