@@ -13,7 +13,7 @@ import torch
 
 import ringflash
 from ringflash import huggingface
-from ringflash.attention.freezing import differentiate_alike
+from ringflash.attention.inputs import differentiate_alike
 from ringflash.huggingface.attention_function import apply_sinks
 from ringflash.verify.capture import embedding_head
 from tests.helpers.models import BOUNDS, EXPERTS, LENGTH, MODELS, TINY, build, documents, tokens
