@@ -41,7 +41,7 @@ from recipes.lightning.train import main as train  # noqa: E402
 from ringflash import huggingface  # noqa: E402
 from ringflash.comm.transport import buffers  # noqa: E402
 from ringflash.commands.plan.command import make_plan, visible_fraction  # noqa: E402
-from ringflash.commands.plan.job import Job, Precision  # noqa: E402
+from ringflash.commands.plan.job import TrainingJob, Precision  # noqa: E402
 from ringflash.commands.plan.machine import GIB, GPUS, Machine  # noqa: E402
 from ringflash.commands.plan.read import model_of  # noqa: E402
 from ringflash.flops import peak_tflops  # noqa: E402
@@ -281,7 +281,7 @@ def plans(
     It counts Liger's kernels where it knows what they keep.
 
     Args:
-        config: of the model.  job: of `ringflash.commands.plan.job.Job`, beside the model, the length and the memory.
+        config: of the model.  job: of `ringflash.commands.plan.job.TrainingJob`, beside the model, the length and the memory.
     """
     gpu = next((gpu for name, gpu in GPUS.items() if name in device), None)
     if gpu is None or job["precision"] not in get_args(Precision):
@@ -295,7 +295,7 @@ def plans(
         seqlen: visible_fraction(seqlen, windows, document_bounds(seqlen, document_tokens)) for seqlen in lengths
     }
     made = {
-        str(seqlen): make_plan(Job(model, seqlen, visible_fraction=visible[seqlen], **job, **kept), machine)
+        str(seqlen): make_plan(TrainingJob(model, seqlen, visible_fraction=visible[seqlen], **job, **kept), machine)
         for seqlen in lengths
     }
     wanted = ("step_seconds", "memory_bytes", "memory_at", "mfu")
