@@ -15,7 +15,7 @@ from ringflash.attention.gather_by_heads import sections_of
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, HoldsGroup, resolve
 from ringflash.comm.transport import buffer_bytes
-from ringflash.comm.transport.sms import comm_sms
+from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash.sequence.mask import check_window_size
 
 

@@ -234,7 +234,7 @@ def _carried_out(
     plan: Plan, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, call: CallNumber
 ) -> Iterator[Ring | Headwise]:
     """A call that all ranks agreed on: opened, and remembered if it ends with an error."""
-    with agreement.under_way(group) as posted, _no_autocast(q.device.type), _in_stream_order(group, q.device):
+    with agreement.tracked_call(group) as posted, _no_autocast(q.device.type), _in_stream_order(group, q.device):
         work = plan.open(group, q, k, call)
         posted.count_by(work.num_posted)
         yield work

@@ -34,7 +34,7 @@ from ringflash.comm.transport import MessageMemory, transport_name
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Token
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing, PeerMemory
-from ringflash.comm.transport.sms import kernel_options
+from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import Call, Unwatched, watching
 from ringflash_kernels.api import BackwardPass, begin_backward, collect, implementation, publish, state_dtype

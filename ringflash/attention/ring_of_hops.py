@@ -20,7 +20,7 @@ from ringflash.attention.exchange import Exchange, GradientExchange
 from ringflash.attention.schedule import Hop, Schedule
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
 from ringflash.comm.transport import PointToPoint, buffer, transport_name
-from ringflash.comm.transport.sms import kernel_options
+from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import Call, Unwatched, watching
 from ringflash_kernels.api import begin_backward, implementation, state_dtype

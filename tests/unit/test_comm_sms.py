@@ -15,7 +15,7 @@ import ringflash
 from ringflash.attention import ring_of_hops
 from ringflash.attention.schedule import build
 from ringflash.comm.transport.point_to_point import check_capture
-from ringflash.comm.transport.sms import comm_sms
+from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash.sequence.mask import SequenceMask
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ringflash.comm.host import this_host
+from ringflash.comm.group import this_host
 from ringflash_kernels.hopper.environment import check_environment
 
 PACKAGES = (
