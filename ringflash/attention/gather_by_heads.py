@@ -36,7 +36,7 @@ from ringflash.comm.transport.lanes import Token
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing, PeerMemory
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
-from ringflash.comm.watchdog import Call, Unwatched, watching
+from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash_kernels.api import BackwardPass, begin_backward, collect, implementation, publish, state_dtype
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ class Headwise:
 
     def _run_sections(
         self,
-        call: Call | Unwatched,
+        call: CallInFlight | Unwatched,
         way: str,
         gathered: Gathered,
         compute: Callable[[int], None],

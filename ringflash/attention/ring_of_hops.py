@@ -22,7 +22,7 @@ from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
 from ringflash.comm.transport import PointToPoint, buffer, transport_name
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import waiting
-from ringflash.comm.watchdog import Call, Unwatched, watching
+from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
 
 
@@ -120,7 +120,7 @@ class Ring:
         return 0 if self.transport is None else self.transport.num_posted
 
     def _arrivals(
-        self, exchange: Exchange, call: Call | Unwatched, device: torch.device
+        self, exchange: Exchange, call: CallInFlight | Unwatched, device: torch.device
     ) -> Iterator[tuple[int, Hop, torch.Tensor, torch.Tensor]]:
         """The hops with something to compute, by index, each when its K and V are there."""
         for index, hop in enumerate(self.schedule.hops):
@@ -136,7 +136,7 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _mark(call: Call | Unwatched, hop: Hop) -> None:
+def _mark(call: CallInFlight | Unwatched, hop: Hop) -> None:
     """What the stream waits for before a hop. The messages of a hop end together, sent or received."""
     if hop.step == 0:
         call.mark("for its device to come to step 0")

@@ -36,9 +36,7 @@ _CPU = torch.device("cpu")
 
 _policy: Policy = "changed"
 _last: WeakKeyDictionary[dist.ProcessGroup, dict[str, object]] = WeakKeyDictionary()  # the last call that was compared
-_interrupted: WeakKeyDictionary[dist.ProcessGroup, tuple[int, str]] = (
-    WeakKeyDictionary()
-)  # number of errors, place of the last one
+_interrupted: WeakKeyDictionary[dist.ProcessGroup, tuple[int, str]] = WeakKeyDictionary()  # count and place of the last
 
 
 def set_agreement_check(policy: Policy) -> None:

@@ -167,6 +167,6 @@ def _compare(unread: _Unread) -> str:
         return ""
     return (
         f"all ranks of the group must make their calls in one order, got call {unread.call} on this rank and "
-        f"{', '.join(theirs)}, so that their K/V were mixed; start again from the last checkpoint, and run the same layers, "
-        "forward and backward, in one order on every rank."
+        f"{', '.join(theirs)}, so that their K/V were mixed; start again from the last checkpoint, and run the same "
+        "layers, forward and backward, in one order on every rank."
     )

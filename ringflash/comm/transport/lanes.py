@@ -92,7 +92,7 @@ class Lanes:
         return sum(area.numel() for area in self._areas.values())
 
     def _retire(self, name: str) -> list[object]:
-        """Forget an area that is about to grow. Return its memory if a CUDA graph captured it and it must stay alive."""
+        """Forget an area that is about to grow. Return its memory if a CUDA graph captured it."""
         self._kept.drop(name)
         old = self._areas.pop(name, None)
         if name not in self._captured:
@@ -101,6 +101,5 @@ class Lanes:
         return [old]
 
     def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(
-            self._device.index
-        )  # with a torch.device, or without argument, it is several times slower
+        # With a torch.device as argument, or without any, this is several times slower.
+        return torch.cuda.current_stream(self._device.index)

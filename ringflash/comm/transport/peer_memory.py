@@ -76,7 +76,7 @@ class PeerMemory(Protocol):
         """
 
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        """Return the cached result of `make` for this key; made again after one of its areas grew, or after eviction."""
+        """Return the cached result of `make` for this key; made again if one of its areas has grown."""
 
     def barrier(self, channel: int) -> None:
         """Order the current streams of all ranks. Barriers of one channel must not overlap."""

@@ -22,7 +22,7 @@ _comm_sms = 0
 
 
 class Message(NamedTuple):
-    """A tensor to send to, or receive from, a rank of the group; skipped if the rank is None. `what` names it in errors."""
+    """A tensor sent to or received from a rank of the group; skipped if the rank is None. `what` names it in errors."""
 
     tensor: torch.Tensor
     rank: int | None
@@ -139,7 +139,7 @@ def set_comm_sms(num_sms: int) -> None:
     tiles dynamically and does not need the SMs that they hold. Forward on 2 H200s in percent of the ideal, with 0
     against 8 SMs left: 95 against 92 at 32k tokens per GPU, 94 against 89 at 16k, 84 against 81 at 8k, 64 against 65
     at 4k. These figures are for the ring of hops. The all-gather by heads has not been measured: there, the next
-    section's kernel may take the SMs that the current one leaves free. Backward kernels free an SM whenever a tile ends.
+    section's kernel may take the SMs that the current one leaves free. Backward kernels free an SM after every tile.
     """
     global _comm_sms
     if not isinstance(num_sms, int) or num_sms < 0:
