@@ -176,7 +176,7 @@ def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPa
         if what == "bounds":
             mask.bounds(device)
         elif what == "tiles":
-            host._tile_table(mask, device, 128)
+            host.tile_table(mask, device, 128, mask.q_span)
         else:
             calls(mask)[0].lengths(device)
     assert mask.bounds()[0].tolist() == [0, 0, 0, *[3] * 6]  # of the CPU
@@ -189,9 +189,9 @@ def test_streams_have_counters_of_their_own_that_are_zero(monkeypatch: pytest.Mo
     for stream in (5, 7, 5):
         current = SimpleNamespace(cuda_stream=stream, synchronize=lambda stream=stream: waited.append(stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, current=current: current)
-        host._counter(torch.device("cpu", 3)).add_(1)
+        host.tile_counter(torch.device("cpu", 3)).add_(1)
     assert waited == [5]
-    assert host._counter(torch.device("cpu", 3)).tolist() == [2, 2]
+    assert host.tile_counter(torch.device("cpu", 3)).tolist() == [2, 2]
 
 
 class SlotsOfTwoThreads(dict):
