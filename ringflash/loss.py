@@ -231,9 +231,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         grad_hidden, grad_weight, scale = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = _scaled(grad_hidden, grad * scale, grad_hidden.dtype)
+            grad_hidden = _scale(grad_hidden, grad * scale, grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = _scaled(grad_weight, grad * scale, ctx.weight_dtype)
+            grad_weight = _scale(grad_weight, grad * scale, ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -251,7 +251,7 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += a @ b
 
 
-def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scale(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return grad * factor, rounded once. A 2-D factor keeps its dtype, a 0-D one would be cast to that of grad."""
     return torch.mul(grad, factor.view(1, 1), out=torch.empty_like(grad, dtype=dtype))
 

@@ -170,11 +170,11 @@ def _encode(signature: dict[str, object], error: Exception | None) -> bytes:
     content: dict[str, object] = {"signature": signature}
     if error is not None:
         kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
-        content = {"error": kind, "text": _that_fits(str(error))}
+        content = {"error": kind, "text": _truncate(str(error))}
     return json.dumps(content).encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES)
 
 
-def _that_fits(text: str) -> str:
+def _truncate(text: str) -> str:
     """The beginning of a text that fits into a message; JSON writes one letter in up to 12 bytes."""
     text = text[: MESSAGE_BYTES // 4]
     while len(json.dumps(text)) > MESSAGE_BYTES // 2:
@@ -205,7 +205,7 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
     failed = [rank for rank, content in enumerate(contents) if "error" in content]
     if failed:
         first = contents[failed[0]]
-        if error is not None and _that_fits(str(error)) == first["text"]:
+        if error is not None and _truncate(str(error)) == first["text"]:
             raise error
         raise _ERRORS[first["error"]](f"{first['text']} (raised on ranks {failed})")
     calls = [content["signature"] for content in contents]
@@ -213,7 +213,7 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
     fields = [name for name in names if len({json.dumps(call.get(name)) for call in calls}) > 1]
     if "call" in fields:  # different layers, or a forward and a backward: their arguments tell nothing
         fields = [name for name in fields if name in ("call", "errors in calls")]
-    table = "; ".join(f"{name} {_by_value([call.get(name) for call in calls])}" for name in fields)
+    table = "; ".join(f"{name} {_list_ranks([call.get(name) for call in calls])}" for name in fields)
     remedy = "give every rank the same arguments"
     if "errors in calls" in fields:
         remedy = "start the processes again: messages are left over from a call that did not end alike"
@@ -224,7 +224,7 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
     raise ValueError(f"all ranks of the group must make the same call, got {table}; {remedy}.")
 
 
-def _by_value(values: list[object]) -> str:
+def _list_ranks(values: list[object]) -> str:
     """List the ranks that hold each value: "True (rank 0, 2), False (rank 1)"."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):

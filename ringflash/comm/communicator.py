@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 _BACKENDS = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
-_made: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_communicators: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 _nccl: list[dist.ProcessGroupNCCL] = []
 _process = os.getpid()  # a forked child lacks the threads of these communicators, and their peers belong to its parent
 _interrupted = False
@@ -35,9 +35,9 @@ def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: 
         communicator: addressed by ranks within the group; unknown to the functions of `torch.distributed`.
     """
     key = (group.group_name, purpose)
-    known = _made.get(key)
+    known = _communicators.get(key)
     if known is None or known[0] is not group:
-        known = _made[key] = (group, _make(group, purpose, backend, timeout))
+        known = _communicators[key] = (group, _make(group, purpose, backend, timeout))
     return known[1]
 
 
@@ -57,7 +57,7 @@ def _end_gloo() -> None:
     """
     if os.getpid() != _process:
         return
-    _made.clear()
+    _communicators.clear()
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
     gc.collect()  # free groups in reference cycles, such as a trainer and its module

@@ -13,13 +13,13 @@ def capturing(device: torch.device) -> bool:
 
 
 def hold(thing: object, device: torch.device) -> None:
-    """Keep an object alive until `let_go` if the current call is captured, even if a larger one replaces it later."""
+    """Keep an object alive until `release` if the current call is captured, even if a larger one replaces it later."""
     if capturing(device):
         keep(thing)
 
 
 def keep(thing: object) -> None:
-    """Keep an object of a captured call alive until `let_go`."""
+    """Keep an object of a captured call alive until `release`."""
     _held[id(thing)] = thing
 
 
@@ -28,7 +28,7 @@ def held_tensors() -> list[torch.Tensor]:
     return [thing for thing in _held.values() if isinstance(thing, torch.Tensor)]
 
 
-def let_go() -> None:
+def release() -> None:
     """Release all kept objects. Graphs captured so far must not be replayed afterwards."""
     _held.clear()
 

@@ -149,7 +149,7 @@ def copy_engine() -> Iterator[None]:
     try:
         with (
             mock.patch("ringflash.attention.custom_op.choose_transport", lambda *_: "copy_engine"),
-            mock.patch("ringflash.comm.transport._opened", lambda _, group: SharedMemory(group)),
+            mock.patch("ringflash.comm.transport._create_transport", lambda _, group: SharedMemory(group)),
         ):
             yield
     finally:

@@ -98,11 +98,11 @@ def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
     key = (name, group.group_name)
     known = _open.get(key)
     if known is None or known[0] is not group:
-        known = _open[key] = (group, _opened(name, group))
+        known = _open[key] = (group, _create_transport(name, group))
     return known[1]
 
 
-def _opened(name: str, group: dist.ProcessGroup) -> Transport:
+def _create_transport(name: str, group: dist.ProcessGroup) -> Transport:
     if name != "copy_engine":
         return PointToPoint(name, group)
     return SymmetricMemory(group, int(device_timeout(group).total_seconds() * 1000))

@@ -33,7 +33,7 @@ def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.
     if storage is None or storage.numel() < num_bytes:
         cuda_graphs.check_growth(name, num_bytes, device)
         if storage is not None:
-            settle(device)
+            synchronize(device)
             for views in _views:
                 views.drop()
             del storage, _storage[device, name]  # free it before the larger one is allocated
@@ -47,7 +47,7 @@ def drop_with_growth(views: Views) -> None:
     _views.add(views)
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Synchronise the device, since freed memory may be reused on another stream than the one that still reads it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -61,6 +61,6 @@ def buffer_bytes() -> int:
 def release_buffers() -> None:
     """Free the pooled buffers; the next call allocates them again."""
     for device in {device for device, _ in _storage}:
-        settle(device)
+        synchronize(device)
     _storage.clear()
-    cuda_graphs.let_go()
+    cuda_graphs.release()

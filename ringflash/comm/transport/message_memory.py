@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringflash.comm import cuda_graphs
-from ringflash.comm.transport.buffers import settle
+from ringflash.comm.transport.buffers import synchronize
 from ringflash.comm.transport.lanes import Lanes
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 from ringflash.comm.transport.point_to_point import Message, PointToPoint
@@ -40,7 +40,7 @@ class MessageMemory(Lanes):
             return
         cuda_graphs.check_growth(name, num_bytes, self._device)
         if name in self._areas:
-            settle(self._device)
+            synchronize(self._device)
         for thing in self._retire(name):
             cuda_graphs.keep(thing)
         self._areas[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -71,7 +71,7 @@ class MessageMemory(Lanes):
         return self.channel.num_posted
 
     def release(self) -> None:
-        settle(self._device)
+        synchronize(self._device)
         self._kept.drop()
         self._captured.clear()
         self._areas.clear()

@@ -140,7 +140,7 @@ class SymmetricMemory(Lanes):
             cuda_graphs.keep(thing)
         del captured, handle
         make = functools.partial(symmetric_memory.empty, num_bytes, dtype=torch.uint8, device=self._device)
-        area, problem = _made(make)
+        area, problem = _allocate(make)
         _raise_together(gather(self.group, problem))
         assert area is not None
         try:
@@ -188,7 +188,7 @@ class SymmetricMemory(Lanes):
         return self._handles["kv"]
 
 
-def _made(make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str]:
+def _allocate(make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str]:
     """Return an area, or the driver's error after a second attempt with torch's cached blocks freed."""
     problem = ""
     for last in (False, True):

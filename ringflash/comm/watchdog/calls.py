@@ -6,22 +6,15 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ringflash.comm.communicator import note_end
+from ringflash.comm.transport.lanes import Token
 
-
-class Marker(Protocol):
-    """A token of peer memory, or an event of a stream, that marks a place in a call."""
-
-    def query(self) -> bool:
-        """Return True if the device has reached it."""
-
-
-HasEnded = Callable[[Any], bool]  # takes a marker
+HasEnded = Callable[[Any], bool]  # tells if the device has passed a marker, which is a Token
 NCCL_QUIET_S = 2.0  # without progress over NCCL: a peer may have met an error that this rank does not see
 
 
@@ -34,7 +27,7 @@ class Unwatched:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def reach(self, marker: Marker, what: str, *values: object) -> None:
+    def reach(self, marker: Token, what: str, *values: object) -> None:
         pass
 
     def mark(self, what: str, *values: object) -> None:
@@ -58,7 +51,7 @@ class CallInFlight:
         self, serial: int, number: int, way: str, begun: float, broken: Callable[[Exception], None] | None = None
     ) -> None:
         self.serial, self.number, self.way, self.begun, self.broken = serial, number, way, begun, broken
-        self.markers: list[tuple[Marker, str, tuple[object, ...]]] = []
+        self.markers: list[tuple[Token, str, tuple[object, ...]]] = []
         self.passed = 0
         self.issued = False
 
@@ -75,7 +68,7 @@ class CallInFlight:
                 self.markers = []
             self.issued = True
 
-    def reach(self, marker: Marker, what: str, *values: object) -> None:
+    def reach(self, marker: Token, what: str, *values: object) -> None:
         """Append the next marker of the device, and what it waits for until then: `what`, formatted with the values."""
         self.markers.append((marker, what, values))
 

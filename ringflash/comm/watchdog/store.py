@@ -76,7 +76,7 @@ class Board:
         answers: dict[int, str] = {}
 
         def exchange() -> None:
-            store, deadline = self._opened(), clock() + ANSWER_S
+            store, deadline = self._connect(), clock() + ANSWER_S
             store.set(str(self.rank), own)
             store.set(_ASKED, why)
             while len(answers) < self.size:
@@ -91,10 +91,10 @@ class Board:
         return dict(answers)
 
     def _question(self) -> str:
-        store = self._opened()
+        store = self._connect()
         return store.get(_ASKED).decode() if store.check([_ASKED]) else ""
 
-    def _opened(self) -> dist.Store:
+    def _connect(self) -> dist.Store:
         """Return a separate connection, since the main thread may hold the group's while it waits for a key."""
         if self._store is None:
             store = _store(self._group())
