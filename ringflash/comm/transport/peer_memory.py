@@ -26,7 +26,7 @@ from ringflash.comm.transport.lanes import Lanes, T, Token
 
 
 class NoPeerMemory(RuntimeError):
-    """Raised on every rank of the group, after they compared what each of them found."""
+    """Raised on every rank of the group, after the ranks have compared their hosts, GPUs and errors."""
 
 
 class OutOfReach(NoPeerMemory):

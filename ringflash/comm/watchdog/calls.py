@@ -113,8 +113,8 @@ class CallQueue:
         self.calls: deque[CallInFlight] = deque()
         self.num_calls = 0
         self.last: CallInFlight | None = None  # the last one that has ended
-        self.moved = now  # when the oldest call, or one before it, last began or advanced
-        self.idle = now  # when a call was last seen to end or to advance
+        self.last_progress = now  # when the oldest call, or one before it, last began or advanced
+        self.last_change = now  # when a call was last seen to end or to advance
         self._lock = Lock()
 
     def begin(
@@ -141,11 +141,11 @@ class CallQueue:
             if head.advance(ended):
                 advanced = True
             if not head.place():  # the device waits for its own host, which is no stall
-                self.moved = now
-            self.moved = max(self.moved, head.begun)
+                self.last_progress = now
+            self.last_progress = max(self.last_progress, head.begun)
         if not advanced:
             return None
-        self.moved = self.idle = now
+        self.last_progress = self.last_change = now
         return calls[0].serial
 
     def follows(self, serial: int) -> bool:
@@ -153,12 +153,12 @@ class CallQueue:
         return bool(self.calls) and self.calls[0].serial > serial
 
     def is_stalled(self, now: float) -> bool:
-        return bool(self.calls) and now - self.moved >= self.timeout
+        return bool(self.calls) and now - self.last_progress >= self.timeout
 
     def is_quiet(self, now: float) -> bool:
         """Return True if another rank of the group may be about to report a stall, or may have lost NCCL."""
-        waits_for_nccl = self.transport == "nccl" and bool(self.calls) and now - self.moved >= NCCL_QUIET_S
-        return waits_for_nccl or now - self.idle >= self.timeout / 2
+        waits_for_nccl = self.transport == "nccl" and bool(self.calls) and now - self.last_progress >= NCCL_QUIET_S
+        return waits_for_nccl or now - self.last_change >= self.timeout / 2
 
     def place(self) -> str:
         """Return where this rank waits, even if the oldest call has no marker yet, or there is no call."""
@@ -173,7 +173,7 @@ class CallQueue:
             return f"has not begun call {self.num_calls + 1} ({last})"
         place = self.calls[0].place()
         return (
-            f"has been waiting {now - self.moved:.0f} s {place}"
+            f"has been waiting {now - self.last_progress:.0f} s {place}"
             if place
             else f"is still issuing {self.calls[0]}: its host is busy"
         )

@@ -69,7 +69,7 @@ class Watchdog:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopped = False
-        self._looked = clock()
+        self._last_poll = clock()
 
     def begin(self, transport: Transport, way: str, device: torch.device) -> CallInFlight:
         """Return a new call, which is issued now.
@@ -85,7 +85,9 @@ class Watchdog:
         queue = watched.queue
         if len(queue.calls) % _EARLY_POLL_CALLS == _EARLY_POLL_CALLS - 1:
             self._wake.set()
-        return queue.begin(next(self._serials), way, self.clock(), lambda error: self._break(watched, error))
+        return queue.begin(
+            next(self._serials), way, self.clock(), lambda error: self._report_nccl_error(watched, error)
+        )
 
     def add(self, transport: Transport, device: torch.device) -> WatchedGroup:
         """Start watching the calls of a transport."""
@@ -113,7 +115,7 @@ class Watchdog:
     def poll(self) -> None:
         """Poll all groups once. If a call is stalled, report it before returning."""
         now = self.clock()
-        gap = now - self._looked  # since the end of the previous poll
+        gap = now - self._last_poll  # since the end of the previous poll
         with self._lock:
             groups = list(self._watched.items())
         groups = [(transport, watched) for transport, watched in groups if watched.board.is_open()]
@@ -122,43 +124,43 @@ class Watchdog:
             queue = watched.queue
             # The process was stopped, or the oldest call was queued behind a call of another group.
             if gap > queue.timeout / 2 or (serials and queue.follows(min(serials))):
-                queue.moved = now
+                queue.last_progress = now
             if _is_broken(transport):
                 watched.lost = f"lost NCCL (see its log) while waiting {watched.queue.place()}"
-                return self._report(watched, now, _UNREACHED)
+                return self._report(watched, now, _LOST_CONNECTION)
             if not watched.lost and queue.is_stalled(now):
                 return self._report(watched, now)
             if queue.is_quiet(now) and (why := watched.board.asked(now)):
                 return self._report(watched, now, why)
-        self._looked = self.clock()
+        self._last_poll = self.clock()
 
     def _poll_group(self, watched: WatchedGroup, now: float) -> int | None:
         """Run `CallQueue.poll`. If the device has failed, print a message and leave the error to its host."""
         if watched.lost:
             return None
         try:
-            return watched.queue.poll(self._ended(watched.device), now)
+            return watched.queue.poll(self._event_query(watched.device), now)
         except DeviceLost as error:
             queue = watched.queue
             watched.lost = f"lost its device ({error}) while waiting {queue.place()}"
             self.say(f"{watched.names[queue.rank]} {watched.lost} over {queue.transport}")
             return None
 
-    def _ended(self, device: torch.device) -> HasEnded:
+    def _event_query(self, device: torch.device) -> HasEnded:
         """Return the query that tells if a marker on this device has been passed."""
         if device not in self._events:
             self._events[device] = Events(device).ended if device.type == "cuda" else lambda token: token.query()
         return self._events[device]
 
-    def _break(self, watched: WatchedGroup, error: Exception) -> None:
-        """Report an NCCL error that the main thread met.
+    def _report_nccl_error(self, watched: WatchedGroup, error: Exception) -> None:
+        """Report an NCCL error that occurred in the main thread.
 
         Raises:
             RingStalled: with the report.
         """
         cause = str(error).strip().rpartition("\n")[2]
         watched.lost = f"lost NCCL ({cause}) while waiting {watched.queue.place()}"
-        self._report(watched, self.clock(), _UNREACHED)
+        self._report(watched, self.clock(), _LOST_CONNECTION)
         raise RingStalled(self.stalled) from error
 
     def _report(self, watched: WatchedGroup, now: float, why: str = "") -> None:
@@ -202,7 +204,7 @@ class Watchdog:
             return min([_PERIOD_S, *(watched.queue.timeout / 10 for watched in self._watched.values())])
 
 
-_UNREACHED = "ring attention over nccl lost the connection to a rank:"
+_LOST_CONNECTION = "ring attention over nccl lost the connection to a rank:"
 _SILENT = "does not answer: it has died, or its host is stuck"
 _NO_STORE = (
     "no other rank could be asked ({problem}): the process that keeps the group's store, often rank 0, may be gone"
