@@ -20,7 +20,7 @@ from torch.distributed.nn.functional import all_to_all_single
 import ringflash
 from benchmarks import flash_attn_4_as_2
 from benchmarks.bench_kernels import document_bounds
-from ringflash.attention import custom_op, ring_of_hops
+from ringflash.attention import plan, ring_of_hops
 from ringflash.comm.transport import Pending, PointToPoint, buffer
 from ringflash.comm.transport.copies import Copies
 from ringflash.sequence.layout import chunks_of_rank
@@ -193,7 +193,7 @@ def _own_keys() -> Iterator[None]:
 
 
 def _by_hops() -> AbstractContextManager:
-    return mock.patch.object(custom_op, "MOST_BUFFER_BYTES", 0)
+    return mock.patch.object(plan, "MAX_GATHER_BYTES", 0)
 
 
 def by_hops(setting: Setting) -> Built | str:

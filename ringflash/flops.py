@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ringflash.huggingface.layers import attention_modules
+from ringflash.huggingface.validation import attention_modules
 from ringflash.sequence.mask import cut_into_chunks
 
 # Dense bf16 rates from NVIDIA's data sheets. The first entry whose name is part of the device's name applies.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ringflash.huggingface.positions import within_documents
+from ringflash.huggingface.batch import within_documents
 
 NUM_BUCKETS = 8
 

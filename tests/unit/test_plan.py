@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 
 from benchmarks.train_steps import document_bounds
 from ringflash import huggingface
-from ringflash.attention.gather_by_heads import Gathered, Home, sections_of
+from ringflash.attention.gathered_buffers import GatheredKV, GradientReturn
 from ringflash.attention.schedule import build, gather
+from ringflash.attention.sections import choose_sections
 from ringflash.comm.transport.buffers import buffer_bytes, release_buffers
 from ringflash.commands.cli import main
 from ringflash.commands.plan import read
@@ -122,7 +123,7 @@ def saved_bytes(config: dict[str, Any], seqlen: int, mlp_tile_tokens: int = 0) -
 
 
 def test_transport_buffers_are_those_the_ring_allocates() -> None:
-    """The sizes of ringflash.attention.exchange's buffers and of the carried state, in bf16."""
+    """The sizes of ringflash.attention.ring_of_hops's buffers and of the carried state, in bf16."""
     job = replace(JOB, seqlen=1 << 23)
     tokens, shape = job.local_tokens, job.model
     kv = 2 * tokens * shape.num_kv_heads * shape.head_dim
@@ -154,9 +155,9 @@ def gathered_bytes(job: Job, rank: int, turns: int) -> int:
         1, job.local_tokens, job.model.num_kv_heads, job.model.head_dim, dtype=torch.bfloat16, device="meta"
     )
     release_buffers()
-    for heads in sections_of(k.shape, job.model.num_heads, gathering.capacity, k.dtype):
-        gathered = Gathered(areas, gathering, k, job.model.num_heads, heads)  # type: ignore[arg-type]
-    Home(gathered, k)
+    for heads in choose_sections(k.shape, job.model.num_heads, gathering.capacity, k.dtype):
+        gathered = GatheredKV(areas, gathering, k, job.model.num_heads, heads)  # type: ignore[arg-type]
+    GradientReturn(gathered, k)
     held = sum(areas.sizes.values()) + buffer_bytes()
     release_buffers()
     return held
@@ -752,7 +753,7 @@ def test_a_model_that_computes_all_experts_takes_their_time(tmp_path: Path, caps
     [
         (small("starcoder2"), ["--mlp_tile_tokens", "8"], "mlp_tile_tokens must be 0 for starcoder2, got 8; MLPs of"),
         (small("mixtral", **EXPERTS), ["--liger", "true"], "liger must be false for a plan of mixtral, got true"),
-        (small("gemma2"), [], "final_logit_softcapping must be unset, got 30.0"),
+        (small("gemma2"), [], "logits of Gemma2ForCausalLM must be those of lm_head times a number"),
         (small("persimmon"), [], "model_type must be one whose parameters can be placed, got 'persimmon'"),
         ({"model_type": "mamba"}, [], "model_type must be one of a text model with model.layers, got 'mamba'"),
         ({"model_type": "nothing"}, [], "config must be one that transformers builds a causal model from, got"),

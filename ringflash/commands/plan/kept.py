@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringflash.commands.plan.passes import Passed, Passes
-from ringflash.huggingface.sinks import beside_sinks
+from ringflash.huggingface.attention_function import apply_sinks
 from ringflash.huggingface.validation import find_static_error
 from ringflash.memory.tiles import modules_to_tile
 
@@ -251,5 +251,5 @@ def _attention(
     value = pad(value, (0, missing)) if missing else value  # which copies
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = _StandIn.apply(q, k, v)
-    out = out if s_aux is None else beside_sinks((out, lse), s_aux)
+    out = out if s_aux is None else apply_sinks((out, lse), s_aux)
     return out[..., :width], None

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import torch
 
-from ringflash.attention.custom_op import MOST_BUFFER_BYTES
-from ringflash.attention.gather_by_heads import (
-    NUMBER_BYTES,
+from ringflash.attention.plan import MAX_GATHER_BYTES
+from ringflash.attention.sections import (
+    HEADER_BYTES,
     Sections,
-    buffer_bytes,
-    gathered_whole,
-    sections_of,
-    shared_turns,
-    stages_of,
-    taking_turns,
+    buffer_heads,
+    choose_num_gradient_buffers,
+    choose_sections,
+    fits_unbuffered,
+    gather_bytes,
+    shared_buffer_heads,
 )
 from ringflash.comm.transport import MessageMemory, SymmetricMemory
 from ringflash.commands.plan.job import Job
@@ -131,7 +131,7 @@ def attention_work_bytes(job: Job, *, one_host: bool = False) -> int:
     """
     model, summed = job.model, job.model.q_size
     if job.cp_size > 1 and (one_host or by_heads(job)):
-        summed = sum(taking_turns(sections_at_a_time(job).backward)) * model.q_size // model.num_kv_heads
+        summed = sum(buffer_heads(sections_at_a_time(job).backward)) * model.q_size // model.num_kv_heads
     return job.local_tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)
 
 
@@ -167,8 +167,8 @@ def host_bytes(job: Job) -> int:
 def by_heads(job: Job) -> bool:
     """Whether NCCL gathers by heads."""
     arriving = job.seqlen - job.local_tokens
-    held = buffer_bytes(_shape(job), job.model.num_heads, job.seqlen, arriving, _pairs(job), torch.bfloat16)
-    return held <= MOST_BUFFER_BYTES
+    held = gather_bytes(_shape(job), job.model.num_heads, job.seqlen, arriving, _pairs(job), torch.bfloat16)
+    return held <= MAX_GATHER_BYTES
 
 
 def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
@@ -176,17 +176,19 @@ def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
     chunks, seen, returning = 2 * job.cp_size, 2 * job.cp_size - rank, job.cp_size - 1 + rank
     head = 2 * job.seqlen * job.model.head_dim
     sections, keys = sections_at_a_time(job), head * job.model.num_kv_heads
-    if not gathered_whole(_shape(job), job.seqlen, torch.bfloat16):
-        keys = keys // job.cp_size + sum(shared_turns(sections, buffers)) * head * seen // chunks
-    turns = stages_of(_shape(job), job.model.num_heads, job.seqlen, _pairs(job), torch.bfloat16, sections.backward)
-    stages = sum(taking_turns(sections.backward, turns))
+    if not fits_unbuffered(_shape(job), job.seqlen, torch.bfloat16):
+        keys = keys // job.cp_size + sum(shared_buffer_heads(sections, buffers)) * head * seen // chunks
+    turns = choose_num_gradient_buffers(
+        _shape(job), job.model.num_heads, job.seqlen, _pairs(job), torch.bfloat16, sections.backward
+    )
+    stages = sum(buffer_heads(sections.backward, turns))
     gradients = stages * head + max(sections.backward) * head * returning // chunks
-    return NUMBER_BYTES + keys * BF16 + gradients * FP32
+    return HEADER_BYTES + keys * BF16 + gradients * FP32
 
 
 def sections_at_a_time(job: Job) -> Sections:
     """KV heads that are gathered at a time."""
-    return sections_of(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16)
+    return choose_sections(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16)
 
 
 def _pairs(job: Job) -> int:
