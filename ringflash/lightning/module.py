@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
-from ringflash.flops import layer_windows, multiplied, training_flops
+from ringflash.flops import layer_windows, matmul_sizes, training_flops
 from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, modules_in_fp32, read_config
 from ringflash.lightning.buckets import NUM_BUCKETS, position_buckets
 from ringflash.lightning.strategy import strategy_of
@@ -270,7 +270,7 @@ def empty_model(
 
 def _flops_of(model: nn.Module) -> Callable[[Sequence[int]], float] | None:
     """`training_flops` of a transformers model; None for one whose parameters are not counted."""
-    counted = multiplied(model)
+    counted = matmul_sizes(model)
     return None if counted is None else partial(training_flops, counted, layer_windows(model.config))
 
 

@@ -26,7 +26,7 @@ from ringflash.commands.plan.search import (
 )
 from ringflash.commands.plan.timing import step_time
 from ringflash.console import console
-from ringflash.flops import Chunk, seen_pairs, visible_pairs
+from ringflash.flops import ChunkedAttention, count_visible_pairs, visible_pairs
 from ringflash.huggingface.weights import laid_over, read_config
 from ringflash.memory import Memory
 
@@ -249,7 +249,9 @@ def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def visible_fraction(seqlen: int, windows: Sequence[int | Chunk | None], bounds: Sequence[int] | None = None) -> float:
+def visible_fraction(
+    seqlen: int, windows: Sequence[int | ChunkedAttention | None], bounds: Sequence[int] | None = None
+) -> float:
     """Return the fraction of causal pairs that windows and chunks leave visible, averaged over the layers.
 
     Args:
@@ -257,7 +259,7 @@ def visible_fraction(seqlen: int, windows: Sequence[int | Chunk | None], bounds:
     """
     if not seqlen:
         return 1.0  # a later check rejects this length
-    return seen_pairs(windows, bounds or (0, seqlen)) / (len(windows) * visible_pairs(seqlen))
+    return count_visible_pairs(windows, bounds or (0, seqlen)) / (len(windows) * visible_pairs(seqlen))
 
 
 def _tokens(text: str) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from ringflash import huggingface
 from ringflash.commands.plan.saved_bytes import ModelTrace, SavedBytes, trace_layers, with_liger
 from ringflash.commands.plan.traffic import Traffic
-from ringflash.flops import Chunk, layer_windows, multiplied
+from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.memory.tiles import modules_to_tile
 
 _WITH_LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families that `saved_bytes.with_liger` imitates
@@ -100,7 +100,7 @@ class ReadShape:
         return found
 
 
-def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | Chunk | None]]:
+def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
     """Build a model on the meta device; return its sizes and the window of every layer.
 
     Raises:
@@ -114,7 +114,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | Chunk | N
 def read_shape(model: Any) -> ReadShape:
     """Read the sizes of a causal language model on the meta device."""
     config, layers = model.config, list(model.model.layers)
-    if (counted := multiplied(model)) is None:
+    if (counted := matmul_sizes(model)) is None:
         raise NotImplementedError(
             f"model_type must be one whose parameters can be placed, got {config.model_type!r}, whose attention layers "
             "differ in width or hold parameters that are no matrices; no plan counts them."
