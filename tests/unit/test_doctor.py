@@ -334,7 +334,7 @@ def test_every_gpu_of_every_host_is_probed(monkeypatch: pytest.MonkeyPatch) -> N
     assert [(x.level, x.what, x.found) for x in found] == [
         ("ok", "a, rank 0: kernel", "by 0"), ("fault", "a, rank 1: kernel", "by 1"), ("fault", "b: kernel", "by 2"),
         ("fault", "c: probes", "rank 4 did not report"),
-        ("warning", "a: ring", "not tried: its ranks see GPUs of their own"),
+        ("warning", "a: ring", "not tried: its ranks see different GPUs"),
     ]  # fmt: skip
 
 

@@ -89,14 +89,14 @@ class ReadShape:
         found = ["the MLP's gradients are as large as what it keeps for the backward"]
         if self.expert_parameters:
             found += [
-                "products of experts run at the rate of all, and what sorts tokens by experts at that of passes",
-                "experts are sharded as all else and gathered layer by layer, and the gradients of a layer's lie whole "
-                "in bf16 and fp32 beside the next layer",
-                "tokens are spread over experts by transformers' grouped products, none dropped or padded",
+                "products of experts run at the rate of all products, and sorting tokens by experts at that of passes",
+                "experts are sharded like all parameters and gathered layer by layer; the gradients of a layer's "
+                "experts are unsharded in bf16 and fp32 during the next layer",
+                "transformers' grouped products distribute tokens over experts; none are dropped or padded",
             ]
         if self.computed_parameters > self.matmul_parameters:
             ratio = self.computed_parameters / self.matmul_parameters
-            found.append(f"its code computes experts for tokens of others, too: {ratio:.1f} times the products of MFU")
+            found.append(f"its code also computes experts for tokens of others: {ratio:.1f} times the products of MFU")
         return found
 
 
@@ -180,7 +180,7 @@ def _empty(config: Mapping[str, Any]) -> Any:
         shown = " ".join(str(error).split())[:200]
         raise ValueError(
             f"config must be one that transformers builds a causal model from, got {type(error).__name__} for "
-            f"{config.get('model_type')!r}: {shown}; correct it, or name a model with text alone."
+            f"{config.get('model_type')!r}: {shown}; correct it, or name a text-only model."
         ) from error
     if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
         raise NotImplementedError(
