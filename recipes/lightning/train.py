@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 
 from ringflash.lightning import CausalLM, Progress
 from ringflash.lightning.checkpoints import ModelCheckpoint, SameCheckpoint, newest_checkpoint
-from ringflash.lightning.sequences import SequenceData
+from ringflash.lightning.data import SequenceData
 
 # In the place of hundreds of flags, behind which an error would go unseen.
 _USAGE = "--config recipe.yaml [--config another.yaml ...] [--key value ...]"

@@ -30,10 +30,9 @@ except ModuleNotFoundError as missing:
 from ringflash.comm.agreement import agree
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check, parsed, read
-from ringflash.lightning.checkpoints import COMPLETE, check_folders
+from ringflash.lightning.checkpoints import COMPLETE, check_folders, check_local, note_time
 from ringflash.lightning.stop import add_stop_on_signal
-from ringflash.lightning.trainers import TrainerChecks
-from ringflash.lightning.writing import check_local, note_time
+from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.sequence.layout import granularity
 from ringflash.training.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 

@@ -1,4 +1,4 @@
-"""A causal language model as Lightning trains it: built, sharded, and its loss right on every rank."""
+"""A causal language model for Lightning: built, sharded, and trained on a loss with the right scale on every rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
 from ringflash.flops import layer_windows, multiplied, training_flops
+from ringflash.huggingface.positions import within_documents
 from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, modules_in_fp32, read_config
-from ringflash.lightning.buckets import NUM_BUCKETS, position_buckets
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
 from ringflash.sequence.padding import IGNORE_INDEX
 
 Batch = dict[str, Any]
+
+NUM_BUCKETS = 8  # of `position_buckets`
 
 
 class CausalLM(lightning.LightningModule):
@@ -277,3 +279,20 @@ def _flops_of(model: nn.Module) -> Callable[[Sequence[int]], float] | None:
 def _layers(model: nn.Module) -> Iterable[nn.Module]:
     """The decoder layers of what `build_model` returns."""
     return model.get_submodule("model.model.layers").children()
+
+
+def position_buckets(position_ids: torch.Tensor, cu_seqlens: torch.Tensor | None, seqlen: int) -> torch.Tensor:
+    """The bucket of every token, int64, as position_ids.
+
+    Args:
+        position_ids: (1, tokens), global, as `ringflash.huggingface.prepare_batch` gives them.
+        cu_seqlens: bounds of the documents in the whole sequence; None is one.
+        seqlen: of the whole sequence.
+    """
+    before = position_ids if cu_seqlens is None else within_documents(position_ids[0], cu_seqlens)[None]
+    return torch.bucketize(before, torch.tensor(bucket_bounds(seqlen)[1:], device=before.device), right=True)
+
+
+def bucket_bounds(seqlen: int) -> list[int]:
+    """The least number of tokens before a token of each bucket."""
+    return [0, *(-(-seqlen // (1 << (NUM_BUCKETS - i))) for i in range(1, NUM_BUCKETS))]

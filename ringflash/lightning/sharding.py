@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy
 
 from ringflash import huggingface
 from ringflash.comm.group import Group, resolve
+from ringflash.lightning.data import SequenceData
 from ringflash.lightning.first_step import FirstStep, check_same, check_step
-from ringflash.lightning.sequences import SequenceData
 from ringflash.lightning.strategy import OneProcess, keeping_ties, mixed_precision_policy, ranks_of
 from ringflash.sequence.layout import granularity, local_positions, shard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX

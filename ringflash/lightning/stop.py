@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ringflash.lightning.trainers import TrainerChecks
+from ringflash.lightning.trainer_checks import TrainerChecks
 
 
 class StopOnSignal(lightning.Callback):

@@ -21,10 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ringflash.lightning.checkpoints import check_folders, older_checkpoints
+from ringflash.lightning.checkpoints import CheckpointWriter, check_folders, check_local, older_checkpoints
 from ringflash.lightning.stop import add_stop_on_signal
-from ringflash.lightning.trainers import TrainerChecks
-from ringflash.lightning.writing import CheckpointWriter, check_local
+from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.safe_files import check_together
 from ringflash.sequence.layout import granularity
 from ringflash.training.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts

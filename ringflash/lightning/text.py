@@ -1,10 +1,11 @@
-"""Text files as packed sequences of bytes: every file a document, cut where a sequence is full.
+"""Text files as training data that needs no preparation: bytes are tokens, and each file is a document.
 
     files      a.py  b.py      c.py
     stream     |aaaa|bbbbbbbbb|ccc          | is SEPARATOR, the first token of a document
     sequences  |aaaa|b   bbbbbbbb   |ccc    cu_seqlens (0, 5, 7)   (0, 8)   ...
 
-A document that is cut goes on in the next sequence as a document of its own.
+A document that does not fit continues in the next sequence as a document of its own. For real training use
+`ringflash.lightning.TokenData`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ import sysconfig
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
+
+from ringflash import huggingface
+from ringflash.comm.agreement import READ_TIMEOUT, agree
+from ringflash.lightning.data import Batch, SequenceData
+from ringflash.lightning.strategy import strategy_of
 
 SEPARATOR = 256  # the token after the 256 bytes
 VOCAB_SIZE = 257
@@ -97,3 +104,62 @@ def is_held_out(name: str) -> bool:
     """Whether a file is kept from training: one in twenty, by its name alone, the same on every machine."""
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % 100 < _HELD_OUT_PERCENT
+
+
+class TextData(SequenceData):
+    """Bytes of text files, packed: sequences to train on, and some trained and some held-out ones to judge by.
+
+    Every rank reads all of the text and cuts its part out of whole sequences.
+
+    Args:
+        seqlen: tokens of a whole sequence, over all ranks that share it.
+        folder: where the files lie; default the sources of Python's standard library.
+        suffix: how their names end.
+        num_eval_sequences: sequences to judge by, of each kind; divisible by the data-parallel size.
+        seed: names the order of the sequences.
+    """
+
+    def __init__(
+        self,
+        seqlen: int,
+        folder: str | None = None,
+        suffix: str = ".py",
+        num_eval_sequences: int = 8,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seqlen, num_eval_sequences, seed)
+        self.folder, self.suffix = folder, suffix
+
+    def read(self) -> tuple[PackedText, PackedText]:
+        """Read and pack the files, on all ranks or none.
+
+        Raises:
+            ValueError: no files, or too little text in them; other text on another rank; a model without the bytes
+                and the separator.
+        """
+        self.check_vocabulary(VOCAB_SIZE, "bytes and the separator between documents")
+        parts: list[PackedText] = []
+        error = None
+        try:
+            files = text_files(self.folder, self.suffix)
+            for held in (False, True):
+                paths = [path for name, path in files if is_held_out(name) == held]
+                parts.append(PackedText((path.read_bytes() for path in paths), self.seqlen))
+        except (ValueError, OSError) as problem:
+            error = problem
+        fingerprints = [part.fingerprint for part in parts]
+        agree(dist.group.WORLD, {"fingerprints of the text": fingerprints}, error, timeout=READ_TIMEOUT)
+        train, held_out = parts
+        return train, held_out
+
+    def identity(self) -> dict[str, Any]:
+        """Also the text."""
+        assert isinstance(self.train, PackedText)
+        return {**super().identity(), "text": self.train.fingerprint}
+
+    def on_before_batch_transfer(self, batch: PackedSequence, dataloader_idx: int) -> Batch:
+        """This rank's shard of the sequence, cut before it goes to the device."""
+        strategy = strategy_of(self.trainer)
+        return huggingface.prepare_batch(
+            batch["input_ids"], group=strategy.cp_group, cu_seqlens=batch["cu_seqlens"], layout=strategy.layout
+        )

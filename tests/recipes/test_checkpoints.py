@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from ringflash.lightning import ContextParallelStrategy
-from ringflash.lightning.checkpoints import COMPLETE, newest_checkpoint
-from ringflash.lightning.writing import WRITTEN_AT, leftovers
+from ringflash.lightning.checkpoints import COMPLETE, WRITTEN_AT, leftovers, newest_checkpoint
 from tests.recipes.launching import run_ranks, write_text
 
 WORLD_SIZE = 2

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
-from ringflash.lightning.writing import CheckpointWriter
+from ringflash.lightning.checkpoints import CheckpointWriter
 from ringflash.safe_files import check_together
 
 
