@@ -26,26 +26,26 @@ from ringflash.lightning.strategy import ContextParallelStrategy, strategy_of
 from ringflash.lightning.trainer_checks import check_interval
 
 Loader = DataLoader[Any]
-Batch = dict[str, Any]  # what ringflash.huggingface.prepare_batch returns
+Batch = dict[str, Any]  # as ringflash.huggingface.prepare_batch returns it
 
 
 class Sequences(Protocol):
-    """A dataset whose sequences are numbered."""
+    """Dataset with a length and numbered sequences."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
 
 
 class SequenceData(lightning.LightningDataModule):
-    """Sequences to train on, and some trained and some held-out ones to judge by; a subclass reads them.
+    """Base of the data modules: sequences to train on, and fixed sequences to evaluate; a subclass reads them.
 
-    A step's batch is one sequence for each data rank. A run resumes exactly, in the middle of an epoch and on
-    another number of ranks.
+    Evaluations use some sequences of the training set and some that are held out. A batch is one sequence on each
+    data rank. A run resumes exactly, even in the middle of an epoch or on a different number of ranks.
 
     Args:
         seqlen: tokens of a whole sequence, over all ranks that share it.
-        num_eval_sequences: sequences to judge by, of each kind; divisible by the data-parallel size.
-        seed: names the order of the sequences.
+        num_eval_sequences: sequences to evaluate from each of the two sets; divisible by the data-parallel size.
+        seed: determines the order of the sequences.
     """
 
     def __init__(self, seqlen: int, num_eval_sequences: int, seed: int) -> None:
@@ -54,16 +54,16 @@ class SequenceData(lightning.LightningDataModule):
         self.num_consumed = 0
 
     def read(self) -> tuple[Sequences, Sequences]:
-        """The sequences to train on and those held out."""
+        """Return the sequences to train on and the held-out ones."""
         raise NotImplementedError(f"read must be overridden, got none in {type(self).__name__}; return two datasets.")
 
     def setup(self, stage: str) -> None:
-        """Read the sequences; have the trainer count what it consumes.
+        """Read the sequences, and add the callback that counts consumed samples.
 
         Raises:
-            ValueError: a trainer that would share the sequences out a second time, give all data ranks the same ones,
-                count epochs that never end, end them in the middle of a step, or evaluate by the clock; sequences to
-                judge by that do not fit the data ranks.
+            ValueError: a trainer that would split the sequences a second time, give all data ranks the same ones, wait
+                for epochs that never end, end them in the middle of a step, or evaluate by the clock; a number of
+                evaluation sequences that the data ranks do not divide.
         """
         _check_sampler(self.trainer)
         if stage == "fit":
@@ -75,11 +75,11 @@ class SequenceData(lightning.LightningDataModule):
         self._check_eval_sequences()
 
     def train_dataloader(self) -> Loader:
-        """Sequences without end, from the first one not consumed yet."""
+        """Return an endless loader that starts at the first unconsumed sequence."""
         return _loader(self.train, _Unconsumed(self))
 
     def val_dataloader(self) -> dict[str, Loader]:
-        """This data rank's share of the sequences to judge by, evenly spaced over the text."""
+        """Return this data rank's share of the evaluation sequences, which are evenly spaced over each set."""
         strategy = strategy_of(self.trainer)
         loaders = {}
         for name, text in (("train", self.train), ("held_out", self.held_out)):
@@ -88,24 +88,24 @@ class SequenceData(lightning.LightningDataModule):
         return loaders
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """All but cu_seqlens, which only the host reads."""
+        """Move all of the batch but cu_seqlens, which only the host reads."""
         tensors = {name: value for name, value in batch.items() if name != "cu_seqlens"}
         moved = super().transfer_batch_to_device(tensors, device, dataloader_idx)
         return {**moved, "cu_seqlens": batch["cu_seqlens"]}
 
     def identity(self) -> dict[str, Any]:
-        """What gives a place in the data its meaning: equal where a checkpoint can be continued."""
+        """Return the properties of the data that must match a checkpoint's for its position to mean the same."""
         return {"num_sequences": len(self.train), "seqlen": self.seqlen, "seed": self.seed}
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data, and what gives it its meaning."""
+        """Return the position in the data, and the data's `identity`."""
         return {"num_consumed": self.num_consumed, **self.identity()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the place of a checkpoint; an evaluation of it takes nothing over.
+        """Continue at the position of a checkpoint when fitting; evaluations ignore it.
 
         Raises:
-            ValueError: other text, length or order than the checkpoint was made with.
+            ValueError: text, length or order different from the checkpoint's.
         """
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
@@ -118,10 +118,10 @@ class SequenceData(lightning.LightningDataModule):
         self.num_consumed = state_dict["num_consumed"]
 
     def check_vocabulary(self, vocab_size: int, where: str) -> None:
-        """Refuse a `CausalLM` without some of the tokens: the ranks that meet one would fail, and the others wait.
+        """Refuse a `CausalLM` that lacks some of the tokens: ranks that meet one would fail, and the others hang.
 
         Raises:
-            ValueError: a model with a smaller vocabulary.
+            ValueError: a model with a smaller vocabulary; on every rank.
         """
         module = None if self.trainer is None else self.trainer.lightning_module
         got = _vocab_size(module.config) if isinstance(module, CausalLM) else None
@@ -142,7 +142,7 @@ class SequenceData(lightning.LightningDataModule):
 
 
 def _vocab_size(config: dict[str, Any]) -> int | None:
-    """Of a configuration, which may leave it to its family."""
+    """Return the vocabulary size of a configuration, by default that of its model family."""
     if "vocab_size" in config:
         return config["vocab_size"]
     from transformers import AutoConfig
@@ -151,7 +151,7 @@ def _vocab_size(config: dict[str, Any]) -> int | None:
 
 
 def _check_sampler(trainer: lightning.Trainer) -> None:
-    """Refuse Lightning's own samplers, which know nothing of data ranks, or share out a share to judge by."""
+    """Refuse Lightning's samplers: they ignore data ranks, or would split an evaluation set that is already split."""
     if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
         raise ValueError(
             "use_distributed_sampler must be False with sequences that are shared out already, got True, which is "
@@ -165,7 +165,7 @@ def _check_sampler(trainer: lightning.Trainer) -> None:
 
 
 def _check_epochs(trainer: lightning.Trainer) -> None:
-    """Refuse epochs that never end, Lightning's default without a limit among them, or end in the middle of a step."""
+    """Refuse epochs that never end, which is Lightning's default, or that end in the middle of a step."""
     endless = isinstance(trainer.limit_train_batches, float) and not trainer.overfit_batches
     if endless and trainer.max_epochs not in (None, -1):
         raise ValueError(
@@ -181,9 +181,9 @@ def _check_epochs(trainer: lightning.Trainer) -> None:
 
 
 class _Unconsumed(Sampler[int]):
-    """This data rank's sequences from the first one not consumed yet, each time it is iterated.
+    """Sampler of this data rank's sequences; each iteration starts at the first unconsumed one.
 
-    A trainer with epochs of its own (limit_train_batches) iterates it at the start of each of them.
+    A trainer whose epochs are limited (limit_train_batches) starts an iteration in each epoch.
     """
 
     def __init__(self, data: SequenceData) -> None:
@@ -198,7 +198,7 @@ class _Unconsumed(Sampler[int]):
 
 
 def _check_class(data: object, checkpoint: dict[str, Any]) -> None:
-    """Lightning keeps a place under the name of the data's class, and begins at the first sequence without one."""
+    """Refuse a checkpoint of another data class: Lightning finds positions by class name, and would start at 0."""
     places = [name for name, state in checkpoint.items() if isinstance(state, dict) and "num_consumed" in state]
     if places and type(data).__qualname__ not in places:
         raise ValueError(
@@ -212,25 +212,25 @@ def _loader(sequences: Sequences, chosen: Sampler[int] | list[int]) -> Loader:
 
 
 class CountConsumed(lightning.Callback):
-    """Counts samples at the end of each batch, and those of whole steps in a checkpoint.
+    """Callback that counts samples after each batch, and saves the count as of the last complete step.
 
-    A callback, because those of checkpoints run after all others, but before the module's own hook: a count
-    kept by the module is one batch behind in the checkpoint.
+    The module could not count: its hook runs after the checkpoint callbacks, and the saved count would be one batch
+    behind. Checkpoint callbacks run after all other callbacks.
     """
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """Every data rank has consumed one sample."""
+        """Count one sample for every data rank."""
         trainer.datamodule.num_consumed += strategy_of(trainer).dp_size
 
     def on_load_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """A step begins with the first batch also where it has more of them (accumulate_grad_batches) than before.
+        """Round the number of batches up to whole steps, in case accumulate_grad_batches has changed.
 
-        Lightning ends a step by the number of batches so far, which is rounded up to whole steps.
+        Lightning ends a step by the number of batches so far; without rounding the first step could be short.
 
         Raises:
-            ValueError: a run that another class of data has begun, whose place in it Lightning would not hand over.
+            ValueError: a checkpoint of another data class, whose position Lightning would not restore.
         """
         if trainer.state.fn == TrainerFn.FITTING:
             _check_class(trainer.datamodule, checkpoint)
@@ -242,9 +242,9 @@ class CountConsumed(lightning.Callback):
     def on_save_checkpoint(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """A place in the middle of a step (accumulate_grad_batches) is kept as the place where the step began.
+        """Save a position in the middle of a step (accumulate_grad_batches) as the start of that step.
 
-        The gradients so far are in no checkpoint: who goes on from it makes the whole step.
+        Checkpoints do not contain partial gradients, so a resumed run repeats the whole step.
         """
         loop = trainer.fit_loop.epoch_loop
         if not loop._should_accumulate():
@@ -258,15 +258,17 @@ class CountConsumed(lightning.Callback):
 
 
 class TokenData(SequenceData):
-    """Documents of token files, shuffled and packed; a part of them held out.
+    """Documents of token files, shuffled and packed, with some of them held out.
+
+    Each rank reads only its own chunks of a sequence.
 
     Args:
-        folder: what `python -m ringflash.data prepare` wrote; the same files on every host.
+        folder: token files written by `python -m ringflash.data prepare`; the same files on every host.
         seqlen: tokens of a whole sequence, over all ranks that share it.
-        held_out_percent: documents kept from training; the same ones for every seed.
-        num_eval_sequences: sequences to judge by, of each kind; divisible by the data-parallel size.
-        seed: names the order of the documents in the sequences, and that of the sequences.
-        verify: compare all checksums first: the ranks of a host read the files once between them.
+        held_out_percent: percentage of documents held out of training; the same documents for every seed.
+        num_eval_sequences: sequences to evaluate from each of the two sets; divisible by the data-parallel size.
+        seed: determines the order of the documents in the sequences, and of the sequences.
+        verify: compare all checksums first; the ranks of a host share the work, so that each file is read once.
     """
 
     def __init__(
@@ -287,7 +289,7 @@ class TokenData(SequenceData):
         """Open the files, on all ranks or none.
 
         Raises:
-            TokenFileError: files that are not as they were written.
+            TokenFileError: damaged files.
             ValueError: a model with a smaller vocabulary.
         """
         strategy = strategy_of(self.trainer)
@@ -298,7 +300,7 @@ class TokenData(SequenceData):
         return train, held_out
 
     def identity(self) -> dict[str, Any]:
-        """Also the files, and which of their documents are held out."""
+        """Add the files' fingerprint and the percentage held out."""
         tokens = self.files.header.fingerprint
         return {**super().identity(), "tokens": tokens, "held_out_percent": self.held_out_percent}
 
@@ -310,11 +312,11 @@ class TokenData(SequenceData):
 
 
 def open_together(folder: Path, strategy: ContextParallelStrategy, verify: bool) -> TokenFiles:
-    """The files of a folder, once every rank has opened the same ones: one that raises alone hangs the others.
+    """Open the files of a folder on all ranks or none: a rank that raised by itself would hang the others.
 
     Raises:
-        TokenFileError: what is wrong with this rank's files.
-        ValueError, RuntimeError: what is wrong with another's; other files on another rank.
+        TokenFileError: this rank's files are damaged or missing.
+        ValueError, RuntimeError: another rank's files are, or ranks have different files.
     """
     files, error = None, None
     try:
