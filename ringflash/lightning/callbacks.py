@@ -74,7 +74,7 @@ class Progress(lightning.Callback):
         self._restart_clock(trainer)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: CausalLM, *_: Any) -> None:
-        """Restart the clock after an evaluation, which the evaluations of other callbacks may follow."""
+        """Restart the clock after an evaluation; only here, because other callbacks may evaluate after this one."""
         if self._evaluated:
             self._restart_clock(trainer)
 

@@ -90,8 +90,8 @@ class CheckpointWriter:
         failed = {rank: text for rank, text in enumerate(found) if text}
         if failed:
             raise RuntimeError(
-                f"a checkpoint must be written in full, got {next(iter(failed.values()))} (seen on ranks "
-                f"{list(failed)}); make room, or name another folder. The last whole one is untouched."
+                f"a checkpoint was not written: {next(iter(failed.values()))} (seen on ranks {list(failed)}); free "
+                "disk space, or choose another folder. The last complete checkpoint is untouched."
             )
 
     def close(self) -> str | None:
