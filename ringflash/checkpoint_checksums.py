@@ -1,10 +1,10 @@
-"""Checksums of a distributed checkpoint: computed while it is written, compared before it is loaded.
+"""Checksums of a distributed checkpoint, computed while it is written and compared before it is loaded.
 
     checksums.json    piece_bytes, and for each file its length and the CRC-32 of each of its pieces
-    __0_0.distcp      | piece 0 | piece 1 | ... | the last one, shorter |
+    __0_0.distcp      | piece 0 | piece 1 | ... | last piece, shorter |
 
-Ranks share out the pieces, whatever the number of ranks that wrote them. A CRC-32 finds each flipped bit; it is no
-protection against somebody who writes a matching one.
+The loading ranks share the pieces evenly, however many ranks wrote them. A CRC-32 finds any single flipped bit, but
+does not protect against a deliberate change with a matching checksum.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.futures import Future
 
 CHECKSUMS = "checksums.json"
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 64 << 20  # bytes per checksum
 
 
 @dataclass
 class Sums:
-    """Length and checksums of one file, of which bytes arrive in order."""
+    """Length and checksums of one file, updated as its bytes arrive in order."""
 
     num_bytes: int = 0
     crc32: list[int] = field(default_factory=list)
 
     def add(self, data: Any) -> None:
-        """Count the next bytes of the file."""
+        """Add the next bytes of the file."""
         view = memoryview(data).cast("B")
         while len(view):
             start = self.num_bytes % PIECE_BYTES
@@ -46,7 +46,7 @@ class Sums:
 
 
 class ChecksumWriter(FileSystemWriter):
-    """torch's writer; after `finish`, `sums` on rank 0 has those of all files by name."""
+    """torch's FileSystemWriter with checksums; after `finish`, `sums` on rank 0 covers all files."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -54,25 +54,25 @@ class ChecksumWriter(FileSystemWriter):
 
     @property
     def sums(self) -> dict[str, Sums]:
-        """Sums of the files that this rank has written or been told of."""
+        """Checksums by file name, of the files that this rank has written or received from other ranks."""
         return cast(_SummedFiles, self.fs).sums
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write this rank's part; its sums travel to rank 0 behind the results."""
+        """Write this rank's part, and append its checksums to the results, which are sent to rank 0."""
         results = super().write_data(plan, planner).wait()
         answer: Future[list[Any]] = Future()
         answer.set_result([*results, self.sums])
         return answer
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Take the sums of all ranks, and write .metadata."""
+        """Collect the checksums of all ranks, and write .metadata."""
         for part in results:
             self.sums.update(part.pop())
         super().finish(metadata, results)
 
 
 class _SummedFiles(FileSystem):
-    """torch's files; what is written to them is counted in `sums`."""
+    """torch's FileSystem, with checksums of everything that is written."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Sums] = {}
@@ -92,7 +92,7 @@ class _SummedFiles(FileSystem):
 
 
 class _Summed:
-    """A file that is written from its beginning to its end."""
+    """Writable stream that adds what is written, from beginning to end, to its `Sums`."""
 
     def __init__(self, stream: Any, sums: Sums) -> None:
         self._stream, self._sums = stream, sums
@@ -106,7 +106,7 @@ class _Summed:
 
 
 def write_checksums(directory: Path, sums: dict[str, Sums]) -> None:
-    """Write checksums.json."""
+    """Write the checksums of all files to checksums.json in a checkpoint."""
     content = {"piece_bytes": PIECE_BYTES, "files": {name: asdict(each) for name, each in sums.items()}}
     with open(directory / CHECKSUMS, "w") as file:
         json.dump(content, file)
@@ -115,10 +115,12 @@ def write_checksums(directory: Path, sums: dict[str, Sums]) -> None:
 
 
 def check_sums(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Return if the files of a checkpoint have the bytes that were written, as far as this rank's share of them goes.
+    """Check that this rank's share of a checkpoint has the bytes that were written.
 
+    Args:
+        rank, num_ranks: this process and the number of those that share the pieces.
     Raises:
-        ValueError: a file that differs, with the bytes in question, or that cannot be read.
+        ValueError: a file cannot be read or differs; the message gives the range of bytes.
     """
     try:
         damaged = _first_damaged(directory, rank, num_ranks)
@@ -130,7 +132,7 @@ def check_sums(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
 
 
 def _first_damaged(directory: Path, rank: int, num_ranks: int) -> tuple[str, str] | None:
-    """Name of the first damaged file in this rank's share of the pieces, and what is wrong; every rank sees lengths."""
+    """Name of the first damaged file in this rank's share of pieces, and the damage; every rank checks all lengths."""
     content = json.loads((directory / CHECKSUMS).read_bytes())
     size, files = int(content["piece_bytes"]), {name: Sums(**each) for name, each in content["files"].items()}
     for name, sums in files.items():
