@@ -120,7 +120,7 @@ class _DataOnly(DefaultLoadPlanner):
 
 
 def _read_values(directory: Path, metadata: Metadata) -> None:
-    """Read all values that are not tensors from where torch's load will read them."""
+    """What is not a tensor, read from where torch's load will read it."""
     kinds = metadata.state_dict_metadata.items()
     indices = [MetadataIndex(name) for name, kind in kinds if isinstance(kind, BytesStorageMetadata)]
     none = torch.Size([0])
