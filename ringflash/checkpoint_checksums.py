@@ -1,10 +1,10 @@
-"""Checksums of a distributed checkpoint, computed while it is written and compared before it is loaded.
+"""Checksums of a distributed checkpoint: computed while it is written, compared before it is loaded.
 
     checksums.json    piece_bytes, and for each file its length and the CRC-32 of each of its pieces
-    __0_0.distcp      | piece 0 | piece 1 | ... | last piece, shorter |
+    __0_0.distcp      | piece 0 | piece 1 | ... | the last one, shorter |
 
-The loading ranks share the pieces evenly, however many ranks wrote them. A CRC-32 finds any single flipped bit, but
-does not protect against a deliberate change with a matching checksum.
+Ranks divide the pieces among them, independently of the number of ranks that wrote them. A CRC-32 detects accidental
+damage such as a flipped bit; it does not protect against deliberate changes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.futures import Future
 
 CHECKSUMS = "checksums.json"
-PIECE_BYTES = 64 << 20  # bytes per checksum
+PIECE_BYTES = 64 << 20
 
 
 @dataclass
 class Sums:
-    """Length and checksums of one file, updated as its bytes arrive in order."""
+    """Length and checksums of one file, whose bytes are added in order."""
 
     num_bytes: int = 0
     crc32: list[int] = field(default_factory=list)
 
     def add(self, data: Any) -> None:
-        """Add the next bytes of the file."""
+        """Count the next bytes of the file."""
         view = memoryview(data).cast("B")
         while len(view):
             start = self.num_bytes % PIECE_BYTES
@@ -46,7 +46,7 @@ class Sums:
 
 
 class ChecksumWriter(FileSystemWriter):
-    """torch's FileSystemWriter with checksums; after `finish`, `sums` on rank 0 covers all files."""
+    """torch's checkpoint writer with checksums. After `finish`, `sums` on rank 0 has all files by name."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -54,7 +54,7 @@ class ChecksumWriter(FileSystemWriter):
 
     @property
     def sums(self) -> dict[str, Sums]:
-        """Checksums by file name, of the files that this rank has written or received from other ranks."""
+        """Checksums of the files that this rank wrote or received from other ranks."""
         return cast(_SummedFiles, self.fs).sums
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -72,7 +72,7 @@ class ChecksumWriter(FileSystemWriter):
 
 
 class _SummedFiles(FileSystem):
-    """torch's FileSystem, with checksums of everything that is written."""
+    """torch's file system, which adds all written bytes to `sums`."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Sums] = {}
@@ -92,7 +92,7 @@ class _SummedFiles(FileSystem):
 
 
 class _Summed:
-    """Writable stream that adds what is written, from beginning to end, to its `Sums`."""
+    """Stream that adds the bytes of a file, written sequentially, to its checksums."""
 
     def __init__(self, stream: Any, sums: Sums) -> None:
         self._stream, self._sums = stream, sums
@@ -106,7 +106,7 @@ class _Summed:
 
 
 def write_checksums(directory: Path, sums: dict[str, Sums]) -> None:
-    """Write the checksums of all files to checksums.json in a checkpoint."""
+    """Write checksums.json."""
     content = {"piece_bytes": PIECE_BYTES, "files": {name: asdict(each) for name, each in sums.items()}}
     with open(directory / CHECKSUMS, "w") as file:
         json.dump(content, file)
@@ -115,12 +115,10 @@ def write_checksums(directory: Path, sums: dict[str, Sums]) -> None:
 
 
 def check_sums(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Check that this rank's share of a checkpoint has the bytes that were written.
+    """Return if this rank's share of a checkpoint's files holds the bytes that were written.
 
-    Args:
-        rank, num_ranks: this process and the number of those that share the pieces.
     Raises:
-        ValueError: a file cannot be read or differs; the message gives the range of bytes.
+        ValueError: a file differs (names the range of bytes) or cannot be read.
     """
     try:
         damaged = _first_damaged(directory, rank, num_ranks)
@@ -132,7 +130,7 @@ def check_sums(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
 
 
 def _first_damaged(directory: Path, rank: int, num_ranks: int) -> tuple[str, str] | None:
-    """Name of the first damaged file in this rank's share of pieces, and the damage; every rank checks all lengths."""
+    """Return the first damaged file in this rank's share and its damage; every rank compares all lengths."""
     content = json.loads((directory / CHECKSUMS).read_bytes())
     size, files = int(content["piece_bytes"]), {name: Sums(**each) for name, each in content["files"].items()}
     for name, sums in files.items():

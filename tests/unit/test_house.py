@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (
     ("console", "checkpoint_checksums"),
     ("comm",),
-    ("sequence", "safe_files"),
+    ("safe_files", "sequence"),
     ("attention",),
     ("loss", "memory"),
     ("huggingface",),
