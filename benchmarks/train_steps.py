@@ -47,7 +47,7 @@ from ringflash.commands.plan.machine import GIB, GPUS, Machine  # noqa: E402
 from ringflash.commands.plan.read import model_of  # noqa: E402
 from ringflash.flops import peak_tflops  # noqa: E402
 from ringflash.lightning import CausalLM, ExposedCommunication  # noqa: E402
-from ringflash.lightning.sequences import Batch, Loader, SequenceData  # noqa: E402
+from ringflash.lightning.data import Batch, Loader, SequenceData  # noqa: E402
 from ringflash.lightning.strategy import strategy_of  # noqa: E402
 from ringflash.lightning.text import text_files  # noqa: E402
 from ringflash.memory import Memory  # noqa: E402
