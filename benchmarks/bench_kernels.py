@@ -1,15 +1,14 @@
-"""Attention kernels on one GPU: ours beside flash-attn-4 and cuDNN, in TFLOP/s.
+"""Speed of attention kernels on one GPU: ours, flash-attn-4's and cuDNN's, in TFLOP/s.
 
     python benchmarks/bench_kernels.py [--rows hd128] [--rounds 5] [--json results.json]
 
-All contenders of a row run in one process, in random order, and each sample follows a burn of the same kernel as
-long as itself: the chip is power-bound, its limit acts with a delay, and a sample that follows a cooler kernel
-reads up to 10% high. Medians; read the ratios, not the absolute figures.
+All contenders of a row run in one process, in random order. Each sample follows a warm-up (burn) of the same kernel and
+length: the chip is power-bound, its limit acts with a delay, and a sample after a cooler kernel reads up to 10% high.
+Figures are medians; compare the ratios rather than the absolute figures.
 
-FLOPs: 4 * head_dim for every visible pair and head forward, 2.5 times that backward (FlashAttention's convention;
-a causal mask of S x S counts as S * S / 2 pairs). Memory: peak of one call beyond what was allocated before; ours
-writes into given results, the peers allocate theirs.
-Contenders that are not installed are left out.
+FLOPs: 4 * head_dim per visible pair and head forward, 2.5 times as many backward (FlashAttention's convention; a causal
+mask of S x S counts as S * S / 2 pairs). Memory: peak of one call in addition to earlier allocations; our kernels write
+into given outputs, the peers allocate theirs. Contenders that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from benchmarks.environment import describe  # noqa: E402
 from ringflash_kernels.mask import Mask  # noqa: E402
 
 Run = Callable[[], object]
-_BURN_TFLOPS = 500e12  # how fast a burn is taken to be when its length is chosen
+_BURN_FLOPS_PER_S = 500e12  # assumed speed of a burn, to choose its length
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Row:
 
     @cached_property
     def mask(self) -> Mask:
-        """The visible pairs."""
+        """Mask of the visible pairs."""
         if self.kind == "documents":
             return Mask.documents(document_bounds(self.seqlen))
         window = (4096, 0) if self.kind == "window" else (-1, -1)
@@ -64,7 +63,7 @@ class Row:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a forward pass."""
+        """Number of floating-point operations of a forward pass."""
         pairs = self.seqlen**2 / 2 if self.kind == "causal" else self.mask.num_visible
         return 4 * self.head_dim * self.batch * self.num_heads * pairs
 
@@ -88,7 +87,7 @@ def _rows() -> tuple[Row, ...]:
     rows += [Row(128, 131072, 1, 32, 8, "causal"), Row(128, 8192, 1, 32, 8, "full"), Row(128, 8192, 1, 32, 8, "hop")]
     rows += [Row(128, 65536, 1, 16, 4, "causal"), Row(128, 65536, 1, 16, 4, "documents")]
     rows += [Row(128, 131072, 1, 16, 4, "window")]
-    # A section of the ring by heads: all keys, few heads.
+    # One section of the all-gather by heads: all keys, few heads.
     return (*rows, Row(128, 262144, 1, 4, 1, "causal"), Row(128, 262144, 1, 1, 1, "full"))
 
 
@@ -96,7 +95,7 @@ ROWS = _rows()
 
 
 class Inputs:
-    """Tensors of one row; random normal, bf16."""
+    """Tensors of one row: random normal, bf16."""
 
     def __init__(self, row: Row) -> None:
         self.row, self.mask, self.scale = row, row.mask, row.head_dim**-0.5
@@ -108,7 +107,7 @@ class Inputs:
 
 
 class Contender(NamedTuple):
-    """A kernel to time. A builder returns the call to time, or None where the contender cannot take the row."""
+    """A kernel to time. A builder returns the call to time, or None if the contender does not support the row."""
 
     name: str
     build: dict[str, Callable[[Inputs], Run | None]]  # by pass: forward, backward
@@ -142,7 +141,7 @@ def ours() -> Contender:
 
 
 def ours_without_state() -> Contender:
-    """The same work as a hop, but starting fresh: what resuming costs."""
+    """The same work as a hop without resuming from (out, lse), to show the cost of resuming."""
     from ringflash_kernels.hopper.forward.host import forward
 
     def build_forward(x: Inputs) -> Run | None:
@@ -200,7 +199,7 @@ def cudnn() -> Contender:
 
 
 def contenders() -> Iterator[Contender]:
-    """Those that can be imported here."""
+    """Return the contenders that can be imported."""
     for make in (ours, ours_without_state, flash_attn_4, cudnn):
         try:
             yield make()
@@ -209,8 +208,8 @@ def contenders() -> Iterator[Contender]:
 
 
 def measure(runs: dict[str, Run], flops: float, *, rounds: int, sample_ms: float) -> dict[str, list[float]]:
-    """TFLOP/s of every sample: interleaved in random order, each after a burn."""
-    repeats = max(1, round(sample_ms * 1e-3 * _BURN_TFLOPS / flops))
+    """Return the TFLOP/s of every sample: in random order, each after a burn."""
+    repeats = max(1, round(sample_ms * 1e-3 * _BURN_FLOPS_PER_S / flops))
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name in random.sample(list(runs), len(runs)):
@@ -220,7 +219,7 @@ def measure(runs: dict[str, Run], flops: float, *, rounds: int, sample_ms: float
 
 
 def timed_ms(run: Run, repeats: int) -> float:
-    """Milliseconds of one call, from events around `repeats` of them."""
+    """Return the milliseconds of one call, from events around `repeats` calls."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repeats):
@@ -231,7 +230,7 @@ def timed_ms(run: Run, repeats: int) -> float:
 
 
 def peak_bytes(run: Run) -> int:
-    """Device memory that a call takes beyond what was there."""
+    """Return the peak device memory of a call, in addition to earlier allocations."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -241,7 +240,7 @@ def peak_bytes(run: Run) -> int:
 
 
 def bench(row: Row, direction: str, teams: list[Contender], *, rounds: int, sample_ms: float) -> dict | None:
-    """One line of the table; None where no contender takes part."""
+    """Return one line of the table; None if no contender supports the row."""
     inputs = Inputs(row)
     runs: dict[str, Run] = {}
     for team in teams:
@@ -251,7 +250,7 @@ def bench(row: Row, direction: str, teams: list[Contender], *, rounds: int, samp
                 run()
                 torch.cuda.synchronize()
                 runs[team.name] = run
-            except Exception as error:  # a peer that cannot take a row must not end the table
+            except Exception as error:  # a peer that fails on a row must not end the run
                 print(f"{row}: {team.name} failed: {type(error).__name__}: {str(error)[:120]}", flush=True)
     if not runs:
         return None
@@ -267,7 +266,7 @@ def bench(row: Row, direction: str, teams: list[Contender], *, rounds: int, samp
 
 
 def line(result: dict) -> str:
-    """A result as a row of a Markdown table: our figure, and ours over each peer's."""
+    """Return a result as a row of a Markdown table: our figure, and its ratio to each peer's."""
     tflops = result["tflops"]
     mine = tflops.get("ringflash")
     others = [
@@ -279,7 +278,7 @@ def line(result: dict) -> str:
 
 
 def main() -> None:
-    """Print and write the table as it grows: a run that is cut short keeps what it has."""
+    """Print and save the table after every row, so that an interrupted run keeps its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows in whose name this pattern is found")
     parser.add_argument("--passes", default="forward,backward", help="comma separated")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ringflash.huggingface.layers import attention_modules
+from ringflash.huggingface.validation import attention_modules
 from ringflash.sequence.mask import cut_into_chunks
 
 # Dense bf16 without sparsity, of NVIDIA's data sheets; the first name that a device's name contains.

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.mask import Mask
 from ringflash_kernels.reference import state_dtype
 
@@ -28,6 +29,15 @@ _MODULES = {
 
 IMPLS = tuple(_MODULES)
 _AUTOMATIC = ("hopper", "flash2", "reference")  # the choices of "auto", fastest first
+
+
+def hopper_environment_error() -> str:
+    """Return the reason why this environment cannot launch the Hopper kernels, "" if it can."""
+    try:
+        check_environment()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 class BackwardPass(Protocol):

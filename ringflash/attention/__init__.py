@@ -1,1 +1,1 @@
-"""Attention over a sequence that is spread over ranks; README.md beside this file is the way in."""
+"""Attention over a sequence that is sharded over ranks; start with README.md in this folder."""

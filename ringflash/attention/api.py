@@ -1,4 +1,4 @@
-"""The public call: attention over a sequence whose tokens are spread over a group of ranks."""
+"""Public calls: attention over a sequence whose tokens are sharded over a group of ranks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.forward_ad import unpack_dual
-from torch.nn.functional import pad
 
-from ringflash.attention import custom_op
-from ringflash.attention.gather_by_heads import sections_of
+from ringflash.attention import operators
+from ringflash.attention.inputs import make_addressable, pad_values
+from ringflash.attention.options import RingOptions
+from ringflash.attention.plan import CallArguments, CallPlan, plan_call
+from ringflash.attention.sections import choose_sections
 from ringflash.comm.agreement import agree
-from ringflash.comm.group import Group, HoldsGroup, resolve
+from ringflash.comm.group import Group, resolve
 from ringflash.comm.transport import buffer_bytes
 from ringflash.comm.transport.sms import comm_sms
 from ringflash.sequence.mask import check_window_size
@@ -37,14 +40,13 @@ def ring_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries over the whole sequence.
 
-    All ranks of the group call it together, each with the tokens that `local_positions` names. The masks
-    speak of global positions and combine: a query sees the keys that are causal, and in the window, and in
-    its own document.
+    All ranks of the group call it together, each with the tokens that `local_positions` names. Masks use global
+    positions and combine: a query sees the keys that are causal, and in the window, and in its own document.
 
     Args:
         q: (batch, seqlen_local, num_heads, head_dim).
         k: (batch, seqlen_local, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
-        v: as k, or narrower, as in latent attention: it is then padded with zeros, at the cost of k's head_dim.
+        v: as k, or with a smaller head_dim, as in latent attention: it is then padded with zeros to that of k.
         group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence; None for one process.
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
@@ -62,26 +64,43 @@ def ring_attention(
         out: as q, as wide as v.  lse, if asked for: (batch, num_heads, seqlen_local), natural log, fp32 (fp64 for
             fp64).
     Raises:
-        ValueError: bad input, or ranks that disagree. NotImplementedError: what the implementation cannot do.
+        ValueError: bad input, or ranks that disagree. NotImplementedError: not possible with the implementation.
             Either is raised on every rank, before anything is sent.
     Numerics: state and gradients travel and accumulate in fp32 (fp64 for fp64); docs/numerics.md.
     """
-    resolved = resolve(group)
+    options = RingOptions(resolve(group), layout, impl, transport, deterministic)
+    return attend(
+        q, k, v, options, causal=causal, softmax_scale=softmax_scale, window_size=window_size, cu_seqlens=cu_seqlens,
+        return_lse=return_lse,
+    )  # fmt: skip
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: RingOptions,
+    *,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    cu_seqlens: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Call `ring_attention` with its options in one value."""
     try:
         left, right = _sides(window_size)
         scale = _scale(q, softmax_scale)
     except (ValueError, TypeError) as error:
-        agree(resolved, {}, error)  # other ranks may have gone on
+        agree(options.group, {}, error)  # other ranks may have gone on
         raise
     if not torch.compiler.is_compiling():
         _check_differentiation(q, k, v)
-    width, v = v.shape[-1] if v.dim() else 0, _as_wide_as(k, v)
+    width, v = v.shape[-1] if v.dim() else 0, pad_values(k, v)
     grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
-    out, lse = custom_op.attend(
-        q, k, v, cu_seqlens,
-        "" if resolved is None else resolved.group_name,
-        causal, scale, left, right, layout, impl, transport, deterministic, grad_flags, return_lse, width,
-    )  # fmt: skip
+    out, lse = operators.attend(
+        q, k, v, cu_seqlens, options.group_name, causal, scale, left, right, *options[1:], grad_flags, return_lse, width
+    )
     if v.dim() and v.shape[-1] > width:
         out = out[..., :width]
     return (out, lse) if return_lse else out
@@ -89,7 +108,7 @@ def ring_attention(
 
 @dataclass(frozen=True)
 class Explanation:
-    """How `ring_attention` would carry out a call on this rank."""
+    """Plan of one call on this rank, as `explain` returns it."""
 
     impl: str
     impl_reason: str
@@ -130,25 +149,22 @@ def explain(
 
     Args: as `ring_attention`.
     """
-    resolved = resolve(group)
-    left, right = _sides(window_size)
-    name = "" if resolved is None else resolved.group_name
-    options = custom_op.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
-    v = _as_wide_as(k, v)
-    q, k, v = (custom_op._addressable(x) for x in (q, k, v))  # as the call does it: the kernel depends on the strides
-    plan = custom_op._plan(q, k, v, cu_seqlens, options, 0)
+    options = RingOptions(resolve(group), layout, impl, transport)
+    arguments = CallArguments(causal, 1.0, *_sides(window_size), options)
+    q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
+    plan = plan_call(q, k, v, cu_seqlens, arguments)
     return Explanation(
-        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, _steps(plan, q, k),
+        plan.impl, plan.impl_reason, plan.transport, *options.place, _steps(plan, q, k),
         plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(),
     )  # fmt: skip
 
 
-def _steps(plan: custom_op.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
-    """What the rank computes, launch by launch."""
-    if plan.by_heads(q, k, plan.transport):
+def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
+    """Launches of this rank, in order."""
+    if plan.gathers_by_heads(q, k, plan.transport):
         gathering = plan.gathering
         owners = sorted({piece.owner for piece in gathering.pieces})
-        sections = sections_of(k.shape, q.shape[2], gathering.capacity, k.dtype)
+        sections = choose_sections(k.shape, q.shape[2], gathering.capacity, k.dtype)
         return (
             f"{gathering.num_rows} keys of ranks {owners}, {gathering.mask.num_visible} pairs",
             *(
@@ -163,14 +179,8 @@ def _steps(plan: custom_op.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str,
     )
 
 
-def _as_wide_as(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """v with zeros behind its features where k has more; what else does not fit is refused by the operator."""
-    missing = k.shape[-1] - v.shape[-1] if k.dim() == v.dim() == 4 and v.shape[-1] else 0
-    return pad(v, (0, missing)) if missing > 0 else v
-
-
 def _scale(q: torch.Tensor, given: float | None) -> float:
-    """As given, or head_dim ** -0.5; anything for a q without, which is refused where the ranks compare their calls."""
+    """Return the scale, default head_dim ** -0.5. A q without a head_dim is refused later, on all ranks together."""
     if isinstance(given, torch.Tensor) and given.requires_grad:
         raise ValueError(
             "softmax_scale must be a number, got a tensor that requires grad, which would get none; "
@@ -182,7 +192,7 @@ def _scale(q: torch.Tensor, given: float | None) -> float:
 
 
 def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise NotImplementedError where torch's autograd is not what differentiates."""
+    """Raise NotImplementedError under any other differentiation than torch's autograd."""
     if any(unpack_dual(x).tangent is not None for x in (q, k, v)):
         raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
             "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."
@@ -195,15 +205,15 @@ def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 
 
 def _sides(window_size: Sequence[int]) -> tuple[int, int]:
-    """(left, right). That they are two integers is checked here; their values where the ranks compare their calls."""
+    """Return (left, right), after checking that they are two integers. All ranks check the values together."""
     sides = tuple(window_size) if isinstance(window_size, Sequence) else (window_size,)
     if len(sides) != 2 or not all(hasattr(side, "__index__") for side in sides):
         check_window_size(sides)
     return sides[0], sides[1]
 
 
-class RingAttention(HoldsGroup, nn.Module):
-    """`ring_attention` with its options bound once, to be called as `attention(q, k, v)`.
+class RingAttention(nn.Module):
+    """Module form of `ring_attention`, with its options bound once: `attention(q, k, v)`.
 
     Args: as `ring_attention`.
     """
@@ -221,23 +231,35 @@ class RingAttention(HoldsGroup, nn.Module):
         deterministic: bool = False,
     ) -> None:
         super().__init__()
-        self.group = resolve(group)
+        self.options = RingOptions(resolve(group), layout, impl, transport, deterministic)
         self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _sides(window_size)
-        self.layout, self.impl, self.transport, self.deterministic = layout, impl, transport, deterministic
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """out, as q; arguments as `ring_attention`."""
-        out = ring_attention(
-            q, k, v, group=self.group, causal=self.causal, softmax_scale=self.softmax_scale,
-            window_size=self.window_size, cu_seqlens=cu_seqlens, layout=self.layout, impl=self.impl,
-            transport=self.transport, deterministic=self.deterministic,
+        """Return out, as q; arguments as `ring_attention`."""
+        out = attend(
+            q, k, v, self.options, causal=self.causal, softmax_scale=self.softmax_scale, window_size=self.window_size,
+            cu_seqlens=cu_seqlens,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Group of ranks that share the sequence; can be set."""
+        return self.options.group
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup | None) -> None:
+        self.options = self.options._replace(group=group)
+
+    @property
+    def layout(self) -> str:
+        """Layout of the shards."""
+        return self.options.layout
+
     def extra_repr(self) -> str:
-        """Options that differ from call to call of print(model)."""
-        cp_size = 1 if self.group is None else self.group.size()
-        return f"cp_size={cp_size}, causal={self.causal}, window_size={self.window_size}, layout={self.layout!r}"
+        """Options for print(model)."""
+        cp_size, layout = self.options.place[0], self.options.layout
+        return f"cp_size={cp_size}, causal={self.causal}, window_size={self.window_size}, layout={layout!r}"

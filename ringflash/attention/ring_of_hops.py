@@ -1,10 +1,12 @@
-"""The ring of hops, over gloo, and over NCCL where keys are too many to gather: move the next K/V while a kernel works.
+"""Attention over a ring of hops: gloo, and NCCL for sequences whose gathered K/V would not fit.
 
-    forward    wait K/V(t)   post K/V(t + 1)            kernel(t): (out, lse) carried on in fp32
-    backward   wait K/V(t)   post K/V(t + 1), dK/dV(t - 1)   kernel(t): dQ stays, dK/dV of the source in fp32
+    forward    wait K/V(t)                   post K/V(t + 1)                kernel(t): (out, lse) carried in fp32
+    backward   wait K/V(t), add dK/dV(t - 2) post K/V(t + 1), dK/dV(t - 1)  kernel(t): dQ stays, dK/dV in fp32
 
-Every hop reads K/V from their owner, and in the backward sends the fp32 gradients of that hop back to the
-owner, who adds them up in the order of the steps (docs/decisions/0002). Source of the idea: Liu et al. 2023,
+On each hop a rank receives the K/V of one other rank from their owner, while the kernel computes the previous hop. In
+the backward it sends the fp32 gradients of the hop back to the owner, who adds them up in the order of the steps
+(docs/decisions/0002). K/V are double-buffered, and so are outgoing gradients: a buffer is written again two hops
+later, by a message that the stream orders after its last reader. Source of the idea: Liu et al. 2023,
 arXiv:2310.01889; zigzag order as in Zhu's ring-flash-attention.
 """
 
@@ -14,26 +16,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import record_function
 
-from ringflash.attention.exchange import Exchange, GradientExchange
+from ringflash.attention.gather_by_heads import profiler_range
 from ringflash.attention.schedule import Hop, Schedule
-from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
-from ringflash.comm.transport import PointToPoint, buffer, transport_name
+from ringflash.comm import call_numbers
+from ringflash.comm.call_numbers import NO_NUMBER, CallNumber, Words
+from ringflash.comm.transport import Message, Pending, PointToPoint, buffer, transport_name
 from ringflash.comm.transport.sms import kernel_options
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import Call, Unwatched, watching
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
 
+KeyValue = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
-class Ring:
-    """One attention call, apart from its tensors.
+class RingOfHops:
+    """One attention call over a ring of hops, apart from its tensors.
 
     Args:
         schedule: this rank's hops.
         transport: None for a single process.
-        impl: kernel implementation, already chosen.
+        impl: kernel implementation, chosen and checked.
         call: its number in the group.
     """
 
@@ -68,7 +72,7 @@ class Ring:
             for _, hop, keys, values in self._arrivals(exchange, call, q.device):
                 target = out if hop.step == computed[-1] else carried
                 acc = None if hop.step == computed[0] else carried
-                with record_function(f"ringflash::forward_step{hop.step}"):
+                with profiler_range(f"ringflash::forward_step{hop.step}"):
                     kernel.forward(
                         q, keys, values, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **options
                     )
@@ -108,7 +112,7 @@ class Ring:
             with waiting(q.device):
                 exchange = GradientExchange(self.transport, hops, k, v, self.call)
             for index, hop, keys, values in self._arrivals(exchange, call, q.device):
-                with record_function(f"ringflash::backward_step{hop.step}"):
+                with profiler_range(f"ringflash::backward_step{hop.step}"):
                     gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
             with waiting(q.device):
                 dk, dv = exchange.finish_gradients()
@@ -116,15 +120,15 @@ class Ring:
         return gradients.finish(_empty(q)), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
     def num_posted(self) -> int:
-        """Batches of messages of this rank, over NCCL of earlier calls too."""
+        """Batches of messages that this rank has posted; over NCCL in earlier calls as well."""
         return 0 if self.transport is None else self.transport.num_posted
 
     def _arrivals(
         self, exchange: Exchange, call: Call | Unwatched, device: torch.device
     ) -> Iterator[tuple[int, Hop, torch.Tensor, torch.Tensor]]:
-        """The hops with something to compute, by index, each when its K and V are there."""
+        """Yield each hop with visible keys, after its K and V have arrived: index, hop, keys, values."""
         for index, hop in enumerate(self.schedule.hops):
-            with record_function(f"ringflash::arrive_step{hop.step}"), waiting(device):
+            with profiler_range(f"ringflash::arrive_step{hop.step}"), waiting(device):
                 keys, values = exchange.arrive(index)
             if hop.source is not None:
                 _mark(call, hop)
@@ -132,15 +136,161 @@ class Ring:
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:
-    """As x and contiguous, whatever x is: compiled code counts on the strides that the operators' fakes have."""
+    """Contiguous empty tensor like x. Compiled code relies on the strides that the operators' fakes return."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _mark(call: Call | Unwatched, hop: Hop) -> None:
-    """What the stream waits for before a hop. The messages of a hop end together, sent or received."""
+    """Tell the watchdog what the stream waits for before a hop. Its sends and receives end together."""
     if hop.step == 0:
         call.mark("for its device to come to step 0")
     elif hop.reader is None:
         call.mark("for K/V of step {} from rank {}", hop.step, hop.source)
     else:
         call.mark("for K/V of step {} from rank {} and to rank {}", hop.step, hop.source, hop.reader)
+
+
+class Exchange:
+    """K/V on their way from rank to rank: those of the next hop travel while the caller computes this one.
+
+    Args:
+        transport: None for a single process, whose only hop uses its own K/V.
+        hops: this rank's hops, in order. `arrive` must be called for each of them, even if no keys are visible.
+        k, v: (batch, seqlen_local, num_kv_heads, head_dim) of this rank; sent in one message.
+        call: number of the call. Over NCCL it is sent with K/V; over gloo the ranks have compared it already.
+    """
+
+    def __init__(
+        self,
+        transport: PointToPoint | None,
+        hops: tuple[Hop, ...],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: CallNumber = NO_NUMBER,
+    ) -> None:
+        self.transport, self.hops, self.k, self.v, self.call = transport, hops, k, v, call
+        self.pending = Pending([])
+        self.words: Words | None = None
+        if transport is not None:
+            self.own = self._buffer("kv.own", k.dtype)
+            torch.stack((k, v), out=self.own)
+            if _numbered(transport):
+                self.words = self._words()
+                self.words.write(call)
+
+    def arrive(self, index: int) -> KeyValue:
+        """Return K and V of hop number `index` after their arrival; the messages of the next hop are then posted."""
+        if self.transport is None:
+            return self.k, self.v
+        self._advance(index)
+        if self.hops[index].step == 0:
+            return self.k, self.v
+        kv = self._incoming(index)
+        return kv[0], kv[1]
+
+    def _advance(self, index: int) -> None:
+        """Wait for the messages of hop number `index`, then post those of the next hop."""
+        assert self.transport is not None
+        self.pending.wait()
+        self.pending = self.transport.post(*self._messages_during(index))
+
+    def finish(self) -> None:
+        """Order the stream after the last message. The buffers can then be reused."""
+        self.pending.wait()
+        if self.transport is None or self.words is None:
+            return
+        on_host = self.words.for_host(self.call)
+        if on_host is not None:
+            on_host.copy_(self.words.arrived, non_blocking=True)
+            arrival = torch.cuda.current_stream().record_event()
+            call_numbers.expect(self.transport.group, arrival, self.call, on_host, self.words.senders)
+
+    def _messages_during(self, index: int) -> tuple[list[Message], list[Message]]:
+        """Messages that travel while hop number `index` computes: the K/V of the next hop."""
+        if index + 1 >= len(self.hops):
+            return [], []
+        hop = self.hops[index + 1]
+        what = f"K/V of step {hop.step}"
+        sends, recvs = [Message(self.own, hop.reader, what)], [Message(self._incoming(index + 1), hop.source, what)]
+        if self.words is not None:
+            what = f"the call's number at step {hop.step}"
+            sends.append(Message(self.words.own, hop.reader, what))
+            if hop.source is not None:
+                recvs.append(Message(self.words.of(hop.source), hop.source, what))
+        return sends, recvs
+
+    def _incoming(self, index: int) -> torch.Tensor:
+        """Buffer that receives the K/V of a hop: (2, batch, seqlen_local, num_kv_heads, head_dim)."""
+        return self._buffer(f"kv.{index % 2}", self.k.dtype)
+
+    def _words(self) -> Words:
+        senders = sorted({hop.source for hop in self.hops if hop.source is not None and hop.step != 0})
+        return Words(torch.empty(1, dtype=torch.int64, device=self.k.device), senders, self.k.device)
+
+    def _buffer(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return buffer(name, (2, *self.k.shape), dtype, self.k.device)
+
+
+def _numbered(transport: PointToPoint) -> bool:
+    """True if numbers of calls travel with K/V, because the ranks have not compared their calls."""
+    return transport.name == "nccl"
+
+
+class GradientExchange(Exchange):
+    """K/V as in the forward; the gradients of a hop return to the owner of its K/V while the next hop computes.
+
+    The owner adds them up in the order of the steps, in fp32 (fp64 for fp64): the same sum on every run.
+    """
+
+    def __init__(
+        self,
+        transport: PointToPoint,
+        hops: tuple[Hop, ...],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        call: CallNumber = NO_NUMBER,
+    ) -> None:
+        super().__init__(transport, hops, k, v, call)
+        self.total = self._buffer("dkv.own", state_dtype(k.dtype)).zero_()
+
+    def gradients_of(self, index: int) -> KeyValue:
+        """dk, dv to which the kernel adds those of hop number `index`: this rank's sum, or a message to the owner."""
+        gradients = self.total if self.hops[index].step == 0 else self._outgoing(index).zero_()
+        return gradients[0], gradients[1]
+
+    def finish_gradients(self) -> KeyValue:
+        """Return dk, dv of this rank's own keys, summed over every rank that read them."""
+        self._advance(len(self.hops))
+        self._advance(len(self.hops) + 1)
+        self.finish()
+        return self.total[0], self.total[1]
+
+    def _advance(self, index: int) -> None:
+        """Advance as in the forward, and add the gradients that returned during the previous hop before more arrive."""
+        self.pending.wait()
+        self._add_returned(index - 2)
+        super()._advance(index)
+
+    def _messages_during(self, index: int) -> tuple[list[Message], list[Message]]:
+        """Messages that travel while hop number `index` computes: the next hop's K/V, the previous hop's gradients."""
+        sends, recvs = super()._messages_during(index)
+        if self._travels(index - 1):
+            last = self.hops[index - 1]
+            what = f"dK/dV of step {last.step}"
+            sends.append(Message(self._outgoing(index - 1), last.source, what))
+            recvs.append(Message(self._returned(), last.reader, what))
+        return sends, recvs
+
+    def _add_returned(self, index: int) -> None:
+        if self._travels(index) and self.hops[index].reader is not None:
+            self.total.add_(self._returned())
+
+    def _travels(self, index: int) -> bool:
+        """True if there is a hop of this number whose gradients belong to another rank."""
+        return 0 <= index < len(self.hops) and self.hops[index].step != 0
+
+    def _outgoing(self, index: int) -> torch.Tensor:
+        return self._buffer(f"dkv.out.{index % 2}", self.total.dtype)
+
+    def _returned(self) -> torch.Tensor:
+        return self._buffer("dkv.in", self.total.dtype)

@@ -1,6 +1,6 @@
-"""What each rank computes and sends on each step of the ring. Pure Python, the same on every rank.
+"""Hops of the ring and keys of the all-gather, for each rank. Pure Python, the same on every rank.
 
-On step t rank r works on the K/V of rank (r - t) mod cp_size, and its own are read by rank (r + t). Four
+On step t rank r computes with the K/V of rank (r - t) mod cp_size, and rank (r + t) reads its own. Four
 ranks, zigzag, causal; every step after the first is half a square for everyone:
 
     step 0          step 1               step 2               step 3
@@ -9,9 +9,9 @@ ranks, zigzag, causal; every step after the first is half a square for everyone:
     r2  q2 q5|k2 k5   q2 q5 | r1: k1       q2 q5 | r0: k0       q5    | r3: k3 k4
     r3  q3 q4|k3 k4   q3 q4 | r2: k2       q3 q4 | r1: k1       q3 q4 | r0: k0
 
-A pair of ranks that sees nothing of one another under the mask neither sends nor computes, and a step on
-which that holds for every pair is left out. All ranks keep the same list of steps: two messages between
-one pair of ranks must be posted in the same order on both sides.
+Two ranks that see nothing of each other under the mask neither send nor compute, and a step is left out if that
+is true of every pair. All ranks keep the same list of steps: two messages between one pair of ranks must be
+posted in the same order on both sides.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Hop:
 
     Args:
         step: distance round the ring; 0 is the rank's own K/V.
-        source: rank whose K/V are worked on; None where nothing of them is visible.
-        reader: rank that works on this rank's K/V on this step; None likewise.
+        source: rank whose K/V this rank reads; None if none of its keys is visible.
+        reader: rank that reads this rank's K/V on this step; None if it sees none of them.
         mask: visible pairs of local query rows and the source's local key rows.
     """
 
@@ -53,16 +53,16 @@ class Schedule:
 
     @property
     def num_visible(self) -> int:
-        """Visible pairs this rank computes: its share of the attention's work."""
+        """Visible pairs that this rank computes: its share of the work."""
         return sum(hop.mask.num_visible for hop in self.hops)
 
 
-@lru_cache(maxsize=8)  # few: a schedule keeps its masks' bounds in device memory, and packed data bring one a step
+@lru_cache(maxsize=8)  # small: schedules hold bounds in device memory, and packed data need a new one each step
 def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedule:
-    """The schedule of one rank.
+    """Build the schedule of one rank.
 
     Raises:
-        ValueError: a length that the layout cannot cut evenly.
+        ValueError: the layout cannot divide the sequence evenly.
     """
     shards = _shards(mask.seqlen, cp_size, layout)
     rows = mask.seqlen // cp_size
@@ -77,12 +77,12 @@ def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedu
 
 @lru_cache(maxsize=64)
 def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ...]:
-    """The steps on which any rank sees anything of its source, ascending; 0 is always one of them."""
+    """Return the steps on which any rank sees a key of its source, ascending; step 0 is always one of them."""
     shards = _shards(mask.seqlen, cp_size, layout)
     owner = {chunk.start: rank for rank, shard in enumerate(shards) for chunk in shard}
     size = shards[0][0].size
     steps: set[int] = set()
-    for start in sorted(owner, reverse=True):  # the last chunk sees most: under a causal mask it settles the matter
+    for start in sorted(owner, reverse=True):  # the last chunk sees most: under a causal mask it suffices
         first, stop = mask.visible_span(start, start + size)
         for key_start in range(first // size * size, stop, size):
             steps.add((owner[start] - owner[key_start]) % cp_size)
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
     """Keys that a rank needs: rows [start, start + size) of the owner's shard, gathered from `row` on.
 
     Args:
-        there: where the owner has them among the keys that it gathers itself.
+        there: row at which the owner has them among the keys that it gathers itself.
     """
 
     owner: int
@@ -106,14 +106,14 @@ class Piece(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A rank that needs a segment, and the row from which it has gathered it."""
+    """A rank that needs a segment, and the first row at which it gathers it."""
 
     rank: int
     row: int
 
 
 class Spans:
-    """Positions of keys that a rank sees: [first, stop), ascending, with gaps between them."""
+    """Positions of keys that a rank sees: intervals [first, stop), ascending, with gaps between them."""
 
     def __init__(self, spans: list[tuple[int, int]]) -> None:
         self.firsts, self.stops = [first for first, _ in spans], [stop for _, stop in spans]
@@ -124,7 +124,7 @@ class Spans:
         return index >= 0 and position < self.stops[index]
 
     def row(self, position: int) -> int:
-        """How many of them lie before a position: where it is gathered, by who sees it."""
+        """Return the number of these keys before a position: the row at which the position is gathered."""
         index = bisect_right(self.firsts, position) - 1
         return 0 if index < 0 else self._before[index] + min(position, self.stops[index]) - self.firsts[index]
 
@@ -138,13 +138,13 @@ class Gathering:
     """The keys that one rank needs of all ranks, gathered in the order of their positions.
 
     Args:
-        pieces: those keys, a segment each. The ranks' needs cut a chunk into segments: each is needed whole or not.
+        pieces: these keys, one segment each. A chunk is cut into segments so that every rank needs all of one, or none.
         mask: visible pairs of local query rows and gathered rows.
-        segments: of the rank's own shard.
-        readers: of each of these segments, by rank; this rank is one of them.
-        capacity: most rows that any rank gathers.
-        arriving: most rows of gradients that any rank gets from others.
-        pairs: visible pairs of the whole sequence, over the number of ranks.
+        segments: segments of this rank's own shard.
+        readers: readers of each of these segments, by rank; this rank is one of them.
+        capacity: largest number of rows that any rank gathers.
+        arriving: largest number of rows of gradients that any rank receives.
+        pairs: visible pairs of the whole sequence, divided by the number of ranks.
     """
 
     pieces: tuple[Piece, ...]
@@ -163,10 +163,10 @@ class Gathering:
 
 @lru_cache(maxsize=8)
 def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathering:
-    """What one rank gathers of its own keys and those of all others.
+    """Find the keys that one rank gathers, its own and those of other ranks.
 
     Raises:
-        ValueError: a length that the layout cannot cut evenly.
+        ValueError: the layout cannot divide the sequence evenly.
     """
     shards = _shards(mask.seqlen, cp_size, layout)
     seen = [_seen(mask, shard) for shard in shards]
@@ -190,14 +190,14 @@ def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathe
 
 
 def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:
-    """The keys that a shard of queries sees, to a 64th of a chunk."""
+    """Keys that a shard of queries sees, rounded to a 64th of a chunk."""
     size = shard[0].size
-    grain = max(1, size // 64)  # few sizes of segments, none of a few rows
-    grain -= grain % 16 if grain > 16 else 0  # for whose kinds of lengths kernels are compiled
+    grain = max(1, size // 64)  # few different sizes of segments, and none of a few rows
+    grain -= grain % 16 if grain > 16 else 0  # kernels are compiled for lengths divisible by 16 and others
     spans: list[tuple[int, int]] = []
     for chunk in shard:
         first, stop = mask.visible_span(chunk.start, chunk.stop)
-        begin, end = first // size * size, (stop - 1) // size * size  # where the outermost chunks of keys begin
+        begin, end = first // size * size, (stop - 1) // size * size  # starts of the outermost chunks of keys
         first = begin + (first - begin) // grain * grain
         stop = min(end - (end - stop) // grain * grain, end + size)
         if spans and first <= spans[-1][1]:
@@ -207,7 +207,7 @@ def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:
 
 
 def _segments(shards: list[tuple[Chunk, ...]], seen: list[Spans]) -> Iterator[tuple[int, Chunk]]:
-    """All chunks by position, each with its owner, cut where some rank begins or ceases to see them."""
+    """Yield owner and segment by position: all chunks, cut at positions where a rank's visible keys start or end."""
     cuts = sorted({position for spans in seen for position in (*spans.firsts, *spans.stops)})
     owned = sorted((chunk.start, rank, chunk) for rank, shard in enumerate(shards) for chunk in shard)
     for _, owner, chunk in owned:
@@ -217,7 +217,7 @@ def _segments(shards: list[tuple[Chunk, ...]], seen: list[Spans]) -> Iterator[tu
 
 
 def _arriving(segments: list[tuple[int, Chunk]], seen: list[Spans]) -> int:
-    """Most rows of gradients that any rank gets from others."""
+    """Largest number of rows of gradients that any rank receives."""
     firsts = sorted(first for spans in seen for first in spans.firsts)
     stops = sorted(stop for spans in seen for stop in spans.stops)
     rows = [0] * len(seen)
@@ -228,7 +228,7 @@ def _arriving(segments: list[tuple[int, Chunk]], seen: list[Spans]) -> int:
 
 
 def _runs(segments: Iterable[Chunk]) -> Iterator[Chunk]:
-    """Segments whose positions follow one another, as one."""
+    """Join segments with consecutive positions."""
     run: Chunk | None = None
     for segment in segments:
         if run is not None and run.stop == segment.start:
@@ -246,7 +246,7 @@ def _shards(seqlen: int, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
 
 
 def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> Iterator[Region]:
-    """Non-empty regions of two shards, one per pair of chunks and document, in local rows."""
+    """Yield the non-empty regions of two shards, one per pair of chunks and document, in local rows."""
     starts = [chunk.start for chunk in k_shard]
     for q_chunk in q_shard:
         first, stop = mask.visible_span(q_chunk.start, q_chunk.stop)
@@ -258,9 +258,9 @@ def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chun
 
 
 def _chunk_regions(mask: SequenceMask, q: Chunk, k: Chunk) -> Iterator[Region]:
-    """One region for every document that both chunks hold a part of."""
+    """Yield one region for every document that both chunks hold a part of."""
     lower, upper = mask.band
-    shift = (k.row - k.start) - (q.row - q.start)  # from a difference of positions to one of local rows
+    shift = (k.row - k.start) - (q.row - q.start)  # turns a difference of positions into one of local rows
     lower = None if lower is None else lower + shift
     upper = None if upper is None else upper + shift
     first = max(mask.document_of(q.start), mask.document_of(k.start))
@@ -278,7 +278,7 @@ def _chunk_regions(mask: SequenceMask, q: Chunk, k: Chunk) -> Iterator[Region]:
 
 
 def _regions(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> tuple[Region, ...]:
-    """The regions of two shards, joined where that makes fewer and larger ones."""
+    """Regions of two shards, joined into fewer and larger ones if possible."""
     lower, upper = mask.band
     if q_shard == k_shard and lower is None and upper in (None, 0):
         return tuple(_own_documents(mask, q_shard, upper))
@@ -287,7 +287,10 @@ def _regions(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chun
 
 
 def _own_documents(mask: SequenceMask, shard: tuple[Chunk, ...], upper: int | None) -> Iterator[Region]:
-    """A rank's own K/V, no left window: positions rise with the rows, so a document is one square of rows."""
+    """Yield the regions of a rank's own K/V without a left window: each document is one square of rows.
+
+    Positions rise with the rows, so the rows of a document are consecutive.
+    """
     start: dict[int, int] = {}
     stop: dict[int, int] = {}
     for chunk in shard:
@@ -299,7 +302,7 @@ def _own_documents(mask: SequenceMask, shard: tuple[Chunk, ...], upper: int | No
 
 
 def _joined(regions: list[Region]) -> Iterator[Region]:
-    """Neighbours become one where that needs no more than one band."""
+    """Join neighbouring regions that one band can describe."""
     waiting: Region | None = None
     for region in regions:
         union = None if waiting is None else _union(waiting, region)
@@ -311,7 +314,7 @@ def _joined(regions: list[Region]) -> Iterator[Region]:
 
 
 def _union(a: Region, b: Region) -> Region | None:
-    """The region that a and b make together: two unmasked ones that share a side, or keys all seen and a diagonal."""
+    """Union of a and b if it is a region: two unmasked ones that share a side, or visible keys next to a diagonal."""
     if (a.lower, a.upper, b.lower) != (None, None, None):
         return None
     if a[:2] == b[:2] and a.k_stop == b.k_start and (b.upper is None or a.k_stop - 1 - a.q_start <= b.upper):

@@ -1,12 +1,18 @@
-"""transformers models over a ring: `attn_implementation="ringflash"`, batches, and a loss without logits.
+"""transformers models on a ring: `attn_implementation="ringflash"`, sharded batches, and a loss without full logits.
 
     register()  ->  from_pretrained(..., attn_implementation="ringflash")  ->  set_group(model, group)
     batch = prepare_batch(input_ids, group=group)  ->  loss = CausalLMWithLoss(model, group)(**batch)
 
-`plug` runs a model's attention over the ring after `refusals` looked at its arguments and `together` at what all
-ranks were given; `layers` finds the attention, `sinks` and `chunks` are what some attentions have beside a mask;
-`whole` and `given` tell models of the sequence what they would take from the shard. `batch` and `model` are what a
-training step calls. Needs the extra: pip install ringflash[huggingface].
+    attention_function    register, set_group, and the attention call; chunks and sinks
+    validation            checks of models, adapters and arguments that need no tensor's values
+    consistency           checks that need values or the other ranks, once a forward, in layer 0
+    global_length         rotary embeddings and positions of the sequence instead of the shard
+    generation            generate, off the ring
+    batch, model          the calls of a training step
+    weights               first values, and from_pretrained for sharded models; checkpoint_map is its plan
+    export                a training checkpoint for from_pretrained
+
+Needs the extra: pip install ringflash[huggingface].
 """
 
 from ringflash.huggingface.attention_function import register, set_group

@@ -1,4 +1,4 @@
-"""A training checkpoint for transformers, from the command line:
+"""Export of a training checkpoint for transformers, from the command line:
 
 python -m ringflash.huggingface runs/quickstart/version_0/checkpoints/epoch=0-step=200.ckpt exported
 """
@@ -18,10 +18,10 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def main(args: list[str] | None = None) -> int:
-    """Export; the exit status.
+    """Export a checkpoint and return the exit status.
 
     Args:
-        args: default those of the command line.
+        args: default is those of the command line.
     """
     parser = argparse.ArgumentParser(prog="python -m ringflash.huggingface", description=__doc__.partition(":")[0])
     parser.add_argument("checkpoint", type=Path, help="directory that a run under ContextParallelStrategy wrote")

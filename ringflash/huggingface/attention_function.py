@@ -1,4 +1,9 @@
-"""The attention function behind attn_implementation="ringflash", its registration, and the group it runs over."""
+"""The attention function behind attn_implementation="ringflash", its registration, and the group it runs over.
+
+register      transformers learns the name: attention `_attend`, masks `_pass_padding_mask`
+set_group     checks a model, hooks it, and stores its `ModelRing` on the attention modules
+_attend       one layer's call: checks, then `ring_attention`, with chunks (Llama 4) and sinks (GPT-OSS)
+"""
 
 from __future__ import annotations
 
@@ -6,37 +11,35 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ringflash.attention.api import ring_attention
-from ringflash.attention.autocast import autocast
-from ringflash.attention.freezing import differentiate_alike
+from ringflash.attention.api import attend
+from ringflash.attention.inputs import autocast, differentiate_alike, document_bounds
 from ringflash.comm.group import Group, resolve
-from ringflash.huggingface.adapters import check_adapters
-from ringflash.huggingface.chunks import attend_in_chunks, chunk_size
-from ringflash.huggingface.consistency import check_together
-from ringflash.huggingface.forward_inputs import Given
+from ringflash.huggingface.consistency import ForwardInputs, check_consistency, guard_losses
 from ringflash.huggingface.generation import generate_locally
-from ringflash.huggingface.global_length import tell_of_the_sequence
-from ringflash.huggingface.layers import attention_modules
-from ringflash.huggingface.options import NAME, Options, check_lone_process
-from ringflash.huggingface.shard_loss import guard_losses
-from ringflash.huggingface.sinks import beside_sinks
+from ringflash.huggingface.global_length import use_global_length
+from ringflash.huggingface.options import NAME, ModelRing, check_single_process
 from ringflash.huggingface.validation import (
+    attention_modules,
+    check_adapters,
     check_direction,
     check_layer_type,
     check_model,
     check_rope,
+    chunk_size,
     find_base,
     find_static_error,
 )
 from ringflash.sequence.layout import granularity
+from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
 
 
 def register() -> None:
     """Make attn_implementation="ringflash" known to transformers. May be called again.
 
-    A model's group is `set_group`'s, which looks at the model; without, it runs where there is one process alone.
+    `set_group` gives each model its group. A model without a group runs only if there is a single process.
 
     Raises:
         RuntimeError: transformers 5 is not installed.
@@ -48,10 +51,10 @@ def register() -> None:
         raise RuntimeError(
             f"transformers must be version 5.17 or later, got {cause}; pip install ringflash[huggingface]."
         ) from cause
-    AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _pass_padding_mask)
     for module in (modeling_utils, masking_utils):
-        _is_no_flash_attention_package(module)
+        _exempt_from_flash_attention(module)
 
 
 def set_group(
@@ -63,17 +66,17 @@ def set_group(
     transport: str = "auto",
     deterministic: bool = False,
 ) -> None:
-    """Give one model its group and options; they stay on its attention modules.
+    """Give one model its group and options, which are stored on its attention modules.
 
-    Every forward of a model with a group then refuses what would take it off the ring: another attn_implementation,
-    also through a configuration that it shares; labels without shift_labels. `generate` attends to whole prompts within
-    the process that calls it. set_group(model, None) takes the model off the ring.
+    Every later forward of a model with a group rejects changes that would take it off the ring: another
+    attn_implementation, also through a configuration that it shares, and labels without shift_labels. `generate`
+    attends to whole prompts within the process that calls it. set_group(model, None) takes the model off the ring.
 
     Args: as `ring_attention`.
     Raises:
         ValueError: the model does not use attn_implementation="ringflash".
-        NotImplementedError: its layers attend in a way that is no causal, windowed or full attention; its tokens meet
-            in other layers; it counts positions itself; adapters of PEFT that do more than change layers.
+        NotImplementedError: attention that is not causal, windowed or full; other layers that mix tokens; positions
+            that the model counts itself; PEFT adapters that do more than change layers.
     """
     config = getattr(model, "config", None)
     used = getattr(config, "_attn_implementation", None)
@@ -83,7 +86,7 @@ def set_group(
             "from_pretrained or from_config with it."
         )
     granularity(1, layout)
-    options = Options(resolve(group), layout, impl, transport, deterministic)
+    options = ModelRing(resolve(group), layout, impl, transport, deterministic)
     modules = attention_modules(model)
     if not modules:
         raise ValueError(
@@ -97,17 +100,17 @@ def set_group(
     for module in modules:
         check_layer_type(module)
         check_direction(module)
-    given = Given.watch(base, modules, options)
-    tell_of_the_sequence(base, options)
-    guard_losses(model, given)
-    generate_locally(model, given)
+    inputs = ForwardInputs.watch(base, modules, options)
+    use_global_length(base, options)
+    guard_losses(model, inputs)
+    generate_locally(model, inputs)
     for module in modules:
         module._ringflash = options  # type: ignore[assignment]
-        module._ringflash_given = given  # type: ignore[assignment]
+        module._ringflash_given = inputs  # type: ignore[assignment]
 
 
-def _is_no_flash_attention_package(module: Any) -> None:
-    """Names with "flash" in them send transformers to look for a package or hub kernel, and away from chunks."""
+def _exempt_from_flash_attention(module: Any) -> None:
+    """Exclude our name from transformers' rule for names with "flash": load a package or kernel, and drop chunks."""
     original = module.is_flash_attention_requested
     if getattr(original, "_ringflash", False):
         return
@@ -129,10 +132,12 @@ def _pass_padding_mask(
     use_vmap: bool = False,
     **geometry: Any,
 ) -> Tensor | None:
-    """No mask is built: hand a 2-D one to the attention, which knows the group and refuses on every rank.
+    """Return a 2-D mask as it is; no mask is built. The attention knows the group and rejects zeros on every rank.
 
-    `geometry` (lengths, offsets) is what the attention derives from positions itself. Overlays that a model gives as
-    functions set use_vmap, blocks of tokens that see one another (PaliGemma's prefix) do not: they are the last `or`.
+    Args:
+        mask_function: rejected if it is anything but causal, windowed or full. A model's overlay functions set
+            use_vmap; blocks of tokens that see one another (PaliGemma's prefix) do not, but are the last `or`.
+        geometry: lengths and offsets, which the attention derives from positions.
     """
     plain = ("causal_mask_function", "bidirectional_mask_function", "and_mask")
     if use_vmap or getattr(mask_function, "__name__", "") not in plain:
@@ -143,7 +148,7 @@ def _pass_padding_mask(
     return attention_mask
 
 
-def _attention(
+def _attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -158,42 +163,95 @@ def _attention(
     checksum: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention call; q, k, v are (batch, heads, seqlen_local, head_dim), out as `ring_attention`.
+    """Attend over the ring; the signature is that of transformers' attention functions.
 
     Args:
-        s_aux: (num_heads,), the sinks: a logit more in each row's softmax, of a key whose value is 0.
+        query, key, value: (batch, heads, seqlen_local, head_dim).
+        s_aux: (num_heads,), sinks, as in `apply_sinks`.
         checksum: scalar, of the whole sequence, as `prepare_batch` returns it.
+    Returns:
+        out: (batch, seqlen_local, heads, head_dim).  weights: None.
     """
     options = _options(module)
     causal = _is_causal(module) if is_causal is None else is_causal
     error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux)
     if getattr(module, "layer_idx", 0) == 0:
-        given = getattr(module, "_ringflash_given", None)
-        check_together(options, query, attention_mask, kwargs.get("position_ids"), cu_seqlens, checksum, given, error)
+        inputs = getattr(module, "_ringflash_given", None)
+        positions = kwargs.get("position_ids")
+        check_consistency(options, query, attention_mask, positions, cu_seqlens, checksum, inputs, error)
     elif error is not None:
         raise error
-    # Under autocast rotary embeddings leave q and k in fp32 beside v.
+    # Under autocast, rotary embeddings return q and k in fp32, but v is in the low dtype.
     query, key, value = (autocast(x) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
-    attend = partial(
-        ring_attention, group=options.group, causal=causal, softmax_scale=scaling,
+    attend_to = partial(
+        attend, options=options, causal=causal, softmax_scale=scaling, return_lse=s_aux is not None,
         window_size=(-1 if sliding_window is None else sliding_window - 1, -1),
-        layout=options.layout, impl=options.impl, transport=options.transport, deterministic=options.deterministic,
-        return_lse=s_aux is not None,
     )  # fmt: skip
     if (size := chunk_size(module)) is None:
-        result: Any = attend(q, k, v, cu_seqlens=cu_seqlens)
+        result: Any = attend_to(q, k, v, cu_seqlens=cu_seqlens)
     else:
-        result = attend_in_chunks(attend, q, k, v, cu_seqlens, size, q.shape[1] * options.place[0])
-    return (result if s_aux is None else beside_sinks(result, s_aux)), None
+        result = attend_in_chunks(attend_to, q, k, v, cu_seqlens, size, q.shape[1] * options.place[0])
+    return (result if s_aux is None else apply_sinks(result, s_aux)), None
 
 
-def _options(module: nn.Module) -> Options:
-    options: Options | None = getattr(module, "_ringflash", None)
+def _options(module: nn.Module) -> ModelRing:
+    options: ModelRing | None = getattr(module, "_ringflash", None)
     if options is None:
-        check_lone_process()
-    return options or Options(None)
+        check_single_process()
+    return options or ModelRing(None)
 
 
 def _is_causal(module: nn.Module) -> bool:
     return bool(getattr(module, "is_causal", True)) and getattr(getattr(module, "config", None), "is_causal", True)
+
+
+def attend_in_chunks(
+    attend_to: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, size: int, seqlen: int
+) -> Any:
+    """Attend within fixed-size chunks of each document (Llama 4), as packed documents with a bound at every chunk.
+
+    Args:
+        attend_to: `attend` with its options. It is called once per row of a batch, since documents need one row.
+        size: tokens of a chunk, counted from the start of each document.
+        seqlen: of the whole sequence.
+    Returns:
+        result: as `attend` returns it.
+    """
+    bounds = _chunk_bounds(cu_seqlens, size, seqlen, q)
+    if cu_seqlens is not None or bounds is None or q.shape[0] == 1:
+        return attend_to(q, k, v, cu_seqlens=bounds)
+    rows = [attend_to(*row, cu_seqlens=bounds) for row in zip(*(x.split(1) for x in (q, k, v)), strict=True)]
+    return torch.cat(rows) if isinstance(rows[0], Tensor) else tuple(map(torch.cat, zip(*rows, strict=True)))
+
+
+@torch.compiler.disable(reason="the number of bounds depends on their values")
+def _chunk_bounds(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) -> Tensor | None:
+    """Return the bounds of all chunks on the CPU, where reading them needs no synchronisation.
+
+    Wrong bounds are returned as they are: the operator rejects them on every rank.
+    """
+    if cu_seqlens is None:
+        return None if seqlen <= size else torch.tensor(cut_into_chunks((0, seqlen), size), dtype=torch.int32)
+    try:
+        documents = document_bounds(cu_seqlens, q)
+        check_cu_seqlens(documents, seqlen)
+    except ValueError:
+        return cu_seqlens
+    return torch.tensor(cut_into_chunks(documents, size), dtype=torch.int32)
+
+
+def apply_sinks(attended: tuple[Tensor, Tensor], sinks: Tensor) -> Tensor:
+    """Add attention sinks (GPT-OSS): one learned logit per head in every row's softmax, for a key with no value.
+
+    The result is out * sigmoid(lse - sinks).
+
+    Args:
+        attended: out, (batch, seqlen, num_heads, head_dim), and lse, (batch, num_heads, seqlen), fp32 or fp64, with
+            gradients, as `ring_attention` returns them. A row that sees no key, 0 and -inf, stays 0.
+        sinks: (num_heads,).
+    Numerics: computed in lse's dtype, cast once.
+    """
+    out, lse = attended
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype)

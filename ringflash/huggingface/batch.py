@@ -1,4 +1,4 @@
-"""This rank's part of a batch: ids, positions and labels cut alike."""
+"""Sharded batches: this rank's ids, positions and labels, all cut by the same layout."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, resolve
-from ringflash.huggingface.options import Options
-from ringflash.huggingface.positions import within_documents
+from ringflash.huggingface.options import ModelRing
 from ringflash.sequence.layout import local_positions, shard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
 
@@ -25,27 +24,27 @@ def prepare_batch(
     layout: str = "zigzag",
     position_ids: str = "global",
 ) -> dict[str, Any]:
-    """This rank's part of a batch that every rank holds whole: keyword arguments for model(**batch).
+    """Return this rank's shard of a batch that every rank holds whole, as keyword arguments for model(**batch).
 
-    `CausalLMWithLoss` turns it into the loss scaled as `ringflash.loss` says. transformers' own loss,
+    `CausalLMWithLoss` turns it into a loss with the scale of `ringflash.loss`. transformers' own loss,
     model(**batch, labels=batch["shift_labels"]).loss, is the rank's sum over the labelled tokens of the whole
     sequence: multiply it by cp_size for backends that average over all ranks.
 
     Args:
         input_ids: (batch, seqlen), int64, whole sequence.
         cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence; batch must then be 1.
-        labels: (batch, seqlen), already shifted (`ringflash.loss.shift_labels`, `pad_sequence`), -100 is none;
-            default the successor of each token within its document.
+        labels: (batch, seqlen), already shifted (`ringflash.loss.shift_labels`, `pad_sequence`), with -100 for none;
+            default is the successor of each token within its document.
         attention_mask: (batch, seqlen), 1 for a token and 0 for padding, which may be at the end of a row or, with
-            cu_seqlens, of a document. It has no labels, and a balancing loss of experts leaves it out.
+            cu_seqlens, of a document. Padding has no labels, and the balancing loss of experts leaves it out.
         position_ids: "global", or "document" to count from 0 in each document (needs cu_seqlens).
     Returns:
         batch: input_ids, position_ids, shift_labels (shards), num_items_in_batch (scalar), cu_seqlens (whole),
-            use_cache (False); with an attention_mask is_token (shard, bool); in a group also checksum (scalar), by
-            which layer 0 sees that all ranks had the same sequence.
+            use_cache (False); with an attention_mask also is_token (shard, bool); in a group also checksum (scalar),
+            by which layer 0 checks that all ranks had the same sequence.
     Raises:
-        ValueError: a length the layout cannot cut; labels that are not shifted, or negative but for -100; padding
-            before a token, or with labels.
+        ValueError: a length the layout cannot cut; labels that are not shifted, or are negative other than -100;
+            padding before a token, or with labels.
     """
     successors = token_loss.shift_labels(input_ids, cu_seqlens)
     if attention_mask is not None:
@@ -53,7 +52,7 @@ def prepare_batch(
         followed = attention_mask.roll(-1, 1) != 0
         successors = successors.masked_fill((attention_mask == 0) | ~followed, IGNORE_INDEX)
     labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
-    options = Options(resolve(group), layout)
+    options = ModelRing(resolve(group), layout)
     positions = local_positions(input_ids.shape[1], *options.place, layout).to(input_ids.device)
     if position_ids == "document" and cu_seqlens is not None:
         positions = within_documents(positions, cu_seqlens)
@@ -76,12 +75,19 @@ def prepare_batch(
     return batch if options.group is None else batch | {"checksum": _checksum(*shared)}
 
 
+def within_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return positions counted from the start of the document that contains each."""
+    bounds = cu_seqlens.to(positions.device, positions.dtype)
+    document = torch.searchsorted(bounds, positions, right=True) - 1
+    return positions - bounds[document.clamp(min=0)]
+
+
 def _checksum(*shared: Tensor) -> Tensor:
-    """Scalar, int64, from 0 up to 2**62, of what stands where; nothing is read by the host."""
+    """Return an int64 scalar in [0, 2**62) that depends on every value and its index. The host reads nothing."""
     total = torch.zeros((), dtype=torch.int64, device=shared[0].device)
     for x in shared:
-        places = torch.arange(x.numel(), device=x.device)
-        mixed = x.flatten().long() * 0x1E3779B97F4A7C15 + places * 0x3F58476D1CE4E5B9  # modulo 2**64
+        indices = torch.arange(x.numel(), device=x.device)
+        mixed = x.flatten().long() * 0x1E3779B97F4A7C15 + indices * 0x3F58476D1CE4E5B9  # modulo 2**64
         mixed = (mixed ^ (mixed >> 29)) * 0x14D049BB133111EB
         total = total * 31 + (mixed ^ (mixed >> 32)).sum()
     return total & (1 << 62) - 1
@@ -119,7 +125,7 @@ def _check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_se
         after_padding[:, cu_seqlens[:-1].long()] = False
     if after_padding.any():
         raise ValueError(
-            "attention_mask must be 0 on the right of the tokens alone, got padding before a token, which would see "
+            "attention_mask must be 0 on the right of the tokens only, got padding before a token, which would see "
             "it; set tokenizer.padding_side = 'right'."
         )
     if labels is not None and (labels[mask == 0] != IGNORE_INDEX).any():

@@ -1,12 +1,12 @@
-"""Which part of a model's tensor each tensor of a checkpoint is, by transformers' own tables of conversions.
+"""Map from a checkpoint's tensors to boxes in a model's tensors, by transformers' own conversion tables.
 
-A checkpoint may hold other tensors than the model. That of Qwen3-MoE has one for each expert and projection,
+The tensors of a checkpoint may differ from those of the model. Qwen3-MoE's has one for each expert and projection:
 
     model.layers.0.mlp.experts.7.up_proj.weight    (768, 2048)
     model.layers.0.mlp.experts.gate_up_proj        (128, 1536, 2048) in the model: rows 768 to 1535 of expert 7
 
-Read here are renamings, and experts that are stacked, with gate and up beside one another. What a table converts in
-another way counts as unknown.
+Two kinds of conversion are supported: renaming, and stacking of experts, with gate and up concatenated. A tensor that a
+table converts in another way counts as unknown.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import nn
 Shape = tuple[int, ...]
 
 
-class Piece(NamedTuple):
+class TensorBox(NamedTuple):
     """A tensor of a checkpoint as a box in a tensor of the model.
 
     Args:
         name: in the checkpoint.
         target: parameter or buffer of the model.
         offsets: of the box, one for each dim of the target.
-        shape: of the tensor; an expert's lacks the target's first dim, in which the box is 1.
+        shape: of the checkpoint's tensor; an expert's lacks the target's first dim, in which the box has size 1.
     """
 
     name: str
@@ -37,20 +37,20 @@ class Piece(NamedTuple):
     shape: Shape
 
 
-class Layout:
-    """Where the tensors of a checkpoint go, and what does not fit.
+class CheckpointMap:
+    """Boxes in a model for all tensors of a checkpoint, and the names of tensors that do not fit.
 
     Args:
         model: of transformers; may be on the meta device, sharded or not.
         shapes: of the checkpoint's tensors.
     Attributes:
-        pieces: what is read.
+        boxes: tensors to read.
         copies: second copies of tied tensors, which must be equal to the first.
-        missing, unknown, repeated, misshapen: the names of what does not fit.
+        missing, unknown, repeated, misshapen: names of tensors that do not fit.
     """
 
     def __init__(self, model: nn.Module, shapes: dict[str, Shape]) -> None:
-        self.pieces: list[Piece] = []
+        self.boxes: list[TensorBox] = []
         self.missing: list[str] = []
         self.unknown: list[str] = []
         self.repeated: list[str] = []
@@ -61,7 +61,7 @@ class Layout:
                 self.unknown += [] if _ignored(model, target) else chain(*by_pattern.values())
             elif set(by_pattern) == {None}:
                 shape = tuple(tensors[target].shape)
-                self.pieces.append(Piece(by_pattern[None][0], target, (0,) * len(shape), shape))
+                self.boxes.append(TensorBox(by_pattern[None][0], target, (0,) * len(shape), shape))
                 self.repeated += by_pattern[None][1:]
             elif None in by_pattern:  # stacked, and one by one
                 self.repeated += by_pattern[None]
@@ -70,31 +70,33 @@ class Layout:
                 self._stack(target, tuple(tensors[target].shape), converter, by_pattern)
         held = {ties.get(target, target) for target in sources}
         self.missing += (name for name in tensors if name not in ties and name not in held)
-        wrong = (piece for piece in self.pieces if shapes[piece.name] != piece.shape)
-        self.misshapen = [f"{piece.name} {shapes[piece.name]} for {piece.shape}" for piece in wrong]
-        second = [piece for piece in self.pieces if ties.get(piece.target) in sources]
-        self.copies = [piece._replace(target=ties[piece.target]) for piece in second]  # of tied tensors
-        first = (piece for piece in self.pieces if piece not in second)
-        self.pieces = [piece._replace(target=ties.get(piece.target, piece.target)) for piece in first]
+        wrong = (box for box in self.boxes if shapes[box.name] != box.shape)
+        self.misshapen = [f"{box.name} {shapes[box.name]} for {box.shape}" for box in wrong]
+        second = [box for box in self.boxes if ties.get(box.target) in sources]
+        self.copies = [box._replace(target=ties[box.target]) for box in second]  # of tied tensors
+        first = (box for box in self.boxes if box not in second)
+        self.boxes = [box._replace(target=ties.get(box.target, box.target)) for box in first]
 
     def _stack(self, target: str, shape: Shape, converter: Any, by_pattern: dict[str | None, list[str]]) -> None:
-        """Experts, one by one; those of several patterns are parts of equal size."""
+        """Add the boxes of stacked experts; several patterns (gate and up) are parts of equal size."""
         parts, dim = len(converter.source_patterns), _concatenated(converter.operations)
         if dim is None or not 0 <= dim < len(shape) or (parts > 1 and (dim == 0 or shape[dim] % parts)):
             self.unknown += chain(*by_pattern.values())
             return
-        box = [1, *shape[1:]]
-        box[dim] //= parts
+        part_shape = [1, *shape[1:]]
+        part_shape[dim] //= parts
         for part, pattern in enumerate(converter.source_patterns):
             experts = self._numbered(pattern, by_pattern.get(pattern, []), shape[0])
             written = target.replace(converter.target_patterns[0], pattern.replace("\\", "")).replace("*", "{}")
             self.missing += [written.format(i) for i in range(shape[0]) if i not in experts]
             offsets = [0] * len(shape)
-            offsets[dim] = part * box[dim]
-            self.pieces += (Piece(name, target, (i, *offsets[1:]), tuple(box[1:])) for i, name in experts.items())
+            offsets[dim] = part * part_shape[dim]
+            self.boxes += (
+                TensorBox(name, target, (i, *offsets[1:]), tuple(part_shape[1:])) for i, name in experts.items()
+            )
 
     def _numbered(self, pattern: str, names: list[str], num_experts: int) -> dict[int, str]:
-        """Names by the number of their expert."""
+        """Return names by the number of their expert."""
         experts = {}
         for name in names:
             number = re.search(pattern.replace("*.", r"(\d+)\."), name)
@@ -106,14 +108,16 @@ class Layout:
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:
-    """Parameters that are another one under a second name, and that one."""
+    """Return tied parameters: second name to first name."""
     return dict(model.get_expanded_tied_weights_keys(all_submodels=True))  # type: ignore[operator]
 
 
 def _sources(model: Any, names: list[str]) -> tuple[dict[str, dict[str | None, list[str]]], dict[str, Any]]:
-    """For every target its names by pattern, None where they are renamed alone, as transformers' loading finds them.
+    """Group a checkpoint's names by target and conversion pattern, as transformers' own loading does.
 
-    Also the converters, by pattern.
+    Returns:
+        sources: for each target its names by pattern; the pattern is None for names that are only renamed.
+        converters: by pattern.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -132,7 +136,7 @@ def _sources(model: Any, names: list[str]) -> tuple[dict[str, dict[str | None, l
 
 
 def _concatenated(operations: list[Any]) -> int | None:
-    """The dim of the stacked tensor along which patterns follow one another, 0 where there is one; None for others."""
+    """Return the dim in which a converter concatenates its patterns, 0 for one pattern, None if it is not supported."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     if type(operations[0]) is not MergeModulelist or operations[0].dim != 0 or len(operations) > 2:
@@ -145,6 +149,6 @@ def _concatenated(operations: list[Any]) -> int | None:
 
 
 def _ignored(model: Any, target: str) -> bool:
-    """What from_pretrained leaves out: layers that the model has no code for, and angles that older versions saved."""
+    """Return True for tensors that from_pretrained skips: layers without code in the model, and saved rotary angles."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     return any(re.search(pattern, target) for pattern in patterns)

@@ -1,39 +1,127 @@
-"""The one check a forward that reads values: layer 0, on all ranks together."""
+"""Checks of a model's inputs that need their values or the other ranks.
+
+`ForwardInputs` notes the arguments of a model's forward. Layer 0 calls `check_consistency` once a forward, where all
+ranks are in step: an error on one rank is raised on every rank. `ShardLoss` guards transformers' own loss.
+"""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable
+from inspect import signature
+from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringflash.comm import agreement
-from ringflash.huggingface.forward_inputs import Given, is_recomputed
-from ringflash.huggingface.options import Options
-from ringflash.huggingface.positions import positions_fit
-from ringflash.huggingface.validation import find_shape_error
+from ringflash.huggingface.batch import within_documents
+from ringflash.huggingface.global_length import depends_on_length, use_global_length
+from ringflash.huggingface.options import NAME, ModelRing
+from ringflash.huggingface.validation import check_adapters, find_shape_error
+
+
+class ForwardInputs:
+    """Arguments of a model's current forward, noted at its start and read once, by its first layer.
+
+    Checkpointed layers read again in the backward, when another forward may have begun: the notes are then empty.
+
+    Args:
+        names: parameters of the model's forward.
+        options: of `set_group`; options without a group while the model runs off the ring on purpose.
+        configs: the configurations by which transformers chooses the attention and the masks.
+    """
+
+    def __init__(self, names: tuple[str, ...], options: ModelRing, configs: list[Any]) -> None:
+        self._names = names
+        self.options, self.configs = options, configs
+        self._documents_given_to: str | None = None  # class of the model that was given cu_seqlens
+        self._position_ids: Tensor | None = None
+        self._errors: dict[str, Exception] = {}
+
+    @classmethod
+    def watch(cls, model: nn.Module, attention: list[nn.Module], options: ModelRing) -> ForwardInputs:
+        """Return the notes of a model's forwards; a model that is watched already keeps its notes, with new options."""
+        configs = list({id(c): c for m in (model, *attention) if (c := getattr(m, "config", None))}.values())
+        for hook in model._forward_pre_hooks.values():
+            if isinstance(hook, cls):
+                hook.options, hook.configs = options, configs
+                return hook
+        notes = cls(tuple(signature(type(model).forward).parameters)[1:], options, configs)
+        model.register_forward_pre_hook(notes, with_kwargs=True)
+        return notes
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the arguments; a forward pre-hook of the model."""
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        self._documents_given_to = None if given.get("cu_seqlens") is None else type(model).__name__
+        self._position_ids = given.get("position_ids")
+        if self.options.group is not None:
+            self._restore_implementation()
+            for child in model.children():
+                if depends_on_length(child) and not hasattr(child, "_ringflash"):  # added after set_group
+                    use_global_length(child, self.options)
+
+    def note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note labels that the model would shift inside the shard; a forward pre-hook of the model with the head."""
+        self._errors.pop("labels", None)
+        if self.options.group is not None and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+            self._errors["labels"] = _labels_error()
+
+    def _restore_implementation(self) -> None:
+        """Undo a change of attn_implementation and note it as an error, which layer 0 raises on every rank."""
+        for config in self.configs:
+            if (used := config._attn_implementation) != NAME:
+                config._attn_implementation = NAME
+                self._errors["choice"] = ValueError(
+                    f"attn_implementation must stay {NAME!r} after set_group, got {used!r}, with which each rank would "
+                    "attend to its own shard; give each model a configuration of its own (copy.deepcopy(config)), or "
+                    "take the model off the ring first by set_group(model, None)."
+                )
+
+    def take_positions(self) -> Tensor | None:
+        """Return the model's positions once, for attention modules that are not passed any."""
+        positions, self._position_ids = self._position_ids, None
+        return positions
+
+    def find_error(self, cu_seqlens: Tensor | None) -> Exception | None:
+        """Return the first error that was noted, or one for document bounds that did not reach the first layer."""
+        given_to, self._documents_given_to = self._documents_given_to, None
+        errors, self._errors = self._errors, {}
+        if errors:
+            return next(iter(errors.values()))
+        if given_to is None or cu_seqlens is not None:
+            return None
+        return NotImplementedError(
+            f"cu_seqlens must reach the attention, got None there from {given_to}, which drops it; give each document "
+            "a sequence of its own, or use another model."
+        )
 
 
 @torch.compiler.disable(reason="ranks compare their inputs, and raise together by the values")
-def check_together(
-    options: Options,
+def check_consistency(
+    options: ModelRing,
     query: Tensor,
     mask: Tensor | None,
     position_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     checksum: Tensor | None,
-    given: Given | None,
+    inputs: ForwardInputs | None,
     error: Exception | None,
 ) -> None:
-    """Once a forward, in layer 0: raise on every rank if any rank has an error. Four numbers are reduced and read."""
-    lost = None if given is None else given.find_error(cu_seqlens)
-    if position_ids is None and given is not None:
-        position_ids = given.take_positions()
-        if position_ids is None and error is None and is_recomputed():
-            return  # as in the forward, which had them
-    error = error or lost or find_shape_error(query, mask, position_ids)
-    # Two errors, and the checksum with both signs: the largest of all ranks' are one number if all have the same.
+    """Raise on every rank if any rank has an error: once a forward, in layer 0, by one all-reduce of four numbers.
+
+    Args:
+        error: of this rank, found before the call.
+    """
+    noted = None if inputs is None else inputs.find_error(cu_seqlens)
+    if position_ids is None and inputs is not None:
+        position_ids = inputs.take_positions()
+        if position_ids is None and error is None and _is_recomputed():
+            return  # checked in the forward, which had the positions
+    error = error or noted or find_shape_error(query, mask, position_ids)
+    # Two error flags, and the checksum with both signs: the maxima over the ranks cancel only if all are equal.
     found = torch.zeros(4, dtype=torch.int64, device=query.device)
     if error is None:
         try:
@@ -48,7 +136,7 @@ def check_together(
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=options.group)
     *wrong, highest, lowest = worst.tolist()
     if any(wrong):
-        _raise_on_every_rank(options.group, error or _tensor_error(found.tolist(), options))
+        _raise_on_every_rank(options.group, error or _value_error(found.tolist(), options))
     if options.group is not None and highest != -lowest:
         raise ValueError(
             "input_ids and labels given to prepare_batch must be the same on all ranks of the group, which each take a "
@@ -58,16 +146,25 @@ def check_together(
 
 
 def _find_value_errors(
-    options: Options, query: Tensor, mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
+    options: ModelRing, query: Tensor, mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """(2,), int32: whether the mask hides a token, whether positions are wrong. Nothing is read by the host."""
+    """Return (2,), int32: a mask that hides a token, wrong positions. The host reads nothing."""
     assert position_ids is not None
     hidden = query.new_zeros((), dtype=torch.bool) if mask is None else ~mask.all()
-    misplaced = ~positions_fit(options, query.shape[2], position_ids, cu_seqlens)
+    misplaced = ~_positions_fit(options, query.shape[2], position_ids, cu_seqlens)
     return torch.stack([hidden.to(query.device), misplaced.to(query.device)]).int()
 
 
-def _tensor_error(flags: list[int], options: Options) -> Exception | None:
+def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return a bool scalar: positions are the shard's global ones or, with documents, those within each document."""
+    positions = options.positions(length, position_ids.device)
+    fit = (position_ids == positions).all()
+    if cu_seqlens is not None:
+        fit = fit | (position_ids == within_documents(positions, cu_seqlens)).all()
+    return fit
+
+
+def _value_error(flags: list[int], options: ModelRing) -> Exception | None:
     if flags[0]:
         return ValueError(
             "attention_mask must be None or all ones, got zeros; pack documents with cu_seqlens, or pad with "
@@ -85,3 +182,49 @@ def _tensor_error(flags: list[int], options: Options) -> Exception | None:
 def _raise_on_every_rank(group: dist.ProcessGroup | None, error: Exception | None) -> NoReturn:
     agreement.agree(group, {"huggingface": "refused on a rank"}, error)
     raise error or ValueError("inputs must be right on every rank of the group, got an error on another; see its log.")
+
+
+def _is_recomputed() -> bool:
+    """Return True inside a backward, where a checkpointed layer runs a second time."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class ShardLoss:
+    """A model's `loss_function`: transformers' own, guarded against labels and adapters that are wrong on a shard.
+
+    Hooks do not suffice: a wrapper may call a model's forward directly, and some models drop `shift_labels` on the way.
+    """
+
+    def __init__(self, model: nn.Module, compute: Callable[..., Any], inputs: ForwardInputs) -> None:
+        self._model, self._compute, self._inputs = ref(model), compute, inputs  # a cycle would keep the model's memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardLoss, (self._model(), self._compute, self._inputs)  # of a copied model, the copy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of logits and labels."""
+        if self._inputs.options.group is not None:
+            model = self._model()
+            assert model is not None
+            check_adapters(model)  # added after set_group
+            if kwargs.get("shift_labels") is None:
+                raise _labels_error()
+        return self._compute(*args, **kwargs)
+
+
+def guard_losses(model: nn.Module, inputs: ForwardInputs) -> None:
+    """Have every causal language model within `model` refuse labels that it would shift inside a shard."""
+    for module in model.modules():
+        has_head = hasattr(type(module), "loss_function") and module.get_output_embeddings() is not None  # type: ignore[operator]
+        compute: Any = module.loss_function if has_head else None
+        if compute is None or isinstance(compute, ShardLoss) or "shift_labels" not in signature(compute).parameters:
+            continue
+        module.loss_function = ShardLoss(module, compute, inputs)  # type: ignore[assignment]
+        module.register_forward_pre_hook(inputs.note_labels, with_kwargs=True)
+
+
+def _labels_error() -> ValueError:
+    return ValueError(
+        "shift_labels must be given with labels on a ring, got labels only, which transformers would shift inside each "
+        "shard; pass the batch of prepare_batch with labels=batch['shift_labels'], or use CausalLMWithLoss."
+    )

@@ -1,4 +1,4 @@
-"""A training checkpoint as a directory that `from_pretrained` loads."""
+"""Export of a training checkpoint as a directory that `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TOKENIZER_FILES = (
 def export(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, tokenizer: Path | None = None) -> None:
     """Write config.json and safetensors files of at most 5 GB for a distributed checkpoint of `CausalLM`.
 
-    In one process, on the CPU, with the whole model in its memory. The directory appears when it is complete.
+    Runs in one process, on the CPU, with the whole model in its memory. The directory appears when it is complete.
 
     Args:
         checkpoint: directory that a run under `ContextParallelStrategy` wrote.
-        out: directory to write; must not be there yet.
+        out: directory to write; must not exist yet.
         dtype: of the parameters.
-        tokenizer: directory whose tokenizer files are copied along.
+        tokenizer: directory whose tokenizer files are copied, too.
     Raises:
         ValueError: no such checkpoint, one that holds more than data, something at `out`, or no tokenizer.
     """
@@ -58,7 +58,7 @@ def _tokenizer_files(directory: Path) -> list[Path]:
 
 
 def _config_of(checkpoint: Path) -> dict:
-    """The configuration that the run kept beside the parameters."""
+    """Return the model configuration that the run saved with the parameters."""
     meta = checkpoint / "meta.pt"
     if (checkpoint / "latest").is_file():
         raise ValueError(

@@ -1,56 +1,70 @@
-"""`generate` of a model on a ring: each rank that calls it attends within its own process, to whole prompts."""
+"""`generate` for a model on a ring: each rank that calls it attends to whole prompts within its own process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
+from weakref import ref
 
 from torch import nn
 
-from ringflash.huggingface.forward_inputs import Given
-from ringflash.huggingface.options import NAME, Options
+from ringflash.huggingface.consistency import ForwardInputs
+from ringflash.huggingface.options import NAME, ModelRing
 
 _num_running = 0
 
 
 def is_generating() -> bool:
-    """Return whether this process attends to whole prompts now, as `wrap_attention` must let it."""
+    """Return True while this process attends to whole prompts, which `wrap_attention` must not intercept."""
     return _num_running > 0
 
 
-def generate_locally(model: nn.Module, given: Given) -> None:
-    """Make `generate` of the models within `model` that have it run off the ring."""
+def generate_locally(model: nn.Module, inputs: ForwardInputs) -> None:
+    """Make `generate` run off the ring, for every model within `model` that has it."""
     for module in model.modules():
         if hasattr(type(module), "set_attn_implementation") and module.can_generate():  # type: ignore[operator]
-            module._ringflash_given = given  # type: ignore[assignment]
-            module.generate = MethodType(generate, module)  # type: ignore[assignment]
+            module._ringflash_given = inputs  # type: ignore[assignment]
+            module.generate = LocalGenerate(module)  # type: ignore[assignment]
 
 
-def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' generate, with attention within this process: one rank may call it, or each with its own prompt."""
-    with _off_the_ring(self, self._ringflash_given):
-        return type(self).generate(self, *args, **kwargs)
+class LocalGenerate:
+    """A model's `generate`: transformers' own, within this process. One rank may call it, or each with its own prompt.
+
+    The model is referred to weakly: a cycle would keep its memory, and its group, until Python collects garbage.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = ref(model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalGenerate, (self._model(),)  # of a copied model, the copy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what transformers' `generate` returns."""
+        model: Any = self._model()
+        with _off_the_ring(model, model._ringflash_given):
+            return type(model).generate(model, *args, **kwargs)
 
 
 @contextmanager
-def _off_the_ring(model: Any, given: Given) -> Iterator[None]:
-    """Give the model transformers' own attention, and put the ring back afterwards."""
+def _off_the_ring(model: Any, inputs: ForwardInputs) -> Iterator[None]:
+    """Give the model transformers' own attention, and put it back on the ring afterwards."""
     global _num_running
-    options, layers = given.options, [m for m in model.modules() if isinstance(getattr(m, "_ringflash", None), Options)]
-    _give(given, layers, Options(None), "sdpa" if model._supports_sdpa else "eager")
+    options = inputs.options
+    layers = [m for m in model.modules() if isinstance(getattr(m, "_ringflash", None), ModelRing)]
+    _switch(inputs, layers, ModelRing(None), "sdpa" if model._supports_sdpa else "eager")
     _num_running += 1
     try:
         yield
     finally:
         _num_running -= 1
-        _give(given, layers, options, NAME)
+        _switch(inputs, layers, options, NAME)
 
 
-def _give(given: Given, layers: list[Any], options: Options, attn_implementation: str) -> None:
-    given.options = options
+def _switch(inputs: ForwardInputs, layers: list[Any], options: ModelRing, attn_implementation: str) -> None:
+    inputs.options = options
     for layer in layers:
         layer._ringflash = options
-    for config in given.configs:
+    for config in inputs.configs:
         config._attn_implementation = attn_implementation

@@ -1,4 +1,8 @@
-"""What a model takes from the tokens it holds though it means the sequence: its length, and positions it counts."""
+"""Global lengths and positions for models that would derive them from the local shard.
+
+Rotary angles of some kinds depend on the length of the sequence, and Llama 4 scales queries by positions that its
+attention counts. Hooks on these modules give them the values of the whole sequence.
+"""
 
 from __future__ import annotations
 
@@ -8,44 +12,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringflash.huggingface.options import NAME, Options
-from ringflash.huggingface.positions import positions_on
+from ringflash.huggingface.options import NAME, ModelRing
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def tell_of_the_sequence(model: nn.Module, options: Options) -> None:
-    """Have rotary angles that depend on the length, and positions that an attention counts, those of the sequence."""
+def use_global_length(model: nn.Module, options: ModelRing) -> None:
+    """Hook the modules of a model that depend on the sequence's length or count positions. May be called again."""
     for module in model.modules():
         if depends_on_length(module):
             module._ringflash = options  # type: ignore[assignment]
-            if _give_longest not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_give_longest, with_kwargs=True)
+            if _append_longest not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_append_longest, with_kwargs=True)
                 module.register_forward_hook(_drop_longest)
-        if _counts_tokens(module) and _give_offsets not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_give_offsets, with_kwargs=True)
+        if _counts_positions(module) and _add_offsets not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_add_offsets, with_kwargs=True)
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Whether a rotary layer's angles change with the length of the sequence."""
+    """Return True for a rotary layer whose angles change with the length of the sequence."""
     kinds: Any = getattr(module, "rope_type", None)
     parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-    scaled = kinds is not None and "long_mscale" in parameters  # PhiMoE's, beside any kind
+    scaled = kinds is not None and "long_mscale" in parameters  # PhiMoE's, with any rope_type
     return scaled or any(kind in LENGTH_DEPENDENT for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
 
 
-def _counts_tokens(module: nn.Module) -> bool:
-    """Llama 4's layers without rotation scale their queries by positions that they count themselves."""
+def _counts_positions(module: nn.Module) -> bool:
+    """Return True for Llama 4's layers without rotation, which scale queries by positions that they count."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
-def _runs_on_ring(module: nn.Module) -> bool:
-    return getattr(module.config, "_attn_implementation", None) == NAME  # type: ignore[union-attr]
-
-
 @torch.compiler.disable(reason="transformers reads the largest position")
-def _give_longest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """transformers takes the largest position it is given for the length: append that of all ranks."""
+def _append_longest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Append the largest position of all ranks, because transformers takes the largest one for the length."""
     group = module._ringflash.group  # type: ignore[union-attr]
     if group is None:
         return None
@@ -69,33 +68,32 @@ def _drop_longest(module: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
     return angles[:, :-1] if isinstance(angles, Tensor) else tuple(x[:, :-1] for x in angles)
 
 
-def _give_offsets(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Its positions are the numbers of its tokens plus those in its cache: a cache that says how far each is off."""
-    if not _runs_on_ring(module):
+def _add_offsets(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Pass a cache whose length is the offset of each token, because the layer adds that length to local indices."""
+    if getattr(module.config, "_attn_implementation", None) != NAME:  # type: ignore[union-attr]
         return None
     if kwargs.get("past_key_values") is not None:
         raise NotImplementedError("past_key_values must be None, got a cache; pass use_cache=False.")
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    options: Options = module._ringflash  # type: ignore[assignment]
-    offsets = _offsets(options, hidden.shape[1], hidden.device)
-    return args, {**kwargs, "past_key_values": _Offsets(offsets)}
+    options: ModelRing = module._ringflash  # type: ignore[assignment]
+    return args, {**kwargs, "past_key_values": _OffsetCache(_offsets(options, hidden.shape[1], hidden.device))}
 
 
-@torch.compiler.disable(reason="positions are kept from call to call")
-def _offsets(options: Options, length: int, device: torch.device) -> Tensor:
-    return positions_on(options, length, device) - torch.arange(length, device=device)
+@torch.compiler.disable(reason="positions are cached from call to call")
+def _offsets(options: ModelRing, length: int, device: torch.device) -> Tensor:
+    return options.positions(length, device) - torch.arange(length, device=device)
 
 
-class _Offsets:
-    """The part of transformers' cache that such an attention asks."""
+class _OffsetCache:
+    """A transformers cache that stores nothing, and whose length is a tensor of offsets."""
 
     def __init__(self, offsets: Tensor) -> None:
         self._offsets = offsets
 
     def get_seq_length(self, layer_idx: int) -> Tensor:
-        """What to add to the number of each token."""
+        """Return the number to add to each token's local index."""
         return self._offsets
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Nothing is kept."""
+        """Return the arguments; nothing is stored."""
         return key, value

@@ -1,58 +1,57 @@
-"""A causal language model whose forward is its loss, so that the logits are never whole."""
+"""A causal language model whose forward returns its loss, so that the logits of all tokens never exist together."""
 
 from __future__ import annotations
 
+import sys
+from copy import copy
+from inspect import signature
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, HoldsGroup, resolve
-from ringflash.huggingface.adapters import check_adapters, without_peft
-from ringflash.huggingface.routers import check_routers, routed, router_coefficient, router_loss
+from ringflash.huggingface.validation import check_adapters, without_peft
 
-# Families whose logits are scaled: by which name of the configuration, and whether they are divided by it.
-_SCALED: dict[Any, tuple[str, bool]] = {
-    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), ("logit_scale", False)),
-    "hyperclovax": ("logits_scaling", False),
-    **dict.fromkeys(
-        ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "minicpm3"),
-        ("logits_scaling", True),
-    ),
-}
+# Parameters of transformers' load_balancing_loss_func.
+_BALANCING_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+_PROBE = tuple(sign * 2.0**power for power in (0, 20, 8, 3, -3, -8) for sign in (1, -1))  # exact in every dtype
 
 
 class CausalLMWithLoss(HoldsGroup, nn.Module):
-    """A causal language model whose forward returns `ringflash.loss.cross_entropy`; logits are never whole.
+    """A causal language model whose forward returns `ringflash.loss.cross_entropy`, computed chunk by chunk.
 
-    With `output_router_logits` in its configuration a model of experts adds router_aux_loss_coef * the balancing loss
-    of the whole sequence, which `router_loss` keeps of the last forward: added whole to each call's loss, and over all
-    tokens, those without labels too; padding is left out where `prepare_batch` was given an attention_mask.
+    With `output_router_logits` in its configuration, a model of experts adds router_aux_loss_coef * the balancing loss
+    of the whole sequence. That loss is added in full to each call's loss, and covers all tokens, also those without
+    labels; padding is left out if `prepare_batch` was given an attention_mask.
 
     Shard this module, not the model in it, with FSDP2: the output embedding is then gathered where it is read.
 
     Args:
         model: a transformers model with .model and .lm_head, such as LlamaForCausalLM; also with PEFT's adapters in it,
             or in its PeftModel, but none on .lm_head (`modules_to_save` may name it).
-        group: as `set_group`'s.
-        chunk_tokens: as `cross_entropy`.
+        group: as for `set_group`.
+        chunk_tokens: as for `cross_entropy`.
+    Attributes:
+        router_loss: the balancing loss of the last forward, without its coefficient and gradient; its mean over the
+            ranks is that of the sequence.
     Raises:
-        NotImplementedError: logits that are more than hidden @ lm_head.weight.T, times a number for those models that
-            are known to have one; a balancing loss of another form than transformers'. Adapters of PEFT that do more
-            than change layers.
+        NotImplementedError: logits other than hidden @ lm_head.weight.T times a number; a balancing loss of another
+            form than transformers'; PEFT adapters that do more than change layers.
     """
 
-    router_loss: Tensor | None = None  # without its coefficient and gradient; the mean over the ranks is the sequence's
+    router_loss: Tensor | None = None
 
     def __init__(self, model: nn.Module, group: Group, *, chunk_tokens: int | None = None) -> None:
         super().__init__()
         causal = without_peft(model)
-        _check_head(causal)
-        self.logit_scale = _logit_scale(getattr(causal, "config", None))
+        self.logit_scale = _check_head(causal)
         self.model, self.group, self.chunk_tokens = model, resolve(group), chunk_tokens
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
-        """The model's own, which transformers' Trainer calls for TrainingArguments(gradient_checkpointing=True)."""
+        """Call the model's method of this name, for Trainer with TrainingArguments(gradient_checkpointing=True)."""
         self.model.gradient_checkpointing_enable(**options)  # type: ignore[operator]
 
     def forward(
@@ -67,16 +66,18 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         is_token: Tensor | None = None,
         per_token: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Scalar loss of this rank; arguments as `prepare_batch` returns them.
+        """Return this rank's scalar loss; arguments as `prepare_batch` returns them.
 
         Args:
-            per_token: return what `ringflash.loss.score_tokens` does instead.
+            per_token: return `ringflash.loss.score_tokens` instead.
         """
-        check_adapters(self)  # adapters may have come since, around this module, too
+        check_adapters(self)  # some may have been added since, also around this module
         causal: Any = without_peft(self.model)
         self._check_head_unchanged(causal)
-        places = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "checksum": checksum, "is_token": is_token}
-        outputs = causal.model(input_ids=input_ids, use_cache=use_cache, **places)
+        outputs = causal.model(
+            input_ids=input_ids, use_cache=use_cache, position_ids=position_ids, cu_seqlens=cu_seqlens,
+            checksum=checksum, is_token=is_token,
+        )  # fmt: skip
         hidden, weight = outputs.last_hidden_state, _weight_of(causal.lm_head)
         if per_token:
             return token_loss.score_tokens(
@@ -88,22 +89,23 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         )  # fmt: skip
         if not _has_router_loss(causal):
             return loss
-        logits = routed(causal, outputs)
+        logits = _router_logits(causal, outputs)
         balance = router_loss(logits, causal.num_experts, causal.num_experts_per_tok, self.group, is_token)
         self.router_loss = balance.detach()
-        return loss + router_coefficient(causal) * balance
+        return loss + _router_coefficient(causal) * balance
 
+    @torch.compiler.disable(reason="a number that was measured would become a variable of the graph")
     def _check_head_unchanged(self, causal: nn.Module) -> None:
-        """Refuse a configuration that was edited since this module was made."""
-        _check_head(causal)
-        if (scale := _logit_scale(getattr(causal, "config", None))) != self.logit_scale:
+        """Reject a configuration that was edited after this module was made."""
+        if (scale := _check_head(causal)) != self.logit_scale:
             raise NotImplementedError(
                 f"the scale of the logits must stay {self.logit_scale:g}, got {scale:g} from a configuration that was "
                 "edited since; make the CausalLMWithLoss after that."
             )
 
 
-def _check_head(model: nn.Module) -> None:
+def _check_head(model: nn.Module) -> float:
+    """Return the number by which the model multiplies its logits, or raise if its head is not one we can compute."""
     if not hasattr(model, "model") or not hasattr(model, "lm_head"):
         raise NotImplementedError(
             f"model must have .model and .lm_head, got {type(model).__name__}; call ringflash.loss.cross_entropy on "
@@ -111,20 +113,12 @@ def _check_head(model: nn.Module) -> None:
         )
     _weight_of(model.lm_head)
     if _has_router_loss(model):
-        check_routers(model)
-    config: Any = getattr(model, "config", None)
-    _check_head_config(config, known=_scaling(config)[0])
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if text is not config:  # of models that have one for each tower; Gemma 4's head follows the text's
-        _check_head_config(text, known=None)
-
-
-def _has_router_loss(model: Any) -> bool:
-    return getattr(getattr(model, "config", None), "output_router_logits", False)
+        _check_routers(model)
+    return _logit_scale(model)
 
 
 def _weight_of(head: Any) -> Tensor:
-    """The weight that makes logits of hidden states alone; of a layer that PEFT trains as a whole, its copy's."""
+    """Return the weight that maps hidden states to logits; for a layer in PEFT's modules_to_save, that of its copy."""
     layer = getattr(head, "original_module", head)
     if not isinstance(layer, nn.Linear) or layer.bias is not None:
         raise NotImplementedError(
@@ -135,21 +129,156 @@ def _weight_of(head: Any) -> Tensor:
     return weight
 
 
-def _logit_scale(config: Any) -> float:
-    """What the model multiplies its logits by."""
-    name, divides = _scaling(config)
-    value = 1.0 if name is None else float(getattr(config, name))
-    return 1 / value if divides else value
+@torch.no_grad()
+def _logit_scale(model: Any) -> float:
+    """Run the model's own forward on known hidden states, without decoder and head, and return logits / hidden states.
+
+    Raises:
+        NotImplementedError: logits that are not proportional to the hidden states, as with softcapping, or fewer than
+            lm_head computes.
+    """
+    hidden = torch.tensor(_PROBE, dtype=torch.float64, device="cpu").view(1, 1, -1)
+    width = getattr(model.lm_head, "original_module", model.lm_head).out_features
+    copies = -(-width // len(_PROBE))
+    probe: Any = copy(model)
+    probe._modules = {
+        **model._modules,
+        "model": _Stub(model.model, lambda *args, **kwargs: _HiddenStates(hidden)),
+        "lm_head": _Stub(model.lm_head, lambda x: x.repeat(1, 1, copies)[..., :width]),
+    }
+    try:
+        logits = type(model).forward(probe, input_ids=torch.zeros(1, 1, dtype=torch.int64, device="cpu")).logits
+    except Exception as error:  # the forward is the model's own code
+        raise _head_error(model, f"{type(error).__name__} without its decoder: {error}") from error
+    if logits.shape[-1] != width:
+        raise _head_error(model, f"{logits.shape[-1]} of {width}")
+    scales = logits.double() / hidden.repeat(1, 1, copies)[..., :width]
+    scale = float(scales[0, 0, 0])
+    if not all(abs(x.item() - scale) <= 1e-6 * abs(scale) for x in scales.aminmax()):
+        raise _head_error(model, "others (as by final_logit_softcapping)")
+    return scale
 
 
-def _scaling(config: Any) -> tuple[str | None, bool]:
-    return _SCALED.get(getattr(config, "model_type", None), (None, False))
+def _head_error(model: nn.Module, got: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"logits of {type(model).__name__} must be those of lm_head times a number, got {got}; compute the loss from "
+        "the model's logits."
+    )
 
 
-def _check_head_config(config: Any, known: str | None) -> None:
-    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1)):
-        if name == known:
-            continue
-        value = getattr(config, name, None)
-        if value is not None and value != neutral:
-            raise NotImplementedError(f"{name} must be unset, got {value}; compute the loss from the model's logits.")
+class _Stub:
+    """A callable in place of a module and of every module in it, with the attributes of the module."""
+
+    def __init__(self, module: Any, call: Any) -> None:
+        self._module, self._call = module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return _Stub(value, self._call) if isinstance(value, nn.Module) else value
+
+
+class _HiddenStates:
+    """A decoder's output in which everything but the last hidden state is None."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _has_router_loss(model: Any) -> bool:
+    return getattr(getattr(model, "config", None), "output_router_logits", False)
+
+
+def _check_routers(model: nn.Module) -> None:
+    """Reject a model whose balancing loss is not the one that `router_loss` computes.
+
+    Raises:
+        NotImplementedError: no balancing loss in its family, or one of another form.
+    """
+    own = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    names = "num_experts", "num_experts_per_tok", "router_aux_loss_coef"
+    known = own is not None and list(signature(own).parameters) == _BALANCING_PARAMETERS
+    if not known or not all(hasattr(model, name) for name in names):
+        raise NotImplementedError(
+            "output_router_logits must be False for a model without transformers' load_balancing_loss_func over "
+            f"num_experts and num_experts_per_tok, got True for {type(model).__name__}; compute the loss from the "
+            "model's own outputs."
+        )
+
+
+def router_loss(
+    router_logits: tuple[Tensor, ...],
+    num_experts: int,
+    experts_per_token: int,
+    group: dist.ProcessGroup | None,
+    is_token: Tensor | None = None,
+) -> Tensor:
+    """Return this rank's part of the loss that keeps experts balanced; the mean over the ranks is the sequence's.
+
+        num_experts * sum over experts (share of the choices of this expert * mean probability of this expert)
+
+    Both factors are means over the tokens of all layers. Choices have no gradient, so ranks only exchange their counts.
+    The loss is linear in the probabilities, so each rank adds those of its own tokens, and gradients average alike.
+
+    Args:
+        router_logits: of each layer, (tokens of this rank, num_experts).
+        group: ranks that share the sequence; None is one process.
+        is_token: (batch, seqlen_local), bool; padding is False and left out. Default is all True.
+    Returns:
+        loss: scalar, fp32 (fp64 for fp64).
+    Source: equations 4 to 6 of Fedus et al. 2021 (Switch Transformer), arXiv:2101.03961, as transformers sums layers.
+    """
+    dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
+    device = router_logits[0].device
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)  # choices per expert, then tokens
+    probability = torch.zeros(num_experts, dtype=dtype, device=device)
+    for logits in router_logits:
+        weights = logits.softmax(-1)
+        chosen = weights.detach().topk(experts_per_token).indices
+        counted = chosen.new_ones(len(logits), 1) if is_token is None else is_token.view(-1, 1).long()
+        counts[:-1].scatter_add_(0, chosen.flatten(), counted.expand_as(chosen).flatten())
+        counts[-1] += counted.sum()
+        probability = probability + (weights if is_token is None else weights * counted).to(dtype).sum(0)
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+        probability = probability * group.size()
+    tokens = counts[-1].clamp(min=1).to(dtype)
+    return num_experts * (counts[:-1].to(dtype) / tokens * (probability / tokens)).sum()
+
+
+def _router_logits(model: Any, outputs: Any) -> tuple[Tensor, ...]:
+    """Return the router logits of a forward.
+
+    Raises:
+        RuntimeError: the model has no layer with experts, or does not return their logits.
+    """
+    logits = getattr(outputs, "router_logits", None)
+    if not logits:
+        raise RuntimeError(
+            f"router_logits must be among the outputs of {type(model).__name__} with output_router_logits=True, got "
+            "none; set it to False for a model without experts."
+        )
+    return logits
+
+
+def _router_coefficient(model: Any) -> float:
+    """Return the coefficient of a model's balancing loss.
+
+    Raises:
+        ValueError: the model and its configuration have different ones.
+    """
+    own = model.router_aux_loss_coef
+    if (configured := getattr(model.config, "router_aux_loss_coef", own)) != own:
+        raise ValueError(
+            f"router_aux_loss_coef must be the same in a model and its configuration, got {own} and {configured}; set "
+            "both (TRL sets only the configuration's)."
+        )
+    return float(own)

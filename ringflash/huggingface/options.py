@@ -1,36 +1,37 @@
-"""Where and how the attention of a model runs."""
+"""The group and options that `set_group` gives a model, and the positions of the tokens that a rank then holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-NAME = "ringflash"
+from ringflash.attention.options import RingOptions
+from ringflash.sequence.layout import local_positions
 
-
-@dataclass(frozen=True)
-class Options:
-    """Where and how the attention of a model runs; arguments as `ring_attention`."""
-
-    group: dist.ProcessGroup | None
-    layout: str = "zigzag"
-    impl: str = "auto"
-    transport: str = "auto"
-    deterministic: bool = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Options:
-        return self  # a process group cannot be copied
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """(cp_size, cp_rank)."""
-        return (1, 0) if self.group is None else (self.group.size(), self.group.rank())
+NAME = "ringflash"  # the attn_implementation
 
 
-def check_lone_process() -> None:
-    """Raise ValueError where several processes do not say which of them share a sequence."""
+class ModelRing(RingOptions):
+    """Group and options of one model's attention; arguments as `ring_attention`."""
+
+    __slots__ = ()
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        """Return the global positions of the `length` tokens that this rank holds."""
+        cp_size, cp_rank = self.place
+        return _positions(length * cp_size, cp_size, cp_rank, self.layout, device)
+
+
+@lru_cache(maxsize=8)
+def _positions(seqlen: int, cp_size: int, cp_rank: int, layout: str, device: torch.device) -> Tensor:
+    return local_positions(seqlen, cp_size, cp_rank, layout).to(device)
+
+
+def check_single_process() -> None:
+    """Raise ValueError if there are several processes: a model without a group does not say which share a sequence."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"group must be given where there are several processes, got none of {dist.get_world_size()}; "

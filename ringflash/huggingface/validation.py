@@ -1,4 +1,8 @@
-"""What a model may not ask of its attention, seen from the call's arguments without reading a tensor's values."""
+"""Checks of a model, its adapters and its attention calls that need no tensor's values.
+
+set_group        check_adapters, check_model, check_rope, check_layer_type, check_direction
+attention call   find_static_error and, in layer 0, find_shape_error, which `consistency` raises on every rank
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ringflash.huggingface.chunks import chunk_size
 from ringflash.huggingface.global_length import LENGTH_DEPENDENT, depends_on_length
-from ringflash.huggingface.layers import layer_type
 
-# What models hand to every attention call and no attention reads.
+# Arguments that models pass to every attention call and no attention reads.
 _HARMLESS = {
     "position_ids", "cache_position", "num_items_in_batch", "labels", "shift_labels", "is_token", "logits_to_keep",
     "output_hidden_states", "return_dict",
 }  # fmt: skip
 
-_NO_CACHE = "pass use_cache=False; to generate, call generate of the model that set_group was given"
-_REFUSED = {
+_CACHE_REMEDY = "pass use_cache=False; to generate, call generate of the model that set_group was given"
+_REMEDIES = {
     "softcap": "use a model without attention softcapping",
     "head_mask": "prune the heads instead",
     "cu_seq_lens_q": "pass the bounds of the whole packed sequence as cu_seqlens",
@@ -27,11 +29,67 @@ _REFUSED = {
     "max_length_q": "pass the bounds of the whole packed sequence as cu_seqlens",
     "max_length_k": "pass the bounds of the whole packed sequence as cu_seqlens",
     "seq_idx": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "use_cache": _NO_CACHE,
-    "past_key_values": _NO_CACHE,
+    "use_cache": _CACHE_REMEDY,
+    "past_key_values": _CACHE_REMEDY,
     "output_attentions": "pass output_attentions=False; the weights never exist",
     "output_router_logits": "set it in the configuration and call CausalLMWithLoss; this loss would be the shard's",
 }
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that follow `attn_implementation`, in the order of the layers."""
+    return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
+
+
+def layer_type(module: nn.Module) -> str | None:
+    """Return the entry of `layer_types` for the layer of an attention module, or None if there is none."""
+    config: Any = getattr(module, "config", None)
+    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    return types[index] if types and index is not None else None
+
+
+def chunk_size(module: nn.Module) -> int | None:
+    """Return the tokens of a chunk in a layer with chunked attention (Llama 4), or None for other layers."""
+    if layer_type(module) != "chunked_attention":
+        return None
+    config: Any = module.config
+    return config.attention_chunk_size
+
+
+def without_peft(model: nn.Module) -> nn.Module:
+    """Return the transformers model inside PEFT's wrappers, adapters included, or the model itself.
+
+    Raises:
+        NotImplementedError: as `check_adapters`.
+    """
+    if getattr(model, "peft_config", None) is None:
+        return model
+    check_adapters(model)
+    return next((module for module in model.modules() if "lm_head" in module._modules), model)
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Reject PEFT adapters that do more than change what a layer computes for each token.
+
+    Raises:
+        NotImplementedError: adapters that prepend tokens, add to the loss, or search the input for tokens. Each would
+            act on the shard instead of the sequence.
+    """
+    configs: Any = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        if _changes_forward(config.peft_type) or getattr(config, "alora_invocation_tokens", None):
+            kind = "LORA with alora_invocation_tokens" if config.peft_type == "LORA" else str(config.peft_type.value)
+            raise NotImplementedError(
+                f"peft_type must be one that changes layers alone, such as LORA, got {kind}, which also changes the "
+                "model's inputs or its loss; those of a shard are not those of the sequence."
+            )
+
+
+def _changes_forward(peft_type: Any) -> bool:
+    from peft import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.tuners.tuners_utils import BaseTuner
+
+    return PEFT_TYPE_TO_TUNER_MAPPING[peft_type].forward not in (BaseTuner.forward, nn.Module.forward)
 
 
 def find_static_error(
@@ -44,7 +102,7 @@ def find_static_error(
     kwargs: dict,
     sinks: Tensor | None = None,
 ) -> Exception | None:
-    """What the arguments ask for that the ring does not do; it needs no tensor's values."""
+    """Return the error for arguments that ring attention does not support, or None."""
     try:
         _check_kwargs(kwargs)
         check_layer_type(module)
@@ -63,30 +121,30 @@ def _check_kwargs(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if name in _HARMLESS or value is None or value is False:
             continue
-        remedy = _REFUSED.get(name, "drop it; attention would have to ignore it")
+        remedy = _REMEDIES.get(name, "drop it; attention would have to ignore it")
         shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise NotImplementedError(f"{name} must not be given to ringflash attention, got {shown}; {remedy}.")
 
 
 def find_base(model: nn.Module, attention: nn.Module) -> nn.Module:
-    """The innermost model that holds the attention layer: the decoder, without its head and other towers."""
+    """Return the innermost model that holds the attention layer: the decoder without its head and other towers."""
     holders = [m for m in model.modules() if hasattr(m, "set_attn_implementation") and attention in set(m.modules())]
     return holders[-1] if holders else model
 
 
 def check_model(base: nn.Module) -> None:
-    """Refuse what is wrong on a shard though every attention is right.
+    """Reject models that are wrong on a shard even if every attention is right.
 
     Args:
-        base: as `find_base`.
+        base: as `find_base` returns it.
     Raises:
-        NotImplementedError: tokens that meet in other layers, or positions that the model counts itself.
+        NotImplementedError: layers other than attention that mix tokens, or positions that the model counts itself.
     """
     for name, module in base.named_modules():
         if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)):
             raise NotImplementedError(
                 f"{name} must treat tokens one by one, got {type(module).__name__}, which would end with the shard; "
-                "use a model whose tokens meet in attention alone."
+                "use a model whose tokens meet in attention only."
             )
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise NotImplementedError(
@@ -101,9 +159,9 @@ def check_model(base: nn.Module) -> None:
 
 
 def check_layer_type(module: nn.Module) -> None:
-    """Raise NotImplementedError for a model with a layer whose kind of attention is no interval of keys.
+    """Raise NotImplementedError for a model with a layer in which a token sees anything but an interval of keys.
 
-    Of any layer, not this one alone: convolutions and recurrences between attention layers never call attention.
+    Every layer of the model is checked, because convolutions and recurrences never call attention themselves.
     """
     config = getattr(module, "config", None)
     kinds = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
@@ -116,20 +174,23 @@ def check_layer_type(module: nn.Module) -> None:
 
 
 def _is_chunked(module: nn.Module, kind: str) -> bool:
-    """Whether the model has transformers' own chunks, and does not merely say so in its configuration."""
+    """Return True if the model's code builds chunked masks; the configuration's word is not enough."""
     if kind != "chunked_attention" or not getattr(module.config, "attention_chunk_size", None):
         return False
     return hasattr(sys.modules[type(module).__module__], "create_chunked_causal_mask")
 
 
 def check_rope(base: nn.Module) -> None:
-    """Raise NotImplementedError for rotary angles that depend on the length in work, where nothing can tell it them.
+    """Raise NotImplementedError for rotary angles that depend on the length, if no layer can be given that length.
 
     Args:
-        base: as `find_base`.
+        base: as `find_base` returns it.
     """
     parameters = getattr(getattr(base, "config", None), "rope_parameters", None) or {}
-    kinds = [parameters, *(x for x in parameters.values() if isinstance(x, dict))]  # some models have one for each kind
+    kinds = [
+        parameters,
+        *(x for x in parameters.values() if isinstance(x, dict)),
+    ]  # or one per layer type
     for kind in (x.get("rope_type") for x in kinds):
         if kind in LENGTH_DEPENDENT and not any(depends_on_length(module) for module in base.modules()):
             raise NotImplementedError(
@@ -139,9 +200,9 @@ def check_rope(base: nn.Module) -> None:
 
 
 def check_direction(module: nn.Module) -> None:
-    """Raise NotImplementedError for a layer that sees later tokens though transformers' own masks may hide them.
+    """Raise NotImplementedError for a bidirectional layer whose later tokens transformers' own masks may hide.
 
-    Gemma says so to flash attention alone; PaliGemma, which sets it itself, means the prompt, not the answer.
+    Gemma passes the setting to flash attention only; PaliGemma sets it for the prompt, not for the answer.
     """
     asked = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
     if asked and not getattr(module, "is_causal", True):
@@ -179,7 +240,7 @@ def _check_window(module: nn.Module, window: int | None, causal: bool) -> None:
         )
     if not causal and chunk_size(module) is not None:
         raise NotImplementedError(
-            "chunked_attention must be causal, got causal=False, which transformers follows in the other layers alone; "
+            "chunked_attention must be causal, got causal=False, which transformers follows in the other layers only; "
             "use full attention."
         )
 
@@ -200,14 +261,14 @@ def _check_padding(is_token: Tensor | None, causal: bool) -> None:
 
 
 def _is_windowed(module: nn.Module) -> bool:
-    """Whether transformers' own mask of the layer has a window; some models leave it to the mask alone."""
+    """Return True if transformers' own mask of the layer has a window; some models set it only in the mask."""
     if (kind := layer_type(module)) is not None:
         return kind == "sliding_attention"
     return bool(getattr(getattr(module, "config", None), "sliding_window", None))
 
 
 def _declared_window(module: nn.Module, given: int) -> int | None:
-    """The window that transformers' own mask has now; the given one if the configuration calls it something else."""
+    """Return the window of transformers' own mask, or the given one if the configuration has no `sliding_window`."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "sliding_window"):
         return given
@@ -215,7 +276,7 @@ def _declared_window(module: nn.Module, given: int) -> int | None:
 
 
 def find_shape_error(query: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Exception | None:
-    """What is wrong with the forms of the mask and the positions.
+    """Return the error for a mask or positions of the wrong shape, or None.
 
     Args:
         query: (batch, num_heads, seqlen_local, head_dim).

@@ -1,11 +1,11 @@
-"""The parameters of a transformers model that was built without any: drawn from a seed, or read from a checkpoint.
+"""Parameters for a transformers model on the meta device: drawn from a seed, or read from a checkpoint.
 
     with torch.device("meta"): model = AutoModelForCausalLM.from_config(...)
     fully_shard(...)                          each rank's parameters are its shards
     draw_weights(model, device, seed)         or    load_weights(model, device, directory)
 
-No rank ever holds the whole model: a parameter is drawn whole and cut, one at a time, and a file is read where it
-holds this rank's rows.
+No rank ever holds the whole model: parameters are drawn whole and cut one module at a time, and of the files each rank
+reads only its own rows.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.comm import agreement
-from ringflash.huggingface.checkpoint_map import Layout, Piece, ties_of
+from ringflash.huggingface.checkpoint_map import CheckpointMap, TensorBox, ties_of
 from ringflash.training.seeding import seeded
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The configuration in a checkpoint directory, or in a file of that form.
+    """Return the configuration in a checkpoint directory, or in a file of that form.
 
     Raises:
         ValueError: no such file, or one that is not a JSON object with a model_type.
@@ -46,13 +46,14 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def laid_over(saved: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's configuration with what differs from it.
+    """Return a checkpoint's configuration with changes.
 
-    transformers prefers the older rope_scaling to rope_parameters, and takes a rotary base that is in neither to be
-    10,000: rope_parameters here take the place of both, and what they leave out of the rotation is the checkpoint's.
+    transformers prefers the older rope_scaling to rope_parameters, and assumes a rotary base of 10,000 if neither has
+    one. Here rope_parameters in `changes` replace both, and keep the checkpoint's base and partial rotation if they
+    name none.
 
     Raises:
-        ValueError: the rotation changed by its older keys.
+        ValueError: a rotation that is changed by its older keys.
     """
     older = sorted({"rope_scaling", "rope_theta"} & changes.keys())
     if saved and older:
@@ -64,7 +65,7 @@ def laid_over(saved: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     rotation = changes.get("rope_parameters")
     if saved and rotation:
         merged.pop("rope_scaling", None)
-        if not any(isinstance(value, dict) for value in rotation.values()):  # else one for each kind of layer
+        if not any(isinstance(value, dict) for value in rotation.values()):  # else one set per layer type
             before = {**saved, **(saved.get("rope_scaling") or {}), **(saved.get("rope_parameters") or {})}
             kept = {x: before[x] for x in ("rope_theta", "partial_rotary_factor") if before.get(x) is not None}
             merged["rope_parameters"] = {**kept, **rotation}
@@ -72,7 +73,7 @@ def laid_over(saved: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files that from_pretrained reads; others may lie beside them, such as another form of the same.
+    """Return the safetensors files that from_pretrained reads; the directory may hold others, such as another format.
 
     Raises:
         ValueError: no such file, or an index of files that are not in the directory.
@@ -98,15 +99,15 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Give a transformers model on the meta device its first values, by the model's own rules, in place.
+    """Initialise a transformers model on the meta device by the model's own rules, in place.
 
-    A parameter's values depend on the seed and its name alone: equal for every number of ranks, sharded or not. They
-    are drawn on the GPU where there is one, since billions of them would take minutes on the CPU; on another kind of
-    device they are others.
+    A parameter's values depend only on the seed and its name: they are equal for every number of ranks, sharded or not.
+    They are drawn on the GPU if there is one, since billions of them would take minutes on the CPU; CPU and GPU draw
+    different values.
 
     Args:
-        device: where the parameters, or this rank's shards of them, will be.
-        seed: the caller's generators are left as they were.
+        device: of the parameters, or of this rank's shards of them.
+        seed: of all draws; the caller's generators keep their state.
     Raises:
         NotImplementedError: a parameter or buffer that the model's rules leave without values, on every rank.
     """
@@ -124,33 +125,33 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
 
 
 def load_weights(model: nn.Module, device: torch.device, directory: Path) -> None:
-    """Read a transformers model on the meta device from a checkpoint directory of safetensors, in place.
+    """Load a transformers model on the meta device from a checkpoint directory of safetensors, in place.
 
-    All ranks call it together; each reads its own rows, or experts, of one tensor after the other. Values are those of
-    `from_pretrained`, cast to the dtype of the model's parameters; buffers that a checkpoint holds (the router's
+    A collective call: each rank reads its own rows, or experts, tensor by tensor. Values are those of
+    `from_pretrained`, cast to the dtype of the model's parameters. Buffers that a checkpoint holds (the router's
     e_score_correction_bias of DeepSeek-V3) are read, too.
 
     Args:
-        device: as `draw_weights`.
+        device: as for `draw_weights`.
     Raises:
         ValueError: files that are missing, or tensors that are missing, unknown or of another shape; on every rank.
-        NotImplementedError: a buffer that no checkpoint holds, and the model's rules leave without values; likewise.
+        NotImplementedError: a buffer that is in no checkpoint and gets no values from the model's rules; on every rank.
     """
     from safetensors import SafetensorError
 
-    layout, error = None, None
+    mapping, error = None, None
     try:
         _check_plain(model, directory)
         files, shapes = _headers(directory)
-        layout = Layout(model, shapes)
-        _check_layout(layout, directory)
+        mapping = CheckpointMap(model, shapes)
+        _check_map(mapping, directory)
     except ValueError as problem:
         error = problem
     _agree({"checkpoint": str(directory)}, error)
-    assert layout is not None
+    assert mapping is not None
     _check_set(model, set(materialize(model, device)) - set(model.state_dict()))
     try:
-        _read(layout, files, saved_tensors(model))
+        _read(mapping, files, saved_tensors(model))
     except ValueError as problem:
         error = problem
     except (SafetensorError, OSError) as problem:
@@ -166,9 +167,9 @@ def _agree(signature: dict[str, object], error: Exception | None) -> None:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers that a checkpoint holds, once each, in the dtypes that transformers loads them in.
+    """Return the parameters and buffers that a checkpoint holds, each once, in the dtypes that transformers loads.
 
-    A buffer that it keeps in fp32 becomes one of fp32.
+    Buffers that transformers keeps in fp32 are cast to fp32 in the model.
     """
     ties, names = ties_of(model), set(model.state_dict(keep_vars=True))
     for name, buffer in list(model.named_buffers()):
@@ -179,7 +180,7 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def modules_in_fp32(module: nn.Module) -> list[nn.Module]:
-    """Those whose parameters transformers keeps in fp32 whatever the model's dtype, as Ernie 4.5's routers are."""
+    """Return modules that transformers keeps in fp32 whatever the model's dtype, such as Ernie 4.5's routers."""
     found: dict[str, nn.Module] = {}
     for name, _ in module.named_parameters():
         owner = name.rpartition(".")[0]
@@ -194,10 +195,10 @@ def _kept_in_fp32(model: Any, name: str) -> bool:
 
 
 def materialize(model: nn.Module, device: torch.device) -> list[str]:
-    """Memory for parameters and buffers; values for the buffers, most of which no file holds, and ties as they were.
+    """Allocate parameters and buffers, compute the buffers (most are in no checkpoint), and tie weights again.
 
     Returns:
-        names: of buffers that the model's rules give none.
+        names: of buffers that get no values from the model's rules.
     """
     model.to_empty(device=device)
     for module in model.modules():
@@ -210,7 +211,7 @@ def materialize(model: nn.Module, device: torch.device) -> list[str]:
 
 
 def _unset(tensor: torch.Tensor | None) -> None:
-    """NaN in place of what the memory held, so that values which nobody gives are seen."""
+    """Fill with NaN, so that values that are never set can be found."""
     if tensor is not None and tensor.is_floating_point():
         tensor.fill_(math.nan)
 
@@ -232,7 +233,7 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def _drawn(model: nn.Module, module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Whole parameters of one module, initialised by the model's rules."""
+    """Return the whole parameters of one module, initialised by the model's rules."""
     twin = copy.copy(module)
     twin._parameters = {
         key: None
@@ -257,7 +258,7 @@ def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def _headers(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
-    """Files and shapes of the tensors in a directory, by name."""
+    """Return files and shapes of the tensors in a directory, by name."""
     from safetensors import SafetensorError, safe_open
 
     files: dict[str, Path] = {}
@@ -288,12 +289,12 @@ def _check_plain(model: Any, directory: Path) -> None:
         )
 
 
-def _check_layout(layout: Layout, directory: Path) -> None:
+def _check_map(mapping: CheckpointMap, directory: Path) -> None:
     for what, names in (
-        ("every tensor of the model", layout.missing),
-        ("tensors of the model alone", layout.unknown),
-        ("each tensor once", layout.repeated),
-        ("tensors of the model's shapes", layout.misshapen),
+        ("every tensor of the model", mapping.missing),
+        ("tensors of the model alone", mapping.unknown),
+        ("each tensor once", mapping.repeated),
+        ("tensors of the model's shapes", mapping.misshapen),
     ):
         if names:
             raise _difference(directory, what, sorted(names))
@@ -309,45 +310,45 @@ def _difference(directory: Path, what: str, names: list[str]) -> ValueError:
 
 
 @torch.no_grad()
-def _read(layout: Layout, files: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
-    """Copy what this rank holds of every tensor.
+def _read(mapping: CheckpointMap, files: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
+    """Copy this rank's part of every tensor.
 
     Raises:
         ValueError: tied tensors that differ.
     """
-    for _, here, there in _parts(layout.pieces, files, tensors):
-        here.copy_(there)
-    for piece, here, there in _parts(layout.copies, files, tensors):
-        if not torch.equal(here, there.to(here)):
+    for _, part, values in _local_parts(mapping.boxes, files, tensors):
+        part.copy_(values)
+    for box, part, values in _local_parts(mapping.copies, files, tensors):
+        if not torch.equal(part, values.to(part)):
             raise ValueError(
-                f"tensors that tie_word_embeddings makes one must be equal in the checkpoint, got another {piece.name} "
-                f"than {piece.target}; set tie_word_embeddings to false."
+                f"tensors that tie_word_embeddings makes one must be equal in the checkpoint, got another {box.name} "
+                f"than {box.target}; set tie_word_embeddings to false."
             )
 
 
-def _parts(
-    pieces: list[Piece], files: dict[str, Path], tensors: dict[str, torch.Tensor]
-) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
-    """Each piece of which this rank holds a part, the place of that part, and its values, which are read on the way."""
+def _local_parts(
+    boxes: list[TensorBox], files: dict[str, Path], tensors: dict[str, torch.Tensor]
+) -> Iterator[tuple[TensorBox, torch.Tensor, torch.Tensor]]:
+    """Yield each box that overlaps this rank's shard: the box, the overlap in the shard, and its values in the file."""
     from safetensors import safe_open
 
-    held = {target: _held(tensors[target]) for target in {piece.target for piece in pieces}}
-    for path, of_file in groupby(sorted(pieces, key=lambda piece: files[piece.name]), lambda piece: files[piece.name]):
+    shards = {target: _shard_of(tensors[target]) for target in {box.target for box in boxes}}
+    for path, in_file in groupby(sorted(boxes, key=lambda box: files[box.name]), lambda box: files[box.name]):
         with safe_open(path, framework="pt") as file:
-            for piece in of_file:
-                local, first = held[piece.target]
-                box = (1,) * (len(piece.offsets) - len(piece.shape)) + piece.shape
-                starts = [max(a, b) for a, b in zip(piece.offsets, first, strict=True)]
-                ends = [min(a + n, b + m) for a, n, b, m in zip(piece.offsets, box, first, local.shape, strict=True)]
+            for box in in_file:
+                shard, offsets = shards[box.target]
+                sizes = (1,) * (len(box.offsets) - len(box.shape)) + box.shape
+                starts = [max(a, b) for a, b in zip(box.offsets, offsets, strict=True)]
+                ends = [min(a + n, b + m) for a, n, b, m in zip(box.offsets, sizes, offsets, shard.shape, strict=True)]
                 if all(start < end for start, end in zip(starts, ends, strict=True)):
-                    here = [slice(x - b, y - b) for x, y, b in zip(starts, ends, first, strict=True)]
-                    there = [slice(x - a, y - a) for x, y, a in zip(starts, ends, piece.offsets, strict=True)]
-                    there = there[len(box) - len(piece.shape) :]
-                    yield piece, local[tuple(here)], file.get_slice(piece.name)[tuple(there)]
+                    in_shard = [slice(x - b, y - b) for x, y, b in zip(starts, ends, offsets, strict=True)]
+                    in_box = [slice(x - a, y - a) for x, y, a in zip(starts, ends, box.offsets, strict=True)]
+                    in_tensor = in_box[len(sizes) - len(box.shape) :]
+                    yield box, shard[tuple(in_shard)], file.get_slice(box.name)[tuple(in_tensor)]
 
 
-def _held(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What this rank holds of a tensor, and where in the whole it begins."""
+def _shard_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return this rank's shard of a tensor, and its offsets in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()
     (chunk,) = tensor.__create_chunk_list__()

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
 from ringflash.flops import layer_windows, multiplied, training_flops
-from ringflash.huggingface.positions import within_documents
+from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, modules_in_fp32, read_config
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory

@@ -1,9 +1,9 @@
-"""Less memory for the activations of a transformers model: layers computed again, kept on the host, or tiled.
+"""Less memory for the activations of a transformers model: checkpointing, offloading to the host, and tiling.
 
     save_memory(model, Memory(checkpointing="attention_kept", mlp_tile_tokens=8192))
 
-Attention is never computed again unless asked: its results (out, lse) are small, and at a million tokens it is nearly
-all of the work. docs/memory.md has the bytes.
+Attention is recomputed only with checkpointing="full": its results (out, lse) are small, and at a million tokens it is
+nearly all of the work. docs/memory.md has the bytes.
 """
 
 from ringflash.memory.layers import checkpoint_layers

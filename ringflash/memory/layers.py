@@ -1,9 +1,9 @@
-"""Layers that keep their input, and attention's results, and compute the rest again in the backward.
+"""Activation checkpointing of layers that saves attention's results and recomputes the rest.
 
-    forward    input -> [layer] -> output        kept: input, and (out, lse) of ringflash::ring_attention
-    backward   input -> [layer again, attention's results taken as they were kept] -> gradients
+    forward    input -> [layer] -> output                           saved: input, and (out, lse) of ring_attention
+    backward   input -> [layer again, with saved (out, lse)] -> gradients
 
-transformers' own switch on its layers is used, so that FSDP2 and DeepSpeed see what they know.
+It uses transformers' own switch on its layers, which FSDP2 and DeepSpeed support.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def checkpoint_layers(model: nn.Module, *, keep_attention: bool = True, offload:
     """Checkpoint every layer of a transformers model, in training mode, in place.
 
     Args:
-        keep_attention: attention is not computed again, nor its ring run again.
-        offload: the inputs of the layers are copied to the host in the forward, pinned where they come from a GPU,
-            and back in the backward. A GPU copies beside the layers' work, and holds one input more for it.
+        keep_attention: save attention's results, so that neither attention nor its communication runs again.
+        offload: copy the layers' inputs to the host in the forward (pinned memory, if they are on a GPU) and back in
+            the backward. Copies overlap with the layers' work, for which the GPU holds one more input.
     Raises:
         NotImplementedError: a model without layers that transformers can checkpoint.
     """
@@ -39,7 +39,7 @@ def checkpoint_layers(model: nn.Module, *, keep_attention: bool = True, offload:
 
 
 def checkpointable_layers(model: nn.Module) -> Sequence[Any]:
-    """The layers that transformers can checkpoint.
+    """Return the layers that transformers can checkpoint.
 
     Raises:
         NotImplementedError: there are none.
@@ -56,9 +56,9 @@ def checkpointable_layers(model: nn.Module) -> Sequence[Any]:
 
 
 def keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """A policy for `create_selective_checkpoint_contexts`: ringflash's attention is kept, all else computed again."""
-    kept = operator is torch.ops.ringflash.ring_attention.default
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    """Decide for `create_selective_checkpoint_contexts`: save ringflash's attention, recompute everything else."""
+    saved = operator is torch.ops.ringflash.ring_attention.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _checkpointed(keep: bool, host: HostCopies | None, layer: Callable[..., Any], *args: Any) -> Any:
@@ -70,7 +70,7 @@ def _checkpointed(keep: bool, host: HostCopies | None, layer: Callable[..., Any]
 
 
 def _on_host(host: HostCopies, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
-    """What is saved directly in it lies on the host: the checkpoint's inputs, not what the layer itself would save."""
+    """Return a context that saves the checkpoint's inputs on the host, but nothing that the layer itself saves."""
     if any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
         return host.hooks()
     return save_on_cpu(pin_memory=False)

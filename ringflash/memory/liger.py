@@ -1,4 +1,4 @@
-"""Liger's fused kernels in a transformers model, where they are installed."""
+"""Liger's fused kernels in a transformers model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import nn
 def use_liger(model: nn.Module) -> None:
     """Put Liger's RMSNorm, rotary embedding and SwiGLU into a model, in place.
 
-    Liger replaces the rotary embedding in transformers' module, so for every model of the family in this process. Its
-    losses are not used: they divide by the tokens of one rank (docs/memory.md).
+    Liger replaces the rotary embedding in transformers' module, and thus for every model of the family in this process.
+    Its losses are not used: they divide by the tokens of one rank (docs/memory.md).
 
     Raises:
         RuntimeError: liger-kernel is not installed, or there is no GPU for its kernels.
-        NotImplementedError: a family that Liger does not know.
+        NotImplementedError: a family that Liger does not support.
     """
     _apply(_patch_of(model), model)
 
 
 def use_liger_where_installed(model: nn.Module) -> None:
-    """`use_liger`, or the model as it is; with a warning where a GPU goes without."""
+    """Call `use_liger` if it is possible; otherwise leave the model as it is, with a warning if there is a GPU."""
     try:
         patch = _patch_of(model)
     except RuntimeError as refusal:
@@ -36,7 +36,7 @@ def use_liger_where_installed(model: nn.Module) -> None:
 
 
 def _patch_of(model: nn.Module) -> Callable[..., None]:
-    """What Liger patches such a model with. Raises as `use_liger`; NotImplementedError is a RuntimeError."""
+    """Return Liger's patch for the model's family. Raises as `use_liger`; NotImplementedError is a RuntimeError."""
     if not torch.cuda.is_available():
         raise RuntimeError("liger must be False without a GPU, got True; its kernels are CUDA kernels.")
     try:
@@ -52,9 +52,10 @@ def _patch_of(model: nn.Module) -> Callable[..., None]:
 
 
 def _apply(patch: Callable[..., None], model: nn.Module) -> None:
-    """The model's modules are patched one by one; the family keeps its classes, by which it knows what to initialise.
+    """Patch the model's modules, and restore the classes that Liger replaces in the family's Python module.
 
-    Liger puts its own in their place: the first values of a stack of experts would be what the memory held.
+    transformers recognises modules to initialise by these classes; with Liger's, stacked experts would stay
+    uninitialised.
     """
     losses = {"cross_entropy", "fused_linear_cross_entropy"} & set(inspect.signature(patch).parameters)
     names = {type(module).__module__ for module in model.modules()}
@@ -62,7 +63,7 @@ def _apply(patch: Callable[..., None], model: nn.Module) -> None:
     classes = [{key: value for key, value in family.items() if isinstance(value, type)} for family in families]
     try:
         patch(model=model, **dict.fromkeys(losses, False))
-    except Exception as error:  # such as a layer without experts among those that have them
+    except Exception as error:  # e.g. a dense layer in a model of experts
         raise NotImplementedError(
             f"model must be one that Liger can patch, got {type(error).__name__} for {type(model).__name__}: {error}; "
             "set liger to False."

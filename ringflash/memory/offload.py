@@ -1,7 +1,7 @@
-"""Checkpoints that wait in the host's memory; both copies run beside the layers' work.
+"""Offloading of checkpoints to the host's memory; both copies overlap with the layers' work.
 
-forward    layer i        beside it: its input to the host
-backward   layer i        beside it: the input of layer i - 1 to the GPU
+forward    compute layer i        copy the input of layer i to the host
+backward   compute layer i        prefetch the input of layer i - 1 to the GPU
 """
 
 from __future__ import annotations
@@ -15,59 +15,59 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class HostCopies:
-    """Hooks for what the layers of a model save, in the order of the layers.
+    """Saved-tensor hooks for the layers of a model, in the order of the layers.
 
-    Of tensors that leave, one at a time is kept for its copy: the host waits for it before the next. Of those that
-    come back, one comes early. What does not lie on a GPU stays where it is.
+    One tensor at a time is on its way to the host, which waits for it before the next. On the way back, one tensor is
+    prefetched. Tensors that are not on a GPU are saved as they are.
     """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, cuda.Stream] = {}
-        self._leaving: tuple[Tensor, int, cuda.Event] | None = None  # and its version
-        self._last: weakref.ref[_Waiting] | None = None
+        self._outgoing: tuple[Tensor, int, cuda.Event] | None = None  # tensor, its version, end of its copy
+        self._last: weakref.ref[_HostTensor] | None = None
 
     def __reduce__(self) -> tuple[type[HostCopies], tuple[()]]:
-        """A copy of a model has its own."""
+        """Copy as a new object: a copy of a model offloads independently."""
         return HostCopies, ()
 
     def hooks(self) -> saved_tensors_hooks:
-        """A context in which tensors are saved on the host."""
+        """Return a context in which tensors are saved on the host."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, x: Tensor) -> Any:
-        if not _leaves(x):
+        if not _is_offloaded(x):
             return x
-        self._arrived()
+        self._finish_outgoing()
         stream = self._stream(x.device)
         on_host = _pinned_like(x)
         stream.wait_stream(cuda.current_stream(x.device))
         with cuda.stream(stream):
             on_host.copy_(x.detach(), non_blocking=True)
-        self._leaving = x.detach(), x._version, stream.record_event()
-        waiting = _Waiting(on_host, x.device, self._last)
-        self._last = weakref.ref(waiting)
-        return waiting
+        self._outgoing = x.detach(), x._version, stream.record_event()
+        saved = _HostTensor(on_host, x.device, self._last)
+        self._last = weakref.ref(saved)
+        return saved
 
     def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        self._arrived()
+        self._finish_outgoing()
         stream = self._stream(saved.device)
         x = saved.take(stream)
-        before = saved.before and saved.before()
-        if before is not None:
-            before.fetch(stream)
+        previous = saved.previous and saved.previous()
+        if previous is not None:
+            previous.fetch(stream)
         return x
 
-    def _arrived(self) -> None:
-        """What has left is on the host, and its memory on the GPU is free.
+    def _finish_outgoing(self) -> None:
+        """Wait until the outgoing tensor is on the host, and free its memory on the GPU.
 
         Raises:
             RuntimeError: a layer changed its input in place, perhaps while it was copied.
         """
-        if self._leaving is None:
+        if self._outgoing is None:
             return
-        (x, version, event), self._leaving = self._leaving, None
+        (x, version, event), self._outgoing = self._outgoing, None
         event.synchronize()
         if x._version != version:
             raise RuntimeError(
@@ -81,7 +81,7 @@ class HostCopies:
         return self._streams[device]
 
 
-def _leaves(x: Tensor) -> bool:
+def _is_offloaded(x: Tensor) -> bool:
     return x.is_cuda and x.numel() > 0
 
 
@@ -89,37 +89,39 @@ def _pinned_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu", pin_memory=True, requires_grad=False)
 
 
-class _Waiting:
-    """A tensor on the host.
+class _HostTensor:
+    """A tensor on the host, and its copy back to the GPU.
 
     Args:
-        before: the one that was saved before it.
+        previous: the tensor that was saved before this one.
     """
 
-    def __init__(self, on_host: Tensor, device: torch.device, before: weakref.ref[_Waiting] | None) -> None:
-        self.on_host, self.device, self.before = on_host, device, before
-        self._coming: tuple[Tensor, cuda.Event] | None = None
+    def __init__(self, on_host: Tensor, device: torch.device, previous: weakref.ref[_HostTensor] | None) -> None:
+        self.on_host, self.device, self.previous = on_host, device, previous
+        self._incoming: tuple[Tensor, cuda.Event] | None = None
 
     def fetch(self, stream: cuda.Stream) -> None:
-        """Begin to copy it to its GPU, beside what runs there."""
-        if self._coming is not None:
+        """Start the copy to the GPU, concurrently with the work that runs there."""
+        if self._incoming is not None:
             return
         x = torch.empty_like(self.on_host, device=self.device)
-        stream.wait_stream(cuda.current_stream(self.device))  # its memory may be in use by work given out before
+        stream.wait_stream(cuda.current_stream(self.device))  # queued work may still use the memory of x
         with cuda.stream(stream):
             x.copy_(self.on_host, non_blocking=True)
-        self._coming = x, stream.record_event()
+        self._incoming = x, stream.record_event()
 
     def __del__(self) -> None:
-        """Nobody takes it: its memory is free for work after the copy. (record_stream would hold memory of layers that
-        the host has given out, but the GPU has not reached.)"""
-        if self._coming is not None:
-            cuda.current_stream(self.device).wait_event(self._coming[1])
+        """Let later work reuse the memory of a prefetched copy that was never taken, once the copy has ended.
+
+        record_stream would hold the memory also for layers that are queued, but that the GPU has not reached.
+        """
+        if self._incoming is not None:
+            cuda.current_stream(self.device).wait_event(self._incoming[1])
 
     def take(self, stream: cuda.Stream) -> Tensor:
-        """It, on its GPU; work given out from now on comes after the copy."""
+        """Return the tensor on its GPU; work that is queued from now on runs after the copy."""
         self.fetch(stream)
-        assert self._coming is not None
-        (x, event), self._coming = self._coming, None
+        assert self._incoming is not None
+        (x, event), self._incoming = self._incoming, None
         cuda.current_stream(self.device).wait_event(event)
         return x

@@ -1,4 +1,4 @@
-"""What of a model's activations is kept, as one choice."""
+"""One choice of how to save the memory of a model's activations."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Checkpointing = Literal["none", "attention_kept", "full"]
 
 @dataclass(frozen=True)
 class Memory:
-    """What of a model's activations is kept between forward and backward.
+    """Activations of a model that are kept between forward and backward.
 
     Args:
-        checkpointing: "none" keeps all; "attention_kept" the input of each layer and attention's (out, lse), and
-            computes the rest again; "full" the input alone, and computes attention again too.
-        offload_checkpoints: the inputs of the layers wait in the host's memory.
-        mlp_tile_tokens: tokens whose MLP is computed at a time, forward and backward; 0 is all at once.
-        liger: Liger's fused norms, rotary embedding and SwiGLU; on GPUs. "auto" where liger-kernel is installed and
-            knows the model.
+        checkpointing: "none" keeps all activations; "attention_kept" keeps the input of each layer and attention's
+            (out, lse), and recomputes the rest; "full" keeps only the inputs, and recomputes attention, too.
+        offload_checkpoints: keep the inputs of the layers in the host's memory.
+        mlp_tile_tokens: tokens whose MLP is computed at a time, forward and backward; 0 computes all together.
+        liger: use Liger's fused norms, rotary embedding and SwiGLU, on GPUs. "auto" uses them if liger-kernel is
+            installed and supports the model.
     """
 
     checkpointing: Checkpointing = "none"
@@ -34,12 +34,12 @@ class Memory:
 
 
 def save_memory(model: nn.Module, memory: Memory) -> None:
-    """Change a transformers model in place; before it is sharded.
+    """Apply the options to a transformers model, in place; call it before the model is sharded.
 
     Raises:
-        ValueError: options that do not fit one another.
-        NotImplementedError: a model whose layers or MLPs are not of the usual kind.
-        RuntimeError: Liger is asked for and missing.
+        ValueError: options that contradict each other.
+        NotImplementedError: layers or MLPs of an unknown form.
+        RuntimeError: liger=True, but Liger is missing.
     """
     if memory.checkpointing not in get_args(Checkpointing):
         raise ValueError(

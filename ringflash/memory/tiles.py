@@ -1,4 +1,4 @@
-"""MLPs and experts that work on a few tokens at a time: tensors of their width never exist for all tokens of a rank."""
+"""Tiled MLPs and experts: a few tokens are computed at a time, so wide intermediates never exist for all tokens."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_ROUTED = (  # what transformers' stacked experts take
+_ROUTED = (  # parameters of the forward of transformers' stacked experts
     ["hidden_states", "top_k_index", "top_k_weights"],
     ["hidden_states", "router_indices", "routing_weights"],
 )
 
 
 def tile_mlps(model: nn.Module, tile_tokens: int, *, checkpointed: bool = False) -> None:
-    """Tile every gated MLP of a transformers model and its stacked experts, in place; names of parameters stay.
+    """Tile every gated MLP and all stacked experts of a transformers model, in place; parameters keep their names.
 
     Args:
         tile_tokens: tokens of a tile.
-        checkpointed: their layers are computed again in the backward. One tile of all tokens would then save nothing,
-            so calls of no more than tile_tokens go without.
+        checkpointed: the layers are recomputed in the backward. A single tile would then save nothing, so calls with
+            no more than tile_tokens tokens are not tiled.
     Raises:
-        ValueError: a tile without tokens; tiled already.
-        NotImplementedError: a model without such a module, or one whose results for tokens depend on others.
+        ValueError: a tile without tokens; a model that is tiled already.
+        NotImplementedError: a model without such modules, or gated MLPs whose projections are not linear layers.
     """
     if tile_tokens < 1:
         raise ValueError(f"mlp_tile_tokens must be positive, got {tile_tokens}; leave it at 0 for no tiles.")
@@ -48,13 +48,13 @@ def tile_mlps(model: nn.Module, tile_tokens: int, *, checkpointed: bool = False)
             raise NotImplementedError(
                 f"projections of {type(module).__name__} must be linear layers, got others; set mlp_tile_tokens to 0."
             )
-        patched = vars(module).pop("forward", None)  # where a library has patched this one module
+        patched = vars(module).pop("forward", None)  # set on this module by a library
         module.__class__ = type(f"Tiled{type(module).__name__}", (_Tiled, type(module)), {})
         vars(module).update(_untiled=patched, tile_tokens=tile_tokens, _checkpointed=checkpointed)
 
 
 def modules_to_tile(model: nn.Module) -> list[nn.Module]:
-    """The gated MLPs of a model, and the experts that it stacks."""
+    """Return the gated MLPs and the stacked experts of a model."""
     return [module for module in model.modules() if _is_gated(module) or _is_stack_of_experts(module)]
 
 
@@ -63,21 +63,26 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def _is_stack_of_experts(module: nn.Module) -> bool:
-    """Whether it is called as transformers' are: a token's result is then of that token and its experts alone."""
+    """Return True for experts that are called as transformers' are, and so treat each token by itself."""
     stacked = any(x.dim() == 3 for x in module.parameters(recurse=False))
     return stacked and (isinstance(module, _Tiled) or list(signature(type(module).forward).parameters)[1:] in _ROUTED)
 
 
 class _Tiled:
-    """The forward of a module's class, tile by tile."""
+    """Mixin that runs the forward of a module's class tile by tile."""
 
     tile_tokens: int
-    ends_with_down_proj = True  # until seen to be otherwise
+    ends_with_down_proj = True  # until a run shows otherwise
     _checkpointed: bool
     _untiled: Any
 
     def forward(self, x: Tensor, *routing: Tensor) -> Tensor:
-        """Output for x: (..., tokens, hidden_size); routing is (..., tokens, k): each token's experts, and weights."""
+        """Return the output for x.
+
+        Args:
+            x: (..., tokens, hidden_size).
+            routing: two tensors (..., tokens, k) for experts: each token's experts, and their weights.
+        """
         assert isinstance(self, nn.Module)
         if any(of_tokens.shape[:-1] != x.shape[:-1] for of_tokens in routing):
             flat = (y.flatten(0, -2) for y in (x, *routing))
@@ -103,15 +108,15 @@ class _Tiled:
         if self._checkpointed and x.shape[-2] <= self.tile_tokens:
             return self.whole(*inputs)
         needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *parameters))
-        first, kept = _Keep.apply(x.new_empty(0, requires_grad=needed), *inputs)
-        return _Tiles.apply(self, kept, first, len(inputs), *inputs, *parameters)
+        first, saved = _SaveInputs.apply(x.new_empty(0, requires_grad=needed), *inputs)
+        return _Tiles.apply(self, saved, first, len(inputs), *inputs, *parameters)
 
     def whole(self, *inputs: Tensor) -> Tensor:
-        """Output as without tiles."""
+        """Return the output without tiling."""
         return self._untiled(*inputs) if self._untiled is not None else super().forward(*inputs)  # type: ignore[misc]
 
     def graph(self, *inputs: Tensor) -> Tensor:
-        """`whole` for its gradients alone: where the output is what `down_proj` puts out, that is not computed."""
+        """Return a result of `whole` that is only used for gradients: the product of a final `down_proj` is skipped."""
         last: Any = getattr(self, "down_proj", None)
         plain = type(last) is nn.Linear and "forward" not in vars(last) and not last._forward_hooks
         if not (plain and self.ends_with_down_proj) or _draws(self):  # type: ignore[arg-type]
@@ -133,7 +138,7 @@ class _Tiled:
 
 
 class _WithoutProducts(TorchDispatchMode):
-    """Matrix products give zeros of the right shape, for autograd to build its graph on."""
+    """A mode in which matrix products return zeros of the right shape, on which autograd builds its graph."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
@@ -143,39 +148,39 @@ class _WithoutProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Keep(torch.autograd.Function):
-    """Keeps the inputs of a module that `_Tiles` computes next, and before that.
+class _SaveInputs(torch.autograd.Function):
+    """Save the inputs of a module before `_Tiles` computes it.
 
-    A checkpoint computes a layer again until all is there that its forward kept. Of a layer that ends with tiles, that
-    is here, and the tiles are not computed once for the layer and once more for themselves.
+    A checkpoint recomputes a layer until it has all tensors that the layer's forward saved. If the layer ends with
+    tiles, the last saved tensors are these inputs, so the tiles are not computed a second time for the checkpoint.
     """
 
     @staticmethod
     def forward(ctx: Any, first: Tensor, *inputs: Tensor) -> tuple[Tensor, Any]:
-        """An empty tensor by which the tiles come after this, and what holds the inputs."""
+        """Return an empty tensor that orders the tiles after this, and the context that holds the inputs."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         return first.new_empty(0), ctx
 
     @staticmethod
     def backward(ctx: Any, *grads: None) -> tuple[None, ...]:
-        """Nothing: gradients of the inputs go from the tiles to where they came from."""
+        """Return no gradients: those of the inputs flow through the tiles."""
         return (None,) * len(ctx.needs_input_grad)
 
 
 class _Tiles(torch.autograd.Function):
-    """Computes tile by tile. Parameters are inputs, too, so that autograd brings their gradients where they belong.
+    """Compute a module tile by tile. Parameters are inputs, too, so that autograd accumulates their gradients.
 
-    Where there is dropout, such as LoRA's, the backward draws what the forward drew.
+    If the module has dropout, such as LoRA's, the backward repeats the random numbers of the forward.
 
     Numerics: gradients of the parameters are summed over tiles in fp32 (fp64 for fp64), and cast once.
     """
 
     @staticmethod
-    def forward(ctx: Any, module: Any, kept: Any, first: Tensor, num_inputs: int, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, module: Any, saved: Any, first: Tensor, num_inputs: int, *tensors: Tensor) -> Tensor:
         inputs = tensors[:num_inputs]
         kind = inputs[0].device.type
-        ctx.module, ctx.kept = module, kept
+        ctx.module, ctx.saved = module, saved
         ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         ctx.random = (torch.get_rng_state(), *get_device_states(inputs[0])) if _draws(module) else None
         return torch.cat([module.whole(*tile) for tile in _tiles(inputs, module)], dim=-2)
@@ -183,13 +188,13 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, module = ctx.kept.saved_tensors, ctx.module
+        inputs, module = ctx.saved.saved_tensors, ctx.module
         needed = ctx.needs_input_grad[4:]
         wanted, of_inputs = needed[len(inputs) :], needed[: len(inputs)]
         parameters = [p for p, want in zip(_parameters(module), wanted, strict=True) if want]
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         parts: list[tuple[Tensor, ...]] = []
-        with _drawing_again(ctx.random, grad.device.type):
+        with _repeat_random(ctx.random, grad.device.type):
             for tile, (grad_tile,) in zip(_tiles(inputs, module), _tiles((grad,), module), strict=True):
                 leaves = [x.detach().requires_grad_(want) for x, want in zip(tile, of_inputs, strict=True)]
                 with torch.enable_grad(), torch.autocast(*ctx.autocast):
@@ -206,7 +211,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def _parameters(mlp: nn.Module) -> tuple[Tensor, ...]:
-    """Its parameters, by name; under FSDP1, at work, the views of a flat one that are attributes in their place."""
+    """Return the parameters of an MLP by name; under FSDP1, the views of the flat parameter that stand in for them."""
     found: dict[str, Tensor] = {}
     for place, module in mlp.named_modules():
         views = {name: x for name, x in vars(module).items() if isinstance(x, Tensor) and _is_flat(x._base)}
@@ -220,13 +225,13 @@ def _is_flat(x: Tensor | None) -> bool:
 
 
 def _draws(mlp: nn.Module) -> bool:
-    """Whether a dropout is at work in it."""
+    """Return True if a dropout is active."""
     return any(x.training and x.p > 0 for x in mlp.modules() if isinstance(x, _DropoutNd))
 
 
 @contextmanager
-def _drawing_again(state: tuple[Tensor, list[int], list[Tensor]] | None, kind: str) -> Iterator[None]:
-    """Random numbers as from the state on; the generators are left as they were."""
+def _repeat_random(state: tuple[Tensor, list[int], list[Tensor]] | None, kind: str) -> Iterator[None]:
+    """Draw random numbers from a saved state on; the generators keep their state."""
     if state is None:
         yield
         return
@@ -238,5 +243,5 @@ def _drawing_again(state: tuple[Tensor, list[int], list[Tensor]] | None, kind: s
 
 
 def _tiles(tensors: Sequence[Tensor], module: Any) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors of each tile's tokens."""
+    """Yield the slices of the tensors for each tile."""
     return zip(*(x.split(module.tile_tokens, dim=-2) for x in tensors), strict=True)

@@ -1,7 +1,8 @@
-"""Attention layers of any model, run over a ring of ranks without a change in their code.
+"""Ring attention for any model, without a change to its code.
 
-`wrapper` swaps the classes of the layers, `interception` replaces torch's attention while they run, and `check`
-compares the wrapped module with the original.
+wrapper         wrap_attention: swaps the classes of layers, so that their forwards run inside an interception
+interception    replaces torch's attention while a layer runs, and rejects calls that it cannot replace
+check           check_wrapped: compares the wrapped module with itself on the whole sequence
 """
 
 from ringflash.wrap.check import check_wrapped

@@ -1,8 +1,20 @@
-"""The mode inside which a wrapped layer's forward runs: it answers attention, and refuses what it cannot answer.
+"""The torch-function mode in which a wrapped layer's forward runs: it replaces attention, or rejects the call.
 
-A mode sees each torch function that Python calls, under any name it was imported by, and torch.compile traces
-through it. Each layer enters its own, so that one whose forward is run again for activation checkpointing, in the
-backward and outside of the model's forward, is intercepted as in the first run.
+    wrapped layer's forward
+      Interception(WrappedState, layer)                     one mode per layer and call
+        |
+        |  any torch function  -> _attention_kind
+        |
+        +- scaled_dot_product_attention -> _attend -> attend                      checked, then recorded
+        +- ringflash::ring_attention    -> as it is (RingAttention, transformers) recorded
+        +- any other attention operator -> NotImplementedError on every rank
+        +- no attention                 -> as it is
+
+    root module's forward ends -> WrappedState.check_called: RuntimeError if no attention was seen
+
+A mode sees every torch function that Python calls, under any imported name, and torch.compile traces through it. Each
+layer enters a mode of its own, because activation checkpointing runs a layer again in the backward, outside of the
+model's forward, and its attention must be intercepted there, too.
 """
 
 from __future__ import annotations
@@ -18,19 +30,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ringflash.attention.api import ring_attention
-from ringflash.attention.autocast import autocast
-from ringflash.attention.freezing import differentiate_alike
+from ringflash.attention.api import attend
+from ringflash.attention.inputs import autocast, differentiate_alike
 from ringflash.comm.agreement import agree
 from ringflash.huggingface.generation import is_generating
-from ringflash.huggingface.options import Options
+from ringflash.huggingface.options import ModelRing
 
-_RING = "ring_attention.default"  # torch.ops.ringflash's, which RingAttention and the plug for transformers call
-_ATTENTION = ("attention", "flash_attn", "flash_fwd")  # in the name of any operator that attends
+_RING = "ring_attention.default"  # of torch.ops.ringflash; RingAttention and transformers models on a ring call it
+_ATTENTION = ("attention", "flash_attn", "flash_fwd")  # parts of the names of attention operators
 
 
-class Call(NamedTuple):
-    """What one attention was given: its layer's name; q, k, v as (batch, seqlen, heads, head_dim); mask and scale."""
+class AttentionCall(NamedTuple):
+    """Arguments of one attention call: the layer's name; q, k, v as (batch, seqlen, heads, head_dim); mask; scale."""
 
     layer: str
     tensors: tuple[Tensor, ...]
@@ -39,33 +50,34 @@ class Call(NamedTuple):
 
 
 @dataclass(eq=False)
-class Calls:
-    """What the attention calls of one wrapped module share.
+class WrappedState:
+    """State shared by the layers of one wrapped module.
 
     Args:
-        root: what errors call the module.
+        root: name of the module in errors.
+        called: True once an attention call was intercepted.
+        generated: a transformers model in the module generated tokens off the ring in the last forward.
         whole: attend within this process, as the module did before it was wrapped.
-        generated: a transformers model within the module generated tokens off the ring in the last forward.
-        trace: where calls are kept, if they are.
-        key: of `_known`; text, since torch.compile takes a number that has changed for a variable one.
+        trace: list to which calls are appended; None records none.
+        key: in `_states`; a string, since torch.compile would treat a changing number as a dynamic one.
     """
 
-    options: Options
+    options: ModelRing
     root: str
     called: bool = False
     generated: bool = False
     whole: bool = False
-    trace: list[Call] | None = None
+    trace: list[AttentionCall] | None = None
     key: str = field(default_factory=map(str, count()).__next__, init=False)
 
     def __post_init__(self) -> None:
-        _known[self.key] = self
+        _states[self.key] = self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
-        return Calls(self.options, self.root)
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrappedState:
+        return WrappedState(self.options, self.root)
 
     def check_called(self) -> None:
-        """Raise RuntimeError at the end of the first forward if nothing was intercepted in it."""
+        """Raise RuntimeError if no attention was intercepted; called at the end of a forward."""
         if self.generated:
             self.generated = False
         elif not self.called:
@@ -74,47 +86,48 @@ class Calls:
                 "such call in its forward; its attention cannot be seen, and would stay within each rank's shard."
             )
 
-    def note(self, layer: nn.Module, *tensors: Tensor, causal: bool, scale: float | None) -> None:
-        """A layer attends."""
+    def record(self, layer: nn.Module, *tensors: Tensor, causal: bool, scale: float | None) -> None:
+        """Record an attention call of a layer."""
         _mark_called(self.key)
         if self.trace is not None:
-            self.trace.append(Call(self.name_of(layer), tuple(x.detach() for x in tensors), causal, scale))
+            self.trace.append(AttentionCall(self.name_of(layer), tuple(x.detach() for x in tensors), causal, scale))
 
     def name_of(self, layer: nn.Module) -> str:
-        """Read only where it is needed: torch.compile compiles code anew for each name that it reads."""
+        """Return the name of a layer; for rare use, since torch.compile recompiles for each name that it reads."""
         return str(layer._ringflash_name) or self.root
 
 
-_known: WeakValueDictionary[str, Calls] = WeakValueDictionary()
+_states: WeakValueDictionary[str, WrappedState] = WeakValueDictionary()
 
 
 @torch.compiler.assume_constant_result
 def _mark_called(key: str) -> None:
-    """Note that a module attends; while compiling at once, since a compiled checkpoint may not change an object."""
-    _known[key].called = True
+    """Note that attention was called; at trace time if compiled, since compiled checkpoints cannot mutate objects."""
+    _states[key].called = True
 
 
 class Interception(TorchFunctionMode):
-    """Attention calls of one layer's forward; those of layers within it are theirs."""
+    """A mode that intercepts the attention calls of one layer's forward; layers inside it enter modes of their own."""
 
-    def __init__(self, calls: Calls, layer: nn.Module) -> None:
+    def __init__(self, state: WrappedState, layer: nn.Module) -> None:
         super().__init__()
-        self.calls, self.layer = calls, layer
-        self.recomputation = _recomputation()
+        self.state, self.layer = state, layer
+        self.checkpoint = _checkpoint_state()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """The function's result; inside an attention nothing is intercepted again."""
+        """Call the function or its replacement; nothing is intercepted inside a replacement."""
         kwargs = kwargs or {}
         if is_generating():
-            self.calls.generated = True
+            self.state.generated = True
             return func(*args, **kwargs)
-        kind = _kind(func)
+        kind = _attention_kind(func)
         if func is F.scaled_dot_product_attention:
-            alone = self.recomputation is not None and torch.compiler.is_compiling()  # a function that the layer calls
-            return (_uncompiled if alone else _in_place_of_torch)(self._attend, *args, **kwargs)
+            # True if only a function that the layer calls is compiled; the layer itself was entered eagerly.
+            inner_compile = self.checkpoint is not None and torch.compiler.is_compiling()
+            return (_replace_uncompiled if inner_compile else _replace)(self._attend, *args, **kwargs)
         if kind == "ring":
             with torch._C.DisableTorchFunction():
-                self.calls.note(self.layer, *args[:3], causal=args[5], scale=args[6])
+                self.state.record(self.layer, *args[:3], causal=args[5], scale=args[6])
                 return func(*args, **kwargs)
         if kind is not None:
             self._refuse(f"attend by scaled_dot_product_attention, got {kind}; call torch.nn.functional's")
@@ -132,27 +145,23 @@ class Interception(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """torch.nn.functional.scaled_dot_product_attention, over the whole sequence."""
+        """Compute torch.nn.functional.scaled_dot_product_attention over the whole sequence."""
         self._check(query, key, value, attn_mask, dropout_p, enable_gqa)
         query, key, value = (autocast(x) for x in (query, key, value))
         q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
-        self.calls.note(self.layer, q, k, v, causal=is_causal, scale=scale)
-        if self.calls.whole:
+        self.state.record(self.layer, q, k, v, causal=is_causal, scale=scale)
+        if self.state.whole:
             return F.scaled_dot_product_attention(
                 query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        options = self.calls.options
-        out = ring_attention(
-            q, k, v, group=options.group, causal=is_causal, softmax_scale=scale, layout=options.layout,
-            impl=options.impl, transport=options.transport, deterministic=options.deterministic,
-        )  # fmt: skip
+        out = attend(q, k, v, self.state.options, causal=is_causal, softmax_scale=scale)
         assert isinstance(out, Tensor)
         return out.transpose(1, 2)
 
     def _check(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, enable_gqa: bool
     ) -> None:
-        """Refuse what is no causal or full attention over the sequence that the ranks share."""
+        """Reject anything but causal or full self-attention over the sequence that the ranks share."""
         shapes = tuple(tuple(x.shape) for x in (query, key, value))
         if mask is not None:
             self._refuse(f"attend without attn_mask, got one {tuple(mask.shape)}; use is_causal, or RingAttention")
@@ -168,50 +177,50 @@ class Interception(TorchFunctionMode):
             )
         if query.shape[1] != key.shape[1] and not enable_gqa:
             self._refuse(f"attend with as many heads in k as in q, got {shapes}; pass enable_gqa=True")
-        if self.recomputation != _recomputation():
+        if self.checkpoint != _checkpoint_state():
             self._refuse(
                 "attend in a forward that is checkpointed as a whole, got a checkpoint or no_grad around the call "
                 "alone; checkpoint the module, not a function in it"
             )
 
     def _refuse(self, rest: str) -> None:
-        """Raise, naming the layer."""
+        """Raise NotImplementedError on every rank, naming the layer."""
         with torch._C.DisableTorchFunction():
-            _raise_together(self.calls.key, f"{self.calls.name_of(self.layer)} must {rest}.")
+            _raise_on_every_rank(self.state.key, f"{self.state.name_of(self.layer)} must {rest}.")
 
 
-def _in_place_of_torch(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The attention, inside which nothing is intercepted again."""
+def _replace(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Attend in place of torch's function; nothing is intercepted inside."""
     with torch._C.DisableTorchFunction():
         return attend(*args, **kwargs)
 
 
-_uncompiled = torch.compiler.disable(  # what a checkpoint changes is seen outside of the compiler alone
-    _in_place_of_torch, reason="attention is compiled with the layer that calls it; compile the module"
+_replace_uncompiled = torch.compiler.disable(  # the state of a checkpoint can only be read outside of the compiler
+    _replace, reason="attention is compiled with the layer that calls it; compile the module"
 )
 
 
 @torch.compiler.assume_constant_result
-def _raise_together(key: str, text: str) -> NoReturn:
-    """Raise on this rank, and on those that go on to the ring without an error; while compiling at once."""
+def _raise_on_every_rank(key: str, text: str) -> NoReturn:
+    """Raise on this rank and on ranks that reach the ring without an error; at trace time if compiled."""
     error = NotImplementedError(text)
-    agree(_known[key].options.group, {}, error)
+    agree(_states[key].options.group, {}, error)
     raise error
 
 
 @torch.compiler.assume_constant_result
-def _kind(func: Any) -> str | None:
-    """ "ring" for our operator, the name of any other that attends, None for one that does not."""
+def _attention_kind(func: Any) -> str | None:
+    """Return "ring" for our operator, the name of any other attention operator, None for other functions."""
     name = getattr(func, "__name__", "")
     if name == _RING:
         return "ring"
     return name if any(part in name for part in _ATTENTION) else None
 
 
-def _recomputation() -> tuple[bool, Callable[..., Any] | None] | None:
-    """What activation checkpointing changes around the function that it will run again; None while compiling.
+def _checkpoint_state() -> tuple[bool, Callable[..., Any] | None] | None:
+    """Return the state that activation checkpointing changes around its function; None while compiling.
 
-    A reentrant checkpoint runs it without gradients, another one with hooks on what is saved.
+    A reentrant checkpoint runs its function without gradients, a non-reentrant one with saved-tensor hooks.
     """
     if torch.compiler.is_compiling():
         return None

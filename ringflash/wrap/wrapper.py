@@ -1,9 +1,9 @@
-"""Put a module's attention on a ring, without a change to its layers.
+"""Wrapping of a module, whose attention then runs on a ring without a change to its layers.
 
     wrap_attention(module, group)  ->  module(local tokens, global positions)
 
-A layer's forward runs inside a mode (`ringflash.wrap.interception`) that answers its calls of torch's
-scaled_dot_product_attention. transformers models get attn_implementation="ringflash"; `RingAttention` its group.
+Each layer's forward runs inside a mode (`ringflash.wrap.interception`) that replaces torch's
+scaled_dot_product_attention. transformers models get attn_implementation="ringflash"; `RingAttention` gets the group.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import nn
 from ringflash import huggingface
 from ringflash.attention.api import RingAttention
 from ringflash.comm.group import Group, resolve
-from ringflash.huggingface.options import NAME, Options
+from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.sequence.layout import granularity
-from ringflash.wrap.interception import Calls, Interception
+from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# Where a module is entered. The steps are LightningModule's, which runs them without forward.
+# Methods that run inside the interception. Lightning calls the steps of a LightningModule without its forward.
 ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
 _NORMS: dict[type[nn.Module], str] = dict.fromkeys(
-    (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),  # SyncBatchNorm sees all ranks
+    (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),  # not SyncBatchNorm, which sees all ranks
     "its statistics are of the rank's own tokens; normalise each token by itself",
 )
 _REFUSED: dict[type[nn.Module], str] = {
@@ -48,10 +48,10 @@ def wrap_attention(
     transport: str = "auto",
     deterministic: bool = False,
 ) -> Module:
-    """Make every attention of `module` one over the whole sequence, of which each rank holds a shard; in place.
+    """Make every attention of `module` attend over the whole sequence, of which each rank holds a shard; in place.
 
-    Call it before torch.compile, DDP and FSDP. Everything else in the module must treat tokens one by one, by their
-    global positions (`local_positions`): `check_wrapped` compares it with the whole sequence.
+    Call it before torch.compile, DDP and FSDP. All other layers must treat each token by itself, at its global position
+    (`local_positions`); `check_wrapped` compares the module with its result on the whole sequence.
 
     Args:
         module: holds layers that call torch.nn.functional.scaled_dot_product_attention on (batch, heads, seqlen,
@@ -64,7 +64,7 @@ def wrap_attention(
         ValueError: wrapped already. RuntimeError: at the end of the first forward that called no attention.
     """
     granularity(1, layout)
-    options = Options(resolve(group), layout, impl, transport, deterministic)
+    options = ModelRing(resolve(group), layout, impl, transport, deterministic)
     for name, layer in module.named_modules():
         _check(name or type(module).__name__, layer, layout)
     for name, model in _transformers_models(module).items():
@@ -72,34 +72,34 @@ def wrap_attention(
     for layer in module.modules():
         if isinstance(layer, RingAttention):
             layer.group = options.group
-    calls = Calls(options, type(module).__name__)
+    state = WrappedState(options, type(module).__name__)
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
-            layer._ringflash_calls, layer._ringflash_name = calls, name  # type: ignore[assignment]
+            layer._ringflash_calls, layer._ringflash_name = state, name  # type: ignore[assignment]
             layer._ringflash_is_root = name == ""  # type: ignore[assignment]
-            layer.__class__ = _entered(type(layer))  # type: ignore[arg-type]
+            layer.__class__ = _intercepted_class(type(layer))  # type: ignore[arg-type]
     return module
 
 
-def calls_of(module: nn.Module) -> Calls:
-    """What the attention calls of a wrapped module share.
+def wrapped_state(module: nn.Module) -> WrappedState:
+    """Return the state shared by the layers of a wrapped module.
 
     Raises:
         ValueError: a module that was not given to `wrap_attention`.
     """
-    calls = getattr(module, "_ringflash_calls", None)
-    if not isinstance(calls, Calls):
+    state = getattr(module, "_ringflash_calls", None)
+    if not isinstance(state, WrappedState):
         raise ValueError(
             f"module must be wrapped, got {type(module).__name__} as it was; call ringflash.wrap_attention first."
         )
-    return calls
+    return state
 
 
 def check_norms(module: nn.Module) -> None:
-    """Return if no layer normalises tokens by the others that the rank happens to hold.
+    """Check that no layer normalises tokens by statistics of the rank's own tokens.
 
     Raises:
-        NotImplementedError: one that does, by its name.
+        NotImplementedError: a batch norm, by its name.
     """
     for name, layer in module.named_modules():
         _refuse(name or type(module).__name__, layer, _NORMS)
@@ -130,7 +130,7 @@ def _check(name: str, layer: nn.Module, layout: str) -> None:
 
 
 def _transformers_models(module: nn.Module) -> dict[str, nn.Module]:
-    """The outermost transformers models in a module, by name."""
+    """Return the outermost transformers models in a module, by name."""
     found: dict[str, nn.Module] = {}
     inside: set[nn.Module] = set()
     for name, layer in module.named_modules():
@@ -140,8 +140,8 @@ def _transformers_models(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _switch(name: str, model: Any, options: Options) -> None:
-    """A transformers model to the ring, or an error that names it."""
+def _switch(name: str, model: Any, options: ModelRing) -> None:
+    """Put a transformers model on the ring, or raise an error that names it."""
     huggingface.register()
     try:
         model.set_attn_implementation(NAME)
@@ -156,25 +156,25 @@ def _switch(name: str, model: Any, options: Options) -> None:
 
 
 def _may_call_attention(layer: nn.Module) -> bool:
-    """All but torch's own layers, of which `_REFUSED` are those that attend, and transformers', which are switched."""
+    """Return False for layers of torch (see `_REFUSED`) and of transformers, which `_switch` handles."""
     return not type(layer).__module__.startswith(("torch.nn.", "transformers.", "ringflash."))
 
 
 @functools.cache
-def _entered(cls: type[nn.Module]) -> type[nn.Module]:
-    """A class like `cls` whose entries run inside the interception; as FSDP2 changes a module's class."""
-    entries = {name: _entry(getattr(cls, name)) for name in ENTRIES if hasattr(cls, name)}
+def _intercepted_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass whose entry methods run inside an interception. FSDP2 changes a module's class the same way."""
+    entries = {name: _intercepted(getattr(cls, name)) for name in ENTRIES if hasattr(cls, name)}
     return type(cls.__name__, (cls,), {**entries, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _entry(method: Callable[..., Any]) -> Callable[..., Any]:
+def _intercepted(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls: Calls = self._ringflash_calls
-        with Interception(calls, self):
+        state: WrappedState = self._ringflash_calls
+        with Interception(state, self):
             result = method(self, *args, **kwargs)
         if self._ringflash_is_root:
-            calls.check_called()
+            state.check_called()
         return result
 
     return entry

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ringflash
-from ringflash.attention import gather_by_heads
+from ringflash.attention import sections
 from ringflash.comm import agreement, call_numbers, transport
 from tests.helpers import peer_memory
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
@@ -54,7 +54,7 @@ def messages_by_hops() -> Iterator[None]:
     """Calls over gloo send what they send over NCCL."""
     stream = mock.Mock()
     with (
-        mock.patch("ringflash.attention.exchange._numbered", lambda _: True),
+        mock.patch("ringflash.attention.ring_of_hops._numbered", lambda _: True),
         mock.patch("torch.cuda.current_stream", lambda *_: stream),
     ):
         yield
@@ -175,7 +175,7 @@ def in_order(ctx: Context, memory: Any, turns: bool) -> None:
     """Two steps of two layers with documents, in the right order, then a check."""
     with (
         not_compared(memory),
-        mock.patch.object(gather_by_heads, "WHOLE_BYTES", 0 if turns else gather_by_heads.WHOLE_BYTES),
+        mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES),
     ):
         for _ in range(3):
             outs = [layer() for layer in two_layers(ctx)]

@@ -42,6 +42,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
         },
         "original_max_position_embeddings": 20, "max_position_embeddings": 64, "pad_token_id": 0,
     },
+    "gemma2": {"final_logit_softcapping": None, "attn_logit_softcapping": None},
     "ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1,
                                        "original_max_position_embeddings": 8}},
 }  # fmt: skip

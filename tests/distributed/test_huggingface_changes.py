@@ -143,7 +143,7 @@ def _edit(name: str, value: object) -> Callable[[Any], None]:
 EDITS: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "window": ("gpt_oss", _edit("sliding_window", 4), "what the configuration says of the layer (4), got 9"),
     "layer types": ("mistral", _edit("layer_types", ["full_attention"] * 2), "says of the layer (None), got 9"),
-    "softcap": ("llama", _edit("final_logit_softcapping", 30.0), "final_logit_softcapping must be unset, got 30.0"),
+    "softcap": ("gemma2", _edit("final_logit_softcapping", 30.0), "must be those of lm_head times a number"),
     "scale": ("granite", _edit("logits_scaling", 4.0), "scale of the logits must stay 1, got 0.25"),
     "routers": ("llama", _edit("output_router_logits", True), "output_router_logits must be"),
     "direction": ("llama", _edit("use_bidirectional_attention", True), "nothing raised"),  # its layers are causal

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from ringflash.attention.gather_by_heads import Sections
+from ringflash.attention.sections import Sections
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.faulty_job import GOOD_STEPS, Job
@@ -133,7 +133,7 @@ def marks_by_heads(ctx: Context) -> list[list[str]]:
     with (
         messages_by_heads(),
         mock.patch("ringflash.attention.gather_by_heads.watching", Recorder),
-        mock.patch("ringflash.attention.gather_by_heads.sections_of", lambda *_: Sections((1, 1), (2,))),
+        mock.patch("ringflash.attention.sections.choose_sections", lambda *_: Sections((1, 1), (2,))),
     ):
         ring_check.check(ctx, Case(), 4)
     return recorded

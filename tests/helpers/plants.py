@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 from ringflash import RingAttention, huggingface
 from ringflash import loss as token_loss
-from ringflash.attention.exchange import GradientExchange
-from ringflash.huggingface import attention_function, chunks
-from ringflash.huggingface.options import Options
+from ringflash.attention.ring_of_hops import GradientExchange
+from ringflash.huggingface import attention_function
+from ringflash.huggingface.options import ModelRing
 from ringflash.sequence import layout
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.training.seeding import seeded
@@ -247,7 +247,7 @@ def dropout_over_a_mistake(group: Group) -> Training:
 def missed_layer(group: Group) -> Training:
     """Layer 1 was left with attention over the rank's own tokens."""
     training = right(group)
-    training.module.get_submodule("model.model.layers.1.self_attn")._ringflash = Options(None)
+    training.module.get_submodule("model.model.layers.1.self_attn")._ringflash = ModelRing(None)
     return training
 
 
@@ -409,11 +409,11 @@ def documents_dropped_beside_a_list(group: Group) -> Training:
 def patched_attention(**changes: Any) -> Iterator[None]:
     """Attention over a ring is called with other arguments."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        return original(q, k, v, **(options | changes if options["group"] is not None else options))
+    def attend(*args: Any, **options: Any) -> Any:
+        return original(*args, **(options if options["options"].group is None else options | changes))
 
-    original = attention_function.ring_attention
-    with mock.patch.object(attention_function, "ring_attention", attend):
+    original = attention_function.attend
+    with mock.patch.object(attention_function, "attend", attend):
         yield
 
 
@@ -434,16 +434,16 @@ def other_windows(change: Callable[[tuple[int, int], int], tuple[int, int]]) -> 
     """Attention is called with the window that `change` makes of its own and the layer's number, at cp=1 as at cp=N."""
     layers: list[int] = []
 
-    def options(module: nn.Module) -> Options:
+    def options(module: nn.Module) -> ModelRing:
         layers.append(module.layer_idx)  # type: ignore[arg-type]
         return read(module)
 
     def attend(*args: Any, window_size: tuple[int, int], **rest: Any) -> Any:
         return original(*args, window_size=change(window_size, layers[-1]), **rest)
 
-    original, read = attention_function.ring_attention, attention_function._options
+    original, read = attention_function.attend, attention_function._options
     with (
-        mock.patch.object(attention_function, "ring_attention", attend),
+        mock.patch.object(attention_function, "attend", attend),
         mock.patch.object(attention_function, "_options", options),
     ):
         yield
@@ -451,7 +451,7 @@ def other_windows(change: Callable[[tuple[int, int], int], tuple[int, int]]) -> 
 
 def other_chunks(bounds: Callable[..., Tensor]) -> Any:
     """Bounds of chunks and documents are what `bounds` makes of the documents, the size, the length and q."""
-    return mock.patch.object(chunks, "_bounds", bounds)
+    return mock.patch.object(attention_function, "_chunk_bounds", bounds)
 
 
 def _of_the_shard(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) -> Tensor:
@@ -472,7 +472,7 @@ def _starts(spans: list[tuple[int, int]], size: int) -> Tensor:
 
 
 PATCHES: dict[str, Callable[[], Any]] = {
-    "local_shard_only": lambda: patched_attention(group=None),
+    "local_shard_only": lambda: patched_attention(options=ModelRing(None)),
     "window_dropped": lambda: patched_attention(window_size=(-1, -1)),
     "rounded_gradients": rounded_gradients,
     "window_dropped_everywhere": lambda: other_windows(lambda window, layer: (-1, -1)),

@@ -254,7 +254,7 @@ def dist_size() -> int:
 
 def over_nccl(task: Task) -> Found:
     """The same with the transport that "auto" takes between hosts."""
-    with mock.patch("ringflash.attention.custom_op.choose_transport", lambda *_: "nccl"):
+    with mock.patch("ringflash.attention.plan.choose_transport", lambda *_: "nccl"):
         return compared(task, "bf16-mixed", dist_size())
 
 
@@ -440,7 +440,7 @@ def kernels(task: Task) -> Iterator[set[str]]:
         used.add(f"{choice.impl} {q.dtype} {q.shape[-1]}")
         return choice
 
-    with mock.patch("ringflash.attention.custom_op.choose_impl", choose):
+    with mock.patch("ringflash.attention.plan.choose_impl", choose):
         yield used
 
 

@@ -15,10 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from ringflash.data import prepare, tokenizers
+from ringflash.data import prepare
 from ringflash.data.__main__ import _parser, main
-from ringflash.data.prepare import _locked
-from ringflash.data.tokenizers import SEPARATOR
+from ringflash.data.prepare import tokenizers
+from ringflash.data.prepare.pipeline import _locked
+from ringflash.data.prepare.tokenizers import SEPARATOR
 from tests.helpers.tokens import content, read_all, write_jsonl, write_tokens
 from tests.recipes.launching import ROOT
 

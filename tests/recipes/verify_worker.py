@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ringflash import huggingface
 from ringflash.commands.cli import main
-from ringflash.huggingface.options import Options
+from ringflash.huggingface.options import ModelRing
 from ringflash.lightning import CausalLM
 from ringflash.lightning.strategy import strategy_of
 from ringflash.verify import Training
@@ -48,7 +48,7 @@ class MissedLayer(CausalLM):
 
     def configure_model(self) -> None:
         super().configure_model()
-        self.get_submodule("model.model.model.layers.1.self_attn")._ringflash = Options(None)
+        self.get_submodule("model.model.model.layers.1.self_attn")._ringflash = ModelRing(None)
 
 
 def right(group: Any) -> CausalLM:

@@ -44,7 +44,7 @@ def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
     ringflash.set_comm_sms(left)
     kernel, q = mock.Mock(), torch.zeros(1, 4, 2, 16)
     whole = build(SequenceMask(4, True, (-1, -1), None), 1, 0, "zigzag")
-    call = ring_of_hops.Ring(whole, None, "hopper", 1.0, False)
+    call = ring_of_hops.RingOfHops(whole, None, "hopper", 1.0, False)
     with (
         mock.patch.object(ring_of_hops, "implementation", lambda *_: kernel),
         mock.patch.object(ring_of_hops, "transport_name", lambda _: "nccl"),

@@ -10,8 +10,10 @@ import platform
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -117,6 +119,11 @@ def test_ranges_are_those_of_the_project() -> None:
     ranges = declared_ranges()
     assert "2.6.6" in ranges["lightning"] and "2.6.2" not in ranges["lightning"]
     assert ranges.keys() == {"torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers"}
+
+
+def test_a_clone_that_is_not_installed_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringflash.commands.doctor.judge.requires", Mock(side_effect=PackageNotFoundError))
+    test_ranges_are_those_of_the_project()
 
 
 def test_hosts_that_differ_are_named() -> None:

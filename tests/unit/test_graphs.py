@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ringflash
-from ringflash.attention import custom_op
+from ringflash.attention import ring_call
 from ringflash.comm import cuda_graphs
 from ringflash.comm.transport import buffer, buffers, peer_memory
 from ringflash.comm.transport.message_memory import MessageMemory
@@ -241,10 +241,9 @@ def test_a_call_on_another_stream_waits_for_the_previous_call(monkeypatch: pytes
     """Both use the same buffers. A capture is ordered by its graph; a single process shares no buffer."""
     first, second, captured, alone = streams = [Stream() for _ in range(4)]
     device, group, now = torch.device("cuda", 0), mock.Mock(), first
-    monkeypatch.setattr(custom_op, "_last_stream", {})
+    monkeypatch.setattr(ring_call, "_last_streams", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now)
     monkeypatch.setattr(cuda_graphs, "capturing", lambda _: now is captured)
     for now in (first, first, second, captured, second, alone, first):
-        with custom_op._in_stream_order(None if now is alone else group, device):
-            pass
+        ring_call.order_streams(None if now is alone else group, device)
     assert [stream.waited for stream in streams] == [[second], [first], [], []]

@@ -209,17 +209,42 @@ def test_refuses_unknown_positions() -> None:
             huggingface.prepare_batch(tokens(), group=None, position_ids=positions)
 
 
-@pytest.mark.parametrize(
-    "name, value", [("final_logit_softcapping", 30.0), ("logits_scaling", 8.0), ("logit_scale", 0.5)]
-)
-@pytest.mark.parametrize("towers", [False, True])
-def test_refuses_logits_that_are_not_linear(name: str, value: float, towers: bool) -> None:
+@pytest.mark.parametrize("kind", ["gemma2", "gemma4_text", "nanochat"])
+@pytest.mark.parametrize("cap", [30.0, 1e6])
+def test_refuses_logits_that_are_not_linear(kind: str, cap: float) -> None:
+    """The cap of a million changes no logit of this model; a trained one may have larger."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.for_model(kind, **TINY, final_logit_softcapping=cap)
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(NotImplementedError, match="logits of .*ForCausalLM must be those of lm_head times a number"):
+        huggingface.CausalLMWithLoss(model, None)
+
+
+def test_refuses_logits_of_a_part_of_the_head() -> None:
+    """Such as those of a vocabulary without its padding, whose softmax has fewer terms."""
     model = build()
-    setattr(model.config, name, value)
-    if towers:  # as in Gemma 4, whose head follows one of several configurations
-        text = model.config
-        model.config = SimpleNamespace(get_text_config=lambda: text)
-    with pytest.raises(NotImplementedError, match=name):
+    forward = type(model).forward
+
+    def cut(self: torch.nn.Module, **kwargs: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=forward(self, **kwargs).logits[..., :60])
+
+    model.__class__ = type("Cut", (type(model),), {"forward": cut})
+    with pytest.raises(NotImplementedError, match="logits of Cut must be those of lm_head .*, got 60 of 61; compute"):
+        huggingface.CausalLMWithLoss(model, None)
+
+
+def test_options_of_other_families_scale_no_logits() -> None:
+    model = build()
+    model.config.logits_scaling, model.config.final_logit_softcapping = 8.0, 30.0
+    assert huggingface.CausalLMWithLoss(model, None).logit_scale == 1
+
+
+def test_refuses_heads_that_cannot_be_tested() -> None:
+    model = build()
+    model.__class__ = type("Odd", (type(model),), {"forward": lambda self, input_ids: input_ids.logits})
+    with pytest.raises(NotImplementedError, match="logits of Odd must be .*, got AttributeError without its decoder"):
         huggingface.CausalLMWithLoss(model, None)
 
 

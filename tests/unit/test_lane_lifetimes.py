@@ -14,8 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
-from ringflash.attention import gather_by_heads, schedule
-from ringflash.attention.gather_by_heads import Headwise, Sections
+from ringflash.attention import schedule, sections
+from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.sections import Sections
 from ringflash.comm.transport import MessageMemory, Pending, PointToPoint, lanes
 from ringflash.sequence.mask import SequenceMask
 
@@ -73,8 +74,8 @@ def backward(num_sections: int) -> MessageMemory:
     gathering = schedule.gather(SequenceMask(16, False), 2, 0, "zigzag")
     q = torch.zeros(1, 8, num_sections, 16)
     heads = (1,) * num_sections
-    with mock.patch.object(gather_by_heads, "sections_of", lambda *_: Sections(heads, heads)):
-        call = Headwise(gathering, memory, "reference", 1.0, False)
+    with mock.patch.object(sections, "choose_sections", lambda *_: Sections(heads, heads)):
+        call = HeadGather(gathering, memory, "reference", 1.0, False)
         try:
             call.backward(q, None, q, q, q, q, torch.zeros(1, num_sections, 8))
         except MemoryError:

@@ -9,9 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from ringflash.attention.gather_by_heads import Headwise
+from ringflash.attention.gather_by_heads import BackwardSections, HeadGather, SectionWork, run_sections
 from ringflash.comm.watchdog import Unwatched
-from ringflash_kernels.mask import Mask
 
 
 class Memory:
@@ -37,27 +36,43 @@ class Memory:
             self.waited += tokens
 
 
-def waited(way: str, *work: Callable[[int], None]) -> set[Any]:
+class NothingForward(SectionWork):
+    """A forward without kernels."""
+
+    def _launch(self, section: int) -> None:
+        pass
+
+
+class NothingBackward(BackwardSections):
+    """A backward without kernels."""
+
+    def begin(self, section: int) -> None:
+        pass
+
+    _launch = finish_queries = return_gradients = begin
+
+
+def waited(backward: bool) -> set[Any]:
     """For which tokens the caller waits in a call of three sections."""
-    memory, gathered = Memory(), mock.Mock(sections=3, head_dim=16, device=torch.device("cpu"))
+    memory, gathered = Memory(), mock.Mock(num_sections=3, head_dim=16, device=torch.device("cpu"))
     gathered.all_pulled.return_value = "pulled"
-    gathering = mock.Mock(mask=Mask.full(3, 3))
-    call = Headwise(gathering, memory, "reference", 1.0, True)  # type: ignore[arg-type]
-    call._run_sections(Unwatched(), way, gathered, *work)
+    call, q = HeadGather(mock.Mock(), memory, "reference", 1.0, True), torch.empty(0)  # type: ignore[arg-type]
+    work = (
+        NothingBackward(call, gathered, mock.Mock(), q, (q, None, q, q), (q, q, q))
+        if backward
+        else NothingForward(call, gathered, q)
+    )
+    run_sections(work, Unwatched(), in_order=False)
     return set(memory.waited)
 
 
-def nothing(section: int) -> None:
-    """In the place of a kernel."""
-
-
 @pytest.mark.parametrize(
-    ("way", "work", "last"),
+    ("backward", "last"),
     [
-        ("forward", 1, {"odd 1", "even 2", "pulled"}),
-        ("backward", 4, {"odd 2", "even 3", "begin 4", "pulled"}),  # "begin 4" comes after "end 3": test_lane_lifetimes
+        (False, {"odd 1", "even 2", "pulled"}),
+        (True, {"odd 2", "even 3", "begin 4", "pulled"}),  # "begin 4" comes after "end 3": test_lane_lifetimes
     ],
 )
-def test_the_caller_waits_for_the_last_sections_and_messages(way: str, work: int, last: set[str]) -> None:
+def test_the_caller_waits_for_the_last_sections_and_messages(backward: bool, last: set[str]) -> None:
     """Else the next call writes keys over those that peers still read."""
-    assert waited(way, *[nothing] * work) >= last
+    assert waited(backward) >= last

@@ -103,7 +103,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """Streams of this file; memory that nobody has written holds NaN."""
     found = StandIn()
     monkeypatch.setattr(offload, "cuda", found)
-    monkeypatch.setattr(offload, "_leaves", lambda x: x.numel() > 0)
+    monkeypatch.setattr(offload, "_is_offloaded", lambda x: x.numel() > 0)
     monkeypatch.setattr(offload, "_pinned_like", torch.empty_like)
     torch.use_deterministic_algorithms(True)
     yield found
@@ -174,9 +174,9 @@ def test_what_is_no_longer_needed_is_free(cuda: StandIn) -> None:
     loss_of(layers, x, host)
     loss = loss_of(layers, x, host)
     mine, theirs = deepcopy(host), host
-    assert mine is not theirs and mine._streams == {} and mine._leaving is None
+    assert mine is not theirs and mine._streams == {} and mine._outgoing is None
     loss.backward()
-    assert theirs._leaving is None and theirs._last is not None and theirs._last() is None
+    assert theirs._outgoing is None and theirs._last is not None and theirs._last() is None
     half = layers[2].register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss_of(layers, x, host).backward()

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ringflash.attention import custom_op, gather_by_heads, schedule
+from ringflash.attention import gather_by_heads, gathered_buffers, plan, schedule, sections
+from ringflash.attention.options import RingOptions
 from ringflash.comm import transport
 from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import buffers, peer_memory
@@ -135,17 +136,19 @@ def test_the_memory_of_messages_lives_as_long_as_its_group() -> None:
 def test_all_ranks_choose_alike_between_heads_and_hops() -> None:
     """By what the rank with most keys would gather: of these documents ranks see different numbers of chunks."""
     mask = SequenceMask(1 << 16, True, (-1, -1), (0, 30000, 30001, 1 << 16))
-    options = custom_op.Options("", True, 1.0, -1, -1, "zigzag", "reference", "nccl", False)
-    plans = [custom_op.Plan(mask, 4, rank, "reference", "", "nccl", options) for rank in range(4)]
-    assert len({plan.gathering.num_rows for plan in plans}) > 1
+    groups = [mock.Mock(**{"size.return_value": 4, "rank.return_value": rank}) for rank in range(4)]
+    plans = [plan.CallPlan(mask, "reference", "", "nccl", 1.0, RingOptions(group)) for group in groups]
+    assert len({one.gathering.num_rows for one in plans}) > 1
     q, k = (torch.empty(1, 1 << 14, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     gathering = plans[0].gathering
-    limit = gather_by_heads.buffer_bytes(k.shape, 32, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
+    limit = sections.gather_bytes(k.shape, 32, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
     for most, by_heads in ((limit, True), (limit - 1, False)):
-        with mock.patch.object(custom_op, "MOST_BUFFER_BYTES", most):
-            assert [plan.by_heads(q, k, "nccl") for plan in plans] == [by_heads] * 4
-            assert plans[0].by_heads(q, k, transport.UNDECIDED) == by_heads  # as explain() says before a first call
-            assert plans[0].by_heads(q, k, "copy_engine") and not plans[0].by_heads(q, k, "gloo")
+        with mock.patch.object(plan, "MAX_GATHER_BYTES", most):
+            assert [one.gathers_by_heads(q, k, "nccl") for one in plans] == [by_heads] * 4
+            assert (
+                plans[0].gathers_by_heads(q, k, transport.UNDECIDED) == by_heads
+            )  # as explain() says before a first call
+            assert plans[0].gathers_by_heads(q, k, "copy_engine") and not plans[0].gathers_by_heads(q, k, "gloo")
 
 
 def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
@@ -153,13 +156,13 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
     channel = mock.Mock(group=mock.Mock(group_name="0"), rank=1)
     k = torch.empty(1, 64, 2, 8)
     held: list[StorageWeakRef] = []
-    with mock.patch.object(gather_by_heads, "WHOLE_BYTES", 0), mock.patch.object(buffers, "_storage", {}):
+    with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0), mock.patch.object(buffers, "_storage", {}):
         memory = transport.MessageMemory(channel, k.device)
         for window in (9, 30, 60):
             gathering = schedule.gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
-            call = gather_by_heads.Headwise(gathering, memory, "reference", 1.0, False)
+            call = gather_by_heads.HeadGather(gathering, memory, "reference", 1.0, False)
             gathered = call._gathered("backward", k, 2)
-            call._kept("home", ("kv", "dkv"), k, 2, partial(gather_by_heads.Home, gathered, k))
+            call._cached("return", ("kv", "dkv"), k, 2, partial(gathered_buffers.GradientReturn, gathered, k))
             del gathered
             assert all(storage.expired() for storage in held)
             held = [StorageWeakRef(storage.untyped_storage()) for storage in buffers._storage.values()]

@@ -34,7 +34,7 @@ class Slow:
 
 def test_a_ring_counts_what_it_waits_for() -> None:
     q = torch.randn(1, 8, 2, 16)
-    call = ring_of_hops.Ring(
+    call = ring_of_hops.RingOfHops(
         build(SequenceMask(8, True, (-1, -1), None), 1, 0, "zigzag"), None, "reference", 0.25, False
     )
     with mock.patch.object(ring_of_hops, "Exchange", lambda *_: Slow(q)), measured() as waits:

@@ -1,0 +1,101 @@
+"""Preparation of q, k and v for the operator: one dtype, gradients of all three or none, strides, width of v."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Cast x to the dtype that autocast gives torch's own attention. fp64 stays, as does x without autocast."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def differentiate_alike(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Make all tensors require grad if one of them does, for partly frozen models such as LoRA on q and v only.
+
+    The ring differentiates with respect to q, k and v together or not at all. Gradients of a tensor that did not
+    require grad are dropped.
+
+    Returns:
+        alike: tensors of the same values and storage that all require grad, or none does.
+    """
+    wanted = [x for x in tensors if x.requires_grad]
+    if not wanted or not torch.is_grad_enabled():
+        return tensors
+    return tuple(x if x.requires_grad else _WithoutGradient.apply(x, wanted[0]) for x in tensors)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Identity of x that requires grad because `like` does, and drops the gradient.
+
+    x.detach().requires_grad_() would be a leaf that keeps its gradient until the graph is freed, and would break the
+    graph of torch.compile.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, like: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def pad_values(k: Tensor, v: Tensor) -> Tensor:
+    """Pad v with zeros to the head_dim of k. The operator refuses any other difference."""
+    missing = k.shape[-1] - v.shape[-1] if k.dim() == v.dim() == 4 and v.shape[-1] else 0
+    return pad(v, (0, missing)) if missing > 0 else v
+
+
+def make_addressable(x: Tensor) -> Tensor:
+    """Return x if kernels can read it: unit stride along head_dim, others multiples of 16 bytes. Otherwise copy it."""
+    if x.dim() != 4:
+        return x  # refused later
+    strides, itemsize = x.stride(), x.element_size()
+    if strides[3] == 1 and x.data_ptr() % 16 == 0:
+        outer = zip(strides[:3], x.shape, strict=False)
+        if all(size <= 1 or (stride > 0 and stride * itemsize % 16 == 0) for stride, size in outer):
+            return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() does not copy a contiguous view
+
+
+def document_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
+    """Read cu_seqlens as integers, after checking its form.
+
+    Raises:
+        ValueError: not 1-D int32, or a batch.
+    """
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+        raise ValueError(
+            f"cu_seqlens must be 1-D int32, got {cu_seqlens.dim()}-D {cu_seqlens.dtype}; "
+            "pass torch.tensor([0, ...], dtype=torch.int32)."
+        )
+    if q.shape[0] != 1:
+        raise ValueError(f"batch must be 1 with cu_seqlens, got {q.shape[0]}; pack the documents into one sequence.")
+    return _read_once(cu_seqlens)
+
+
+_read: dict[int, tuple[ref[Tensor], int, tuple[int, ...]]] = {}  # id: the tensor, its version, its values
+
+
+def _read_once(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Values of a tensor. One on a device is read once, not once per layer, so that layers do not synchronise."""
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # an inference tensor has no version
+        return tuple(cu_seqlens.tolist())
+    known = _read.get(id(cu_seqlens))
+    if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
+        _read.clear()
+        known = _read[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, tuple(cu_seqlens.tolist()))
+    return known[2]

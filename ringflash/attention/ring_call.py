@@ -1,0 +1,147 @@
+"""One call of a group on this rank, from its lock to its end.
+
+A single process takes the same way, without lock, number or comparison.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.inputs import make_addressable
+from ringflash.attention.plan import CallArguments, CallPlan, plan_call
+from ringflash.attention.ring_of_hops import RingOfHops
+from ringflash.comm import agreement, call_numbers, cuda_graphs
+from ringflash.comm.agreement import Posted
+from ringflash.comm.call_numbers import NO_NUMBER
+
+_locks: defaultdict[torch.device, Lock] = defaultdict(Lock)
+_last_streams: dict[torch.device, torch.cuda.Stream] = {}  # stream of the last call that sent
+
+
+class RingCall:
+    """One call: plan it, compare it with the other ranks' if it sends, then start it.
+
+    Calls that send share their buffers and have one order on all ranks. So one thread makes them at a time, each has a
+    number, and an error in one is remembered: the next call is refused unless all ranks stopped alike.
+
+    Args:
+        group: None for a single process.
+        device: device of the tensors.
+        forward: in a backward, the number of its forward.
+    Raises:
+        RuntimeError: K/V of an earlier call were mixed.
+    """
+
+    __slots__ = ("_autocast", "_lock", "_plan", "_tracked", "device", "error", "forward", "group", "number")
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, forward: int = 0) -> None:
+        self.group, self.device, self.forward = group, device, forward
+        self.number = NO_NUMBER
+        self.error: Exception | None = None
+        self._plan: CallPlan | None = None
+        self._lock: Lock | None = None
+        self._tracked: AbstractContextManager[Posted] | None = None
+        self._autocast: torch.autocast | None = None
+
+    def __enter__(self) -> Self:
+        if self.group is not None:
+            self._acquire()
+            try:
+                call_numbers.check(self.group, self.device)
+            except BaseException:
+                self._release()
+                raise
+            self.number = call_numbers.next_number(self.group, self.forward)
+        return self
+
+    def plan(
+        self,
+        tensors: tuple[Tensor, ...],
+        cu_seqlens: Tensor | tuple[int, ...] | None,
+        arguments: CallArguments,
+        grad_flags: int = 0,
+    ) -> tuple[Tensor, ...]:
+        """Check the call. If it sends, an error is kept in `error`, to be raised on all ranks together.
+
+        Args:
+            tensors: q, k, v and any others; as kernels can read them on return.
+        """
+        if self.error is not None:
+            return tensors
+        try:
+            addressable = tuple(map(make_addressable, tensors))
+            q, k, v, *_ = addressable
+            self._plan = plan_call(q, k, v, cu_seqlens, arguments, grad_flags)
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            if self.group is None:
+                raise
+            self.error = error
+            return tensors
+        return addressable
+
+    @property
+    def checked(self) -> CallPlan:
+        """The plan of a call without an error."""
+        assert self._plan is not None
+        return self._plan
+
+    def start(self, q: Tensor, k: Tensor) -> RingOfHops | HeadGather:
+        """Return the algorithm of a call that all ranks agreed on; eager products keep the dtype that it chose."""
+        if torch.is_autocast_enabled(self.device.type):
+            self._autocast = torch.autocast(self.device.type, enabled=False)
+            self._autocast.__enter__()
+        if self.group is None:
+            return self.checked.open(q, k, self.number)
+        self._tracked = agreement.under_way(self.group)
+        posted = self._tracked.__enter__()
+        order_streams(self.group, self.device)
+        work = self.checked.open(q, k, self.number)
+        posted.count_by(work.num_posted)
+        return work
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._autocast is not None:
+                self._autocast.__exit__(kind, error, trace)
+            if self._tracked is not None:
+                self._tracked.__exit__(kind, error, trace)
+        finally:
+            self._release()
+
+    def _acquire(self) -> None:
+        lock = _locks[self.device]
+        if lock.acquire(blocking=False):
+            self._lock = lock
+        else:
+            self.error = RuntimeError(
+                "ring attention must be called by one thread of a process at a time, got a call while another thread "
+                "is in one; leave all of them to one thread."
+            )
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+
+def order_streams(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Order a call after the previous one if that was issued on another stream: both use the same buffers.
+
+    A single process shares no buffers. Calls that a CUDA graph captures are ordered by the graph, and by its replays.
+    """
+    if group is not None and device.type == "cuda" and not cuda_graphs.capturing(device):
+        stream = torch.cuda.current_stream(device.index)
+        last = _last_streams.get(device)
+        if last is not None and last != stream:
+            stream.wait_stream(last)
+        _last_streams[device] = stream

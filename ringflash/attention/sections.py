@@ -1,0 +1,154 @@
+"""Sections of an all-gather by heads: how many KV heads a rank gathers at a time, and in how many buffers.
+
+Pure Python, with the same result on every rank. The constants were tuned on H200s (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate, pairwise, zip_longest
+from typing import NamedTuple
+
+import torch
+
+from ringflash.comm.transport import MessageMemory
+from ringflash_kernels.api import state_dtype
+
+GIB, MIB = 1 << 30, 1 << 20
+HEADER_BYTES = 256  # of an area, before its K/V: the number of the call; K/V need this alignment
+MAX_UNBUFFERED_KV_BYTES = 2 * GIB  # gather the K/V of all heads into one area if they fit; otherwise double-buffer
+MIN_SECTION_PAIRS = 1 << 18  # query heads * keys. A smaller section takes the host longer than the GPU
+_LONG_CALL_WORK = 1 << 39  # heads * queries * keys * head_dim. A shorter backward gains nothing from growing sections
+_IDLE_LINK_WORK = 1 << 43  # heads * visible pairs * head_dim: a backward of 140 ms, in which links can fall idle
+BUFFER_BYTES = 192 * MIB  # largest buffer of K/V, or of gradients, of a section that may be smaller
+_GRADIENT_BUFFERS_BYTES = 1280 * MIB  # all buffers of gradients, if more than two let links fall idle
+_PULL_QUERY_ROWS = 3000  # query rows whose kernel takes as long as the pull of their keys
+_RETURN_SHARE = 0.8  # the returns that a backward hides, in pulls of a forward: kernel time * 2.6, bytes * 2, barriers
+_EXPOSED_SHARE = 0.05  # of a forward. If the first pull takes more, one more section makes that section smaller
+
+Shape = torch.Size | tuple[int, ...]
+
+
+class Sections(NamedTuple):
+    """KV heads of each section."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def choose_sections(shape: Shape, num_heads: int, keys: int, dtype: torch.dtype) -> Sections:
+    """Divide the KV heads into sections. The first one is small, since no kernel hides its pull.
+
+    Args:
+        shape: shape of a rank's k: (batch, rows, num_kv_heads, head_dim).
+        num_heads: heads of q.
+        keys: largest number of keys that any rank gathers of one sequence.
+        dtype: dtype of k.
+    """
+    batch, rows, num_kv_heads, head_dim = shape
+    group = num_heads // num_kv_heads
+    least = max(1, -(-MIN_SECTION_PAIRS // (group * batch * keys)))
+    if least >= num_kv_heads:
+        return Sections((num_kv_heads,), (num_kv_heads,))
+    head = 2 * batch * keys * head_dim
+    most = num_kv_heads if fits_unbuffered(shape, keys, dtype) else max(least, BUFFER_BYTES // (head * dtype.itemsize))
+    hiding = max(1.0, group * rows / _PULL_QUERY_ROWS)
+    forward = _growing_sections(num_kv_heads, hiding, most)
+    if batch * num_heads * rows * keys * head_dim < _LONG_CALL_WORK:
+        return Sections(forward, _equal_sections(num_kv_heads, least))
+    most = max(least, BUFFER_BYTES // (head * state_dtype(dtype).itemsize))
+    return Sections(forward, _sections_small_at_both_ends(num_kv_heads, hiding, most))
+
+
+def fits_unbuffered(shape: Shape, keys: int, dtype: torch.dtype) -> bool:
+    """True if the gathered K/V of all heads fit into one area; otherwise sections share buffers.
+
+    Args: as `choose_sections`.
+    """
+    batch, _, num_kv_heads, head_dim = shape
+    return 2 * batch * keys * num_kv_heads * head_dim * dtype.itemsize <= MAX_UNBUFFERED_KV_BYTES
+
+
+def buffer_heads(heads: tuple[int, ...], num_buffers: int = 2) -> tuple[int, ...]:
+    """Most heads that each buffer holds, if section i uses buffer i % num_buffers."""
+    return tuple(max(heads[index::num_buffers]) for index in range(min(num_buffers, len(heads))))
+
+
+def shared_buffer_heads(sections: Sections, num_buffers: int) -> tuple[int, ...]:
+    """`buffer_heads` of buffers that forward and backward share."""
+    return tuple(map(max, zip_longest(*(buffer_heads(heads, num_buffers) for heads in sections), fillvalue=0)))
+
+
+def choose_num_gradient_buffers(
+    shape: Shape, num_heads: int, keys: int, pairs: int, dtype: torch.dtype, heads: tuple[int, ...]
+) -> int:
+    """Return the number of gradient buffers: two, or more if that lets NVLink fall idle between two returns.
+
+    NVLink stays awake for 50 ms after a transfer and uses power that the kernels could run faster with. A call of
+    that length gains nothing, nor does one that gathers K/V through buffers, one section at a time.
+
+    Args: as `choose_sections`, and
+        pairs: visible pairs of one sequence, divided by the number of ranks.
+        heads: KV heads of each section of the backward.
+    """
+    batch, _, _, head_dim = shape
+    short = batch * num_heads * pairs * head_dim < _IDLE_LINK_WORK
+    if short or not fits_unbuffered(shape, keys, dtype):
+        return min(2, len(heads))
+    buffer = max(heads) * 2 * batch * keys * head_dim * state_dtype(dtype).itemsize
+    return min(max(2, _GRADIENT_BUFFERS_BYTES // buffer), len(heads))
+
+
+def return_batches(num_sections: int, num_buffers: int) -> list[tuple[int, ...]]:
+    """Group the sections whose gradients return to their owners together.
+
+    There are as few batches as leave one buffer free to be filled meanwhile. The last section returns by itself.
+    """
+    equal = _equal_sections(num_sections - 1, max(1, num_buffers - 1)) if num_sections > 1 else ()
+    ends = [0, *accumulate(equal), num_sections]
+    return [tuple(range(*both)) for both in pairwise(ends)]
+
+
+def gather_bytes(shape: Shape, num_heads: int, keys: int, arriving: int, pairs: int, dtype: torch.dtype) -> int:
+    """Most bytes of buffers that any rank needs over NCCL, in addition to its own K/V.
+
+    Args: as `choose_sections` and `choose_num_gradient_buffers`, and
+        arriving: largest number of rows of gradients of one sequence that any rank receives.
+    """
+    row, sections = 2 * shape[0] * shape[3], choose_sections(shape, num_heads, keys, dtype)
+    unbuffered = fits_unbuffered(shape, keys, dtype)
+    kv = shape[2] if unbuffered else sum(shared_buffer_heads(sections, MessageMemory.turns))
+    num_buffers = choose_num_gradient_buffers(shape, num_heads, keys, pairs, dtype, sections.backward)
+    gradients = sum(buffer_heads(sections.backward, num_buffers)) * keys + max(sections.backward) * arriving
+    return HEADER_BYTES + row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
+
+
+def _growing_sections(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
+    """Few sections, each of which hides the pull of the next; that has `hiding` times its heads."""
+    for count in range(2, 5):
+        first = math.ceil(num_heads / sum(hiding**power for power in range(count)))
+        if first <= _EXPOSED_SHARE * num_heads * hiding:
+            break
+    heads: list[int] = []
+    following = first
+    while sum(heads) < num_heads:
+        heads.append(min(following, most, num_heads - sum(heads)))
+        following = math.floor(heads[-1] * hiding)
+    return tuple(heads)
+
+
+def _sections_small_at_both_ends(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
+    """Sections of a backward: a small first one, and shrinking last ones that each hide the previous return."""
+    first = math.ceil(min(num_heads / 16, most))
+    last = [first][: num_heads - first]
+    grown = math.floor(first * hiding * _RETURN_SHARE)
+    while last and last[0] < grown < most and first + sum(last) + grown <= num_heads:
+        last.insert(0, grown)
+        grown = math.floor(grown * hiding * _RETURN_SHARE)
+    return first, *_equal_sections(num_heads - first - sum(last), most), *last
+
+
+def _equal_sections(num_heads: int, most: int) -> tuple[int, ...]:
+    """Divide heads into as few sections of at most `most` heads as possible, as equal as possible."""
+    count = -(-num_heads // most)
+    return tuple(num_heads // count + (index < num_heads % count) for index in range(count))
