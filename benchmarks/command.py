@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=Path | None, default=None, help="picture of the results: .png, .svg or .pdf; needs matplotlib"
     )
-    parser.add_argument("--json", action="store_true", help="print for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: Namespace) -> int:
@@ -59,9 +59,7 @@ def run(options: Namespace) -> int:
     if options.plot is not None:
         _check_plot(options.plot)
         _check_written("--plot", options.plot)
-    before = (
-        [] if options.baseline is None else read_results(options.baseline)[1]
-    )  # now, so that an error precedes the long run
+    before = [] if options.baseline is None else read_results(options.baseline)[1]  # raises before the long run
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "results.json") if options.out is None else options.out
         path = _measure(options, path) if options.what in ("kernels", "ring") else Path(options.what)
@@ -176,7 +174,7 @@ def _print(
     for change in slower:
         out.print(f"[red]slower than the baseline: {change.name}, {change.ratio:.3f}[/]")
     for name in missing:
-        out.print(f"[red]in the baseline alone: {name}[/]")
+        out.print(f"[red]only in the baseline: {name}[/]")
 
 
 def _check_rows(pattern: str) -> None:

@@ -53,13 +53,13 @@ from ringflash.lightning.text import text_files  # noqa: E402
 from ringflash.memory import Memory  # noqa: E402
 
 ABOUT = (
-    "Steps of {parameters:.2f} B parameters, memory {memory}. Byte tokens of Python's own sources; every token sees "
-    "all before it in its document, which is {document}. seconds are of the slowest rank, by the clock, from the end "
-    "of one step on the device to the end of the next, reading the batch included. allocated_gib and reserved_gib are "
-    "the peaks of torch's allocator, areas_gib the symmetric memory beside it, device_gib what the driver counts in "
-    "use after the step; of the rank with most. parts are of the first rank's device: of every instant the first of "
-    "attention, linear, optimizer, other, host copies and communication that runs, so that communication is what "
-    "nothing hides."
+    "Steps of {parameters:.2f} B parameters, memory {memory}. Byte tokens of Python's own sources; attention is causal "
+    "in each document, which is {document}. seconds: wall-clock time of the slowest rank, from the end of one step on "
+    "the device to the end of the next, including reading the batch. allocated_gib and reserved_gib: peaks of torch's "
+    "allocator; areas_gib: symmetric memory in addition; device_gib: memory in use by the driver's count after the "
+    "step; each of the rank with most. parts: time of the first rank's device; every instant counts for the first of "
+    "attention, linear, optimizer, other, host copies and communication that runs, so communication is only exposed "
+    "time."
 )
 NUM_KERNELS = 24  # number of longest kernels to list in the results
 

@@ -19,10 +19,10 @@ import ringflash
 from ringflash.console import status_of
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
-    "bench": ("benchmarks.command", "How fast are kernels and ring, beside their peers and a baseline"),
+    "bench": ("benchmarks.command", "How fast are the kernels and the ring, compared with their peers and a baseline"),
     "doctor": ("ringflash.commands.doctor.command", "Is this machine, and every host of the job, fit for a long run"),
     "plan": ("ringflash.commands.plan.command", "Will it fit, how long is a step, and what to change"),
-    "verify": ("ringflash.verify.command", "Does a training over the ring learn what it learns on one device"),
+    "verify": ("ringflash.verify.command", "Does a model train over the ring as it does on one device"),
 }
 
 ROOT = Path(ringflash.__file__).parents[1]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
-from ringflash.flops import layer_windows, multiplied, training_flops
+from ringflash.flops import layer_windows, matmul_sizes, training_flops
 from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, modules_in_fp32, read_config
 from ringflash.lightning.strategy import strategy_of
@@ -273,7 +273,7 @@ def empty_model(
 
 def _flops_of(model: nn.Module) -> Callable[[Sequence[int]], float] | None:
     """Return `training_flops` of a transformers model, or None if its parameters cannot be counted."""
-    counted = multiplied(model)
+    counted = matmul_sizes(model)
     return None if counted is None else partial(training_flops, counted, layer_windows(model.config))
 
 

@@ -31,15 +31,20 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("target", type=str, help="folder with config.json, or package.module:factory (docs/verify.md)")
-    add("--nproc", type=int | None, default=None, help="start this many local ranks; null where torchrun did")
+    add("--nproc", type=int | None, default=None, help="start this many local ranks; null if torchrun has started them")
     add("--seqlen", type=int, default=256, help="tokens of the whole sequence")
     add("--layers", type=int | None, default=None, help="decoder layers of a configuration's model; null is all")
     add("--cu_seqlens", type=list[int] | None, default=None, help="bounds of packed documents, as [0,100,256]")
-    add("--window", type=int | None, default=None, help="keys a query sees, its own included; null asks the model")
-    add("--causal", type=bool, default=True, help="false for attention in both directions, windows to both sides")
+    add(
+        "--window",
+        type=int | None,
+        default=None,
+        help="keys that a query sees, its own included; null reads the model's",
+    )
+    add("--causal", type=bool, default=True, help="false for attention and windows in both directions")
     add("--dtype", type=str | None, default=None, help="float32 or bfloat16; null is float32 on CPUs, else bfloat16")
-    add("--device", type=str | None, default=None, help="cpu or cuda; null is cuda where there is one")
-    add("--seed", type=int, default=0, help="of the tokens, and of parameters without a checkpoint")
+    add("--device", type=str | None, default=None, help="cpu or cuda; null is cuda if available")
+    add("--seed", type=int, default=0, help="seed of the tokens, and of parameters without a checkpoint")
     add("--json", action="store_true", help="print JSON instead of the table")
 
 

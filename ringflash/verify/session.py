@@ -127,9 +127,8 @@ class Session:
             seen = self.observe(ring=True)
         except Exception as problem:  # the model is the user's code
             error = f"{type(problem).__name__}: {problem}"
-            print(
-                f"rank {self.group.rank()}: {error}", file=sys.stderr
-            )  # now, since the other ranks may be waiting for this one
+            # printed immediately, since the other ranks may be waiting for this one
+            print(f"rank {self.group.rank()}: {error}", file=sys.stderr)
         errors: list[str] = [""] * self.group.size()
         dist.all_gather_object(errors, error, group=self.group)
         error = next((e for e in errors if e), "")

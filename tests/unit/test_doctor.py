@@ -18,8 +18,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ringflash.comm import host
-from ringflash.comm.host import this_host
+from ringflash.comm import group as comm_group
+from ringflash.comm.group import this_host
 from ringflash.commands.cli import main
 from ringflash.commands.doctor import command, probe
 from ringflash.commands.doctor.command import _kernel, _probe, _ring, examine
@@ -148,7 +148,7 @@ def test_hosts_of_one_name_are_told_apart_by_their_boots() -> None:
 
 def test_a_system_without_a_boots_id_has_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(this_host().boot) == 8 and str(this_host()) == f"{platform.node()} ({this_host().boot})"
-    monkeypatch.setattr(host, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(comm_group, "_BOOT_ID", tmp_path / "none")
     assert str(this_host()) == platform.node()
 
 
@@ -334,7 +334,7 @@ def test_every_gpu_of_every_host_is_probed(monkeypatch: pytest.MonkeyPatch) -> N
     assert [(x.level, x.what, x.found) for x in found] == [
         ("ok", "a, rank 0: kernel", "by 0"), ("fault", "a, rank 1: kernel", "by 1"), ("fault", "b: kernel", "by 2"),
         ("fault", "c: probes", "rank 4 did not report"),
-        ("warning", "a: ring", "not tried: its ranks see GPUs of their own"),
+        ("warning", "a: ring", "not tried: its ranks see different GPUs"),
     ]  # fmt: skip
 
 

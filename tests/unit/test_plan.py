@@ -45,7 +45,7 @@ from ringflash.commands.plan.read import ReadShape
 from ringflash.commands.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
 from ringflash.commands.plan.timing import attention_flops, linear_flops, step_time
 from ringflash.commands.plan.traffic import TrafficCounter
-from ringflash.flops import Chunk, layer_windows, multiplied
+from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from ringflash.sequence.mask import SequenceMask
@@ -63,11 +63,11 @@ HOST = Machine(GPUS["H200"], 8)
 
 
 @cache
-def _model_of(config: str) -> tuple[ReadShape, list[int | Chunk | None]]:
+def _model_of(config: str) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
     return read.model_of(json.loads(config))
 
 
-def model_of(config: dict[str, Any]) -> tuple[ReadShape, list[int | Chunk | None]]:
+def model_of(config: dict[str, Any]) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
     """As the plan's, once for each configuration."""
     return _model_of(json.dumps(config))
 
@@ -684,7 +684,7 @@ def test_what_is_read_off_a_model_is_its_own(family: str, options: dict[str, Any
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert (shape.matmul_parameters, shape.mean_size) == multiplied(model)
+    assert (shape.matmul_parameters, shape.mean_size) == matmul_sizes(model)
     assert windows == layer_windows(model.config)
     first, _ = model_of({**config, "num_hidden_layers": 1, **_of_one_layer(config)})
     seqlen = 96
@@ -733,7 +733,7 @@ def test_experts_take_memory_all_and_time_by_the_active(tmp_path: Path, capsys: 
     )  # fmt: skip
     assert weights[1] > 1.9 * weights[0] == 1.9 * weights[2]
     assert linear[1] < 1.1 * linear[0] < linear[2] and at_work[1] < 1.1 * at_work[0] < at_work[2]
-    assert any("products of experts run at the rate of all" in text for text in plans[0]["assumptions"])
+    assert any("products of experts run at the rate of all products" in text for text in plans[0]["assumptions"])
 
 
 def test_a_model_that_computes_all_experts_takes_their_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -743,8 +743,8 @@ def test_a_model_that_computes_all_experts_takes_their_time(tmp_path: Path, caps
     model = plan["job"]["model"]
     others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; beside them rotary angles
     assert model["computed_parameters"] - model["matmul_parameters"] == pytest.approx(others, rel=1e-4)
-    assert any("computes experts for tokens of others, too" in assumption for assumption in plan["assumptions"])
-    chunked = (visible_fraction(1 << 17, [Chunk(40)]) + 1) / 2
+    assert any("also computes experts for tokens of others" in assumption for assumption in plan["assumptions"])
+    chunked = (visible_fraction(1 << 17, [ChunkedAttention(40)]) + 1) / 2
     assert plan["job"]["visible_fraction"] == pytest.approx(chunked)
 
 

@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--no_probes", action="store_true", help="read versions and settings only; run no kernel and no ring"
     )
-    parser.add_argument("--json", action="store_true", help="print for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: Namespace) -> int:
@@ -101,7 +101,7 @@ def probes_of_all(meeting: Meeting, ranks: dict[int, Facts], probing: list[int],
         findings += [Finding(x.level, label + x.what, x.found, x.remedy) for x in found[rank]]
     for host in sorted({host for host in hosts if hosts.count(host) > 1}):
         remedy = "let a rank see all GPUs of its host, and run doctor again"
-        findings.append(warning(f"{host}: ring", "not tried: its ranks see GPUs of their own", remedy))
+        findings.append(warning(f"{host}: ring", "not tried: its ranks see different GPUs", remedy))
     return findings
 
 
@@ -181,7 +181,7 @@ def _ring(facts: Facts, seconds: float) -> Iterator[Finding]:
     yield from _exchanges(found, f"ring over {size} ranks", "", _SLOW_GBYTES, remedy)
     if found["missing"]:
         what = f"ring over {size} ranks, copy_engine"
-        yield warning(what, found["missing"], "transport 'auto' takes NCCL, which is slower beside kernels")
+        yield warning(what, found["missing"], "transport 'auto' uses NCCL, which is slower while kernels run")
 
 
 def _probe(command: list[str], seconds: float, **place: str) -> tuple[dict[str, Any], str]:

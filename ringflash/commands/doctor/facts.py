@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ringflash.comm.host import this_host
+from ringflash.comm.group import this_host
 from ringflash_kernels.api import hopper_environment_error
 
 PACKAGES = (

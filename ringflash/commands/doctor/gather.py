@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringflash.comm.host import Host
+from ringflash.comm.group import Host
 
 _PREFIX = "ringflash/doctor"
 

@@ -26,7 +26,7 @@ from ringflash.commands.plan.search import (
 )
 from ringflash.commands.plan.timing import step_time
 from ringflash.console import console
-from ringflash.flops import Chunk, seen_pairs, visible_pairs
+from ringflash.flops import ChunkedAttention, count_visible_pairs, visible_pairs
 from ringflash.huggingface.weights import laid_over, read_config
 from ringflash.memory import Memory
 
@@ -60,14 +60,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": int, "help": "tokens whose MLP is computed at a time, 0 is all; null is the recipe's, else 0",
     },
     "offload_checkpoints": _SWITCH | {"help": "keep checkpoints on the host; null is the recipe's, else false"},
-    "liger": _SWITCH | {"help": "count Liger's kernels; null is whether the recipe has them (auto has), else false"},
+    "liger": _SWITCH | {"help": "count Liger's kernels; null is the recipe's (auto counts as true), else false"},
     "accumulates": _SWITCH | {"help": "a step has several sequences in turn; null is the recipe's, else false"},
     "offload_optimizer": _SWITCH | {"default": False, "help": "keep and step the optimizer on the host (DeepSpeed)"},
     "rates": {
         "type": dict[str, float], "default": {},
         "help": 'assumptions to replace, as {"products": 0.6}; the plan prints all',
     },
-    "json": {"action": "store_true", "help": "print for machines"},
+    "json": {"action": "store_true", "help": "print JSON"},
 }  # fmt: skip
 
 
@@ -249,7 +249,9 @@ def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def visible_fraction(seqlen: int, windows: Sequence[int | Chunk | None], bounds: Sequence[int] | None = None) -> float:
+def visible_fraction(
+    seqlen: int, windows: Sequence[int | ChunkedAttention | None], bounds: Sequence[int] | None = None
+) -> float:
     """Return the fraction of causal pairs that windows and chunks leave visible, averaged over the layers.
 
     Args:
@@ -257,7 +259,7 @@ def visible_fraction(seqlen: int, windows: Sequence[int | Chunk | None], bounds:
     """
     if not seqlen:
         return 1.0  # a later check rejects this length
-    return seen_pairs(windows, bounds or (0, seqlen)) / (len(windows) * visible_pairs(seqlen))
+    return count_visible_pairs(windows, bounds or (0, seqlen)) / (len(windows) * visible_pairs(seqlen))
 
 
 def _tokens(text: str) -> int:
@@ -301,7 +303,7 @@ def _print(plan: dict[str, Any]) -> None:
     if plan["host_memory_bytes"]:
         known = machine["host_memory_bytes"]
         of_known = "" if known is None else f" of {known / GIB:.0f}"
-        out.print(f"kept in the memory of a host: {plan['host_memory_bytes'] / GIB:.0f} GiB{of_known}, beside the rest")
+        out.print(f"kept in the memory of a host, in addition: {plan['host_memory_bytes'] / GIB:.0f} GiB{of_known}")
     out.print(f"longest sequence that fits: {plan['longest_sequence']:,} tokens")
     for line in _verdict(plan):
         out.print(line)

@@ -54,9 +54,8 @@ def _moments(job: TrainingJob, one_host: bool) -> dict[str, dict[str, int]]:
     weights = model.parameters * _weight_bytes(job) // job.world_size
     states = 0 if job.offload_optimizer else 2 * weights  # AdamW's two
     root, layer = (0 if alone else x * BF16 for x in (model.root_parameters, model.layer_parameters))
-    leaving = (
-        0 if alone else model.expert_parameters * (BF16 + FP32)
-    )  # gradients of a layer's experts before the reduce-scatter
+    # gradients of a layer's experts before the reduce-scatter
+    leaving = 0 if alone else model.expert_parameters * (BF16 + FP32)
     summed = weights if job.accumulates else 0  # gradients of earlier sequences
     others = summed or weights - model.layer_parameters * _weight_bytes(job) // job.world_size
     at_work = layer_bytes(job, one_host=one_host)
@@ -111,7 +110,7 @@ def layer_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
     """Return the bytes of one layer's recomputed activations and the peak of its backward in addition.
 
     The peak is that of the MLP, of its norm (three fp32 tensors without Liger), or of attention; each starts when the
-    activations of the former are freed. `one_host`: see `transport_bytes`.
+    activations of the previous one are freed. `one_host`: see `transport_bytes`.
     """
     model, tokens, layers = job.model, job.local_tokens, job.layers
     kept = 0 if job.checkpointing == "none" else activation_bytes(job) - int(tokens * layers.kept.input)
@@ -208,9 +207,8 @@ def _checkpoints(job: TrainingJob) -> int:
     kept = checkpoint_bytes(job)
     if not job.offload_checkpoints:
         return job.model.num_layers * kept
-    return job.model.num_layers * (kept - layer_input_bytes(job)) + layer_input_bytes(
-        job
-    )  # the working layer's input is on the GPU
+    on_gpu = layer_input_bytes(job)  # the input of the current layer
+    return job.model.num_layers * (kept - layer_input_bytes(job)) + on_gpu
 
 
 def _weight_bytes(job: TrainingJob) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from ringflash import huggingface
 from ringflash.commands.plan.saved_bytes import ModelTrace, SavedBytes, trace_layers, with_liger
 from ringflash.commands.plan.traffic import Traffic
-from ringflash.flops import Chunk, layer_windows, multiplied
+from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.memory.tiles import modules_to_tile
 
 _WITH_LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families that `saved_bytes.with_liger` imitates
@@ -89,18 +89,18 @@ class ReadShape:
         found = ["the MLP's gradients are as large as what it keeps for the backward"]
         if self.expert_parameters:
             found += [
-                "products of experts run at the rate of all, and what sorts tokens by experts at that of passes",
-                "experts are sharded as all else and gathered layer by layer, and the gradients of a layer's lie whole "
-                "in bf16 and fp32 beside the next layer",
-                "tokens are spread over experts by transformers' grouped products, none dropped or padded",
+                "products of experts run at the rate of all products, and sorting tokens by experts at that of passes",
+                "experts are sharded like all parameters and gathered layer by layer; the gradients of a layer's "
+                "experts are unsharded in bf16 and fp32 during the next layer",
+                "transformers' grouped products distribute tokens over experts; none are dropped or padded",
             ]
         if self.computed_parameters > self.matmul_parameters:
             ratio = self.computed_parameters / self.matmul_parameters
-            found.append(f"its code computes experts for tokens of others, too: {ratio:.1f} times the products of MFU")
+            found.append(f"its code also computes experts for tokens of others: {ratio:.1f} times the products of MFU")
         return found
 
 
-def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | Chunk | None]]:
+def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
     """Build a model on the meta device; return its sizes and the window of every layer.
 
     Raises:
@@ -114,7 +114,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | Chunk | N
 def read_shape(model: Any) -> ReadShape:
     """Read the sizes of a causal language model on the meta device."""
     config, layers = model.config, list(model.model.layers)
-    if (counted := multiplied(model)) is None:
+    if (counted := matmul_sizes(model)) is None:
         raise NotImplementedError(
             f"model_type must be one whose parameters can be placed, got {config.model_type!r}, whose attention layers "
             "differ in width or hold parameters that are no matrices; no plan counts them."
@@ -180,7 +180,7 @@ def _empty(config: Mapping[str, Any]) -> Any:
         shown = " ".join(str(error).split())[:200]
         raise ValueError(
             f"config must be one that transformers builds a causal model from, got {type(error).__name__} for "
-            f"{config.get('model_type')!r}: {shown}; correct it, or name a model with text alone."
+            f"{config.get('model_type')!r}: {shown}; correct it, or name a text-only model."
         ) from error
     if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
         raise NotImplementedError(

@@ -177,9 +177,8 @@ class _LayerCounter:
         """Saved bytes per token."""
         whole = sum(storage.nbytes() for storage in self.storages.values())
         own = sum(self.storages[key].nbytes() for key in self._inputs & self.storages.keys())
-        return SavedBytes(
-            *(num_bytes // TOKENS for num_bytes in (whole, self._mlp.num_bytes, self._tiled.num_bytes, own))
-        )
+        counts = (whole, self._mlp.num_bytes, self._tiled.num_bytes, own)
+        return SavedBytes(*(num_bytes // TOKENS for num_bytes in counts))
 
     def _counted(self, forward: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
