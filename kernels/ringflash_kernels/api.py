@@ -4,6 +4,8 @@
         "flash2"     torch's FlashAttention-2 operators, CUDA, fp16 and bf16
         "fa4"        flash-attn-4 where it is installed, compute capability 9.x and 10.x, fp16 and bf16
         "hopper"     our kernels for compute capability 9.0, fp16 and bf16
+        "hopper_fp8" our kernels on operands rounded to e4m3: faster, and not exact; only on request
+        "reference_fp8"  eager, any device: the specification of hopper_fp8
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ _MODULES = {
     "flash2": "ringflash_kernels.portable",
     "reference": "ringflash_kernels.reference",
     "fa4": "ringflash_kernels.flash4",
+    "hopper_fp8": "ringflash_kernels.hopper.fp8.implementation",
+    "reference_fp8": "ringflash_kernels.fp8_reference",
 }
 
 IMPLS = tuple(_MODULES)
 _AUTOMATIC = ("hopper", "flash2", "reference")  # fastest first; what auto may choose
+_ROUNDED = ("hopper_fp8", "reference_fp8")  # not exact: never proposed in place of another
 
 
 class BackwardPass(Protocol):
@@ -253,7 +258,7 @@ def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}; use 'auto' in ring_attention to have one chosen.")
     problem = _module(impl).unsupported(q, k, v)
     if problem is not None:
-        able = [name for name in IMPLS if _is_able(name, q, k, v)]
+        able = [name for name in IMPLS if name not in _ROUNDED and _is_able(name, q, k, v)]
         remedy = f"use one of {able}" if able else "cast them"
         raise NotImplementedError(f"impl={impl!r} must be able to take the inputs, got {problem}; {remedy}.")
     return _module(impl)
