@@ -160,7 +160,7 @@ def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPa
         if what == "bounds":
             mask.bounds(device)
         elif what == "tiles":
-            forward._tile_table(mask, device, 128)
+            forward.tile_table(mask, device, 128, mask.q_span)
         else:
             calls(mask)[0].lengths(device)
     assert mask.bounds()[0].tolist() == [0, 0, 0, *[3] * 6]  # of the CPU

@@ -194,6 +194,8 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
         last_start = gl.load(entry + 2)
         first_stop = gl.load(entry + 3)
         end_key = gl.load(entry + 4)
+    if V.tiles.aligned:
+        first_key = first_key // BN * BN
     num_blocks = (gl.maximum(end_key - first_key, 0) + BN - 1) // BN
     first_seen = num_blocks * 0
     end_seen = num_blocks
@@ -936,14 +938,14 @@ def forward(
     Source: online softmax over tiles, Dao et al. 2022 (arXiv:2205.14135) and Shah et al. 2024 (arXiv:2407.08608);
         resuming from (acc, lse) in the epilogue is ours.
     """
-    _check_state(softmax_scale, out, lse, acc)
+    check_state(softmax_scale, out, lse, acc)
     first, stop = mask.q_span
-    _settle(out, lse, acc, slice(0, first))
-    _settle(out, lse, acc, slice(stop, q.shape[1]))
+    settle(out, lse, acc, slice(0, first))
+    settle(out, lse, acc, slice(stop, q.shape[1]))
     if first < stop:
         with on(q.device):
             launch = plan(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc,
-                          num_sms=num_sms or _num_sms(q.device), counter=_counter(q.device))  # fmt: skip
+                          num_sms=num_sms or count_sms(q.device), counter=tile_counter(q.device))  # fmt: skip
             _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
 
 
@@ -970,7 +972,7 @@ def plan(
         region = mask.regions[0]
         keys = (region.k_start, region.k_stop)
         start = stop = table = None
-        lower, upper = _band(region)
+        lower, upper = band_of(region)
         kind = "none" if region.lower is None and region.upper is None else "band"
     else:
         kind, lower, upper = "bounds", 0, 0
@@ -979,7 +981,7 @@ def plan(
     k, v = cut(k, 1, keys), cut(v, 1, keys)
     variant = _variant(FORWARD_TILES[q.shape[3]], kind, acc is not None)
     if kind == "bounds":
-        table = _tile_table(mask, q.device, variant.tiles.rows)
+        table = tile_table(mask, q.device, variant.tiles.rows, rows)
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k, num_kv_heads = k.shape[1], k.shape[2]
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
@@ -989,7 +991,7 @@ def plan(
         *_descriptors(q, k, v, out, out if acc is None else acc, variant.tiles),
         lse, start, stop, table, counter,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
-        heads_per_kv * _kv_heads_per_group(num_kv_heads, seqlen_k * head_dim * 2 * k.element_size()),
+        heads_per_kv * kv_heads_per_group(num_kv_heads, seqlen_k * head_dim * 2 * k.element_size()),
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1),
         softmax_scale / _LN2, variant,
     )  # fmt: skip
@@ -1004,13 +1006,13 @@ def warmup(configs: Iterable[ForwardConfig], report: Callable[[str], None] | Non
     """
     check_environment()
     device = torch.device("cuda", torch.cuda.current_device())
-    _counter(device)
+    tile_counter(device)
     for config in configs:
-        began = time.perf_counter()
+        began = time.perftile_counter()
         launch = example(config, device)
         forward_kernel.warmup(*launch.arguments, grid=(1,), num_warps=4)
         if report is not None:
-            report(f"forward {describe(config)}: {time.perf_counter() - began:.1f} s")
+            report(f"forward {describe(config)}: {time.perftile_counter() - began:.1f} s")
 
 
 def example(config: ForwardConfig, device: torch.device | str = "cpu") -> Launch:
@@ -1047,7 +1049,7 @@ _EXAMPLES = {
 }
 
 
-def _check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None) -> None:
+def check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None) -> None:
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale must be positive for impl='hopper', got {softmax_scale}; use impl='flash2'.")
     if lse.stride(2) != 1:
@@ -1058,7 +1060,7 @@ def _check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc
             raise ValueError(f"{name} must be addressable by TMA, got {problem}; make it contiguous.")
 
 
-def _settle(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None, rows: slice) -> None:
+def settle(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None, rows: slice) -> None:
     """Rows that see nothing and that no launch covers: empty when fresh, unchanged (but cast) when resumed."""
     if rows.start == rows.stop:
         return
@@ -1074,7 +1076,7 @@ def _variant(tiles: ForwardTiles, mask: str, resume: bool) -> ForwardVariant:
     return ForwardVariant(tiles, mask, resume)
 
 
-def _band(region: Region) -> tuple[int, int]:
+def band_of(region: Region) -> tuple[int, int]:
     """(lower, upper) counted from the region's own first row and key."""
     shift = region.q_start - region.k_start
     lower = -_FAR if region.lower is None else region.lower + shift
@@ -1093,7 +1095,7 @@ def _descriptors(
     return *first, *(tile_descriptor(x, n, tiles.parts[1]) for x, n in tensors)
 
 
-def _kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
+def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
     """Largest divisor of num_kv_heads whose K and V fit the share of L2."""
     count = max(1, min(num_kv_heads, _L2_BYTES_OF_A_GROUP // kv_bytes_per_head))
     while num_kv_heads % count:
@@ -1101,16 +1103,15 @@ def _kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
     return count
 
 
-def _tile_table(mask: Mask, device: torch.device, rows_per_tile: int) -> torch.Tensor:
-    """Row tiles of mask.q_span, most keys first: (tiles, 8) int32, kept with the mask.
+def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> torch.Tensor:
+    """Row tiles of the rows [first, end), most keys first: (tiles, 8) int32, kept with the mask.
 
     Columns: tile, first visible key, first key of the rows' common part, its end, end of the visible keys.
     """
-    key = ("forward_tiles", torch.device(device), rows_per_tile)
+    key = ("forward_tiles", torch.device(device), rows_per_tile, rows)
     if key not in mask._cache:
         check_capture(device)
-        first, end = mask.q_span
-        start, stop = (bound[first:end] for bound in mask.bounds(device))
+        start, stop = (bound[slice(*rows)] for bound in mask.bounds(device))
         empty = start == stop
 
         def extreme(values: torch.Tensor, of_empty: int, of_padding: int, reduce: str) -> torch.Tensor:
@@ -1131,7 +1132,7 @@ def _tile_table(mask: Mask, device: torch.device, rows_per_tile: int) -> torch.T
 
 
 @functools.cache
-def _num_sms(device: torch.device) -> int:
+def count_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -1145,7 +1146,7 @@ def _counters(device: torch.device) -> tuple[tuple[torch.Tensor, ...], dict[int,
     return zeros.unbind(), {}
 
 
-def _counter(device: torch.device) -> torch.Tensor:
+def tile_counter(device: torch.device) -> torch.Tensor:
     """Two zeros for the tile counter of a launch. Launches side by side on two streams must not share them.
 
     A graph's launches have their own: it may be replayed beside other work of the stream that it was captured on.
