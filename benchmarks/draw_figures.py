@@ -11,9 +11,9 @@ from xml.sax.saxutils import escape
 
 from benchmarks.environment import ROOT
 from benchmarks.write_tables import RESULTS
-from ringflash.layout import chunks
-from ringflash.mask import SequenceMask
-from ringflash.schedule import Schedule, build
+from ringflash.attention.schedule import Schedule, build
+from ringflash.sequence.layout import chunks
+from ringflash.sequence.mask import SequenceMask
 
 FIGURES = ROOT / "docs" / "figures"
 STEP_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")

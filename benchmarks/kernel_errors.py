@@ -3,7 +3,7 @@
     python -m benchmarks.kernel_errors [--processes 8] [--json results.json]
 
 Every case is drawn from a seed and compared with fp64 in 16 chunks by the one tolerance
-(ringflash/verify/tolerance.py): 1 is twice the error of eager attention in the same dtype, and one rounding. A mean is
+(ringflash/oracle/tolerance.py): 1 is twice the error of eager attention in the same dtype, and one rounding. A mean is
 over the chunks, a maximum the largest of them. Contenders that are not installed are left out. Processes share the GPU:
 to compile flash-attn-4's kernels takes longer than to run them.
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.environment import describe
-from ringflash.verify import dense, tolerance
+from ringflash.oracle import dense, tolerance
 from ringflash_kernels.api import attention_backward, attention_forward, implementation
 from ringflash_kernels.mask import Mask
 

@@ -20,10 +20,10 @@ from torch.distributed.nn.functional import all_to_all_single
 import ringflash
 from benchmarks import flash_attn_4_as_2
 from benchmarks.bench_kernels import document_bounds
-from ringflash import ops, ring
-from ringflash.layout import chunks_of_rank
-from ringflash.transport import Pending, PointToPoint, buffer
-from ringflash.transport.copies import Copies
+from ringflash.attention import custom_op, ring_of_hops
+from ringflash.comm.transport import Pending, PointToPoint, buffer
+from ringflash.comm.transport.copies import Copies
+from ringflash.sequence.layout import chunks_of_rank
 from ringflash_kernels.api import state_dtype
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -185,15 +185,15 @@ class OwnGradients(OwnKeys):
 @contextmanager
 def _own_keys() -> Iterator[None]:
     with (
-        mock.patch.object(ring, "Exchange", OwnKeys),
-        mock.patch.object(ring, "GradientExchange", OwnGradients),
+        mock.patch.object(ring_of_hops, "Exchange", OwnKeys),
+        mock.patch.object(ring_of_hops, "GradientExchange", OwnGradients),
         mock.patch.object(PointToPoint, "post", lambda *_: Pending([])),
     ):
         yield
 
 
 def _by_hops() -> AbstractContextManager:
-    return mock.patch.object(ops, "MOST_BUFFER_BYTES", 0)
+    return mock.patch.object(custom_op, "MOST_BUFFER_BYTES", 0)
 
 
 def by_hops(setting: Setting) -> Built | str:
@@ -280,7 +280,7 @@ IDEALS: dict[str, Callable[..., Built | str]] = {
 }
 IDEALS_BY_HEADS = {f"{name}, a share of the heads": by_heads(build) for name, build in IDEALS.items()}
 CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
-    **{f"ringflash, {transport}": ours(transport) for transport in ringflash.transport.TRANSPORTS},
+    **{f"ringflash, {transport}": ours(transport) for transport in ringflash.comm.transport.TRANSPORTS},
     "ringflash, copy_engine, CUDA graph": captured("copy_engine"),
     "ringflash, copy_engine, striped": striped("copy_engine"),
     "ringflash, nccl, striped": striped("nccl"),

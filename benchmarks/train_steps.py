@@ -39,17 +39,17 @@ from benchmarks.device_time import longest_kernels, parts_of_step, step_spans  #
 from benchmarks.environment import describe  # noqa: E402
 from recipes.lightning.train import main as train  # noqa: E402
 from ringflash import huggingface  # noqa: E402
+from ringflash.comm.transport import buffers  # noqa: E402
+from ringflash.commands.plan.command import make_plan, visible_fraction  # noqa: E402
+from ringflash.commands.plan.job import Job, Precision  # noqa: E402
+from ringflash.commands.plan.machine import GIB, GPUS, Machine  # noqa: E402
+from ringflash.commands.plan.read import model_of  # noqa: E402
 from ringflash.flops import peak_tflops  # noqa: E402
 from ringflash.lightning import CausalLM, ExposedCommunication  # noqa: E402
 from ringflash.lightning.sequences import Batch, Loader, SequenceData  # noqa: E402
 from ringflash.lightning.strategy import strategy_of  # noqa: E402
 from ringflash.lightning.text import text_files  # noqa: E402
 from ringflash.memory import Memory  # noqa: E402
-from ringflash.plan.command import make_plan, visible_fraction  # noqa: E402
-from ringflash.plan.job import Job, Precision  # noqa: E402
-from ringflash.plan.machine import GIB, GPUS, Machine  # noqa: E402
-from ringflash.plan.read import model_of  # noqa: E402
-from ringflash.transport import buffers  # noqa: E402
 
 ABOUT = (
     "Steps of {parameters:.2f} B parameters, memory {memory}. Byte tokens of Python's own sources; every token sees "
@@ -281,7 +281,7 @@ def plans(
     It counts Liger's kernels where it knows what they keep.
 
     Args:
-        config: of the model.  job: of `ringflash.plan.job.Job`, beside the model, the length and the memory.
+        config: of the model.  job: of `ringflash.commands.plan.job.Job`, beside the model, the length and the memory.
     """
     gpu = next((gpu for name, gpu in GPUS.items() if name in device), None)
     if gpu is None or job["precision"] not in get_args(Precision):

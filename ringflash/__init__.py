@@ -10,16 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ringflash import loss
-from ringflash.agreement import set_agreement_check
-from ringflash.api import Explanation, RingAttention, explain, ring_attention
-from ringflash.layout import local_positions, shard_sequence, unshard_sequence
-from ringflash.padding import PaddedBatch, pad_sequence
-from ringflash.transport import buffer_bytes, release_buffers, set_timeout
-from ringflash.transport.sms import set_comm_sms
+from ringflash.attention.api import Explanation, RingAttention, explain, ring_attention
+from ringflash.comm.agreement import set_agreement_check
+from ringflash.comm.transport import buffer_bytes, release_buffers, set_timeout
+from ringflash.comm.transport.sms import set_comm_sms
+from ringflash.sequence.layout import local_positions, shard_sequence, unshard_sequence
+from ringflash.sequence.padding import PaddedBatch, pad_sequence
 
 if TYPE_CHECKING:
     from ringflash.wrap import wrap_attention
-    from ringflash.wrap_check import check_wrapped
+    from ringflash.wrap.check import check_wrapped
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 # Imported when they are asked for: with them comes torch._dynamo, which takes nearly as long as torch itself.
-_LATER = {"check_wrapped": "ringflash.wrap_check", "wrap_attention": "ringflash.wrap"}
+_LATER = {"check_wrapped": "ringflash.wrap", "wrap_attention": "ringflash.wrap"}
 
 
 def __getattr__(name: str) -> Any:

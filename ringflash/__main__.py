@@ -2,7 +2,7 @@
 
 import sys
 
-from ringflash.cli import main
+from ringflash.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

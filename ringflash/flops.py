@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ringflash.commands.plan.shape import ModelShape
 from ringflash.huggingface.layers import attention_modules
-from ringflash.mask import cut_into_chunks
-from ringflash.plan.shape import ModelShape
+from ringflash.sequence.mask import cut_into_chunks
 
 # Dense bf16 without sparsity, of NVIDIA's data sheets; the first name that a device's name contains.
 PEAK_TFLOPS = (

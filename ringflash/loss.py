@@ -14,8 +14,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from ringflash.group import Group, resolve
-from ringflash.padding import IGNORE_INDEX
+from ringflash.comm.group import Group, resolve
+from ringflash.sequence.padding import IGNORE_INDEX
 
 CHUNK_LOGITS = 1 << 27  # logits alive at a time: 512 MiB in fp32
 

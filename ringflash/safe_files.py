@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from ringflash import agreement
+from ringflash.comm import agreement
 
 _TORCH_METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = {

@@ -22,7 +22,7 @@ from ringflash_kernels.reference import state_dtype
 
 _MODULES = {
     "hopper": "ringflash_kernels.hopper.implementation",
-    "flash2": "ringflash_kernels.portable",
+    "flash2": "ringflash_kernels.flash2",
     "reference": "ringflash_kernels.reference",
     "fa4": "ringflash_kernels.flash4",
     "hopper_fp8": "ringflash_kernels.hopper.fp8.implementation",

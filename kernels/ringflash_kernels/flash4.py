@@ -10,7 +10,7 @@ import importlib.util
 
 import torch
 
-from ringflash_kernels.calls import Call, MergedBackward, merged_forward
+from ringflash_kernels.flash_calls import Call, MergedBackward, merged_forward
 from ringflash_kernels.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16)

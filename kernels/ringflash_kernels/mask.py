@@ -10,7 +10,7 @@ few rectangles, each with an optional diagonal band:
     x x x .     0, 4,          . x x .
     x x x x     upper=0)       . x x x
 
-Rows and columns are local to the tensors of the call; `ringflash.schedule` translates from global
+Rows and columns are local to the tensors of the call; `ringflash.attention.schedule` translates from global
 positions.
 """
 

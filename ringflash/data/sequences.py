@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 
 from ringflash.data.files import TokenFiles
 from ringflash.data.order import shuffled
-from ringflash.layout import check_seqlen, chunks, local_positions
-from ringflash.padding import IGNORE_INDEX
+from ringflash.sequence.layout import check_seqlen, chunks, local_positions
+from ringflash.sequence.padding import IGNORE_INDEX
 
 Batch = dict[str, Any]
 

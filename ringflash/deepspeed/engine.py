@@ -13,9 +13,9 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash.agreement import MESSAGE_BYTES, agree
+from ringflash.comm.agreement import MESSAGE_BYTES, agree
 from ringflash.deepspeed.refusals import Config, check, read
-from ringflash.mesh import Size, data_context_mesh, mesh_sizes
+from ringflash.training.mesh import Size, data_context_mesh, mesh_sizes
 
 
 def context_mesh(context_parallel_size: Size = "auto", data_parallel_size: Size = "auto") -> DeviceMesh:

@@ -27,14 +27,14 @@ except ModuleNotFoundError as missing:
         "pip install 'ringflash[deepspeed,lightning]'."
     ) from missing
 
-from ringflash.agreement import agree
+from ringflash.comm.agreement import agree
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check, parsed, read
-from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import COMPLETE, check_folders
 from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import check_local, note_time
-from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
+from ringflash.sequence.layout import granularity
+from ringflash.training.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 
 _BESIDE_A_CONFIG = {
     "accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "process_group_backend", "timeout",

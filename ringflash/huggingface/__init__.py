@@ -9,8 +9,8 @@ ranks were given; `layers` finds the attention, `sinks` and `chunks` are what so
 training step calls. Needs the extra: pip install ringflash[huggingface].
 """
 
+from ringflash.huggingface.attention_function import register, set_group
 from ringflash.huggingface.batch import prepare_batch
 from ringflash.huggingface.model import CausalLMWithLoss
-from ringflash.huggingface.plug import register, set_group
 
 __all__ = ["CausalLMWithLoss", "prepare_batch", "register", "set_group"]

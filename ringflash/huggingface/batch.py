@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ringflash import loss as token_loss
-from ringflash.group import Group, resolve
+from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import Options
 from ringflash.huggingface.positions import within_documents
-from ringflash.layout import local_positions, shard_sequence
-from ringflash.padding import IGNORE_INDEX
+from ringflash.sequence.layout import local_positions, shard_sequence
+from ringflash.sequence.padding import IGNORE_INDEX
 
 
 def prepare_batch(

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ringflash.attention.custom_op import host_values
 from ringflash.huggingface.layers import layer_type
-from ringflash.mask import check_cu_seqlens, cut_into_chunks
-from ringflash.ops import host_values
+from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
 
 
 def chunk_size(module: nn.Module) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ringflash import loss as token_loss
-from ringflash.group import Group, HoldsGroup, resolve
+from ringflash.comm.group import Group, HoldsGroup, resolve
 from ringflash.huggingface.adapters import check_adapters, without_peft
 from ringflash.huggingface.routers import check_routers, routed, router_coefficient, router_loss
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringflash.huggingface.options import Options
-from ringflash.layout import local_positions
+from ringflash.sequence.layout import local_positions
 
 
 def positions_fit(options: Options, length: int, position_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ringflash import agreement
-from ringflash.generators import seeded
-from ringflash.huggingface.pieces import Layout, Piece, ties_of
+from ringflash.comm import agreement
+from ringflash.huggingface.checkpoint_map import Layout, Piece, ties_of
+from ringflash.training.seeding import seeded
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.utilities import rank_zero_info
 
-from ringflash.agreement import agree
+from ringflash.comm.agreement import agree
 from ringflash.lightning.writing import WRITTEN_AT, check_local, leftovers, restore
 
 COMPLETE = "complete"  # a file in a checkpoint of DeepSpeed's once all ranks have written theirs

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringflash import huggingface
-from ringflash.agreement import READ_TIMEOUT, agree
+from ringflash.comm.agreement import READ_TIMEOUT, agree
 from ringflash.lightning.sequences import Batch, SequenceData
 from ringflash.lightning.strategy import strategy_of
 from ringflash.lightning.text import VOCAB_SIZE, PackedSequence, PackedText, is_held_out, text_files

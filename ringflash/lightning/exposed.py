@@ -9,9 +9,9 @@ import lightning
 import torch
 import torch.distributed as dist
 
+from ringflash.comm.wait_timer import Waits, measured
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.strategy import strategy_of
-from ringflash.waiting import Waits, measured
 
 
 class ExposedCommunication(lightning.Callback):

@@ -15,9 +15,9 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from ringflash.agreement import agree, gather
-from ringflash.group import Group, resolve
-from ringflash.transport import timeout
+from ringflash.comm.agreement import agree, gather
+from ringflash.comm.group import Group, resolve
+from ringflash.comm.transport import timeout
 
 
 class _Stopped(Exception):

@@ -21,7 +21,7 @@ from ringflash.huggingface.weights import draw_weights, laid_over, load_weights,
 from ringflash.lightning.buckets import NUM_BUCKETS, position_buckets
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
-from ringflash.padding import IGNORE_INDEX
+from ringflash.sequence.padding import IGNORE_INDEX
 
 Batch = dict[str, Any]
 

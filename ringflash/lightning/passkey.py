@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ringflash import huggingface
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.strategy import strategy_of
-from ringflash.padding import IGNORE_INDEX
+from ringflash.sequence.padding import IGNORE_INDEX
 
 Encode = Callable[[str], Sequence[int]]
 

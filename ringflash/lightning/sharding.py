@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ringflash import huggingface
-from ringflash.group import Group, resolve
-from ringflash.layout import granularity, local_positions, shard_sequence
+from ringflash.comm.group import Group, resolve
 from ringflash.lightning.first_step import FirstStep, check_same, check_step
 from ringflash.lightning.sequences import SequenceData
 from ringflash.lightning.strategy import keeping_ties, mixed_precision_policy, strategy_of
 from ringflash.loss import count_tokens
-from ringflash.padding import IGNORE_INDEX
+from ringflash.sequence.layout import granularity, local_positions, shard_sequence
+from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.wrap import wrap_attention
-from ringflash.wrap_check import check_wrapped
+from ringflash.wrap.check import check_wrapped
 
 if TYPE_CHECKING:
     _Base = lightning.LightningModule

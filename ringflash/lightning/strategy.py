@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ringflash.layout import granularity
 from ringflash.lightning.checkpoints import check_folders
 from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import CheckpointWriter, check_local
-from ringflash.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 from ringflash.safe_files import check_together
+from ringflash.sequence.layout import granularity
+from ringflash.training.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 
 
 class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStrategy):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringflash.agreement import READ_TIMEOUT, agree, gather
+from ringflash.comm.agreement import READ_TIMEOUT, agree, gather
 from ringflash.data.files import TokenFiles, raise_for
 from ringflash.data.format import TokenFileError
 from ringflash.data.sequences import TokenSequences, split

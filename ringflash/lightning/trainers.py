@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ringflash.agreement import gather
+from ringflash.comm.agreement import gather
 
 
 class TrainerChecks(ParallelStrategy):

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringflash.layout import unshard_sequence
+from ringflash.sequence.layout import unshard_sequence
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 HIDDEN = "last hidden state"

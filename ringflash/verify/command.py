@@ -15,10 +15,10 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ringflash.agreement import agree
+from ringflash.comm.agreement import agree
 from ringflash.console import console
-from ringflash.layout import check_seqlen
-from ringflash.mask import check_cu_seqlens
+from ringflash.sequence.layout import check_seqlen
+from ringflash.sequence.mask import check_cu_seqlens
 from ringflash.verify.report import print_report, to_json
 from ringflash.verify.session import Report, Settings, session_for
 from ringflash.verify.subject import Factory, load

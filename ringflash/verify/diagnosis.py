@@ -8,7 +8,7 @@ from statistics import median
 
 from torch import Tensor
 
-from ringflash.layout import chunks, local_positions
+from ringflash.sequence.layout import chunks, local_positions
 from ringflash.verify.compare import Check, Runs
 
 

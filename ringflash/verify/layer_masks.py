@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringflash.huggingface.layers import attention_modules, layer_type
-from ringflash.layout import shard_sequence
+from ringflash.sequence.layout import shard_sequence
 from ringflash.verify.capture import plain_name, tensor_of, whole
 from ringflash.verify.compare import Check
 from ringflash.verify.observe import Tensors

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringflash.layout import shard_sequence
+from ringflash.sequence.layout import shard_sequence
 from ringflash.verify.capture import Capture, tensor_of, watched, whole
 from ringflash.verify.observe import Tensors, prepared
 from ringflash.verify.subject import Data, Training

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ringflash.agreement import agree
-from ringflash.layout import chunks_of_rank
+from ringflash.comm.agreement import agree
+from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify import diagnosis, layer_masks
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN
@@ -23,7 +23,7 @@ from ringflash.verify.layer_masks import LayerMasks, Reaches
 from ringflash.verify.observe import Observation, Tensors, build, observe
 from ringflash.verify.probe import Look, Touch, Watch, changed, watched_forward, with_other_tokens
 from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
-from ringflash.wrap import check_norms
+from ringflash.wrap.wrapper import check_norms
 
 T = TypeVar("T")
 _REACH = 1e-6  # of the largest value: what a token does to another in fp64, though norms may be computed in fp32

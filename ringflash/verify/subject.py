@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ringflash import huggingface
 from ringflash import loss as token_loss
-from ringflash.generators import seeded
-from ringflash.padding import IGNORE_INDEX
+from ringflash.sequence.padding import IGNORE_INDEX
+from ringflash.training.seeding import seeded
 
 Batch = dict[str, Any]
 LEARNING_RATE = 0.01  # of the one step that is compared: as linear in the gradient as the gradient itself

@@ -12,8 +12,10 @@ from types import ModuleType
 
 import pytest
 
-from ringflash_kernels.hopper import backward, backward_keys, backward_queries, exchange, forward
-from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES, QueryTiles
+from ringflash_kernels.hopper import gather_scatter
+from ringflash_kernels.hopper.backward import host, keys, queries
+from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES, QueryTiles
+from ringflash_kernels.hopper.forward import kernel
 from ringflash_kernels.hopper.launcher import Launcher
 from tests.compile.compiler import Compiled, Launch, compile_launch
 from tests.compile.report import compile_all
@@ -187,21 +189,21 @@ def faulty(tmp_path, monkeypatch):
 def test_hoisted_wait_is_seen(faulty):
     """Without the barrier wait that ends the basic block, ptxas waits for the products before the softmax."""
     wait = r" +mbarrier\.wait\(barriers\.k_full\.index\(after_index\).*\n"
-    loops = _unmasked_loops(forward_launch(faulty(forward, wait, ""), 128, "full"))
+    loops = _unmasked_loops(forward_launch(faulty(kernel, wait, ""), 128, "full"))
     assert loops and all(share_of_exp_before_last_wait(loop) < 0.5 for loop in loops)
 
 
 def test_unused_barrier_is_seen(faulty, monkeypatch):
     """Two mbarriers that a deterministic backward initialises and never uses lie where Q is loaded."""
     module = faulty(
-        backward_keys,
+        keys,
         r"ds_full = q_full\n",
         """ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
         for i in gl.static_range(2):
             mbarrier.init(ds_full.index(i), count=2)
 """,
     )
-    monkeypatch.setattr(backward, "_KEYS", Launcher(module.backward_keys))
+    monkeypatch.setattr(host, "_KEYS", Launcher(module.backward_keys))
     both = overlaps(allocations(compile_launch(keys_launch(64, "band")).ttgir))
     assert {frozenset(x.name for x in pair) for pair in both} == {frozenset(("ds_full", "q0"))}
 
@@ -209,7 +211,7 @@ def test_unused_barrier_is_seen(faulty, monkeypatch):
 def test_moved_exp_is_seen(faulty, monkeypatch):
     """Without the wait that ends its basic block, ptxas computes exp after waiting for dP."""
     wait = r" +mbarrier\.wait\(sm\.full\.index\(k_slot\), k_parity\)\n"
-    monkeypatch.setattr(backward, "_QUERIES", Launcher(faulty(backward_queries, wait, "").backward_queries))
+    monkeypatch.setattr(host, "_QUERIES", Launcher(faulty(queries, wait, "").backward_queries))
     loops = _unmasked_loops(dq_launch(192, "band"))
     assert loops and all(share_of_exp_before_last_wait(loop) < 0.5 for loop in loops)
 
@@ -217,20 +219,20 @@ def test_moved_exp_is_seen(faulty, monkeypatch):
 def test_exp_in_turn_is_seen(faulty, monkeypatch):
     """A turn that is kept over exp."""
     passed = r" +_pass_turn\(sm, step, W\)\n(?= +p = )"
-    monkeypatch.setattr(backward, "_QUERIES", Launcher(faulty(backward_queries, passed, "").backward_queries))
+    monkeypatch.setattr(host, "_QUERIES", Launcher(faulty(queries, passed, "").backward_queries))
     loops = _unmasked_loops(dq_launch(128, "band"))
     assert loops and all(exp_within_turns(loop) > 16 for loop in loops)
 
 
 def test_stores_of_single_elements_are_seen(faulty):
     """Without the hint the compiler cannot know that the places which it loads are far apart."""
-    module = faulty(exchange, r"tl\.multiple_of\((.*), 16\)", r"(\1)")
+    module = faulty(gather_scatter, r"tl\.multiple_of\((.*), 16\)", r"(\1)")
     assert _global_accesses(compile_launch(publish_launch(module)))[1]
 
 
 def test_spills_and_serialised_products_are_seen():
     """With half of the registers the main loop spills, and ptxas serialises the products and says so."""
-    launch = forward_launch(forward, 128, "full")
+    launch = forward_launch(kernel, 128, "full")
     tight = compile_launch(replace(launch, options=launch.options | {"maxnreg": 128}))
     loops = [loop for loop in tight.program.loops if not loop.masked]
     assert any(loop.spills_off_the_mask for loop in loops)

@@ -11,7 +11,9 @@ from types import ModuleType
 
 import torch
 
-from ringflash_kernels.hopper import backward, exchange, forward
+from ringflash_kernels.hopper import gather_scatter
+from ringflash_kernels.hopper.backward import host
+from ringflash_kernels.hopper.forward import kernel
 from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
 
@@ -83,7 +85,7 @@ def _forward(
     *,
     out_dtype: torch.dtype | None = None,
     resume: bool = False,
-    module: ModuleType = forward,
+    module: ModuleType = kernel,
 ) -> None:
     words = [f"hd{head_dim}", str(dtype)[6:], mask, "resume" if resume else "", "fp32 out" if out_dtype else ""]
     recorder.variant = " ".join(word for word in words if word)
@@ -126,14 +128,14 @@ def _backward(
     q, k = _operands(head_dim, dtype)
     k = k if accumulate else q  # one KV head for each query head: stored without an fp32 buffer
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
-    run = backward.Backward(q, q, q, lse, softmax_scale=1 / math.sqrt(head_dim), deterministic=deterministic)
+    run = host.Backward(q, q, q, lse, softmax_scale=1 / math.sqrt(head_dim), deterministic=deterministic)
     out_dtype = torch.float32 if accumulate else out_dtype or dtype
     dk, dv = (torch.empty(k.shape, dtype=out_dtype) for _ in range(2))
     run.add(k, k, _MASKS[mask], dk, dv, accumulate=accumulate)
     run.finish()
 
 
-def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = exchange) -> None:
+def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = gather_scatter) -> None:
     recorder.variant = f"hd{head_dim} bfloat16 sum over ranks"
     own, others = torch.zeros(1, _TOKENS, 2, 2, head_dim), torch.zeros(3 * _TOKENS, 2, 2, head_dim)
     dk, dv = torch.empty(2, 1, _TOKENS, 2, head_dim, dtype=torch.bfloat16)

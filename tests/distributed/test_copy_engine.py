@@ -22,11 +22,12 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from ringflash import headwise, schedule, transport
-from ringflash.headwise import Sections
-from ringflash.mask import SequenceMask
-from ringflash.transport.buffers import buffer
-from ringflash.transport.lanes import Token
+from ringflash.attention import gather_by_heads, schedule
+from ringflash.attention.gather_by_heads import Sections
+from ringflash.comm import transport
+from ringflash.comm.transport.buffers import buffer
+from ringflash.comm.transport.lanes import Token
+from ringflash.sequence.mask import SequenceMask
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, single_cases
 from tests.helpers.peer_memory import DELAY_S, Later, MessageThreads, SharedMemory, copy_engine, messages_by_heads
@@ -41,14 +42,16 @@ LENGTHS = (6, 3, 9, 1, 5)  # tokens a chunk, in turn
 @contextmanager
 def taking_turns(turns: bool) -> Iterator[None]:
     """Calls gather their keys in two buffers, a head at a time, as long ones do, or whole."""
-    whole = 0 if turns else headwise.WHOLE_BYTES
-    with mock.patch.object(headwise, "WHOLE_BYTES", whole), one_head_a_section():
+    whole = 0 if turns else gather_by_heads.WHOLE_BYTES
+    with mock.patch.object(gather_by_heads, "WHOLE_BYTES", whole), one_head_a_section():
         yield
 
 
 def one_head_a_section() -> AbstractContextManager:
     """Short calls have many sections too."""
-    return mock.patch.object(headwise, "sections_of", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2]))
+    return mock.patch.object(
+        gather_by_heads, "sections_of", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])
+    )
 
 
 def check_all(ctx: Context) -> int:
@@ -67,14 +70,14 @@ def check_unequal_sections(ctx: Context) -> None:
         case = Case(num_heads=12, num_kv_heads=6, batch=2, causal=number == 1)
         with (
             taking_turns(number % 2 == 0),
-            mock.patch.object(headwise, "sections_of", lambda *_, heads=heads: Sections(*heads)),
+            mock.patch.object(gather_by_heads, "sections_of", lambda *_, heads=heads: Sections(*heads)),
         ):
             ring_check.check(ctx, case, 4 + number)
 
 
 def stages(count: int) -> AbstractContextManager:
     """Gradients of so many sections wait for their way home, as in long calls, all but the last of them together."""
-    return mock.patch.object(headwise, "stages_of", lambda *args: min(count, len(args[-1])))
+    return mock.patch.object(gather_by_heads, "stages_of", lambda *args: min(count, len(args[-1])))
 
 
 def check_stages(ctx: Context, memory: Callable[[], AbstractContextManager]) -> None:
@@ -95,7 +98,7 @@ def test_gradients_sent_together(pool: Pool, memory: Callable[[], AbstractContex
 def test_a_stage_is_free_when_its_next_section_begins(turns: int) -> None:
     """A section waits for the last but one; what is sent with that, or before, has left its stage."""
     for sections in range(turns, 40):
-        together = headwise.sent_together(sections, turns)
+        together = gather_by_heads.sent_together(sections, turns)
         assert [section for group in together for section in group] == list(range(sections))
         assert together[-1] == (sections - 1,)
         sent = {section: group[-1] for group in together for section in group}
@@ -112,8 +115,8 @@ def test_stages(rows: int, ranks: int, stages: int) -> None:
     """Of 8 KV heads of 128: more than two, in 1.25 GiB, where calls are long and their keys come at once."""
     shape, keys = (1, rows, 8, 128), ranks * rows
     heads = _sections_of(shape, 32, keys, torch.bfloat16).backward
-    assert headwise.stages_of(shape, 32, keys, rows * keys // 2, torch.bfloat16, heads) == stages
-    assert headwise.stages_of(shape, 32, keys, rows * 8192, torch.bfloat16, heads) == 2  # a window
+    assert gather_by_heads.stages_of(shape, 32, keys, rows * keys // 2, torch.bfloat16, heads) == stages
+    assert gather_by_heads.stages_of(shape, 32, keys, rows * 8192, torch.bfloat16, heads) == 2  # a window
 
 
 def check_messages(ctx: Context) -> None:
@@ -232,15 +235,15 @@ def test_sections_have_every_head_once() -> None:
         batch, rows, num_kv_heads, head_dim = shape
         keys = ranks * rows
         sections = _sections_of(shape, group * num_kv_heads, keys, torch.bfloat16)
-        least = max(1, -(-headwise._WORK_OF_A_SECTION // (group * batch * keys)))
+        least = max(1, -(-gather_by_heads._WORK_OF_A_SECTION // (group * batch * keys)))
         for heads, stage in zip(sections, (2, 4), strict=True):
             assert sum(heads) == num_kv_heads and min(heads) >= 1
-            whole = stage == 2 and headwise.gathered_whole(shape, keys, torch.bfloat16)
-            enough = max(least, headwise._STAGE_BYTES // (2 * batch * keys * head_dim * stage))
+            whole = stage == 2 and gather_by_heads.gathered_whole(shape, keys, torch.bfloat16)
+            enough = max(least, gather_by_heads._STAGE_BYTES // (2 * batch * keys * head_dim * stage))
             assert whole or max(heads) <= enough or heads == (num_kv_heads,)
 
 
-_sections_of = headwise.sections_of
+_sections_of = gather_by_heads.sections_of
 
 
 def without(*channels: int) -> Callable[..., None]:
@@ -268,16 +271,16 @@ def one_buffer(name: str, *args: Any) -> torch.Tensor:
     return _buffer("kv.0" if name.startswith("kv") else name, *args)
 
 
-def too_early(self: headwise.Gathered, section: int, start: Token, computed: list[Token]) -> Token:
+def too_early(self: gather_by_heads.Gathered, section: int, start: Token, computed: list[Token]) -> Token:
     """K/V arrive in a buffer that is still read."""
     return _pull(self, section, start, [start] * len(computed))
 
 
 def late_at_home(self: SharedMemory, channel: int) -> None:
     """Nobody waits until all have collected their gradients, and one rank is slow to."""
-    if channel != headwise.FREE:
+    if channel != gather_by_heads.FREE:
         _barrier(self, channel)
-    if channel == headwise.READY and self.rank == 0:
+    if channel == gather_by_heads.READY and self.rank == 0:
         time.sleep(5 * DELAY_S)
 
 
@@ -289,22 +292,22 @@ def no_wait_for_pulls(
     return mock.Mock() if lane == "pull" else token
 
 
-_buffer, _pull, _beside, _barrier = buffer, headwise.Gathered.pull, SharedMemory.beside, SharedMemory.barrier
+_buffer, _pull, _beside, _barrier = buffer, gather_by_heads.Gathered.pull, SharedMemory.beside, SharedMemory.barrier
 _MEMORY = "tests.helpers.peer_memory"
 _BESIDE, _BARRIER = f"{_MEMORY}.SharedMemory.beside", f"{_MEMORY}.SharedMemory.barrier"
 _COMPUTE = slow_lanes("even", "odd")
-_TURNS: dict[str, object] = {"ringflash.headwise.WHOLE_BYTES": 0}
-_STAGES: dict[str, object] = {"ringflash.headwise.stages_of": lambda *_: 3}
+_TURNS: dict[str, object] = {"ringflash.attention.gather_by_heads.WHOLE_BYTES": 0}
+_STAGES: dict[str, object] = {"ringflash.attention.gather_by_heads.stages_of": lambda *_: 3}
 PLANTS: dict[str, dict[str, object]] = {
     "nothing": {},
     "nothing, by turns": _TURNS,
     "nothing, of three stages": _STAGES,
-    "begin": {_BARRIER: without(headwise.BEGIN)},
-    "ready": {_BARRIER: without(headwise.READY)},
+    "begin": {_BARRIER: without(gather_by_heads.BEGIN)},
+    "ready": {_BARRIER: without(gather_by_heads.READY)},
     "free": {_BARRIER: late_at_home},
     "free, of three stages": {_BARRIER: late_at_home, **_STAGES},
-    "second buffer": {"ringflash.headwise.buffer": one_buffer, _BESIDE: _COMPUTE, **_TURNS},
-    "buffer in use": {"ringflash.headwise.Gathered.pull": too_early, _BESIDE: _COMPUTE, **_TURNS},
+    "second buffer": {"ringflash.attention.gather_by_heads.buffer": one_buffer, _BESIDE: _COMPUTE, **_TURNS},
+    "buffer in use": {"ringflash.attention.gather_by_heads.Gathered.pull": too_early, _BESIDE: _COMPUTE, **_TURNS},
     "arrival": {_BESIDE: no_wait_for_pulls},
 }
 
@@ -336,7 +339,7 @@ def messages_verdict(ctx: Context, early: bool) -> str:
     found = "passed"
     with messages_by_heads(), taking_turns(True), ExitStack() as patches:
         if early:
-            patches.enter_context(mock.patch("ringflash.headwise.Gathered.pull", too_early))
+            patches.enter_context(mock.patch("ringflash.attention.gather_by_heads.Gathered.pull", too_early))
         patches.enter_context(mock.patch(_RUN, slow_lanes_of_messages))
         for number in range(4):
             try:
@@ -381,7 +384,7 @@ def forwards_agree(ctx: Context, pulled: bool) -> bool:
         if ctx.rank == 0:
             patches.enter_context(mock.patch(_BESIDE, slow_lanes("pull")))
         if not pulled:
-            patches.enter_context(mock.patch(_BARRIER, without(headwise.PULLED)))
+            patches.enter_context(mock.patch(_BARRIER, without(gather_by_heads.PULLED)))
         got = outputs()
     transport._open.clear()
     return all(map(torch.equal, got, want))

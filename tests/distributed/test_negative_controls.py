@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from ringflash import layout, schedule
-from ringflash.mask import SequenceMask
+from ringflash.attention import schedule
+from ringflash.sequence import layout
+from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Region
 from ringflash_kernels.merge import merge_
 from tests.helpers import ring_check
@@ -51,14 +52,14 @@ def local_positions(
 PLANTS: dict[str, tuple[str, Callable]] = {
     "dropped_merge": ("ringflash_kernels.reference.merge_", dropped_merge),
     "rounded_merge": ("ringflash_kernels.reference.merge_", rounded_merge),
-    "wrong_order": ("ringflash.schedule.chunks", wrong_order),
-    "local_positions": ("ringflash.schedule._regions", local_positions),
+    "wrong_order": ("ringflash.attention.schedule.chunks", wrong_order),
+    "local_positions": ("ringflash.attention.schedule._regions", local_positions),
 }
 
 
 def verdict(ctx: Context, plant: str | None, case: Case) -> str:
     """What the comparison says with the mistake in place."""
-    target, replacement = PLANTS[plant] if plant else ("ringflash.schedule.chunks", layout.chunks)
+    target, replacement = PLANTS[plant] if plant else ("ringflash.attention.schedule.chunks", layout.chunks)
     _forget_schedules()
     try:
         with mock.patch(target, replacement):

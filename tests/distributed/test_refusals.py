@@ -53,7 +53,7 @@ def again_after_an_error(ctx: Context, hops: tuple[int, int]) -> str:
     except ValueError as problem:
         return str(problem)
     finally:
-        ringflash.agreement._interrupted.clear()
+        ringflash.comm.agreement._interrupted.clear()
     return "accepted"
 
 
@@ -96,7 +96,7 @@ def long_error(ctx: Context) -> str:
     """The last rank has an error that JSON writes in many more bytes than letters."""
     error = ValueError("é" * 600) if ctx.rank == ctx.size - 1 else None
     with pytest.raises(ValueError) as raised:
-        ringflash.agreement.agree(ctx.group, {}, error)
+        ringflash.comm.agreement.agree(ctx.group, {}, error)
     return str(raised.value)
 
 
@@ -107,7 +107,7 @@ def test_an_error_in_any_letters_reaches_all_ranks(pool: Pool) -> None:
 def repeated_by_the_first(ctx: Context, device: str) -> None:
     """All ranks make a call of this device's tensors, then the first rank makes it again, alone."""
     for _ in range(2 if ctx.rank == 0 else 1):
-        ringflash.agreement.agree(ctx.group, {"call": "one"}, device=torch.device(device))
+        ringflash.comm.agreement.agree(ctx.group, {"call": "one"}, device=torch.device(device))
 
 
 def test_a_call_of_gpus_is_compared_once(pool: Pool) -> None:
@@ -117,11 +117,11 @@ def test_a_call_of_gpus_is_compared_once(pool: Pool) -> None:
 
 def refused_the_second_time(ctx: Context) -> str:
     """What is no call of a GPU is asked twice, of a group without gloo; then the last rank has an error."""
-    with mock.patch.object(ringflash.agreement, "backend_of", lambda *_: "nccl"):
-        ringflash.agreement.agree(ctx.group, {"checkpoint": "one"})
+    with mock.patch.object(ringflash.comm.agreement, "backend_of", lambda *_: "nccl"):
+        ringflash.comm.agreement.agree(ctx.group, {"checkpoint": "one"})
         error = ValueError("damaged meanwhile") if ctx.rank == ctx.size - 1 else None
         with pytest.raises(ValueError) as raised:
-            ringflash.agreement.agree(ctx.group, {"checkpoint": "one"}, error)
+            ringflash.comm.agreement.agree(ctx.group, {"checkpoint": "one"}, error)
     return str(raised.value)
 
 

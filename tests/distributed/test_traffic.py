@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ringflash
-from ringflash.transport import Message, Pending, PointToPoint
+from ringflash.comm.transport import Message, Pending, PointToPoint
 from ringflash_kernels import reference
 from tests.helpers import dense, ring_check
 from tests.helpers.cases import Case

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from ringflash.headwise import Sections
+from ringflash.attention.gather_by_heads import Sections
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.faulty_job import GOOD_STEPS, Job
@@ -98,7 +98,7 @@ recorded: list[list[str]] = []
 def marks(ctx: Context, case: Case) -> list[list[str]]:
     """Of the forward and the backward."""
     recorded.clear()
-    with mock.patch("ringflash.ring.watching", Recorder):
+    with mock.patch("ringflash.attention.ring_of_hops.watching", Recorder):
         ring_check.check(ctx, case, 4)
     return recorded
 
@@ -121,8 +121,8 @@ def marks_by_heads(ctx: Context) -> list[list[str]]:
     recorded.clear()
     with (
         messages_by_heads(),
-        mock.patch("ringflash.headwise.watching", Recorder),
-        mock.patch("ringflash.headwise.sections_of", lambda *_: Sections((1, 1), (2,))),
+        mock.patch("ringflash.attention.gather_by_heads.watching", Recorder),
+        mock.patch("ringflash.attention.gather_by_heads.sections_of", lambda *_: Sections((1, 1), (2,))),
     ):
         ring_check.check(ctx, Case(), 4)
     return recorded

@@ -3,7 +3,7 @@
 How to use it:
 
     emulator = Emulator(seed=0)                    # the seed decides how partitions and copies interleave
-    forward = emulator.load("forward")             # ringflash_kernels/hopper/forward.py, on emulated names
+    forward = emulator.load("forward")             # ringflash_kernels/hopper/forward/kernel.py, on emulated names
     with cuda_properties(num_sms=2):               # tests.emulator.host: answers what launchers ask of CUDA
         forward.forward(q, k, v, mask, scale, out=out, lse=lse)    # CPU torch tensors, the real launcher
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ringflash_kernels.api import collect, publish
-from ringflash_kernels.hopper.backward_tiles import BACKWARD_TILES
+from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
 from tests.emulator.oracle import MASKS, Shape, far_apart, inputs, oracle_and_baseline, random_problem

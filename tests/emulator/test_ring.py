@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringflash.layout import local_positions
-from ringflash.mask import SequenceMask
-from ringflash.schedule import build
+from ringflash.attention.schedule import build
+from ringflash.sequence.layout import local_positions
+from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Mask
 from tests.emulator.emulator import Emulator
 from tests.emulator.host import cuda_properties

@@ -162,7 +162,7 @@ def main(task: Task) -> None:
             for patch in _for_the_cpu():
                 patches.enter_context(patch)
         elif task.fault == "none":
-            patches.enter_context(mock.patch("ringflash.watch.thread._PERIOD_S", 0.005))
+            patches.enter_context(mock.patch("ringflash.comm.watchdog.thread._PERIOD_S", 0.005))
         if task.by_hops:
             patches.enter_context(by_hops(True))
         step = _Step(task, device)
@@ -189,8 +189,8 @@ def _for_the_cpu() -> list[Any]:
     return [
         copy_engine(),
         mock.patch("tests.helpers.peer_memory.TIMEOUT_S", FOR_EVER_S),
-        mock.patch("ringflash.watch.board.ANSWER_S", 4.0),
-        mock.patch("ringflash.watch.thread.END_S", 8.0),
+        mock.patch("ringflash.comm.watchdog.store.ANSWER_S", 4.0),
+        mock.patch("ringflash.comm.watchdog.thread.END_S", 8.0),
     ]
 
 

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from ringflash import headwise
-from ringflash.transport import MessageMemory, PointToPoint
-from ringflash.transport.lanes import Kept, T
-from ringflash.transport.peer_memory import Incoming, Outgoing
+from ringflash.attention import gather_by_heads
+from ringflash.comm.transport import MessageMemory, PointToPoint
+from ringflash.comm.transport.lanes import Kept, T
+from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 
 DELAY_S = 0.004
 TIMEOUT_S = 10.0
@@ -66,7 +66,7 @@ class Threads:
 
 
 class SharedMemory(Threads):
-    """As ringflash.transport.PeerMemory."""
+    """As ringflash.comm.transport.PeerMemory."""
 
     turns = 2
 
@@ -105,7 +105,7 @@ class SharedMemory(Threads):
         return move
 
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        return self.kept.get((key, headwise.WHOLE_BYTES), areas, make)  # which tests change
+        return self.kept.get((key, gather_by_heads.WHOLE_BYTES), areas, make)  # which tests change
 
     def barrier(self, channel: int) -> None:
         self._dawdle()
@@ -148,8 +148,8 @@ def copy_engine() -> Iterator[None]:
     ringflash.set_agreement_check("never")
     try:
         with (
-            mock.patch("ringflash.ops.choose_transport", lambda *_: "copy_engine"),
-            mock.patch("ringflash.transport._opened", lambda _, group: SharedMemory(group)),
+            mock.patch("ringflash.attention.custom_op.choose_transport", lambda *_: "copy_engine"),
+            mock.patch("ringflash.comm.transport._opened", lambda _, group: SharedMemory(group)),
         ):
             yield
     finally:
@@ -184,7 +184,7 @@ class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]
         self.ticket = threading.local()
 
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        return super().keep((key, headwise.WHOLE_BYTES), areas, make)
+        return super().keep((key, gather_by_heads.WHOLE_BYTES), areas, make)
 
     def beside(  # type: ignore[override]
         self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False
@@ -231,7 +231,7 @@ def messages_by_heads() -> Iterator[None]:
         return made.setdefault(key, MessageThreads(key))
 
     with (
-        mock.patch("ringflash.ops.Plan.by_heads", lambda *_: True),
-        mock.patch("ringflash.ops.message_memory", memory),
+        mock.patch("ringflash.attention.custom_op.Plan.by_heads", lambda *_: True),
+        mock.patch("ringflash.attention.custom_op.message_memory", memory),
     ):
         yield

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from ringflash import RingAttention, huggingface, layout
+from ringflash import RingAttention, huggingface
 from ringflash import loss as token_loss
-from ringflash.exchange import GradientExchange
-from ringflash.generators import seeded
-from ringflash.huggingface import chunks, plug
+from ringflash.attention.exchange import GradientExchange
+from ringflash.huggingface import attention_function, chunks
 from ringflash.huggingface.options import Options
-from ringflash.padding import IGNORE_INDEX
+from ringflash.sequence import layout
+from ringflash.sequence.padding import IGNORE_INDEX
+from ringflash.training.seeding import seeded
 from ringflash.verify import Training
 from tests.helpers.models import build
 
@@ -357,8 +358,8 @@ def patched_attention(**changes: Any) -> Iterator[None]:
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         return original(q, k, v, **(options | changes if options["group"] is not None else options))
 
-    original = plug.ring_attention
-    with mock.patch.object(plug, "ring_attention", attend):
+    original = attention_function.ring_attention
+    with mock.patch.object(attention_function, "ring_attention", attend):
         yield
 
 
@@ -386,8 +387,11 @@ def other_windows(change: Callable[[tuple[int, int], int], tuple[int, int]]) -> 
     def attend(*args: Any, window_size: tuple[int, int], **rest: Any) -> Any:
         return original(*args, window_size=change(window_size, layers[-1]), **rest)
 
-    original, read = plug.ring_attention, plug._options
-    with mock.patch.object(plug, "ring_attention", attend), mock.patch.object(plug, "_options", options):
+    original, read = attention_function.ring_attention, attention_function._options
+    with (
+        mock.patch.object(attention_function, "ring_attention", attend),
+        mock.patch.object(attention_function, "_options", options),
+    ):
         yield
 
 
@@ -421,7 +425,7 @@ PATCHES: dict[str, Callable[[], Any]] = {
     "window_one_more": lambda: other_windows(lambda window, layer: (window[0] + (window[0] >= 0), -1)),
     "window_one_less": lambda: other_windows(lambda window, layer: (window[0] - (window[0] >= 0), -1)),
     "window_on_the_wrong_layer": lambda: other_windows(lambda window, layer: (4 if layer == 0 else -1, -1)),
-    "chunks_dropped": lambda: mock.patch.object(plug, "chunk_size", lambda module: None),
+    "chunks_dropped": lambda: mock.patch.object(attention_function, "chunk_size", lambda module: None),
     "chunks_of_the_shard": lambda: other_chunks(_of_the_shard),
     "chunks_of_the_sequence": lambda: other_chunks(_of_the_sequence),
 }

@@ -39,7 +39,7 @@ class Answer(NamedTuple):
     usable: bool
 
 
-def attempt(ctx: Context, name: str, policy: ringflash.agreement.Policy = "changed") -> Answer:
+def attempt(ctx: Context, name: str, policy: ringflash.comm.agreement.Policy = "changed") -> Answer:
     """Make the bad call, then a good one, after a call that leaves both of them new to every rank."""
     ringflash.set_agreement_check(policy)
     ringflash.ring_attention(**good_call(ctx), softmax_scale=0.3)

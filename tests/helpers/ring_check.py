@@ -112,7 +112,7 @@ def strided(x: torch.Tensor, strides: str) -> torch.Tensor:
 
 def by_hops(hops: bool) -> mock._patch:
     """Calls over NCCL go by hops, or by heads, whatever their buffers take."""
-    return mock.patch("ringflash.ops.MOST_BUFFER_BYTES", 0 if hops else 1 << 40)
+    return mock.patch("ringflash.attention.custom_op.MOST_BUFFER_BYTES", 0 if hops else 1 << 40)
 
 
 class HasLayout(Protocol):

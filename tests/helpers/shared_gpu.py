@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from ringflash.transport import peer_memory
+from ringflash.comm.transport import peer_memory
 
 
 def num_gpus(num_ranks: int) -> int:

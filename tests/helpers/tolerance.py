@@ -1,6 +1,6 @@
 """The tolerance by which `ringflash verify` judges is the one that the tests judge by."""
 
-from ringflash.verify.tolerance import (
+from ringflash.oracle.tolerance import (
     RTOL_FP64,
     SEQUENCE_DIM,
     Ratio,

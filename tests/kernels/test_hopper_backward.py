@@ -14,7 +14,7 @@ from ringflash_kernels.mask import Mask, Region
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from ringflash_kernels.hopper.backward import Backward
+from ringflash_kernels.hopper.backward.host import Backward
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 

@@ -28,7 +28,7 @@ CHUNKS = (160, 96, 512)  # tokens
 def over_copy_engine(ctx: Context, cases: list[Case], dtype: str, impl: str) -> list[Ratio]:
     """What every case spends of its budget."""
     spent: list[Ratio] = []
-    with mock.patch("ringflash.ops.choose_transport", lambda *_: "copy_engine"):
+    with mock.patch("ringflash.attention.custom_op.choose_transport", lambda *_: "copy_engine"):
         for number, case in enumerate(cases):
             beside = dist.all_reduce(torch.ones(1 << 20, device=ctx.device), group=ctx.group, async_op=True)
             spent += ring_check.measure(ctx, case, CHUNKS[number % len(CHUNKS)], dtype, impl)
@@ -38,7 +38,7 @@ def over_copy_engine(ctx: Context, cases: list[Case], dtype: str, impl: str) -> 
 
 
 def repeats(ctx: Context, case: Case, dtype: str, impl: str) -> bool:
-    with mock.patch("ringflash.ops.choose_transport", lambda *_: "copy_engine"):
+    with mock.patch("ringflash.attention.custom_op.choose_transport", lambda *_: "copy_engine"):
         return ring_check.repeats_exactly(ctx, case, CHUNKS[0], dtype, impl)
 
 

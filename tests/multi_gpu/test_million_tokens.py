@@ -84,7 +84,7 @@ def measure(ctx: Context, transport: str, tokens: int, impl: str) -> Found:
     places = [ringflash.local_positions(tokens, ctx.size, rank).to(ctx.device) for rank in range(ctx.size)]
     mine = places[ctx.rank]
     shards = [x[mine][None].reshape(1, len(mine), -1, HEAD_DIM).requires_grad_() for x in (q, k, v)]
-    with mock.patch("ringflash.ops.choose_transport", lambda *_: transport):
+    with mock.patch("ringflash.attention.custom_op.choose_transport", lambda *_: transport):
         out, lse = ringflash.ring_attention(*shards, group=ctx.group, softmax_scale=SCALE, return_lse=True, impl=impl)
         dq, dk, dv = torch.autograd.grad(out, shards, dout[mine][None])
     out, lse = out.detach(), lse.detach()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from ringflash.layout import LAYOUTS, granularity
+from ringflash.sequence.layout import LAYOUTS, granularity
 from tests.helpers import dense, tolerance
 from tests.helpers.pool import Context, Pool
 from tests.helpers.ring_check import by_hops, shard, strided

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringflash import headwise, schedule
-from ringflash.headwise import Sections
+from ringflash.attention import gather_by_heads, schedule
+from ringflash.attention.gather_by_heads import Sections
 from tests.helpers import refusals, ring_check
 from tests.helpers.cases import Case, all_cases
 from tests.helpers.pool import Context, Pool
@@ -65,7 +65,8 @@ SECTIONS = [
 def measure(ctx: Context, transport: str, *args: Any) -> list[Ratio]:
     """`ring_check.measure` over one transport, not over what auto would take; over NCCL by heads."""
     unused = "Ring" if transport == "nccl" else "Headwise"
-    with over(transport), mock.patch(f"ringflash.ops.{unused}", mock.Mock(side_effect=AssertionError(unused))):
+    refused = mock.patch(f"ringflash.attention.custom_op.{unused}", mock.Mock(side_effect=AssertionError(unused)))
+    with over(transport), refused:
         return ring_check.measure(ctx, *args)
 
 
@@ -73,7 +74,7 @@ def measure_by_hops(ctx: Context, transport: str, *args: Any) -> list[Ratio]:
     with (
         over(transport),
         ring_check.by_hops(True),
-        mock.patch("ringflash.ops.Headwise", mock.Mock(side_effect=AssertionError("by heads"))),
+        mock.patch("ringflash.attention.custom_op.Headwise", mock.Mock(side_effect=AssertionError("by heads"))),
     ):
         return ring_check.measure(ctx, *args)
 
@@ -84,7 +85,7 @@ def measure_in_sections(ctx: Context, transport: str, turns: bool, *args: Any) -
 
 
 def over(transport: str) -> AbstractContextManager:
-    return mock.patch("ringflash.ops.choose_transport", lambda *_: transport)
+    return mock.patch("ringflash.attention.custom_op.choose_transport", lambda *_: transport)
 
 
 @contextmanager
@@ -92,9 +93,9 @@ def in_sections(turns: bool) -> Iterator[None]:
     """A head a section; keys in buffers that take turns, as where they are many, or whole, with a third stage."""
     schedule.gather.cache_clear()  # what is kept belongs to a gathering
     with (
-        mock.patch.object(headwise, "sections_of", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])),
-        mock.patch.object(headwise, "WHOLE_BYTES", 0 if turns else headwise.WHOLE_BYTES),
-        mock.patch.object(headwise, "stages_of", lambda *args: min(2 if turns else 3, len(args[-1]))),
+        mock.patch.object(gather_by_heads, "sections_of", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])),
+        mock.patch.object(gather_by_heads, "WHOLE_BYTES", 0 if turns else gather_by_heads.WHOLE_BYTES),
+        mock.patch.object(gather_by_heads, "stages_of", lambda *args: min(2 if turns else 3, len(args[-1]))),
     ):
         yield
     schedule.gather.cache_clear()

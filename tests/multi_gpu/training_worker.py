@@ -31,13 +31,14 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 
-from ringflash import huggingface, transport
+from ringflash import huggingface
+from ringflash.comm import transport
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy, ExposedCommunication, TextData
 from ringflash.lightning.module import build_model
 from ringflash.lightning.text import PackedText
 from ringflash.memory import Memory
-from ringflash.mesh import CONTEXT_AXIS
+from ringflash.training.mesh import CONTEXT_AXIS
 from ringflash_kernels import api
 from tests.helpers import own_models as own
 from tests.helpers.dense import visible
@@ -253,7 +254,7 @@ def dist_size() -> int:
 
 def over_nccl(task: Task) -> Found:
     """The same with the transport that "auto" takes between hosts."""
-    with mock.patch("ringflash.ops.choose_transport", lambda *_: "nccl"):
+    with mock.patch("ringflash.attention.custom_op.choose_transport", lambda *_: "nccl"):
         return compared(task, "bf16-mixed", dist_size())
 
 
@@ -439,7 +440,7 @@ def kernels(task: Task) -> Iterator[set[str]]:
         used.add(f"{choice.impl} {q.dtype} {q.shape[-1]}")
         return choice
 
-    with mock.patch("ringflash.ops.choose_impl", choose):
+    with mock.patch("ringflash.attention.custom_op.choose_impl", choose):
         yield used
 
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy
-from ringflash.generators import seeded
+from ringflash.training.seeding import seeded
 from tests.helpers.one_step import Tensors
 from tests.recipes.launching import ROOT
 

@@ -27,7 +27,7 @@ from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy
 from ringflash.lightning import CausalLM, TextData
 from ringflash.lightning.module import build_model
 from ringflash.lightning.text import PackedSequence, PackedText, is_held_out, text_files
-from ringflash.mesh import CONTEXT_AXIS, DATA_AXIS
+from ringflash.training.mesh import CONTEXT_AXIS, DATA_AXIS
 from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.recipes.deepspeed_steps import (
     config_of,

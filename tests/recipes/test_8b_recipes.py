@@ -17,9 +17,9 @@ import torch
 import yaml
 
 from recipes.lightning.compare import newest_curve, read_losses
-from ringflash.cli import main as ringflash
-from ringflash.plan.command import _laid_over
-from ringflash.plan.shape import shape_of
+from ringflash.commands.cli import main as ringflash
+from ringflash.commands.plan.command import _laid_over
+from ringflash.commands.plan.shape import shape_of
 from tests.helpers.tokens import write_tokens
 from tests.recipes.launching import ROOT, train
 

@@ -15,7 +15,7 @@ from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
 from ringflash.lightning.sequences import CountConsumed
 from ringflash.lightning.text import SEPARATOR, PackedText, is_held_out, text_files
-from ringflash.mesh import mesh_sizes
+from ringflash.training.mesh import mesh_sizes
 from tests.recipes.launching import write_text
 
 DOCUMENTS = [b"a", b"bb" * 20, b"ccc", bytes(range(256)), b"d" * 5]

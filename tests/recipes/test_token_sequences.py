@@ -17,9 +17,9 @@ from ringflash import loss
 from ringflash.data import SampleOrder, TokenFiles, TokenSequences
 from ringflash.data.sequences import split
 from ringflash.huggingface import prepare_batch
-from ringflash.layout import local_positions
 from ringflash.lightning.text import PackedText
-from ringflash.padding import IGNORE_INDEX
+from ringflash.sequence.layout import local_positions
+from ringflash.sequence.padding import IGNORE_INDEX
 from tests.helpers.tokens import whole_sequence, write_tokens
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 256), min_size=1, max_size=40), min_size=1, max_size=12)

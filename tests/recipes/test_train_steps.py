@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.device_time import IDLE
 from benchmarks.train_steps import Step, StepTimes, line, plans, schedule
-from ringflash.cli import main as ringflash
+from ringflash.commands.cli import main as ringflash
+from ringflash.commands.plan.shape import shape_of
 from ringflash.flops import training_flops
 from ringflash.memory import Memory
-from ringflash.plan.shape import shape_of
 from tests.recipes.launching import ROOT, run_ranks
 from tests.recipes.test_8b_recipes import SMALL
 

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from ringflash.cli import main
+from ringflash.commands.cli import main
 from ringflash.verify import command
 from tests.helpers.examples import example
 from tests.recipes.launching import ROOT, run, run_ranks

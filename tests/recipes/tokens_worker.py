@@ -24,7 +24,7 @@ from ringflash.data import SampleOrder
 from ringflash.data.sequences import split
 from ringflash.lightning import CausalLM, ContextParallelStrategy, TokenData
 from ringflash.lightning.strategy import strategy_of
-from ringflash.padding import IGNORE_INDEX
+from ringflash.sequence.padding import IGNORE_INDEX
 from tests.helpers.tokens import read_all, whole_sequence
 from tests.recipes.strategy_worker import CONFIG
 

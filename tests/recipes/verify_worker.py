@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ringflash import huggingface
-from ringflash.cli import main
+from ringflash.commands.cli import main
 from ringflash.huggingface.options import Options
 from ringflash.lightning import CausalLM
 from ringflash.lightning.strategy import strategy_of

@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
 from torch.utils.data import DataLoader
 
-from ringflash.generators import seeded
 from ringflash.lightning import ContextParallelStrategy
 from ringflash.loss import shift_labels
+from ringflash.training.seeding import seeded
 from tests.helpers import own_models as own
 from tests.recipes.plain_gpt import GPT
 

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.ring_contenders import PROBES
 from ringflash.bench import command
 from ringflash.bench.results import changes, read_results
-from ringflash.cli import main
+from ringflash.commands.cli import main
 from tests.recipes.launching import ROOT
 
 COMMITTED = ROOT / "benchmarks" / "results" / "kernels_h200.json"

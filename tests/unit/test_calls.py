@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringflash.mask import SequenceMask
-from ringflash.schedule import build
-from ringflash_kernels.calls import Call, MergedBackward, calls, merged_forward
+from ringflash.attention.schedule import build
+from ringflash.sequence.mask import SequenceMask
+from ringflash_kernels.flash_calls import Call, MergedBackward, calls, merged_forward
 from ringflash_kernels.mask import Mask, Region
 
 LENGTH = 12

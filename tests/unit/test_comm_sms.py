@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import ringflash
-from ringflash import ring
-from ringflash.mask import SequenceMask
-from ringflash.schedule import build
-from ringflash.transport.point_to_point import check_capture
-from ringflash.transport.sms import comm_sms
+from ringflash.attention import ring_of_hops
+from ringflash.attention.schedule import build
+from ringflash.comm.transport.point_to_point import check_capture
+from ringflash.comm.transport.sms import comm_sms
+from ringflash.sequence.mask import SequenceMask
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +44,10 @@ def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
     ringflash.set_comm_sms(left)
     kernel, q = mock.Mock(), torch.zeros(1, 4, 2, 16)
     whole = build(SequenceMask(4, True, (-1, -1), None), 1, 0, "zigzag")
-    call = ring.Ring(whole, None, "hopper", 1.0, False)
+    call = ring_of_hops.Ring(whole, None, "hopper", 1.0, False)
     with (
-        mock.patch.object(ring, "implementation", lambda *_: kernel),
-        mock.patch.object(ring, "transport_name", lambda _: "nccl"),
+        mock.patch.object(ring_of_hops, "implementation", lambda *_: kernel),
+        mock.patch.object(ring_of_hops, "transport_name", lambda _: "nccl"),
         mock.patch("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
     ):
         call.forward(q, q, q)

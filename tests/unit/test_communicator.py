@@ -1,4 +1,4 @@
-"""What `ringflash.communicator` does when the interpreter ends."""
+"""What `ringflash.comm.communicator` does when the interpreter ends."""
 
 from __future__ import annotations
 

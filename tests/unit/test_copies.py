@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ringflash.transport import copies
-from ringflash.transport.copies import Copies
-from ringflash.transport.peer_memory import Incoming, SymmetricMemory
+from ringflash.comm.transport import copies
+from ringflash.comm.transport.copies import Copies
+from ringflash.comm.transport.peer_memory import Incoming, SymmetricMemory
 
 CPU = torch.device("cpu")
 

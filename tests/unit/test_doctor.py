@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from ringflash import host
-from ringflash.cli import main
-from ringflash.doctor import command, probe
-from ringflash.doctor.command import _kernel, _probe, _ring, examine
-from ringflash.doctor.facts import collect, parse_threshold, parse_topology
-from ringflash.doctor.gather import tell_apart
-from ringflash.doctor.judge import declared_ranges, differences, judge
-from ringflash.host import this_host
+from ringflash.comm import host
+from ringflash.comm.host import this_host
+from ringflash.commands.cli import main
+from ringflash.commands.doctor import command, probe
+from ringflash.commands.doctor.command import _kernel, _probe, _ring, examine
+from ringflash.commands.doctor.facts import collect, parse_threshold, parse_topology
+from ringflash.commands.doctor.gather import tell_apart
+from ringflash.commands.doctor.judge import declared_ranges, differences, judge
 from tests.recipes.launching import run
 
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}
@@ -279,7 +279,7 @@ import os, sys, time
 if os.environ["RANK"] == "1":
     time.sleep(8)
     sys.exit(0)
-from ringflash.cli import main
+from ringflash.commands.cli import main
 status = main(["doctor", "--no_probes", "--json", "--seconds", "4"])
 print("status", status)
 """
@@ -287,8 +287,8 @@ print("status", status)
 
 HOSTS = """
 import os
-from ringflash.cli import main
-from ringflash.doctor import command
+from ringflash.commands.cli import main
+from ringflash.commands.doctor import command
 facts = command.collect()
 command.collect = lambda: {**facts, "host": f"host{int(os.environ['RANK']) // 2}"}
 command.probes = lambda facts, seconds: [command.ok("kernel", facts["host"])]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ringflash.attention.schedule import build
+from ringflash.commands.plan.shape import FAMILIES, shape_of
 from ringflash.flops import Chunk, layer_windows, multiplied, peak_tflops, training_flops, visible_pairs
-from ringflash.mask import SequenceMask
-from ringflash.plan.shape import FAMILIES, shape_of
-from ringflash.schedule import build
+from ringflash.sequence.mask import SequenceMask
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3,

@@ -13,12 +13,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ringflash import headwise
-from ringflash.layout import chunks, local_positions
-from ringflash.mask import SequenceMask
-from ringflash.schedule import Gathering, gather
-from ringflash.transport import MessageMemory, PointToPoint, buffers
-from ringflash.transport.peer_memory import Incoming, Outgoing
+from ringflash.attention import gather_by_heads
+from ringflash.attention.schedule import Gathering, gather
+from ringflash.comm.transport import MessageMemory, PointToPoint, buffers
+from ringflash.comm.transport.peer_memory import Incoming, Outgoing
+from ringflash.sequence.layout import chunks, local_positions
+from ringflash.sequence.mask import SequenceMask
 from tests.helpers import dense
 from tests.unit.test_schedule import problems, three_zigzags  # noqa: F401, a fixture of every test here
 
@@ -113,13 +113,13 @@ def test_a_window_gathers_what_it_sees() -> None:
 def test_messages_of_two_ranks_pair_up(problem: Problem, turns: bool) -> None:
     """What one rank sends to another comes in the order in which that one receives it: K/V there, gradients home."""
     mask, cp_size, layout = problem
-    k, whole = torch.empty(2, mask.seqlen // cp_size, 3, 1), 0 if turns else headwise.WHOLE_BYTES
-    with mock.patch.object(headwise, "WHOLE_BYTES", whole), mock.patch.object(buffers, "_storage", {}):
+    k, whole = torch.empty(2, mask.seqlen // cp_size, 3, 1), 0 if turns else gather_by_heads.WHOLE_BYTES
+    with mock.patch.object(gather_by_heads, "WHOLE_BYTES", whole), mock.patch.object(buffers, "_storage", {}):
         there = [
-            headwise.Gathered(messages(rank, k), gathering, k, 3, (1, 2))
+            gather_by_heads.Gathered(messages(rank, k), gathering, k, 3, (1, 2))
             for rank, gathering in enumerate(of_all(problem))
         ]
-        home = [headwise.Home(gathered, k) for gathered in there]
+        home = [gather_by_heads.Home(gathered, k) for gathered in there]
     for section in range(2):
         pair_up([way.sends[section] for way in there], [way.pulls[section] for way in there])
         pair_up([way.sends[section] for way in home], [way.pulls[section] for way in home])
@@ -156,22 +156,24 @@ def pair_up(sends: list[list[Outgoing]], pulls: list[list[Incoming]]) -> None:
 @settings(max_examples=40, deadline=None)
 def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) -> None:
     """By which calls are gathered by heads or not, on all ranks alike; of some documents more come home than go out."""
-    sections = headwise.Sections((1, 3), (1, 2, 1))
-    ranks, whole = of_all(problem), 0 if turns else headwise.WHOLE_BYTES
+    sections = gather_by_heads.Sections((1, 3), (1, 2, 1))
+    ranks, whole = of_all(problem), 0 if turns else gather_by_heads.WHOLE_BYTES
     k = torch.empty(1, ranks[0].mask.seqlen_q, 4, 2, dtype=torch.bfloat16)
     said = set()
     for rank, gathering in enumerate(ranks):
         memory = messages(rank, k)
         with (
-            mock.patch.object(headwise, "WHOLE_BYTES", whole),
-            mock.patch.object(headwise, "sections_of", lambda *_: sections),
+            mock.patch.object(gather_by_heads, "WHOLE_BYTES", whole),
+            mock.patch.object(gather_by_heads, "sections_of", lambda *_: sections),
             mock.patch.object(buffers, "_storage", {}),
         ):
             said.add(
-                headwise.buffer_bytes(k.shape, 4, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
+                gather_by_heads.buffer_bytes(
+                    k.shape, 4, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype
+                )
             )
-            ways = [headwise.Gathered(memory, gathering, k, 4, heads) for heads in sections]
-            headwise.Home(ways[1], k)
+            ways = [gather_by_heads.Gathered(memory, gathering, k, 4, heads) for heads in sections]
+            gather_by_heads.Home(ways[1], k)
             assert memory.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)
     assert len(said) == 1
 

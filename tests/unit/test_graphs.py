@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import ringflash
-from ringflash import graphs
-from ringflash.transport import buffer, buffers, peer_memory
-from ringflash.transport.peer_memory import SymmetricMemory
-from ringflash_kernels.calls import calls
-from ringflash_kernels.hopper import forward
+from ringflash.comm import cuda_graphs
+from ringflash.comm.transport import buffer, buffers, peer_memory
+from ringflash.comm.transport.peer_memory import SymmetricMemory
+from ringflash_kernels.flash_calls import calls
+from ringflash_kernels.hopper.forward import kernel
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
@@ -35,9 +35,9 @@ class Capture:
 def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
     monkeypatch.setattr(buffers, "_storage", {})
     capture = Capture()
-    monkeypatch.setattr(graphs, "capturing", capture)
+    monkeypatch.setattr(cuda_graphs, "capturing", capture)
     yield capture
-    graphs.let_go()
+    cuda_graphs.let_go()
 
 
 def test_a_captured_buffer_outlives_its_growth(capture: Capture) -> None:
@@ -47,10 +47,10 @@ def test_a_captured_buffer_outlives_its_growth(capture: Capture) -> None:
     capture.on = False
     grown = buffer("kv", (8,), torch.float32, CPU)
     assert grown.data_ptr() != captured.data_ptr()
-    assert [held.data_ptr() for held in graphs.held_tensors()] == [captured.data_ptr()]
+    assert [held.data_ptr() for held in cuda_graphs.held_tensors()] == [captured.data_ptr()]
     assert ringflash.buffer_bytes() == 16 + 32
     ringflash.release_buffers()
-    assert ringflash.buffer_bytes() == 0 and not graphs.held_tensors()
+    assert ringflash.buffer_bytes() == 0 and not cuda_graphs.held_tensors()
 
 
 def test_a_buffer_may_not_grow_in_a_capture(capture: Capture) -> None:
@@ -83,7 +83,7 @@ def test_captured_areas_outlive_their_growth(capture: Capture, memory: Symmetric
     capture.on = False
     memory.reserve("kv", 32)
     assert memory.keep("views", ("kv",), lambda: ["of the new one"]) is not views
-    held = {id(thing) for thing in graphs._held.values()}
+    held = {id(thing) for thing in cuda_graphs._held.values()}
     assert held == ({id(views), *map(id, old)} if captured else set())
 
 
@@ -94,7 +94,7 @@ def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: SymmetricMe
     capture.on = False
     for size in (32, 64):
         memory.reserve("kv", size)
-    assert [held.nbytes for held in graphs.held_tensors()] == [16]
+    assert [held.nbytes for held in cuda_graphs.held_tensors()] == [16]
 
 
 class Compiled:
@@ -160,7 +160,7 @@ def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPa
         if what == "bounds":
             mask.bounds(device)
         elif what == "tiles":
-            forward.tile_table(mask, device, 128, mask.q_span)
+            kernel.tile_table(mask, device, 128, mask.q_span)
         else:
             calls(mask)[0].lengths(device)
     assert mask.bounds()[0].tolist() == [0, 0, 0, *[3] * 6]  # of the CPU
@@ -173,6 +173,6 @@ def test_streams_have_counters_of_their_own_that_are_zero(monkeypatch: pytest.Mo
     for stream in (5, 7, 5):
         current = SimpleNamespace(cuda_stream=stream, synchronize=lambda stream=stream: waited.append(stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, current=current: current)
-        forward._counter(torch.device("cpu", 3)).add_(1)
+        kernel.tile_counter(torch.device("cpu", 3)).add_(1)
     assert waited == [5]
-    assert forward._counter(torch.device("cpu", 3)).tolist() == [2, 2]
+    assert kernel.tile_counter(torch.device("cpu", 3)).tolist() == [2, 2]

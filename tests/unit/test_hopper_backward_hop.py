@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from ringflash_kernels.hopper.backward import _blocks, _hop
-from ringflash_kernels.hopper.backward_order import Blocks, Works, balanced
+from ringflash_kernels.hopper.backward.host import _blocks, _hop
+from ringflash_kernels.hopper.backward.order import Blocks, Works, balanced
 from ringflash_kernels.mask import Mask, Region
 
 

@@ -13,7 +13,7 @@ import torch
 
 import ringflash
 from ringflash import huggingface
-from ringflash.huggingface.freezing import differentiate_alike
+from ringflash.attention.freezing import differentiate_alike
 from ringflash.verify.capture import embedding_head
 from tests.helpers.models import BOUNDS, EXPERTS, LENGTH, MODELS, TINY, build, documents, tokens
 

@@ -12,7 +12,7 @@ import torch
 
 import ringflash
 from ringflash import huggingface
-from ringflash.huggingface.refusals import check_rope, find_shape_error, find_static_error
+from ringflash.huggingface.validation import check_rope, find_shape_error, find_static_error
 from tests.helpers.examples import ROOT
 from tests.helpers.models import LENGTH, TINY, build, documents, tokens
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ringflash
-from ringflash.layout import chunks, granularity
 from ringflash.loss import cross_entropy, shift_labels
+from ringflash.sequence.layout import chunks, granularity
 from tests.helpers.tolerance import assert_close
 
 LAYOUTS = ["zigzag", "striped", "contiguous"]

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ringflash
-from ringflash import ops
+from ringflash.attention import custom_op
 from ringflash.memory.layers import keep_attention
 from ringflash_kernels import reference
 from tests.helpers import dense
@@ -34,7 +34,7 @@ def draw(requires_grad: bool = True, batch: int = 1) -> tuple[torch.Tensor, torc
 @pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 5, 16], dtype=torch.int32)], ids=["one", "packed"])
 def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
     options = ("", True, 0.25, *OPTIONS, 7, return_lse)
-    results = torch.library.opcheck(ops.ring_attention, (*draw(), cu_seqlens, *options), test_utils=TESTS)
+    results = torch.library.opcheck(custom_op.ring_attention, (*draw(), cu_seqlens, *options), test_utils=TESTS)
     assert set(results.values()) == {"SUCCESS"}
 
 
@@ -42,8 +42,8 @@ def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
 def test_gradients_have_the_strides_that_compiled_code_expects(dtype: torch.dtype) -> None:
     """Of heads-first q, k and v as well: inductor asserts what the operator's fake says."""
     q, k, v = (x.detach().to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
-    out, lse = ops.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True)
-    grads = ops.ring_attention_backward(out, None, q, k, v, out, lse, None, "", True, 0.25, *OPTIONS)
+    out, lse = custom_op.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True)
+    grads = custom_op.ring_attention_backward(out, None, q, k, v, out, lse, None, "", True, 0.25, *OPTIONS)
     assert not q.is_contiguous() and all(grad.is_contiguous() for grad in grads)
 
 
@@ -231,7 +231,9 @@ def test_explain_names_kernel_and_work() -> None:
 def test_explain_speaks_of_the_tensors_that_kernels_get(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those with strides that no kernel of ours can address are copied by the call, which then has the choice."""
     given = []
-    monkeypatch.setattr(ops, "choose_impl", lambda *x: given.append([y.stride(-1) for y in x]) or ("reference", ""))
+    monkeypatch.setattr(
+        custom_op, "choose_impl", lambda *x: given.append([y.stride(-1) for y in x]) or ("reference", "")
+    )
     inputs = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in draw(False)]
     ringflash.ring_attention(*inputs, group=None)
     ringflash.explain(*inputs, group=None)
@@ -353,7 +355,7 @@ def test_bounds_made_in_inference_mode_are_read() -> None:
         bounds = torch.tensor([0, 5, 16], dtype=torch.int32)
     elsewhere = mock.Mock(wraps=bounds, device=torch.device("cuda", 0), is_inference=bounds.is_inference)
     type(elsewhere)._version = property(lambda self: bounds._version)
-    assert ops._values(elsewhere) == (0, 5, 16)
+    assert custom_op._values(elsewhere) == (0, 5, 16)
 
 
 def test_documents_need_a_batch_of_one() -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ringflash import headwise, ops, schedule, transport
-from ringflash.mask import SequenceMask
-from ringflash.transport import buffers, peer_memory
+from ringflash.attention import custom_op, gather_by_heads, schedule
+from ringflash.comm import transport
+from ringflash.comm.transport import buffers, peer_memory
+from ringflash.sequence.mask import SequenceMask
 
 GPU = torch.device("cuda")
 
@@ -122,14 +123,14 @@ def test_the_memory_of_messages_lives_as_long_as_its_group() -> None:
 def test_all_ranks_choose_alike_between_heads_and_hops() -> None:
     """By what the rank with most keys would gather: of these documents ranks see different numbers of chunks."""
     mask = SequenceMask(1 << 16, True, (-1, -1), (0, 30000, 30001, 1 << 16))
-    options = ops.Options("", True, 1.0, -1, -1, "zigzag", "reference", "nccl", False)
-    plans = [ops.Plan(mask, 4, rank, "reference", "", "nccl", options) for rank in range(4)]
+    options = custom_op.Options("", True, 1.0, -1, -1, "zigzag", "reference", "nccl", False)
+    plans = [custom_op.Plan(mask, 4, rank, "reference", "", "nccl", options) for rank in range(4)]
     assert len({plan.gathering.num_rows for plan in plans}) > 1
     q, k = (torch.empty(1, 1 << 14, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     gathering = plans[0].gathering
-    limit = headwise.buffer_bytes(k.shape, 32, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
+    limit = gather_by_heads.buffer_bytes(k.shape, 32, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
     for most, by_heads in ((limit, True), (limit - 1, False)):
-        with mock.patch.object(ops, "MOST_BUFFER_BYTES", most):
+        with mock.patch.object(custom_op, "MOST_BUFFER_BYTES", most):
             assert [plan.by_heads(q, k, "nccl") for plan in plans] == [by_heads] * 4
             assert plans[0].by_heads(q, k, transport.UNDECIDED) == by_heads  # as explain() says before a first call
             assert plans[0].by_heads(q, k, "copy_engine") and not plans[0].by_heads(q, k, "gloo")
@@ -140,13 +141,13 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
     channel = mock.Mock(group=mock.Mock(group_name="0"), rank=1)
     k = torch.empty(1, 64, 2, 8)
     held: list[StorageWeakRef] = []
-    with mock.patch.object(headwise, "WHOLE_BYTES", 0), mock.patch.object(buffers, "_storage", {}):
+    with mock.patch.object(gather_by_heads, "WHOLE_BYTES", 0), mock.patch.object(buffers, "_storage", {}):
         memory = transport.MessageMemory(channel, k.device)
         for window in (9, 30, 60):
             gathering = schedule.gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
-            call = headwise.Headwise(gathering, memory, "reference", 1.0, False)
+            call = gather_by_heads.Headwise(gathering, memory, "reference", 1.0, False)
             gathered = call._gathered("backward", k, 2)
-            call._kept("home", ("kv", "dkv"), k, 2, partial(headwise.Home, gathered, k))
+            call._kept("home", ("kv", "dkv"), k, 2, partial(gather_by_heads.Home, gathered, k))
             del gathered
             assert all(storage.expired() for storage in held)
             held = [StorageWeakRef(storage.untyped_storage()) for storage in buffers._storage.values()]

@@ -18,16 +18,14 @@ from hypothesis import strategies as st
 
 from benchmarks.train_steps import document_bounds
 from ringflash import huggingface
-from ringflash.cli import main
-from ringflash.flops import Chunk, layer_windows, multiplied
-from ringflash.headwise import Gathered, Home, sections_of
-from ringflash.lightning.module import build_model
-from ringflash.mask import SequenceMask
-from ringflash.memory import Memory
-from ringflash.plan.command import _in_window, visible_fraction
-from ringflash.plan.job import Job
-from ringflash.plan.machine import GIB, GPUS, Machine
-from ringflash.plan.memory import (
+from ringflash.attention.gather_by_heads import Gathered, Home, sections_of
+from ringflash.attention.schedule import build, gather
+from ringflash.comm.transport.buffers import buffer_bytes, release_buffers
+from ringflash.commands.cli import main
+from ringflash.commands.plan.command import _in_window, visible_fraction
+from ringflash.commands.plan.job import Job
+from ringflash.commands.plan.machine import GIB, GPUS, Machine
+from ringflash.commands.plan.memory import (
     activation_bytes,
     attention_work_bytes,
     checkpoint_bytes,
@@ -38,13 +36,15 @@ from ringflash.plan.memory import (
     transport_bytes,
     worst_moment,
 )  # fmt: skip
-from ringflash.plan.passes import Passes
-from ringflash.plan.read import ReadShape, model_of, read_shape
-from ringflash.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
-from ringflash.plan.shape import FAMILIES, shape_of, windows_of
-from ringflash.plan.timing import attention_flops, linear_flops, step_time
-from ringflash.schedule import build, gather
-from ringflash.transport.buffers import buffer_bytes, release_buffers
+from ringflash.commands.plan.passes import Passes
+from ringflash.commands.plan.read import ReadShape, model_of, read_shape
+from ringflash.commands.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
+from ringflash.commands.plan.shape import FAMILIES, shape_of, windows_of
+from ringflash.commands.plan.timing import attention_flops, linear_flops, step_time
+from ringflash.flops import Chunk, layer_windows, multiplied
+from ringflash.lightning.module import build_model
+from ringflash.memory import Memory
+from ringflash.sequence.mask import SequenceMask
 from tests.recipes.launching import ROOT
 
 SMALL = {
@@ -123,7 +123,7 @@ def test_activations_are_those_autograd_keeps(family: str) -> None:
 
 
 def test_transport_buffers_are_those_the_ring_allocates() -> None:
-    """The sizes of ringflash.exchange's buffers and of the carried state, in bf16."""
+    """The sizes of ringflash.attention.exchange's buffers and of the carried state, in bf16."""
     job = replace(JOB, seqlen=1 << 23)
     tokens, shape = job.local_tokens, job.model
     kv = 2 * tokens * shape.num_kv_heads * shape.head_dim
@@ -568,7 +568,7 @@ def test_status_1_is_a_finding_and_never_an_accident(
     assert main(["plan", str(tmp_path), "--seqlen", "1k"]) == 2
     assert "must be a transformers configuration" in capsys.readouterr().err
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
-    monkeypatch.setattr("ringflash.plan.command.make_plan", lambda job, machine: {}["fits"])
+    monkeypatch.setattr("ringflash.commands.plan.command.make_plan", lambda job, machine: {}["fits"])
     assert main(["plan", str(tmp_path), "--seqlen", "1k"]) == 2
     assert "KeyError" in capsys.readouterr().err
 

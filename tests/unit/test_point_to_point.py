@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ringflash.transport import Message, PointToPoint
+from ringflash.comm.transport import Message, PointToPoint
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringflash import layout as layouts
-from ringflash.layout import LAYOUTS, granularity, local_positions
-from ringflash.mask import SequenceMask
-from ringflash.schedule import Schedule, active_steps, build, gather
+from ringflash.attention.schedule import Schedule, active_steps, build, gather
+from ringflash.sequence import layout as layouts
+from ringflash.sequence.layout import LAYOUTS, granularity, local_positions
+from ringflash.sequence.mask import SequenceMask
 from tests.helpers import dense
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from ringflash.oracle.dense import visible
 from ringflash.verify.compare import Check
-from ringflash.verify.dense import visible
 from ringflash.verify.layer_masks import LayerMask, LayerMasks, Reaches, declared_masks
 from ringflash.verify.probe import watched_forward
 from ringflash.verify.subject import Training, draw_data

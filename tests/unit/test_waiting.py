@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
-from ringflash import ring
+from ringflash.attention import ring_of_hops
+from ringflash.attention.schedule import build
+from ringflash.comm.wait_timer import measured, waiting
 from ringflash.lightning import ExposedCommunication, exposed
-from ringflash.mask import SequenceMask
-from ringflash.schedule import build
-from ringflash.waiting import measured, waiting
+from ringflash.sequence.mask import SequenceMask
 
 CPU = torch.device("cpu")
 PAUSE_S = 0.02
@@ -34,8 +34,10 @@ class Slow:
 
 def test_a_ring_counts_what_it_waits_for() -> None:
     q = torch.randn(1, 8, 2, 16)
-    call = ring.Ring(build(SequenceMask(8, True, (-1, -1), None), 1, 0, "zigzag"), None, "reference", 0.25, False)
-    with mock.patch.object(ring, "Exchange", lambda *_: Slow(q)), measured() as waits:
+    call = ring_of_hops.Ring(
+        build(SequenceMask(8, True, (-1, -1), None), 1, 0, "zigzag"), None, "reference", 0.25, False
+    )
+    with mock.patch.object(ring_of_hops, "Exchange", lambda *_: Slow(q)), measured() as waits:
         call.forward(q, q, q)
     assert waits.seconds() >= 2 * PAUSE_S
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from ringflash.transport import PointToPoint
-from ringflash.watch import RingStalled, Watch, thread, watching
-from ringflash.watch.board import Board, StoreGone
-from ringflash.watch.calls import Call, Unwatched
-from ringflash.watch.events import DeviceLost, Events
+from ringflash.comm.transport import PointToPoint
+from ringflash.comm.watchdog import RingStalled, Watch, thread, watching
+from ringflash.comm.watchdog.calls import Call, Unwatched
+from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
+from ringflash.comm.watchdog.store import Board, StoreGone
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 600.0
@@ -131,7 +131,7 @@ class World:
 @pytest.fixture(autouse=True)
 def groups_without_torch() -> Iterator[None]:
     with (
-        mock.patch("ringflash.watch.board._store", lambda group: group and group.store),
+        mock.patch("ringflash.comm.watchdog.store._store", lambda group: group and group.store),
         mock.patch.object(dist, "get_process_group_ranks", lambda group: range(group.size())),
     ):
         yield
@@ -338,7 +338,7 @@ def test_a_store_that_never_answers_is_given_up() -> None:
     never = threading.Event()
     group = Group(0, 2, mock.Mock(**{"clone.side_effect": never.wait}))
     board = Board(group, patience=0.01)  # type: ignore[arg-type]
-    with mock.patch("ringflash.watch.board.ANSWER_S", 0.0), pytest.raises(StoreGone, match="no answer"):
+    with mock.patch("ringflash.comm.watchdog.store.ANSWER_S", 0.0), pytest.raises(StoreGone, match="no answer"):
         board.exchange("why", "waits", lambda: 0.0, never.wait)
     assert board.asked() == ""
     never.set()

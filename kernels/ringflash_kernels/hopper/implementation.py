@@ -22,9 +22,9 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
     if torch.cuda.get_device_capability(q.device) != (9, 0):
         return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(q.device)))} (9.0)"
     check_environment()
-    from ringflash_kernels.hopper import forward
+    from ringflash_kernels.hopper.forward import kernel
 
-    return forward.unsupported(q, k, v)
+    return kernel.unsupported(q, k, v)
 
 
 def forward(
@@ -40,29 +40,29 @@ def forward(
     num_sms: int | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use, default all."""
-    from ringflash_kernels.hopper import forward
+    from ringflash_kernels.hopper.forward import kernel
 
-    forward.forward(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms)
+    kernel.forward(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms)
 
 
 def Backward(*args: Any, **kwargs: Any) -> Any:
     """Gradients of one attention, hop by hop; see `api.begin_backward`."""
-    from ringflash_kernels.hopper import backward
+    from ringflash_kernels.hopper.backward import host
 
-    return backward.Backward(*args, **kwargs)
+    return host.Backward(*args, **kwargs)
 
 
 def publish(
     k: torch.Tensor, v: torch.Tensor, area: torch.Tensor, lines: torch.Tensor, there: torch.Tensor, area_rows: int
 ) -> None:
     """See `api.publish`."""
-    from ringflash_kernels.hopper import exchange
+    from ringflash_kernels.hopper import gather_scatter
 
-    exchange.publish(k, v, area, lines, there, area_rows)
+    gather_scatter.publish(k, v, area, lines, there, area_rows)
 
 
 def collect(own: torch.Tensor, others: torch.Tensor, sources: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """See `api.collect`."""
-    from ringflash_kernels.hopper import exchange
+    from ringflash_kernels.hopper import gather_scatter
 
-    exchange.collect(own, others, sources, dk, dv)
+    gather_scatter.collect(own, others, sources, dk, dv)

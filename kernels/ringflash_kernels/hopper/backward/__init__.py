@@ -1,0 +1,1 @@
+"""The backward kernels, their tile shapes and their launch."""

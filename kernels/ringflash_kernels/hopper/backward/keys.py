@@ -1,0 +1,647 @@
+"""dQ, dK, dV for head_dim up to 128: one CTA holds 128 keys and streams the queries past them.
+
+A producer warp loads by TMA; two independent consumers of four warps own 64 keys each. With S^T = K Q^T and
+dP^T = V dO^T of shape (keys, queries), P^T and dS^T never leave the registers on their way to dV and dK. dQ of a
+query block needs the dS of both consumers: each computes half of its columns from what both left in shared memory
+one step EARLIER, so that neither waits for the other's dS of this step. The step before the first is a block of
+zeros. The consumers take turns: one may start a step when the other has its S or, by head size, has finished its
+exp, which keeps one in exp while the other feeds the tensor cores; left to themselves they settle in step or out of
+step by accident of the instruction schedule (15% apart at head_dim 64). dQ leaves by TMA reduce-add, unscaled, in
+fp32, its columns permuted within 32 (see `_interleave`; the postprocess kernel undoes it).
+"""
+
+from ringflash_kernels.hopper.backward.problem import NUMBER, Problem, receive_number, send_number, slot_of
+from ringflash_kernels.hopper.compat import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    named_barrier,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@aggregate
+class Shared:
+    """Shared memory of a CTA, and the choices every role needs."""
+
+    q0: gl.shared_memory_descriptor
+    q1: gl.shared_memory_descriptor
+    dout0: gl.shared_memory_descriptor
+    dout1: gl.shared_memory_descriptor
+    k0: gl.shared_memory_descriptor
+    k1: gl.shared_memory_descriptor
+    v0: gl.shared_memory_descriptor
+    v1: gl.shared_memory_descriptor
+    stats: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    dq0: gl.shared_memory_descriptor
+    dq1: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+    begin: gl.shared_memory_descriptor
+    SPLIT: gl.constexpr
+    REST: gl.constexpr
+    STAGES: gl.constexpr
+    KV_IN_REGISTERS: gl.constexpr
+    TURN_BEFORE_EXP: gl.constexpr
+    WITH_DQ: gl.constexpr
+    ACCUMULATE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        q0,
+        q1,
+        dout0,
+        dout1,
+        k0,
+        k1,
+        v0,
+        v1,
+        stats,
+        ds,
+        dq0,
+        dq1,
+        kv_full,
+        kv_empty,
+        q_full,
+        q_empty,
+        ds_full,
+        begin,
+        SPLIT,
+        REST,
+        STAGES,
+        KV_IN_REGISTERS,
+        TURN_BEFORE_EXP,
+        WITH_DQ,
+        ACCUMULATE,
+    ):
+        self.q0 = q0
+        self.q1 = q1
+        self.dout0 = dout0
+        self.dout1 = dout1
+        self.k0 = k0
+        self.k1 = k1
+        self.v0 = v0
+        self.v1 = v1
+        self.stats = stats
+        self.ds = ds
+        self.dq0 = dq0
+        self.dq1 = dq1
+        self.kv_full = kv_full
+        self.kv_empty = kv_empty
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.ds_full = ds_full
+        self.begin = begin
+        self.SPLIT = gl.constexpr(SPLIT)
+        self.REST = gl.constexpr(REST)
+        self.STAGES = gl.constexpr(STAGES)
+        self.KV_IN_REGISTERS = gl.constexpr(KV_IN_REGISTERS)
+        self.TURN_BEFORE_EXP = gl.constexpr(TURN_BEFORE_EXP)
+        self.WITH_DQ = gl.constexpr(WITH_DQ)
+        self.ACCUMULATE = gl.constexpr(ACCUMULATE)
+
+
+@gluon.jit
+def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc):
+    """Producer: K and V of each tile, then Q, dO and their statistics block by block."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    nbytes: gl.constexpr = q0_desc.block_type.nbytes + (q1_desc.block_type.nbytes if R else 0)
+    step = 0
+    round = 0
+    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+        key, batch, first_head, kv_head = problem.work(index)
+        start, stop, _full_start, _full_stop = problem.blocks(key)
+        # Tiles that no query sees take part too: their zeros are written from the buffers of V.
+        full = sm.kv_full.index(0)
+        mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        mbarrier.expect(full, 4 * nbytes)
+        for half in gl.static_range(2):
+            row = key + half * 64
+            tma_load(k0_desc, [batch, kv_head, row, 0], full, sm.k0.index(half))
+            tma_load(v0_desc, [batch, kv_head, row, 0], full, sm.v0.index(half))
+            if R:
+                tma_load(k1_desc, [batch, kv_head, row, C], full, sm.k1.index(half))
+                tma_load(v1_desc, [batch, kv_head, row, C], full, sm.v1.index(half))
+        round += 1
+        if start < stop:  # the block of zeros before the first is a step without data
+            slot, parity = slot_of(step, sm.STAGES)
+            mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+            mbarrier.arrive(sm.q_full.index(slot), count=1)
+            step += 1
+        block = start
+        for g in range(problem.group):
+            head = first_head + g
+            if start < stop:
+                block = problem.meeting_block(block, start, stop)
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                send_number(sm.begin.index(slot), block)
+            for _ in range(start, stop):
+                row = block * 64
+                slot, parity = slot_of(step, sm.STAGES)
+                full = sm.q_full.index(slot)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                mbarrier.expect(full, 2 * nbytes + stats_desc.block_type.nbytes)
+                tma_load(q0_desc, [batch, head, row, 0], full, sm.q0.index(slot))
+                if R:
+                    tma_load(q1_desc, [batch, head, row, C], full, sm.q1.index(slot))
+                stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
+                tma_load(stats_desc, stats_coord, full, sm.stats.index(slot))
+                tma_load(dout0_desc, [batch, head, row, 0], full, sm.dout0.index(slot))
+                if R:
+                    tma_load(dout1_desc, [batch, head, row, C], full, sm.dout1.index(slot))
+                block = problem.next_block(block, start, stop)
+                step += 1
+                problem.tick(step)
+
+
+@gluon.jit
+def _interleave(x, N: gl.constexpr):
+    """Columns (j, t, e) of each 32 stored as (t, j, e), sizes 4, 4, 2: a thread's eight values become neighbours.
+
+    No data moves between threads, and the stores to shared memory are 16 bytes wide without bank conflicts.
+    """
+    return x.reshape([64, N // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
+
+
+@gluon.jit
+def _take_turn(token, W: gl.constexpr):
+    """Wait until the other consumer has passed its turn to consumer W."""
+    named_barrier(token, 8 + W, 256, False)
+
+
+@gluon.jit
+def _pass_turn(token, W: gl.constexpr):
+    """Let the other consumer start a step."""
+    named_barrier(token, 9 - W, 256, True)
+
+
+@gluon.jit
+def _dq_columns(sm, half: gl.constexpr, W: gl.constexpr):
+    """K of one consumer's keys, the columns whose dQ consumer W computes: half of them, or a piece."""
+    if sm.REST == 0:
+        k = sm.k0.index(half).reshape([64, sm.SPLIT]).slice(W * (sm.SPLIT // 2), sm.SPLIT // 2, dim=1)
+    elif W == 0:
+        k = sm.k0.index(half).reshape([64, sm.SPLIT])
+    else:
+        k = sm.k1.index(half).reshape([64, sm.REST])
+    return k
+
+
+@gluon.jit
+def _dq_mma(sm, buffer, W: gl.constexpr):
+    """dQ = dS K over both consumers' keys, the columns of consumer W."""
+    k = _dq_columns(sm, 0, W)
+    N: gl.constexpr = k.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    ds = sm.ds.index(buffer * 2).permute((1, 0))
+    dq = warpgroup_mma(ds, k, gl.zeros([64, N], gl.float32, layout), use_acc=False, is_async=True)
+    return warpgroup_mma(sm.ds.index(buffer * 2 + 1).permute((1, 0)), _dq_columns(sm, 1, W), dq, is_async=True)
+
+
+@gluon.jit
+def _dq_staging(sm, W: gl.constexpr):
+    """Where consumer W stages its columns of dQ."""
+    if W == 0:
+        staged = sm.dq0
+    else:
+        staged = sm.dq1
+    return staged
+
+
+@gluon.jit
+def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W: gl.constexpr):
+    """One block of queries: P, dV, dS, dK of this block, dQ of the one before, at `dq_row`."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout0, 2)
+    dtype: gl.constexpr = sm.q0.dtype
+    slot, parity = slot_of(step, sm.STAGES)
+    current = step & 1  # buffer of this block's dS
+    last, last_parity = slot_of(step - 1, 2)
+    q0 = sm.q0.index(slot).reshape([64, C])
+    dout0 = sm.dout0.index(slot).reshape([64, C])
+    stats = sm.stats.index(slot).reshape([2, 64])
+    zeros = gl.zeros([64, 64], gl.float32, s_layout)
+    if R:
+        layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+        operand1: gl.constexpr = gl.DotOperandLayout(0, layout1, 2)
+        k1 = sm.k1.index(W).reshape([64, R])
+        v1 = sm.v1.index(W).reshape([64, R])
+        q1 = sm.q1.index(slot).reshape([64, R])
+        dout1 = sm.dout1.index(slot).reshape([64, R])
+
+    # S^T = K Q^T and dP^T = V dO^T
+    _take_turn(step, W)
+    mbarrier.wait(sm.q_full.index(slot), parity)
+    s = warpgroup_mma(k, q0.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if R:
+        s = warpgroup_mma(k1, q1.permute((1, 0)), s, is_async=True)
+    dp = warpgroup_mma(v, dout0.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if R:
+        dp = warpgroup_mma(v1, dout1.permute((1, 0)), dp, is_async=True)
+
+    # P = exp(S - lse)
+    lse = stats.slice(0, 1, dim=0).load(s_layout)
+    s = warpgroup_mma_wait(2 if R else 1, deps=(s,))
+    if sm.TURN_BEFORE_EXP:
+        _pass_turn(step, W)
+    if masked:  # a second, masked loop would make ptxas spill in the first
+        rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
+        if problem.BOUNDS:
+            inside = problem.within(rows, seen[0], seen[1])
+        else:
+            inside = problem.visible(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)), rows)
+        s = gl.where(inside, s, float("-inf"))
+    p = gl.exp2(s * problem.scale_log2 - lse)
+    p_bits = p.to(dtype)
+    p0 = gl.convert_layout(p_bits, operand)
+    delta = stats.slice(1, 1, dim=0).load(s_layout)
+    if not sm.TURN_BEFORE_EXP:
+        _pass_turn(step, W)
+
+    # dV += P^T dO, dQ of the previous block; the wait also keeps ptxas from moving exp behind the wgmma wait
+    if sm.WITH_DQ:
+        mbarrier.wait(sm.ds_full.index(last), last_parity)
+    else:
+        mbarrier.wait(sm.q_full.index(slot), parity)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    dv0 = warpgroup_mma(p0, dout0, dv0, is_async=True)
+    if R:
+        p1 = gl.convert_layout(p_bits, operand1)
+        dv1 = warpgroup_mma(p1, dout1, dv1, is_async=True)
+    if sm.WITH_DQ:
+        dq = _dq_mma(sm, last, W)
+
+    # dS = P (dP - delta), dK += dS^T Q
+    ds = (p * (dp - delta)).to(dtype)
+    ds0 = gl.convert_layout(ds, operand)
+    dk0 = warpgroup_mma(ds0, q0, dk0, is_async=True)
+    if R:
+        ds1 = gl.convert_layout(ds, operand1)
+        dk1 = warpgroup_mma(ds1, q1, dk1, is_async=True)
+    if sm.WITH_DQ:
+        staged = _dq_staging(sm, W)
+        tma_store_wait(0)
+        sm.ds.index(current * 2 + W).store(ds)
+        dq = warpgroup_mma_wait(2 if R else 1, deps=(dq,))
+        staged.store(_interleave(dq, staged.shape[1]))
+        fence_async_shared()
+        mbarrier.arrive(sm.ds_full.index(current), count=1)
+        tma_reduce_add(dq_desc, [dq_row, (C // 2 if R == 0 else C) * W], staged)
+    if R:
+        dk0, dk1, ds0, ds1, dv0, dv1, p0, p1 = warpgroup_mma_wait(0, deps=(dk0, dk1, ds0, ds1, dv0, dv1, p0, p1))
+    else:
+        dk0, ds0, dv0, p0 = warpgroup_mma_wait(0, deps=(dk0, ds0, dv0, p0))
+    mbarrier.arrive(sm.q_empty.index(slot), count=1)
+    return dk0, dk1, dv0, dv1
+
+
+@gluon.jit
+def _last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
+    """dQ of a tile's last block, the one before `step`."""
+    last, parity = slot_of(step - 1, 2)
+    mbarrier.wait(sm.ds_full.index(last), parity)
+    dq = _dq_mma(sm, last, W)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    staged = _dq_staging(sm, W)
+    tma_store_wait(0)
+    staged.store(_interleave(dq, staged.shape[1]))
+    fence_async_shared()
+    tma_reduce_add(dq_desc, [dq_row, (sm.SPLIT // 2 if sm.REST == 0 else sm.SPLIT) * W], staged)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _halves(x, D: gl.constexpr):
+    """Left and right half of the columns; stays within a thread."""
+    return x.reshape([64, 2, D // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _send(sm, desc, coord, staged):
+    """Add a staged fp32 tile to dK or dV, or store it there."""
+    if sm.ACCUMULATE:
+        tma_reduce_add(desc, coord, staged)
+    else:
+        tma_store(desc, coord, staged)
+
+
+@gluon.jit
+def _write_piece(sm, desc, x, coord, column, W: gl.constexpr):
+    """Add or store 32 columns of dK or dV in fp32, staged in this consumer's V."""
+    staged = sm.v0.index(W)._reinterpret(gl.float32, [1, 1, 64, 32], desc.layout)
+    tma_store_wait(0)
+    staged.reshape([64, 32]).store(x)
+    fence_async_shared()
+    _send(sm, desc, [coord[0], coord[1], coord[2], column], staged)
+
+
+@gluon.jit
+def _write_pieces(sm, desc0, desc1, x0, x1, coord, W: gl.constexpr):
+    """Add or store dK or dV in its two pieces of 64 and 32 columns (fp32: three of 32), staged in this consumer's V."""
+    if desc1.dtype == gl.float32:
+        left, right = _halves(x0, 64)
+        _write_piece(sm, desc1, left, coord, 0, W)
+        _write_piece(sm, desc1, right, coord, 32, W)
+        _write_piece(sm, desc1, x1, coord, 64, W)
+    else:
+        dtype: gl.constexpr = sm.v0.dtype
+        tma_store_wait(0)
+        sm.v0.index(W).reshape([64, 64]).store(x0.to(dtype))
+        sm.v1.index(W).reshape([64, 32]).store(x1.to(dtype))
+        fence_async_shared()
+        tma_store(desc0, [coord[0], coord[1], coord[2], 0], sm.v0.index(W))
+        tma_store(desc1, [coord[0], coord[1], coord[2], 64], sm.v1.index(W))
+
+
+@gluon.jit
+def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, W: gl.constexpr):
+    """Add or store dK and dV of this consumer's 64 keys (fp32: in halves), staged in its V and dQ buffers."""
+    D: gl.constexpr = sm.SPLIT
+    dtype: gl.constexpr = sm.v0.dtype
+    at = [coord[0], coord[1], coord[2], 0]
+    spare = _dq_staging(sm, W)
+    if dk_desc.dtype == gl.float32:
+        left = sm.v0.index(W)._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
+        right = spare._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
+        at_right = [coord[0], coord[1], coord[2], D // 2]
+        for which in gl.static_range(2):
+            x, y = _halves(dk if which else dv, D)
+            left.reshape([64, D // 2]).store(x)
+            right.reshape([64, D // 2]).store(y)
+            fence_async_shared()
+            _send(sm, dk_desc if which else dv_desc, at, left)
+            _send(sm, dk_desc if which else dv_desc, at_right, right)
+            tma_store_wait(0)
+    else:
+        dk_staged = spare._reinterpret(dtype, [1, 1, 64, D], dk_desc.layout)
+        sm.v0.index(W).reshape([64, D]).store(dv.to(dtype))
+        dk_staged.reshape([64, D]).store(dk.to(dtype))
+        fence_async_shared()
+        tma_store(dv_desc, at, sm.v0.index(W))
+        tma_store(dk_desc, at, dk_staged)
+        tma_store_wait(0)
+
+
+@gluon.jit
+def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl.constexpr):
+    """Consumer W: gradients of 64 keys of every tile."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+    step = 0
+    round = 0
+    if W == 1:
+        _pass_turn(step, W)
+    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+        key, batch, first_head, kv_head = problem.work(index)
+        start, stop, full_start, full_stop = problem.blocks(key)
+        dk0 = gl.zeros([64, C], gl.float32, layout0)
+        dv0 = gl.zeros([64, C], gl.float32, layout0)
+        if R:
+            layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+            dk1 = gl.zeros([64, R], gl.float32, layout1)
+            dv1 = gl.zeros([64, R], gl.float32, layout1)
+        else:
+            dk1 = 0
+            dv1 = 0
+        mbarrier.wait(sm.kv_full.index(0), round & 1)
+        if start < stop:
+            slot, parity = slot_of(step, sm.STAGES)
+            mbarrier.wait(sm.q_full.index(slot), parity)
+            mbarrier.arrive(sm.q_empty.index(slot), count=1)
+            if sm.WITH_DQ:
+                sm.ds.index((step & 1) * 2 + W).store(gl.zeros([64, 64], sm.ds.dtype, s_layout))
+                fence_async_shared()
+                mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
+            step += 1
+            if sm.KV_IN_REGISTERS:  # at head_dim 64 shared-memory bandwidth is the limit
+                k = sm.k0.index(W).reshape([64, C]).load(operand)
+                v = sm.v0.index(W).reshape([64, C]).load(operand)
+            else:
+                k = sm.k0.index(W).reshape([64, C])
+                v = sm.v0.index(W).reshape([64, C])
+            if problem.BOUNDS:  # read once a tile: in the loop the addresses would take more registers
+                seen = problem.rows_seeing(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)))
+            else:
+                seen = (0, 0)
+            head_row = problem.dq_row(batch, first_head)
+            dq_row = head_row + start * 64
+            for _g in range(problem.group):
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_full.index(slot), parity)
+                block = receive_number(sm.begin.index(slot))
+                for _ in range(start, stop):
+                    masked = (block < full_start) | (block >= full_stop)
+                    dk0, dk1, dv0, dv1 = _step(
+                        sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W
+                    )
+                    step += 1
+                    dq_row = head_row + block * 64
+                    block = problem.next_block(block, start, stop)
+                head_row += problem.dq_rows
+            if sm.WITH_DQ:
+                _last_dq(sm, dq_desc, step, dq_row, W)
+        if (not sm.ACCUMULATE) | (start < stop):
+            coord = [batch, kv_head, key + W * 64]
+            dk0 = dk0 * problem.softmax_scale
+            if R:
+                _write_pieces(sm, dv0_desc, dv1_desc, dv0, dv1, coord, W)
+                _write_pieces(sm, dk0_desc, dk1_desc, dk0, dk1 * problem.softmax_scale, coord, W)
+                tma_store_wait(0)
+            else:
+                _write_whole(sm, dk0_desc, dv0_desc, dk0, dv0, coord, W)
+        mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        round += 1
+    if W == 0:
+        _take_turn(step, W)  # no barrier is left half full
+
+
+@gluon.jit
+def _consume_first(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, 0)
+
+
+@gluon.jit
+def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, 1)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
+        "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
+        "stop_shift", "in_step", "clock_ptr",
+    ]
+)  # fmt: skip
+def backward_keys(
+    q0_desc,
+    q1_desc,
+    k0_desc,
+    k1_desc,
+    v0_desc,
+    v1_desc,
+    dout0_desc,
+    dout1_desc,
+    stats_desc,
+    dq0_desc,
+    dq1_desc,
+    dk0_desc,
+    dk1_desc,
+    dv0_desc,
+    dv1_desc,
+    first_ptr,
+    stop_ptr,
+    min_row,
+    num_rows,
+    num_keys,
+    row_start,
+    dq_rows,
+    num_heads,
+    num_kv_heads,
+    num_tiles,
+    heads_together,
+    num_works,
+    group,
+    first_shift,
+    split,
+    second_shift,
+    stop_shift,
+    in_step,
+    clock_ptr,
+    scale_log2,
+    softmax_scale,
+    SPLIT: gl.constexpr,
+    REST: gl.constexpr,
+    STAGES: gl.constexpr,
+    KV_IN_REGISTERS: gl.constexpr,
+    TURN_BEFORE_EXP: gl.constexpr,
+    BOUNDS: gl.constexpr,
+    WITH_DQ: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):
+    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
+
+    The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
+    """
+    dtype: gl.constexpr = q0_desc.dtype
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    mbarrier.init(kv_full.index(0), count=1)
+    mbarrier.init(kv_empty.index(0), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+    if WITH_DQ:
+        ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+        for i in gl.static_range(2):
+            mbarrier.init(ds_full.index(i), count=2)
+    else:
+        # Not an unused pair: the compiler would give its place to Q, and the hardware may still write to a barrier
+        # that was initialised, which it does when a time slice ends.
+        ds_full = q_full
+    begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
+    q0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout)
+    dout0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], dout0_desc.layout)
+    k0 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, SPLIT], k0_desc.layout)
+    v0 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, SPLIT], v0_desc.layout)
+    if REST:
+        q1 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], q1_desc.layout)
+        dout1 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], dout1_desc.layout)
+        k1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], k1_desc.layout)
+        v1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], v1_desc.layout)
+        dq1_columns = dq1_desc
+    else:
+        q1 = q0
+        dout1 = dout0
+        k1 = k0
+        v1 = v0
+        dq1_columns = dq0_desc
+    sm = Shared(
+        q0,
+        q1,
+        dout0,
+        dout1,
+        k0,
+        k1,
+        v0,
+        v1,
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
+        gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
+        gl.allocate_shared_memory(gl.float32, dq0_desc.block_type.shape, dq0_desc.layout),
+        gl.allocate_shared_memory(gl.float32, dq1_columns.block_type.shape, dq1_columns.layout),
+        kv_full,
+        kv_empty,
+        q_full,
+        q_empty,
+        ds_full,
+        begin,
+        SPLIT,
+        REST,
+        STAGES,
+        KV_IN_REGISTERS,
+        TURN_BEFORE_EXP,
+        WITH_DQ,
+        ACCUMULATE,
+    )
+    problem = Problem(
+        min_row,
+        num_rows,
+        num_keys,
+        row_start,
+        dq_rows,
+        num_heads,
+        num_kv_heads,
+        num_tiles,
+        heads_together,
+        num_works,
+        group,
+        first_shift,
+        split,
+        second_shift,
+        stop_shift,
+        in_step,
+        clock_ptr,
+        first_ptr,
+        stop_ptr,
+        scale_log2,
+        softmax_scale,
+        BOUNDS,
+        64,
+        2 * 64,
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
+            (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
+            (
+                _load,
+                (sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,219 @@
+"""What every backward kernel is told about a hop, and the arithmetic on key tiles and query blocks.
+
+A hop is one rectangle of query rows and keys, seen through descriptors that begin at its corner. Each key
+is seen by one interval of query rows: computed from two shifts (a diagonal band) or loaded (packed
+documents). The intervals' ends never decrease from key to key, so those of a tile's first and last key
+bound the query blocks to visit and the blocks that need no mask.
+"""
+
+from ringflash_kernels.hopper.backward.order import SMS
+from ringflash_kernels.hopper.compat import aggregate, gl, gluon
+
+_SMS = gl.constexpr(SMS)
+_TICK = gl.constexpr(16)
+
+
+@gluon.jit
+def slot_of(step, STAGES: gl.constexpr):
+    """Buffer of a pipeline step, and the parity its barriers have then."""
+    if STAGES == 1:
+        return 0, step & 1
+    if STAGES == 2:
+        return step & 1, (step >> 1) & 1
+    if STAGES == 4:
+        return step & 3, (step >> 2) & 1
+    return step % STAGES, (step // STAGES) & 1
+
+
+NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of one int32 in shared memory
+
+
+@gluon.jit
+def send_number(place, number):
+    """By a warp; whoever waits for a barrier at which it arrives next can read it."""
+    place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def receive_number(place):
+    """By four warps."""
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@aggregate
+class Problem:
+    """Sizes, mask and scales of one hop.
+
+    Args:
+        num_rows, num_keys: extent of the hop's rectangle; its rows before min_row see nothing.
+        row_start: first query row of the rectangle in the statistics and in the dQ accumulator, a multiple of 4
+            (16 bytes); dq_rows: rows of one head there.
+        num_tiles: key tiles of one head; group: query heads that one tile walks, sharing one dK and dV.
+        heads_together: heads (with group > 1: groups of them) whose tiles take turns in the order of the launch.
+        first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle ...
+        split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
+        first_ptr, stop_ptr: instead of the shifts when BOUNDS: (num_keys,), int32.
+        in_step, clock_ptr: see `meeting_block`; clock_ptr: one int32 of any value.
+    """
+
+    min_row: gl.tensor
+    num_rows: gl.tensor
+    num_keys: gl.tensor
+    row_start: gl.tensor
+    dq_rows: gl.tensor
+    num_heads: gl.tensor
+    num_kv_heads: gl.tensor
+    num_tiles: gl.tensor
+    heads_together: gl.tensor
+    num_works: gl.tensor
+    group: gl.tensor
+    first_shift: gl.tensor
+    split: gl.tensor
+    second_shift: gl.tensor
+    stop_shift: gl.tensor
+    in_step: gl.tensor
+    clock_ptr: gl.tensor
+    first_ptr: gl.tensor
+    stop_ptr: gl.tensor
+    scale_log2: gl.tensor
+    softmax_scale: gl.tensor
+    BOUNDS: gl.constexpr
+    BLOCK_M: gl.constexpr
+    BLOCK_N: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        min_row,
+        num_rows,
+        num_keys,
+        row_start,
+        dq_rows,
+        num_heads,
+        num_kv_heads,
+        num_tiles,
+        heads_together,
+        num_works,
+        group,
+        first_shift,
+        split,
+        second_shift,
+        stop_shift,
+        in_step,
+        clock_ptr,
+        first_ptr,
+        stop_ptr,
+        scale_log2,
+        softmax_scale,
+        BOUNDS,
+        BLOCK_M,
+        BLOCK_N,
+    ):
+        self.min_row = min_row
+        self.num_rows = num_rows
+        self.num_keys = num_keys
+        self.row_start = row_start
+        self.dq_rows = dq_rows
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.num_tiles = num_tiles
+        self.heads_together = heads_together
+        self.num_works = num_works
+        self.group = group
+        self.first_shift = first_shift
+        self.split = split
+        self.second_shift = second_shift
+        self.stop_shift = stop_shift
+        self.in_step = in_step
+        self.clock_ptr = clock_ptr
+        self.first_ptr = first_ptr
+        self.stop_ptr = stop_ptr
+        self.scale_log2 = scale_log2
+        self.softmax_scale = softmax_scale
+        self.BOUNDS = gl.constexpr(BOUNDS)
+        self.BLOCK_M = gl.constexpr(BLOCK_M)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+
+    @gluon.jit
+    def work(self, index):
+        """First key, batch, first query head and KV head of a work item.
+
+        Order: section of heads, key tile (the longest first under a causal mask), head within the section.
+        """
+        section = index // (self.num_tiles * self.heads_together)
+        rest = index - section * self.num_tiles * self.heads_together
+        tile = rest // self.heads_together
+        head = section * self.heads_together + rest - tile * self.heads_together
+        key = tile * self.BLOCK_N
+        heads = self.num_heads // self.group
+        first_head = (head % heads) * self.group
+        return key, head // heads, first_head, first_head // (self.num_heads // self.num_kv_heads)
+
+    @gluon.jit
+    def dq_row(self, batch, head):
+        """Row of the dQ accumulator where the rectangle begins; rows past its end get zeros added."""
+        return (batch * self.num_heads + head) * self.dq_rows + self.row_start
+
+    @gluon.jit
+    def rows_seeing(self, key):
+        """The query rows [first, stop) that see `key`, a number or a tensor; none for a key past the end."""
+        inside = key < self.num_keys
+        if self.BOUNDS:
+            first = gl.load(self.first_ptr + key, mask=inside, other=0)
+            stop = gl.load(self.stop_ptr + key, mask=inside, other=0)
+        else:
+            first = gl.minimum(gl.maximum(key + self.first_shift, self.min_row), self.split)
+            first += gl.minimum(gl.maximum(key + self.second_shift, self.split), self.num_rows) - self.split
+            stop = gl.where(inside, gl.minimum(gl.maximum(key + self.stop_shift, 0), self.num_rows), 0)
+        return first, stop
+
+    @gluon.jit
+    def visible(self, keys, rows):
+        """Which of `rows` (a row of numbers) see which of `keys` (a column)."""
+        first, stop = self.rows_seeing(keys)
+        return self.within(rows, first, stop)
+
+    @gluon.jit
+    def within(self, rows, first, stop):
+        """Which of `rows` (a row of numbers) lie in [first, stop) (a column each)."""
+        # One unsigned comparison for both ends: a negative difference is large.
+        passed = (rows[None, :] - first[:, None]).to(gl.uint32, bitcast=True)
+        return passed < gl.maximum(stop - first, 0).to(gl.uint32, bitcast=True)[:, None]
+
+    @gluon.jit
+    def blocks(self, key):
+        """Query blocks [start, stop) that the tile at `key` visits; [full_start, full_stop) see all its keys."""
+        last = gl.minimum(key + self.BLOCK_N, self.num_keys) - 1
+        first_row, full_stop_row = self.rows_seeing(key)
+        full_start_row, stop_row = self.rows_seeing(last)
+        full_stop_row = gl.where(key + self.BLOCK_N <= self.num_keys, full_stop_row, 0)
+        start = first_row // self.BLOCK_M
+        stop = gl.where(first_row < stop_row, gl.cdiv(stop_row, self.BLOCK_M), start)
+        return start, stop, gl.cdiv(full_start_row, self.BLOCK_M), full_stop_row // self.BLOCK_M
+
+    @gluon.jit
+    def tick(self, step):
+        """Count the producer's steps, those of all CTAs together."""
+        if (self.in_step != 0) & (step % _TICK == 0):
+            gl.atomic_add(self.clock_ptr, _TICK)
+
+    @gluon.jit
+    def meeting_block(self, block, start, stop):
+        """Where a round over the query blocks [start, stop) of a head begins: where most CTAs are, or at `block`.
+
+        Any order of the blocks is right. But if the CTAs that run at one time are at the same block, its Q, dO and dQ
+        move once and wait in L2 for all of them; if each is somewhere else, they are fetched again and again. The
+        clock that all go by is the mean of their steps.
+        """
+        if self.in_step != 0:
+            # Not an atomic: its way to all threads of the warp made ptxas spill in the other warps.
+            steps = gl.load(self.clock_ptr, volatile=True).to(gl.uint32, bitcast=True)
+            running = gl.minimum(gl.num_programs(0), _SMS).to(gl.uint32)
+            now = (steps // running % gl.cdiv(self.num_rows, self.BLOCK_M).to(gl.uint32)).to(gl.int32)
+            block = gl.where((start <= now) & (now < stop), now, block)
+        return block
+
+    @gluon.jit
+    def next_block(self, block, start, stop):
+        """The block after `block` on that round."""
+        return gl.where(block + 1 == stop, start, block + 1)

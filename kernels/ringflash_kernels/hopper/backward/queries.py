@@ -1,0 +1,489 @@
+"""dQ alone, in a fixed order: one CTA holds 128 queries and streams the keys past them.
+
+Each element of the dQ accumulator gets one addition a hop, where the keys kernels' reduce-adds come in any order and
+bring a whole dQ block for every key tile. S and dP are computed a second time (7 products a tile instead of 5).
+`Problem` is read with queries and keys exchanged: its "keys" are the queries held, its "rows" the keys streamed.
+
+A producer warp loads by TMA; two consumers of four warps own 64 queries each. K and V of a block of keys pass through
+one ring of buffers in turn: V is given back after dP, K after dQ += dS K, so three buffers are enough where no more fit
+(head_dim 256). A step is dP and S, exp, dQ; or, EXP_UNDER_DP, S and dP, exp while dP is on its way, dQ.
+"""
+
+from ringflash_kernels.hopper.backward.problem import Problem, slot_of
+from ringflash_kernels.hopper.compat import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    named_barrier,
+    tma_load,
+    tma_reduce_add,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@aggregate
+class QueryShared:
+    """Shared memory of a CTA, operands in one or two pieces of columns, and the choices every role needs."""
+
+    q0: gl.shared_memory_descriptor
+    q1: gl.shared_memory_descriptor
+    dout0: gl.shared_memory_descriptor
+    dout1: gl.shared_memory_descriptor
+    kv0: gl.shared_memory_descriptor
+    kv1: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    BLOCK: gl.constexpr
+    SPLIT: gl.constexpr
+    REST: gl.constexpr
+    SLOTS: gl.constexpr
+    EXP_UNDER_DP: gl.constexpr
+    TURNS: gl.constexpr
+    HELD: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        q0,
+        q1,
+        dout0,
+        dout1,
+        kv0,
+        kv1,
+        q_full,
+        q_empty,
+        full,
+        empty,
+        BLOCK,
+        SPLIT,
+        REST,
+        SLOTS,
+        EXP_UNDER_DP,
+        TURNS,
+        HELD,
+    ):
+        self.q0 = q0
+        self.q1 = q1
+        self.dout0 = dout0
+        self.dout1 = dout1
+        self.kv0 = kv0
+        self.kv1 = kv1
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.full = full
+        self.empty = empty
+        self.BLOCK = gl.constexpr(BLOCK)
+        self.SPLIT = gl.constexpr(SPLIT)
+        self.REST = gl.constexpr(REST)
+        self.SLOTS = gl.constexpr(SLOTS)
+        self.EXP_UNDER_DP = gl.constexpr(EXP_UNDER_DP)
+        self.TURNS = gl.constexpr(TURNS)
+        self.HELD = gl.constexpr(HELD)
+
+
+@gluon.jit
+def _tile_of(problem, index):
+    """First query, batch, head and KV head of a work item: the last queries, under a causal mask the longest, first."""
+    row, batch, head, kv_head = problem.work(index)
+    return (problem.num_tiles - 1) * problem.BLOCK_N - row, batch, head, kv_head
+
+
+@gluon.jit
+def _slots(sm, step):
+    """Buffers of K and of V of a step, and the parities their barriers have then."""
+    if sm.EXP_UNDER_DP:
+        k_slot, k_parity = slot_of(2 * step, sm.SLOTS)
+        v_slot, v_parity = slot_of(2 * step + 1, sm.SLOTS)
+    else:
+        v_slot, v_parity = slot_of(2 * step, sm.SLOTS)
+        k_slot, k_parity = slot_of(2 * step + 1, sm.SLOTS)
+    return k_slot, k_parity, v_slot, v_parity
+
+
+@gluon.jit
+def _load_block(sm, desc0, desc1, coord, slot, parity):
+    """Fill a buffer of the ring once both consumers have given it back."""
+    R: gl.constexpr = sm.REST
+    full = sm.full.index(slot)
+    mbarrier.wait(sm.empty.index(slot), parity ^ 1)
+    mbarrier.expect(full, desc0.block_type.nbytes + (desc1.block_type.nbytes if R else 0))
+    tma_load(desc0, [coord[0], coord[1], coord[2], 0], full, sm.kv0.index(slot))
+    if R:
+        tma_load(desc1, [coord[0], coord[1], coord[2], sm.SPLIT], full, sm.kv1.index(slot))
+
+
+@gluon.jit
+def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k1_desc, v0_desc, v1_desc):
+    """Producer: Q and dO of each tile, then K and V block by block."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    nbytes: gl.constexpr = q0_desc.block_type.nbytes + (q1_desc.block_type.nbytes if R else 0)
+    step = 0
+    round = 0
+    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+        row, batch, head, kv_head = _tile_of(problem, index)
+        start, stop, _full_start, _full_stop = problem.blocks(row)
+        if start < stop:
+            full = sm.q_full.index(0)
+            mbarrier.wait(sm.q_empty.index(0), (round & 1) ^ 1)
+            mbarrier.expect(full, 4 * nbytes)
+            for half in gl.static_range(2):
+                at = row + half * 64
+                tma_load(q0_desc, [batch, head, at, 0], full, sm.q0.index(half))
+                tma_load(dout0_desc, [batch, head, at, 0], full, sm.dout0.index(half))
+                if R:
+                    tma_load(q1_desc, [batch, head, at, C], full, sm.q1.index(half))
+                    tma_load(dout1_desc, [batch, head, at, C], full, sm.dout1.index(half))
+            round += 1
+        for block in range(start, stop):
+            coord = [batch, kv_head, block * sm.BLOCK]
+            k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
+            if sm.EXP_UNDER_DP:
+                _load_block(sm, k0_desc, k1_desc, coord, k_slot, k_parity)
+                _load_block(sm, v0_desc, v1_desc, coord, v_slot, v_parity)
+            else:
+                _load_block(sm, v0_desc, v1_desc, coord, v_slot, v_parity)
+                _load_block(sm, k0_desc, k1_desc, coord, k_slot, k_parity)
+            step += 1
+
+
+@gluon.jit
+def _take_turn(sm, token, W: gl.constexpr):
+    """Wait until the other consumer has passed its turn to consumer W."""
+    if sm.TURNS:
+        named_barrier(token, 8 + W, 256, False)
+
+
+@gluon.jit
+def _pass_turn(sm, token, W: gl.constexpr):
+    """Let the other consumer issue its products."""
+    if sm.TURNS:
+        named_barrier(token, 9 - W, 256, True)
+
+
+@gluon.jit
+def _kept(sm, piece, W: gl.constexpr):
+    """The first HELD columns of Q or dO as an operand in registers: shared memory is then read for the keys alone."""
+    if sm.HELD:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.BLOCK, 16])
+        part = piece.index(W).reshape([64, sm.SPLIT]).slice(0, sm.HELD, dim=1)
+        kept = part.load(gl.DotOperandLayout(0, layout, 2))
+    else:
+        kept = 0
+    return kept
+
+
+@gluon.jit
+def _product(sm, kept, piece0, piece1, slot, parity, W: gl.constexpr):
+    """S (of Q and of K in `slot`) or dP (of dO and V) of consumer W's queries, on its way."""
+    N: gl.constexpr = sm.BLOCK
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    H: gl.constexpr = sm.HELD
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    mbarrier.wait(sm.full.index(slot), parity)
+    x = gl.zeros([64, N], gl.float32, layout)
+    rows = piece0.index(W).reshape([64, C])
+    keys = sm.kv0.index(slot).reshape([N, C])
+    if H:
+        x = warpgroup_mma(kept, keys.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
+        keys = keys.slice(H, C - H, dim=1)
+        x = warpgroup_mma(rows.slice(H, C - H, dim=1), keys.permute((1, 0)), x, is_async=True)
+    else:
+        x = warpgroup_mma(rows, keys.permute((1, 0)), x, use_acc=False, is_async=True)
+    if R:
+        last = sm.kv1.index(slot).reshape([N, R]).permute((1, 0))
+        x = warpgroup_mma(piece1.index(W).reshape([64, R]), last, x, is_async=True)
+    return x
+
+
+@gluon.jit
+def _probabilities(sm, problem, s, lse, first, stop, block, masked):
+    """P = exp(S - lse)."""
+    N: gl.constexpr = sm.BLOCK
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    if masked:  # a second, masked loop would make ptxas spill in the first
+        keys = block * N + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        s = gl.where(problem.within(keys, first, stop), s, float("-inf"))
+    return gl.exp2(s * problem.scale_log2 - lse[:, None])
+
+
+@gluon.jit
+def _add_product(sm, ds, dq0, dq1, slot):
+    """dQ += dS K; then K goes back to the producer."""
+    N: gl.constexpr = sm.BLOCK
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    ds0 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout0, 2))
+    dq0 = warpgroup_mma(ds0, sm.kv0.index(slot).reshape([N, C]), dq0, is_async=True)
+    if R:
+        layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+        ds1 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout1, 2))
+        dq1 = warpgroup_mma(ds1, sm.kv1.index(slot).reshape([N, R]), dq1, is_async=True)
+        dq0, dq1, ds0, ds1 = warpgroup_mma_wait(0, deps=(dq0, dq1, ds0, ds1))
+    else:
+        dq0, ds0 = warpgroup_mma_wait(0, deps=(dq0, ds0))
+    mbarrier.arrive(sm.empty.index(slot), count=1)
+    return dq0, dq1
+
+
+@gluon.jit
+def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, step, block, masked, W: gl.constexpr):
+    """dQ of one block of keys."""
+    k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
+    _take_turn(sm, step, W)
+    if sm.EXP_UNDER_DP:
+        products_of_dp: gl.constexpr = (2 if sm.HELD else 1) + (1 if sm.REST else 0)
+        s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
+        dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
+        s = warpgroup_mma_wait(products_of_dp, deps=(s,))
+        _pass_turn(sm, step, W)
+        p = _probabilities(sm, problem, s, lse, first_seen, stop_seen, block, masked)
+        # ptxas moves exp behind the wait for dP, but not into another basic block: hence a wait for K, which is there.
+        mbarrier.wait(sm.full.index(k_slot), k_parity)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        mbarrier.arrive(sm.empty.index(v_slot), count=1)
+    else:
+        dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
+        s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
+        s, dp = warpgroup_mma_wait(0, deps=(s, dp))
+        mbarrier.arrive(sm.empty.index(v_slot), count=1)
+        _pass_turn(sm, step, W)
+        p = _probabilities(sm, problem, s, lse, first_seen, stop_seen, block, masked)
+    ds = (p * (dp - delta[:, None])).to(sm.q0.dtype)
+    return _add_product(sm, ds, dq0, dq1, k_slot)
+
+
+@gluon.jit
+def _interleave_columns(x, N: gl.constexpr):
+    """Columns (j, t, e) of each 32 stored as (t, j, e): the order of the keys kernels' dQ."""
+    return x.reshape([64, N // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
+
+
+@gluon.jit
+def _add_chunk(sm, dq_desc, x, row, column, buffer: gl.constexpr, W: gl.constexpr):
+    """Add half a first piece of dQ, staged in this consumer's Q or dO; the chunk before may still be leaving."""
+    N: gl.constexpr = sm.SPLIT // 2
+    if buffer == 0:
+        staged = sm.q0.index(W)._reinterpret(gl.float32, [64, N], dq_desc.layout)
+    else:
+        staged = sm.dout0.index(W)._reinterpret(gl.float32, [64, N], dq_desc.layout)
+    tma_store_wait(1)
+    staged.store(_interleave_columns(x, N))
+    fence_async_shared()
+    tma_reduce_add(dq_desc, [row, column], staged)
+
+
+@gluon.jit
+def _halves(x, D: gl.constexpr):
+    """Left and right half of the columns; stays within a thread."""
+    return x.reshape([64, 2, D // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _add_queries(sm, dq_desc, dq0, dq1, row, W: gl.constexpr):
+    """dQ of consumer W's 64 queries into the accumulator."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    left, right = _halves(dq0, C)
+    _add_chunk(sm, dq_desc, left, row, 0, 0, W)
+    _add_chunk(sm, dq_desc, right, row, C // 2, 1, W)
+    if R == C:
+        left, right = _halves(dq1, R)
+        _add_chunk(sm, dq_desc, left, row, C, 0, W)
+        _add_chunk(sm, dq_desc, right, row, C + C // 2, 1, W)
+    elif R:
+        gl.static_assert(R == C // 2)
+        _add_chunk(sm, dq_desc, dq1, row, C, 0, W)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
+    """Consumer W: dQ of 64 queries of every tile."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.BLOCK, 16])
+    layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    step = 0
+    round = 0
+    if W == 1:
+        _pass_turn(sm, step, W)
+    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+        row, batch, head, kv_head = _tile_of(problem, index)
+        start, stop, full_start, full_stop = problem.blocks(row)
+        if start < stop:
+            batch_head = batch * problem.num_heads + head
+            rows = row + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+            first_seen, stop_seen = problem.rows_seeing(rows)
+            inside = rows < problem.num_keys
+            stats = stats_ptr + batch_head.to(gl.int64) * 2 * stats_stride + problem.row_start
+            lse = gl.load(stats + rows, mask=inside, other=float("inf"))
+            delta = gl.load(stats + stats_stride + rows, mask=inside, other=0.0)
+            dq0 = gl.zeros([64, C], gl.float32, layout0)
+            if R:
+                layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+                dq1 = gl.zeros([64, R], gl.float32, layout1)
+            else:
+                dq1 = 0
+            mbarrier.wait(sm.q_full.index(0), round & 1)
+            q = _kept(sm, sm.q0, W)
+            dout = _kept(sm, sm.dout0, W)
+            for block in range(start, stop):
+                masked = (block < full_start) | (block >= full_stop)
+                dq0, dq1 = _step(
+                    sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, step, block, masked, W
+                )
+                step += 1
+            _add_queries(sm, dq_desc, dq0, dq1, problem.dq_row(batch, head) + row + W * 64, W)
+            mbarrier.arrive(sm.q_empty.index(0), count=1)
+            round += 1
+    if W == 0:
+        _take_turn(sm, step, W)  # no barrier is left half full
+
+
+@gluon.jit
+def _hold_first(sm, problem, stats_ptr, stats_stride, dq_desc):
+    _hold(sm, problem, stats_ptr, stats_stride, dq_desc, 0)
+
+
+@gluon.jit
+def _hold_second(sm, problem, stats_ptr, stats_stride, dq_desc):
+    _hold(sm, problem, stats_ptr, stats_stride, dq_desc, 1)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "stats_ptr", "first_ptr", "stop_ptr", "stats_stride", "row_start", "dq_rows", "num_rows", "num_keys",
+        "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "first_shift", "stop_shift",
+    ]
+)  # fmt: skip
+def backward_queries(
+    q0_desc,
+    q1_desc,
+    k0_desc,
+    k1_desc,
+    v0_desc,
+    v1_desc,
+    dout0_desc,
+    dout1_desc,
+    dq_desc,
+    stats_ptr,
+    first_ptr,
+    stop_ptr,
+    stats_stride,
+    row_start,
+    dq_rows,
+    num_rows,
+    num_keys,
+    num_heads,
+    num_kv_heads,
+    num_tiles,
+    heads_together,
+    num_works,
+    first_shift,
+    stop_shift,
+    scale_log2,
+    softmax_scale,
+    BLOCK: gl.constexpr,
+    SPLIT: gl.constexpr,
+    REST: gl.constexpr,
+    SLOTS: gl.constexpr,
+    EXP_UNDER_DP: gl.constexpr,
+    TURNS: gl.constexpr,
+    HELD: gl.constexpr,
+    BOUNDS: gl.constexpr,
+):
+    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
+
+    The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
+    TURNS: a consumer lets the other one issue its products once its own S is done. HELD: columns of the first piece of
+    Q and dO kept in registers.
+    """
+    dtype: gl.constexpr = q0_desc.dtype
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier)
+    mbarrier.init(q_full.index(0), count=1)
+    mbarrier.init(q_empty.index(0), count=2)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    q0 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, SPLIT], q0_desc.layout)
+    dout0 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, SPLIT], dout0_desc.layout)
+    kv0 = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK, SPLIT], k0_desc.layout)
+    if REST:
+        q1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], q1_desc.layout)
+        dout1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], dout1_desc.layout)
+        kv1 = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK, REST], k1_desc.layout)
+    else:
+        q1 = q0
+        dout1 = dout0
+        kv1 = kv0
+    sm = QueryShared(
+        q0,
+        q1,
+        dout0,
+        dout1,
+        kv0,
+        kv1,
+        q_full,
+        q_empty,
+        full,
+        empty,
+        BLOCK,
+        SPLIT,
+        REST,
+        SLOTS,
+        EXP_UNDER_DP,
+        TURNS,
+        HELD,
+    )
+    problem = Problem(
+        gl.to_tensor(0),
+        num_rows,
+        num_keys,
+        row_start,
+        dq_rows,
+        num_heads,
+        num_kv_heads,
+        num_tiles,
+        heads_together,
+        num_works,
+        gl.to_tensor(1),
+        first_shift,
+        num_rows,  # one band
+        num_rows,
+        stop_shift,
+        gl.to_tensor(0),
+        first_ptr,  # no clock
+        first_ptr,
+        stop_ptr,
+        scale_log2,
+        softmax_scale,
+        BOUNDS,
+        BLOCK,
+        2 * 64,
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_hold_first, (sm, problem, stats_ptr, stats_stride, dq_desc)),
+            (_hold_second, (sm, problem, stats_ptr, stats_stride, dq_desc)),
+            (
+                _load_keys,
+                (sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k1_desc, v0_desc, v1_desc),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )

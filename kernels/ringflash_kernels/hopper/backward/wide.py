@@ -1,0 +1,482 @@
+"""dK and dV for head_dim 192 and 256: one CTA holds 64 keys and streams the queries past them.
+
+dK and dV of 64 keys fill the registers of a consumer each, so the consumers share the work by product:
+
+    scores   S^T = K Q^T,  P = exp(S - lse) -> shared memory, dV += P^T dO
+    grads    dP^T = V dO^T, dS = P (dP - delta),              dK += dS^T Q
+
+The columns of every operand are two pieces, SPLIT = 128 and 128 (head_dim 256) or 64 (192): tiles are powers of two.
+A consumer reads K or V alone, and stages dV or dK in its buffer. dQ is left to `backward_queries`: every step would add
+a whole block of it here, for half the products of `backward_keys`.
+"""
+
+from ringflash_kernels.hopper.backward.problem import NUMBER, Problem, receive_number, send_number, slot_of
+from ringflash_kernels.hopper.compat import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# P, at most 1, passes between the consumers times this in fp16. Its 11 bits keep dS as exact as an fp32 P does, down to
+# 2^-28; in bf16, as the product with dO has it, a quarter more error came into dK.
+FINE = gl.constexpr(2.0**14)
+
+
+@aggregate
+class WideShared:
+    """Shared memory of a CTA: operands in two pieces of columns."""
+
+    q0: gl.shared_memory_descriptor
+    q1: gl.shared_memory_descriptor
+    dout0: gl.shared_memory_descriptor
+    dout1: gl.shared_memory_descriptor
+    k0: gl.shared_memory_descriptor
+    k1: gl.shared_memory_descriptor
+    v0: gl.shared_memory_descriptor
+    v1: gl.shared_memory_descriptor
+    stats: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    dout_full: gl.shared_memory_descriptor
+    dout_empty: gl.shared_memory_descriptor
+    p_full: gl.shared_memory_descriptor
+    p_empty: gl.shared_memory_descriptor
+    begin: gl.shared_memory_descriptor
+    SPLIT: gl.constexpr
+    REST: gl.constexpr
+    STAGES: gl.constexpr
+    HELD: gl.constexpr
+    ACCUMULATE: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        q0,
+        q1,
+        dout0,
+        dout1,
+        k0,
+        k1,
+        v0,
+        v1,
+        stats,
+        p,
+        kv_full,
+        kv_empty,
+        q_full,
+        q_empty,
+        dout_full,
+        dout_empty,
+        p_full,
+        p_empty,
+        begin,
+        SPLIT,
+        REST,
+        STAGES,
+        HELD,
+        ACCUMULATE,
+    ):
+        self.q0 = q0
+        self.q1 = q1
+        self.dout0 = dout0
+        self.dout1 = dout1
+        self.k0 = k0
+        self.k1 = k1
+        self.v0 = v0
+        self.v1 = v1
+        self.stats = stats
+        self.p = p
+        self.kv_full = kv_full
+        self.kv_empty = kv_empty
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.dout_full = dout_full
+        self.dout_empty = dout_empty
+        self.p_full = p_full
+        self.p_empty = p_empty
+        self.begin = begin
+        self.SPLIT = gl.constexpr(SPLIT)
+        self.REST = gl.constexpr(REST)
+        self.STAGES = gl.constexpr(STAGES)
+        self.HELD = gl.constexpr(HELD)
+        self.ACCUMULATE = gl.constexpr(ACCUMULATE)
+
+
+@gluon.jit
+def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc):
+    """Producer: K and V of each tile, then Q with its statistics and dO block by block."""
+    C: gl.constexpr = sm.SPLIT
+    nbytes: gl.constexpr = q0_desc.block_type.nbytes + q1_desc.block_type.nbytes
+    step = 0
+    round = 0
+    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+        key, batch, first_head, kv_head = problem.work(index)
+        start, stop, _full_start, _full_stop = problem.blocks(key)
+        # Tiles that no query sees take part too: their zeros may be written from the buffers of K and V.
+        kv_full = sm.kv_full.index(0)
+        mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        mbarrier.expect(kv_full, 2 * nbytes)
+        tma_load(k0_desc, [batch, kv_head, key, 0], kv_full, sm.k0)
+        tma_load(k1_desc, [batch, kv_head, key, C], kv_full, sm.k1)
+        tma_load(v0_desc, [batch, kv_head, key, 0], kv_full, sm.v0)
+        tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
+        round += 1
+        block = start
+        for g in range(problem.group):
+            head = first_head + g
+            if start < stop:
+                block = problem.meeting_block(block, start, stop)
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                send_number(sm.begin.index(slot), block)
+            for _ in range(start, stop):
+                row = block * 64
+                slot, parity = slot_of(step, sm.STAGES)
+                q_full = sm.q_full.index(slot)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                mbarrier.expect(q_full, nbytes + stats_desc.block_type.nbytes)
+                tma_load(q0_desc, [batch, head, row, 0], q_full, sm.q0.index(slot))
+                tma_load(q1_desc, [batch, head, row, C], q_full, sm.q1.index(slot))
+                stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
+                tma_load(stats_desc, stats_coord, q_full, sm.stats.index(slot))
+                dout_full = sm.dout_full.index(slot)
+                mbarrier.wait(sm.dout_empty.index(slot), parity ^ 1)
+                mbarrier.expect(dout_full, nbytes)
+                tma_load(dout0_desc, [batch, head, row, 0], dout_full, sm.dout0.index(slot))
+                tma_load(dout1_desc, [batch, head, row, C], dout_full, sm.dout1.index(slot))
+                block = problem.next_block(block, start, stop)
+                step += 1
+                problem.tick(step)
+
+
+@gluon.jit
+def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
+    """Add or store 64 columns of dK or dV."""
+    at = [coord[0], coord[1], coord[2], column]
+    if W == 0:
+        staged = sm.k0._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
+    else:
+        staged = sm.v0._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
+    tma_store_wait(0)
+    staged.reshape([64, 64]).store(x.to(desc.dtype))
+    fence_async_shared()
+    if sm.ACCUMULATE:
+        tma_reduce_add(desc, at, staged)
+    else:
+        tma_store(desc, at, staged)
+
+
+@gluon.jit
+def _write_wide(sm, desc, x0, x1, batch, key, head, W: gl.constexpr):
+    """Add or store dK or dV of a tile."""
+    coord = [batch, head, key]
+    left, right = x0.reshape([64, 2, 64]).permute([0, 2, 1]).split()
+    _write_chunk(sm, desc, left, coord, 0, W)
+    _write_chunk(sm, desc, right, coord, 64, W)
+    if sm.REST == 128:
+        left, right = x1.reshape([64, 2, 64]).permute([0, 2, 1]).split()
+        _write_chunk(sm, desc, left, coord, 128, W)
+        _write_chunk(sm, desc, right, coord, 192, W)
+    else:
+        _write_chunk(sm, desc, x1, coord, 128, W)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _kept(sm, piece):
+    """The first HELD columns of K or V as an operand in registers."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    part = piece.reshape([64, sm.SPLIT]).slice(0, sm.HELD, dim=1)
+    return part.load(gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def _product(sm, kept, keys0, keys1, rows0, rows1):
+    """S^T (of K and Q) or dP^T (of V and dO), on its way."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    H: gl.constexpr = sm.HELD
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    x = gl.zeros([64, 64], gl.float32, layout)
+    keys = keys0.reshape([64, C])
+    rows = rows0.reshape([64, C])
+    x = warpgroup_mma(kept, rows.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
+    if H < C:
+        rows = rows.slice(H, C - H, dim=1).permute((1, 0))
+        x = warpgroup_mma(keys.slice(H, C - H, dim=1), rows, x, is_async=True)
+    return warpgroup_mma(keys1.reshape([64, R]), rows1.reshape([64, R]).permute((1, 0)), x, is_async=True)
+
+
+@gluon.jit
+def _score_step(sm, problem, k, dv0, dv1, step, block, key, masked):
+    """S, P and dV for one block of queries."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    slot, parity = slot_of(step, sm.STAGES)
+
+    # P = exp(S - lse)
+    mbarrier.wait(sm.q_full.index(slot), parity)
+    s = _product(sm, k, sm.k0, sm.k1, sm.q0.index(slot), sm.q1.index(slot))
+    lse = sm.stats.index(slot).reshape([2, 64]).slice(0, 1, dim=0).load(s_layout)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(sm.q_empty.index(slot), count=1)
+    if masked:
+        keys = key + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+        rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
+        s = gl.where(problem.visible(keys, rows), s, float("-inf"))
+    p_exact = gl.exp2(s * problem.scale_log2 - lse)
+    p = p_exact.to(sm.q0.dtype)
+    mbarrier.wait(sm.p_empty.index(0), (step & 1) ^ 1)
+    sm.p.store((p_exact * FINE).to(gl.float16))
+    mbarrier.arrive(sm.p_full.index(0), count=1)
+
+    # dV += P^T dO
+    mbarrier.wait(sm.dout_full.index(slot), parity)
+    p0 = gl.convert_layout(p, gl.DotOperandLayout(0, layout0, 2))
+    p1 = gl.convert_layout(p, gl.DotOperandLayout(0, layout1, 2))
+    dv0 = warpgroup_mma(p0, sm.dout0.index(slot).reshape([64, C]), dv0, is_async=True)
+    dv1 = warpgroup_mma(p1, sm.dout1.index(slot).reshape([64, R]), dv1, is_async=True)
+    dv0, dv1, p0, p1 = warpgroup_mma_wait(0, deps=(dv0, dv1, p0, p1))
+    mbarrier.arrive(sm.dout_empty.index(slot), count=1)
+    return dv0, dv1
+
+
+@gluon.jit
+def _gradient_step(sm, v, dk0, dk1, step):
+    """dP, dS and dK for one block of queries."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    slot, parity = slot_of(step, sm.STAGES)
+    q0 = sm.q0.index(slot).reshape([64, C])
+    q1 = sm.q1.index(slot).reshape([64, R])
+
+    # dS = P (dP - delta)
+    mbarrier.wait(sm.dout_full.index(slot), parity)
+    dp = _product(sm, v, sm.v0, sm.v1, sm.dout0.index(slot), sm.dout1.index(slot))
+    mbarrier.wait(sm.q_full.index(slot), parity)
+    delta = sm.stats.index(slot).reshape([2, 64]).slice(1, 1, dim=0).load(s_layout)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    mbarrier.arrive(sm.dout_empty.index(slot), count=1)
+    mbarrier.wait(sm.p_full.index(0), step & 1)
+    p = sm.p.load(s_layout).to(gl.float32) * (1 / FINE)
+    mbarrier.arrive(sm.p_empty.index(0), count=1)
+    ds = (p * (dp - delta)).to(sm.q0.dtype)
+
+    # dK += dS^T Q
+    ds0 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout0, 2))
+    ds1 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout1, 2))
+    dk0 = warpgroup_mma(ds0, q0, dk0, is_async=True)
+    dk1 = warpgroup_mma(ds1, q1, dk1, is_async=True)
+    dk0, dk1, ds0, ds1 = warpgroup_mma_wait(0, deps=(dk0, dk1, ds0, ds1))
+    mbarrier.arrive(sm.q_empty.index(slot), count=1)
+    return dk0, dk1
+
+
+@gluon.jit
+def _consume_scores(sm, problem, dv_desc):
+    """First consumer: dV."""
+    layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.SPLIT, 16])
+    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.REST, 16])
+    step = 0
+    round = 0
+    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+        key, batch, first_head, kv_head = problem.work(index)
+        start, stop, full_start, full_stop = problem.blocks(key)
+        dv0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
+        dv1 = gl.zeros([64, sm.REST], gl.float32, layout1)
+        mbarrier.wait(sm.kv_full.index(0), round & 1)
+        k = _kept(sm, sm.k0)
+        if start < stop:
+            for _g in range(problem.group):
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_full.index(slot), parity)
+                block = receive_number(sm.begin.index(slot))
+                for _ in range(start, stop):
+                    masked = (block < full_start) | (block >= full_stop)
+                    dv0, dv1 = _score_step(sm, problem, k, dv0, dv1, step, block, key, masked)
+                    block = problem.next_block(block, start, stop)
+                    step += 1
+        if (not sm.ACCUMULATE) | (start < stop):
+            _write_wide(sm, dv_desc, dv0, dv1, batch, key, kv_head, 0)
+        mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        round += 1
+
+
+@gluon.jit
+def _consume_gradients(sm, problem, dk_desc):
+    """Second consumer: dK."""
+    layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.SPLIT, 16])
+    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.REST, 16])
+    step = 0
+    round = 0
+    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+        key, batch, first_head, kv_head = problem.work(index)
+        start, stop, _full_start, _full_stop = problem.blocks(key)
+        dk0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
+        dk1 = gl.zeros([64, sm.REST], gl.float32, layout1)
+        mbarrier.wait(sm.kv_full.index(0), round & 1)
+        v = _kept(sm, sm.v0)
+        for _ in range(problem.group * (stop - start)):
+            dk0, dk1 = _gradient_step(sm, v, dk0, dk1, step)
+            step += 1
+        if (not sm.ACCUMULATE) | (start < stop):
+            _write_wide(sm, dk_desc, dk0 * problem.softmax_scale, dk1 * problem.softmax_scale, batch, key, kv_head, 1)
+        mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        round += 1
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
+        "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
+        "stop_shift", "in_step", "clock_ptr",
+    ]
+)  # fmt: skip
+def backward_wide(
+    q0_desc,
+    q1_desc,
+    k0_desc,
+    k1_desc,
+    v0_desc,
+    v1_desc,
+    dout0_desc,
+    dout1_desc,
+    stats_desc,
+    dk_desc,
+    dv_desc,
+    first_ptr,
+    stop_ptr,
+    min_row,
+    num_rows,
+    num_keys,
+    row_start,
+    dq_rows,
+    num_heads,
+    num_kv_heads,
+    num_tiles,
+    heads_together,
+    num_works,
+    group,
+    first_shift,
+    split,
+    second_shift,
+    stop_shift,
+    in_step,
+    clock_ptr,
+    scale_log2,
+    softmax_scale,
+    SPLIT: gl.constexpr,
+    REST: gl.constexpr,
+    STAGES: gl.constexpr,
+    HELD: gl.constexpr,
+    BOUNDS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):
+    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
+
+    HELD: columns of the first piece of K and V kept in registers.
+    """
+    dtype: gl.constexpr = q0_desc.dtype
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    dout_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    p_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    p_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    mbarrier.init(kv_full.index(0), count=1)
+    mbarrier.init(kv_empty.index(0), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(dout_full.index(i), count=1)
+        mbarrier.init(dout_empty.index(i), count=2)
+    mbarrier.init(p_full.index(0), count=1)
+    mbarrier.init(p_empty.index(0), count=1)
+    begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
+    p = gl.allocate_shared_memory(gl.float16, [64, 64], p_layout)
+    sm = WideShared(
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], q1_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], dout0_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], dout1_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], k0_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 64, REST], k1_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], v0_desc.layout),
+        gl.allocate_shared_memory(dtype, [1, 1, 64, REST], v1_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
+        p,
+        kv_full,
+        kv_empty,
+        q_full,
+        q_empty,
+        dout_full,
+        dout_empty,
+        p_full,
+        p_empty,
+        begin,
+        SPLIT,
+        REST,
+        STAGES,
+        HELD,
+        ACCUMULATE,
+    )
+    problem = Problem(
+        min_row,
+        num_rows,
+        num_keys,
+        row_start,
+        dq_rows,
+        num_heads,
+        num_kv_heads,
+        num_tiles,
+        heads_together,
+        num_works,
+        group,
+        first_shift,
+        split,
+        second_shift,
+        stop_shift,
+        in_step,
+        clock_ptr,
+        first_ptr,
+        stop_ptr,
+        scale_log2,
+        softmax_scale,
+        BOUNDS,
+        64,
+        64,
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume_scores, (sm, problem, dv_desc)),
+            (_consume_gradients, (sm, problem, dk_desc)),
+            (
+                _load_wide,
+                (sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,1 @@
+"""The forward kernel, its tile shapes and its launch."""

@@ -1,0 +1,1158 @@
+"""Attention forward for compute capability 9.0.
+
+A persistent program per SM: one producer warp loads tiles by TMA and hands out work, two or three consumer
+warpgroups own 64 query rows each and walk the visible key blocks from last to first:
+
+    producer   K(n-1) Q V(n-1) K(n-2) V(n-2) ...            mbarriers full / empty, a ring of stages
+    consumer   S(j+1) = Q K(j+1)^T  issued, then  O += P(j) V(j)  issued, and while both run
+               P(j+1) = exp2(S(j+1) - m): the softmax of one block hides under the products of its neighbours
+
+That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence". O is rescaled only where
+a row maximum grew by much, which is rare after the first blocks.
+Masked blocks lie at the two ends of the walk; the loop between them does not test the mask. `acc` and `lse` of
+earlier calls are merged in the epilogue, loaded by TMA while the main loop runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ringflash_kernels.hopper.compat import (
+    TensorDescriptor,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    scale_unless_one,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ringflash_kernels.hopper.descriptors import cut, misaligned, tile_descriptor, tile_layout
+from ringflash_kernels.hopper.environment import check_environment
+from ringflash_kernels.hopper.forward.tiles import FORWARD_TILES, ForwardTiles
+from ringflash_kernels.hopper.launcher import Launcher, on
+from ringflash_kernels.mask import Mask, Region, check_capture
+
+_FAR = 1 << 30  # farther than any band reaches; sums with a row number stay within int32
+_LN2 = math.log(2.0)
+# K and V of the heads that run side by side should stay in L2 (50 MB); larger groups measured slower.
+_L2_BYTES_OF_A_GROUP = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class ForwardVariant:
+    """What is fixed when a kernel is compiled.
+
+    Args:
+        mask: "none", "band" (two diagonals) or "bounds" (an interval of keys for each row).
+        resume: the state of earlier calls is read and continued.
+    """
+
+    tiles: ForwardTiles
+    mask: str
+    resume: bool
+
+    @property
+    def score_layout(self) -> gl.NVMMADistributedLayout:
+        """Registers that hold S and P of one warpgroup."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.tiles.block_n, 16])
+
+    @property
+    def state_layout(self) -> gl.NVMMASharedLayout:
+        """Shared memory that holds the first part of O of one warpgroup in fp32."""
+        return tile_layout(self.tiles.block_m, self.tiles.parts[0], torch.float32)
+
+    @property
+    def acc_layouts(self) -> tuple[gl.NVMMADistributedLayout, ...]:
+        """Registers that hold O of one warpgroup, for each part of the head."""
+        return tuple(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]) for columns in self.tiles.parts)
+
+
+class Problem(NamedTuple):
+    """Run-time numbers of a launch, the same for every program."""
+
+    seqlen_q: int
+    seqlen_k: int
+    num_heads: int
+    heads_per_kv: int
+    heads_per_group: int
+    num_row_tiles: int
+    num_tiles: int
+    lower: int
+    upper: int
+    lse_stride_b: int
+    lse_stride_h: int
+    scale: float
+
+
+class Pointers(NamedTuple):
+    """Global memory reached without TMA."""
+
+    lse: int
+    start: int
+    stop: int
+    table: int
+    counter: int
+
+
+class Shared(NamedTuple):
+    """Shared memory: rings of q, k and v tiles for each part of the head, the way out for results, the next ticket."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    stage: object
+    ticket: object
+
+
+class Barriers(NamedTuple):
+    """mbarriers: `full` is signalled by whoever fills a buffer, `empty` by whoever has read it."""
+
+    q_full: object
+    q_empty: object
+    k_full: object
+    k_empty: object
+    v_full: object
+    v_empty: object
+    acc_full: object
+    ticket_full: object
+    ticket_empty: object
+
+
+class Tile(NamedTuple):
+    """One program's piece of work: where it lies, and its key blocks, walked from last to first.
+
+    Of a warpgroup's own rows, blocks [first_seen, end_seen) see any and [first_full, end_full) all; block j holds keys
+    key + j * block_n and on.
+    """
+
+    batch: int
+    head: int
+    row: int
+    key: int
+    num_blocks: int
+    first_seen: int
+    first_full: int
+    end_full: int
+    end_seen: int
+
+
+class Rows(NamedTuple):
+    """What a warpgroup knows of its query rows: Q, the keys [start, stop) that each sees, the scale of exp2."""
+
+    q: tuple
+    start: object
+    stop: object
+    scale: float
+
+
+# ---------------------------------------------------------------------------------------------- work and masks
+
+
+@gluon.jit
+def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr):
+    """The tile behind a ticket, its blocks as rows [FIRST, FIRST + COUNT) of it see them.
+
+    Order: head group, row tile (longest first), head within the group.
+    """
+    ROWS: gl.constexpr = V.tiles.rows
+    BN: gl.constexpr = V.tiles.block_n
+    per_group = problem.heads_per_group * problem.num_row_tiles
+    group = ticket // per_group
+    rest = ticket - group * per_group
+    rank = rest // problem.heads_per_group
+    batch_head = group * problem.heads_per_group + rest - rank * problem.heads_per_group
+    batch = batch_head // problem.num_heads
+    head = batch_head - batch * problem.num_heads
+    row = (problem.num_row_tiles - 1 - rank) * ROWS
+    if V.mask == "none":
+        first_key = batch * 0
+        last_start = first_key
+        first_stop = problem.seqlen_k
+        end_key = problem.seqlen_k
+    elif V.mask == "band":
+        last_row = gl.minimum(row + ROWS, problem.seqlen_q) - 1
+        first_key = gl.maximum(row + problem.lower, 0)
+        end_key = gl.minimum(last_row + problem.upper + 1, problem.seqlen_k)
+        last_start = gl.minimum(row + FIRST + COUNT - 1, last_row) + problem.lower
+        first_stop = gl.minimum(row + FIRST + problem.upper + 1, problem.seqlen_k)
+    else:
+        entry = pointers.table + rank * 8
+        row = gl.load(entry) * ROWS
+        first_key = gl.load(entry + 1)
+        last_start = gl.load(entry + 2)
+        first_stop = gl.load(entry + 3)
+        end_key = gl.load(entry + 4)
+    if V.tiles.aligned:
+        first_key = first_key // BN * BN
+    num_blocks = (gl.maximum(end_key - first_key, 0) + BN - 1) // BN
+    first_seen = num_blocks * 0
+    end_seen = num_blocks
+    if V.mask == "band" and V.tiles.skips:
+        own_last_row = gl.minimum(row + FIRST + COUNT - 1, last_row)
+        own_end_key = gl.where(row + FIRST <= last_row, own_last_row + problem.upper + 1, 0)
+        end_seen = gl.minimum((gl.maximum(own_end_key - first_key, 0) + BN - 1) // BN, num_blocks)
+        first_seen = gl.minimum(gl.maximum(row + FIRST + problem.lower - first_key, 0) // BN, end_seen)
+    first_full = gl.minimum((gl.maximum(last_start - first_key, 0) + BN - 1) // BN, end_seen)
+    end_full = gl.minimum(gl.maximum(gl.maximum(first_stop - first_key, 0) // BN, first_full), end_seen)
+    return Tile(batch, head, row, first_key, num_blocks, first_seen, first_full, end_full, end_seen)
+
+
+@gluon.jit
+def visible_keys(rows, problem, pointers, V: gl.constexpr):
+    """[start, stop): the keys that each row sees."""
+    if V.mask == "none":
+        start = rows * 0
+        stop = start + problem.seqlen_k
+    elif V.mask == "band":
+        start = rows + problem.lower
+        stop = gl.minimum(rows + problem.upper + 1, problem.seqlen_k)
+    else:
+        inside = rows < problem.seqlen_q
+        start = gl.load(pointers.start + rows, mask=inside, other=0)
+        stop = gl.load(pointers.stop + rows, mask=inside, other=0)
+    return start, stop
+
+
+@gluon.jit
+def slot(count, SIZE: gl.constexpr):
+    """Index and phase of the count-th use of a ring of SIZE buffers."""
+    if SIZE == 2:
+        index = count & 1
+    else:
+        index = count % SIZE
+    return index, (count // SIZE) & 1
+
+
+@gluon.jit
+def tiles_at(ring, index, V: gl.constexpr):
+    """Slot `index` of a ring: a (1, rows, 1, columns) buffer, as TMA moves it, for each part of the head."""
+    if len(V.tiles.parts) == 2:
+        tiles = (ring[0].index(index), ring[1].index(index))
+    else:
+        tiles = (ring[0].index(index),)
+    return tiles
+
+
+@gluon.jit
+def q_tiles(shared, W: gl.constexpr, V: gl.constexpr):
+    """Q of warpgroup W; where it shares its memory with the results, both parts lie in that warpgroup's half."""
+    if V.tiles.stage_in_q:
+        tiles = (shared.q[0].index(2 * W), shared.q[1].index(2 * W + 1))
+    else:
+        tiles = tiles_at(shared.q, W, V)
+    return tiles
+
+
+# ------------------------------------------------------------------------------------------------------ producer
+
+
+@gluon.jit
+def load_tile(desc, tiles, full, batch, row, head, V: gl.constexpr):
+    """Load all parts of one tile; `full` counts their bytes."""
+    if len(V.tiles.parts) == 2:
+        mbarrier.expect(full, desc[0].block_type.nbytes + desc[1].block_type.nbytes)
+        tma_load(desc[0], [batch, row, head, 0], full, tiles[0])
+        tma_load(desc[1], [batch, row, head, V.tiles.parts[0]], full, tiles[1])
+    else:
+        mbarrier.expect(full, desc[0].block_type.nbytes)
+        tma_load(desc[0], [batch, row, head, 0], full, tiles[0])
+
+
+@gluon.jit
+def publish(ticket, count, shared, barriers):
+    """Tell the consumers which tile is next."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    index, phase = slot(count, 2)
+    mbarrier.wait(barriers.ticket_empty.index(index), phase ^ 1)
+    shared.ticket.index(index).store(gl.full([1], ticket, gl.int32, layout))
+    mbarrier.arrive(barriers.ticket_full.index(index), count=1)
+
+
+@gluon.jit
+def load_q(q_desc, shared, barriers, tile, count, V: gl.constexpr):
+    """Load the rows of each warpgroup, once it has done with the last tile's."""
+    WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
+    for w in gl.static_range(WARPGROUPS):
+        mbarrier.wait(barriers.q_empty.index(w), (count & 1) ^ 1)
+        load_tile(q_desc, q_tiles(shared, w, V), barriers.q_full.index(w), tile.batch,
+                  tile.row + w * V.tiles.block_m, tile.head, V)  # fmt: skip
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.constexpr):
+    """The producer warp: draws tiles from a counter that all programs share, loads Q and the ring of K and V."""
+    BN: gl.constexpr = V.tiles.block_n
+    STAGES: gl.constexpr = V.tiles.num_stages
+    count = 0
+    kv = 0
+    ticket = gl.program_id(0)
+    while ticket < problem.num_tiles:
+        tile = decode(ticket, problem, pointers, 0, V.tiles.rows, V)
+        publish(ticket, count, shared, barriers)
+        head_kv = tile.head // problem.heads_per_kv
+        for i in range(tile.num_blocks):
+            index, phase = slot(kv, STAGES)
+            key = tile.key + (tile.num_blocks - 1 - i) * BN
+            mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
+            load_tile(k_desc, tiles_at(shared.k, index, V), barriers.k_full.index(index), tile.batch, key, head_kv, V)
+            if i == 0:  # only now: the first K need not wait until the last tile is done with Q
+                load_q(q_desc, shared, barriers, tile, count, V)
+            mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
+            load_tile(v_desc, tiles_at(shared.v, index, V), barriers.v_full.index(index), tile.batch, key, head_kv, V)
+            kv += 1
+        if tile.num_blocks == 0:
+            load_q(q_desc, shared, barriers, tile, count, V)
+        count += 1
+        ticket = gl.atomic_add(pointers.counter, 1) + gl.num_programs(0)
+    publish(ticket, count, shared, barriers)
+    if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program leaves zeros behind
+        gl.store(pointers.counter, 0)
+        gl.store(pointers.counter + 1, 0)
+
+
+# ----------------------------------------------------------------------------------------------------- consumers
+
+
+@gluon.jit
+def matrices(tiles, V: gl.constexpr):
+    """The (rows, columns) that wgmma reads in the (1, rows, 1, columns) of each part."""
+    first = tiles[0].reshape([tiles[0].shape[1], tiles[0].shape[3]])
+    if len(V.tiles.parts) == 2:
+        parts = (first, tiles[1].reshape([tiles[1].shape[1], tiles[1].shape[3]]))
+    else:
+        parts = (first,)
+    return parts
+
+
+@gluon.jit
+def scores(q, k, V: gl.constexpr):
+    """S = Q K^T, in flight."""
+    S_LAYOUT: gl.constexpr = V.score_layout
+    BM: gl.constexpr = V.tiles.block_m
+    BN: gl.constexpr = V.tiles.block_n
+    zeros = gl.zeros([BM, BN], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q[0], k[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if len(V.tiles.parts) == 2:
+        s = warpgroup_mma(q[1], k[1].permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def add_values(acc, p, v, V: gl.constexpr):
+    """O += P V, in flight. P is converted here and no earlier: 16-bit values carried round a loop cost a PRMT each."""
+    p = p.to(v[0].dtype)
+    layout: gl.constexpr = gl.DotOperandLayout(0, V.acc_layouts[0], 2)
+    first = warpgroup_mma(gl.convert_layout(p, layout), v[0], acc[0], is_async=True)
+    if len(V.tiles.parts) == 2:
+        layout1: gl.constexpr = gl.DotOperandLayout(0, V.acc_layouts[1], 2)
+        parts = (first, warpgroup_mma(gl.convert_layout(p, layout1), v[1], acc[1], is_async=True))
+    else:
+        parts = (first,)
+    return parts
+
+
+@gluon.jit
+def wait_values(acc, V: gl.constexpr):
+    """O with nothing in flight."""
+    if len(V.tiles.parts) == 2:
+        parts = warpgroup_mma_wait(0, deps=(acc[0], acc[1]))
+    else:
+        parts = (warpgroup_mma_wait(0, deps=(acc[0],)),)
+    return parts
+
+
+@gluon.jit
+def scaled(acc, factor, V: gl.constexpr):
+    """Every row of O times its factor."""
+    O_LAYOUT: gl.constexpr = V.acc_layouts[0]
+    first = acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    if len(V.tiles.parts) == 2:
+        O_LAYOUT1: gl.constexpr = V.acc_layouts[1]
+        parts = (first, acc[1] * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT1))[:, None])
+    else:
+        parts = (first,)
+    return parts
+
+
+@gluon.jit
+def rescaled_part(acc, factor, PART: gl.constexpr, V: gl.constexpr):
+    """One part of O times the factors of its rows, which are mostly 1."""
+    layout: gl.constexpr = V.acc_layouts[PART]
+    columns: gl.constexpr = V.tiles.parts[PART]
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None].broadcast_to([V.tiles.block_m, columns])
+    return scale_unless_one(acc, factor, V.tiles.block_m * columns // 128)
+
+
+@gluon.jit
+def rescaled(acc, factor, V: gl.constexpr):
+    """`scaled` by the factors exp(old m - m)."""
+    if len(V.tiles.parts) == 2:
+        parts = (rescaled_part(acc[0], factor, 0, V), rescaled_part(acc[1], factor, 1, V))
+    else:
+        parts = (rescaled_part(acc[0], factor, 0, V),)
+    return parts
+
+
+@gluon.jit
+def zero_acc(V: gl.constexpr):
+    """O of nothing."""
+    O_LAYOUT: gl.constexpr = V.acc_layouts[0]
+    BM: gl.constexpr = V.tiles.block_m
+    columns: gl.constexpr = V.tiles.parts[0]
+    first = gl.zeros([BM, columns], gl.float32, O_LAYOUT)
+    if len(V.tiles.parts) == 2:
+        O_LAYOUT1: gl.constexpr = V.acc_layouts[1]
+        columns1: gl.constexpr = V.tiles.parts[1]
+        parts = (first, gl.zeros([BM, columns1], gl.float32, O_LAYOUT1))
+    else:
+        parts = (first,)
+    return parts
+
+
+@gluon.jit
+def hide(s, key, rows, V: gl.constexpr):
+    """S with -inf where a row does not see the key."""
+    S_LAYOUT: gl.constexpr = V.score_layout
+    keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
+    visible = keys[None, :] < rows.stop[:, None]
+    if V.mask != "none":
+        visible = visible & (keys[None, :] >= rows.start[:, None])
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def lane_sums(p, V: gl.constexpr):
+    """Row sums inside a thread; the four lanes that share a row add theirs once, at the end."""
+    BM: gl.constexpr = V.tiles.block_m
+    EIGHTS: gl.constexpr = V.tiles.block_n // 8
+    return gl.sum(gl.sum(p.reshape([BM, EIGHTS, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexpr):
+    """P = exp(S - m), the new m (of S before scaling), lanes' sums, and exp(old m - m).
+
+    m is a row's maximum to within a factor 2^SLACK of P: it moves rarely after the first blocks, and so does O.
+    """
+    if MASKED:
+        s = hide(s, key, rows, V)
+    SLACK: gl.constexpr = 8.0  # m may lag behind the maximum by 2^8, far from where P or l would lose bits
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    new_max = gl.where((new_max - row_max) * rows.scale > SLACK, new_max, row_max)
+    if MASKED:
+        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    else:
+        finite_max = new_max
+    alpha = gl.exp2((row_max - finite_max) * rows.scale)
+    p = gl.exp2(s * rows.scale - (finite_max * rows.scale)[:, None])
+    lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+    row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
+    return p, new_max, row_sum, alpha
+
+
+@gluon.jit
+def normalizer(row_sum, row_max, rows, V: gl.constexpr):
+    """1 / l and lse of every row, from the lanes' sums."""
+    S_LAYOUT: gl.constexpr = V.score_layout
+    LN2: gl.constexpr = 0.6931471805599453
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
+    inverse = gl.where(row_sum > 0, 1.0 / row_sum, 0.0)
+    return inverse, gl.where(row_sum > 0, row_max * (rows.scale * LN2) + gl.log(row_sum), float("-inf"))
+
+
+@gluon.jit
+def nothing_yet(V: gl.constexpr):
+    """O, row maxima and lanes' sums before the first block."""
+    BM: gl.constexpr = V.tiles.block_m
+    BN: gl.constexpr = V.tiles.block_n
+    S_LAYOUT: gl.constexpr = V.score_layout
+    row_max = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    return zero_acc(V), row_max, lane_sums(gl.zeros([BM, BN], gl.float32, S_LAYOUT), V)
+
+
+@gluon.jit
+def key_of(tile, i, V: gl.constexpr):
+    """First key of the i-th block of the walk."""
+    return tile.key + (tile.num_blocks - 1 - i) * V.tiles.block_n
+
+
+@gluon.jit
+def step_overlapped(
+    acc, p, alpha, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, V: gl.constexpr
+):
+    """S of block i and O += P V of the block before in flight together, then the softmax of block i."""
+    STAGES: gl.constexpr = V.tiles.num_stages
+    index, phase = slot(kv, STAGES)
+    next_index, _ = slot(kv + 1, STAGES)
+    s = scores(rows.q, matrices(tiles_at(shared.k, next_index, V), V), V)
+    if V.tiles.rescale_late:
+        acc = rescaled(acc, alpha, V)
+    mbarrier.wait(barriers.v_full.index(index), phase)
+    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
+    s = warpgroup_mma_wait(len(V.tiles.parts), deps=(s,))
+    mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
+    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
+    # Ending the basic block here keeps the softmax ahead of the wait for P V, which ptxas would hoist.
+    after_index, after_phase = slot(kv + 2, STAGES)
+    mbarrier.wait(barriers.k_full.index(after_index), after_phase, pred=i + 1 < tile.num_blocks)
+    acc = wait_values(acc, V)
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    if not V.tiles.rescale_late:
+        acc = rescaled(acc, alpha, V)
+    return acc, p, alpha, row_max, row_sum, kv + 1
+
+
+@gluon.jit
+def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr):
+    """O (not yet divided), 1 / l and lse of a tile, and the next use of the ring; softmax under the own products."""
+    STAGES: gl.constexpr = V.tiles.num_stages
+    n = tile.num_blocks
+    acc, row_max, row_sum = nothing_yet(V)
+    index, phase = slot(kv, STAGES)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    s = warpgroup_mma_wait(0, deps=(scores(rows.q, matrices(tiles_at(shared.k, index, V), V), V),))
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    if V.mask == "none":
+        if tile.end_full < n:
+            s = hide(s, key_of(tile, 0, V), rows, V)
+    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, 0, V), rows, V.mask != "none", V)
+    index, phase = slot(kv + 1, STAGES)
+    mbarrier.wait(barriers.k_full.index(index), phase, pred=n > 1)
+    first = gl.maximum(n - tile.end_full, 1)
+    last = gl.maximum(n - tile.first_full, first)
+    if V.mask != "none":
+        for i in range(1, first):
+            acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
+                                                                  shared, barriers, True, V)  # fmt: skip
+    for i in range(first, last):
+        acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
+                                                              shared, barriers, False, V)  # fmt: skip
+    if V.mask != "none":
+        for i in range(last, n):
+            acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
+                                                                  shared, barriers, True, V)  # fmt: skip
+    if not V.tiles.stage_in_q:
+        mbarrier.arrive(q_empty, count=1)
+    index, phase = slot(kv, STAGES)
+    if V.tiles.rescale_late:
+        acc = rescaled(acc, alpha, V)
+    mbarrier.wait(barriers.v_full.index(index), phase)
+    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
+    inverse, lse = normalizer(row_sum, row_max, rows, V)
+    acc = wait_values(acc, V)
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    return acc, inverse, lse, kv + 1
+
+
+@gluon.jit
+def step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, V: gl.constexpr):
+    """Block i from S to O += P V; the other warpgroups' products run meanwhile."""
+    index, phase = slot(kv, V.tiles.num_stages)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    s = warpgroup_mma_wait(0, deps=(scores(rows.q, matrices(tiles_at(shared.k, index, V), V), V),))
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
+    acc = rescaled(acc, alpha, V)
+    mbarrier.wait(barriers.v_full.index(index), phase)
+    acc = wait_values(add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V), V)
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    return acc, row_max, row_sum, kv + 1
+
+
+@gluon.jit
+def pass_block(kv, shared, barriers, V: gl.constexpr):
+    """A block that none of the warpgroup's rows sees: given back as it comes, so that uses are counted alike."""
+    index, phase = slot(kv, V.tiles.num_stages)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    mbarrier.wait(barriers.v_full.index(index), phase)
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    return kv + 1
+
+
+@gluon.jit
+def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr):
+    """`attend_overlapped` without overlap inside the warpgroup: the fewest registers."""
+    n = tile.num_blocks
+    acc, row_max, row_sum = nothing_yet(V)
+    if V.mask == "band":
+        for _ in range(n - tile.end_seen):
+            kv = pass_block(kv, shared, barriers, V)
+    for i in range(n - tile.end_seen, n - tile.end_full):
+        acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                                                     True, V)  # fmt: skip
+    for i in range(n - tile.end_full, n - tile.first_full):
+        acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                                                     False, V)  # fmt: skip
+    if V.mask != "none":
+        for i in range(n - tile.first_full, n - tile.first_seen):
+            acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+                                                         True, V)  # fmt: skip
+    if V.mask == "band":
+        for _ in range(tile.first_seen):
+            kv = pass_block(kv, shared, barriers, V)
+    if not V.tiles.stage_in_q:
+        mbarrier.arrive(q_empty, count=1)
+    inverse, lse = normalizer(row_sum, row_max, rows, V)
+    return acc, inverse, lse, kv
+
+
+@gluon.jit
+def attend_nothing(q_empty, kv, V: gl.constexpr):
+    """What attending returns for a tile that sees no key."""
+    if not V.tiles.stage_in_q:
+        mbarrier.arrive(q_empty, count=1)
+    BM: gl.constexpr = V.tiles.block_m
+    rows: gl.constexpr = gl.SliceLayout(1, V.score_layout)
+    inverse = gl.full([BM], 0.0, gl.float32, rows)
+    return zero_acc(V), inverse, gl.full([BM], float("-inf"), gl.float32, rows), kv
+
+
+@gluon.jit
+def merge_weights(lse, old_lse):
+    """lse of both, and the factors exp(lse - both), exp(old_lse - both) of their outputs; two empties give an empty."""
+    LOG2E: gl.constexpr = 1.4426950408889634
+    top = gl.maximum(lse, old_lse)
+    top = gl.where(top == float("-inf"), 0.0, top)
+    weight = gl.exp2((lse - top) * LOG2E)
+    old_weight = gl.exp2((old_lse - top) * LOG2E)
+    total = weight + old_weight
+    inverse = gl.where(total > 0, 1.0 / total, 0.0)
+    return gl.where(total > 0, top + gl.log(total), float("-inf")), weight * inverse, old_weight * inverse
+
+
+@gluon.jit
+def stage_of(shared, desc, W: gl.constexpr):
+    """The buffer through which a warpgroup's results leave, seen as a tile of this descriptor."""
+    return shared.stage.index(W)._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+
+@gluon.jit
+def load_state(acc_desc, shared, full, tile, row, W: gl.constexpr, PART: gl.constexpr, V: gl.constexpr):
+    """Bring part of the earlier output into the staging buffer, once what was stored from there is read."""
+    column: gl.constexpr = PART * V.tiles.parts[0]
+    buffer = stage_of(shared, acc_desc[PART], W)
+    tma_store_wait(0)
+    mbarrier.expect(full, acc_desc[PART].block_type.nbytes)
+    tma_load(acc_desc[PART], [tile.batch, row, tile.head, column], full, buffer)
+
+
+@gluon.jit
+def store_part(
+    acc,
+    o_desc,
+    acc_desc,
+    shared,
+    barriers,
+    tile,
+    row,
+    loads,
+    old_weight,
+    W: gl.constexpr,
+    PART: gl.constexpr,
+    V: gl.constexpr,
+):
+    """Merge part of the earlier output into this one and store it. Returns the number of state loads so far."""
+    BM: gl.constexpr = V.tiles.block_m
+    column: gl.constexpr = PART * V.tiles.parts[0]
+    layout: gl.constexpr = V.acc_layouts[PART]
+    columns: gl.constexpr = V.tiles.parts[PART]
+    if V.resume:
+        if PART == 1 or V.tiles.stage_in_q:
+            load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, PART, V)
+        mbarrier.wait(barriers.acc_full.index(W), loads & 1)
+        loads += 1
+        old = stage_of(shared, acc_desc[PART], W).reshape([BM, columns]).load(layout)
+        acc = acc + old * gl.convert_layout(old_weight, gl.SliceLayout(1, layout))[:, None]
+    elif PART == 1 or not V.tiles.stage_in_q:
+        tma_store_wait(0)
+    buffer = stage_of(shared, o_desc[PART], W)
+    buffer.reshape([BM, columns]).store(acc.to(o_desc[PART].dtype))
+    fence_async_shared()
+    tma_store(o_desc[PART], [tile.batch, row, tile.head, column], buffer)
+    return loads
+
+
+@gluon.jit
+def receive(count, shared, barriers):
+    """The next ticket, from the producer."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    index, phase = slot(count, 2)
+    mbarrier.wait(barriers.ticket_full.index(index), phase)
+    ticket = gl.max(shared.ticket.index(index).load(layout), 0)
+    mbarrier.arrive(barriers.ticket_empty.index(index), count=1)
+    return ticket
+
+
+@gluon.jit
+def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constexpr, V: gl.constexpr):
+    """Consumer warpgroup W: rows [W * block_m, (W + 1) * block_m) of every tile."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, V.score_layout)
+    count = 0
+    kv = 0
+    loads = 0
+    ticket = receive(count, shared, barriers)
+    while ticket < problem.num_tiles:
+        tile = decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
+        row = tile.row + W * V.tiles.block_m
+        row_index = row + gl.arange(0, V.tiles.block_m, layout=row_layout)
+        lse_of_head = pointers.lse + tile.batch.to(gl.int64) * problem.lse_stride_b \
+            + tile.head.to(gl.int64) * problem.lse_stride_h  # fmt: skip
+        start, stop = visible_keys(row_index, problem, pointers, V)
+        if V.resume:
+            old_lse = gl.load(lse_of_head + row_index, mask=row_index < problem.seqlen_q, other=float("-inf"))
+            if not V.tiles.stage_in_q:
+                load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, V)
+        q_empty = barriers.q_empty.index(W)
+        rows = Rows(matrices(q_tiles(shared, W, V), V), start, stop, problem.scale)
+        mbarrier.wait(barriers.q_full.index(W), count & 1)
+        if tile.num_blocks == 0:
+            acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
+        elif V.tiles.schedule == "overlap":
+            acc, factor, lse, kv = attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V)
+        else:
+            acc, factor, lse, kv = attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V)
+        if V.resume:
+            lse, weight, old_weight = merge_weights(lse, old_lse)
+            factor = factor * weight
+        else:
+            old_weight = factor
+        acc = scaled(acc, factor, V)
+        row_index = row + gl.arange(0, V.tiles.block_m, layout=row_layout)  # again: a short live range spares registers
+        gl.store(lse_of_head + row_index, lse, mask=row_index < problem.seqlen_q)
+        loads = store_part(acc[0], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 0, V)
+        if len(V.tiles.parts) == 2:
+            loads = store_part(acc[1], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 1, V)
+        if V.tiles.stage_in_q:
+            tma_store_wait(0)
+            mbarrier.arrive(q_empty, count=1)
+        count += 1
+        ticket = receive(count, shared, barriers)
+    tma_store_wait(0)
+
+
+# -------------------------------------------------------------------------------------------------------- kernel
+
+
+@gluon.jit
+def pair(first, second, V: gl.constexpr):
+    """Descriptors of the parts of the head; parts of one width share one."""
+    if len(V.tiles.parts) == 1:
+        parts = (first,)
+    elif V.tiles.parts[0] == V.tiles.parts[1]:
+        parts = (first, first)
+    else:
+        parts = (first, second)
+    return parts
+
+
+@gluon.jit
+def ring_of(desc, COUNT: gl.constexpr, V: gl.constexpr):
+    """COUNT tiles of shared memory for each part of the head."""
+    first = gl.allocate_shared_memory(desc[0].dtype, [COUNT] + desc[0].block_shape, desc[0].layout)
+    if len(V.tiles.parts) == 2:
+        ring = (first, gl.allocate_shared_memory(desc[1].dtype, [COUNT] + desc[1].block_shape, desc[1].layout))
+    else:
+        ring = (first,)
+    return ring
+
+
+@gluon.jit
+def barrier_ring(SIZE: gl.constexpr, ARRIVALS: gl.constexpr):
+    """SIZE mbarriers, each complete on so many arrivals."""
+    ring = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SIZE):
+        mbarrier.init(ring.index(i), count=ARRIVALS)
+    return ring
+
+
+@gluon.jit
+def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, V: gl.constexpr):
+    """Shared memory of a program."""
+    WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
+    box: gl.constexpr = [WARPGROUPS] + acc_desc[0].block_shape
+    if V.tiles.stage_in_q:
+        STATE_LAYOUT: gl.constexpr = V.state_layout
+        stage = gl.allocate_shared_memory(gl.float32, box, STATE_LAYOUT)
+        q = stage._reinterpret(q_desc[0].dtype, [2 * WARPGROUPS] + q_desc[0].block_shape, q_desc[0].layout)
+        q_ring = (q, q)
+    else:
+        stage_dtype: gl.constexpr = gl.float32 if V.resume else o_desc[0].dtype
+        stage = gl.allocate_shared_memory(stage_dtype, box, acc_desc[0].layout)
+        q_ring = ring_of(q_desc, WARPGROUPS, V)
+    k_ring = ring_of(k_desc, V.tiles.num_stages, V)
+    v_ring = ring_of(v_desc, V.tiles.num_stages, V)
+    ticket = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Shared(q_ring, k_ring, v_ring, stage, ticket)
+
+
+@gluon.jit
+def make_barriers(V: gl.constexpr):
+    """The mbarriers of a program, ready for use."""
+    WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
+    STAGES: gl.constexpr = V.tiles.num_stages
+    q_full = barrier_ring(WARPGROUPS, 1)
+    if V.resume:
+        acc_full = barrier_ring(WARPGROUPS, 1)
+    else:
+        acc_full = q_full  # none that is made and never used: its place goes to something else, see backward_keys
+    barriers = Barriers(
+        q_full,
+        barrier_ring(WARPGROUPS, 1),
+        barrier_ring(STAGES, 1),
+        barrier_ring(STAGES, WARPGROUPS),
+        barrier_ring(STAGES, 1),
+        barrier_ring(STAGES, WARPGROUPS),
+        acc_full,
+        barrier_ring(2, 1),
+        barrier_ring(2, WARPGROUPS),
+    )
+    fence_async_shared()
+    return barriers
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "lse", "start", "stop", "table", "counter", "seqlen_q", "seqlen_k", "num_heads", "heads_per_kv",
+        "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b", "lse_stride_h",
+    ]
+)  # fmt: skip
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, acc_desc,  # first part of the head
+    q_desc1, k_desc1, v_desc1, o_desc1, acc_desc1,  # second part, where its width differs
+    lse, start, stop, table, counter,
+    seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
+    lse_stride_b, lse_stride_h, scale,
+    V: gl.constexpr,
+):  # fmt: skip
+    """Attention forward; see the top of this file."""
+    problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
+                      upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
+    pointers = Pointers(lse, start, stop, table, counter)
+    q = pair(q_desc, q_desc1, V)
+    k = pair(k_desc, k_desc1, V)
+    v = pair(v_desc, v_desc1, V)
+    o = pair(o_desc, o_desc1, V)
+    acc = pair(acc_desc, acc_desc1, V)
+    shared = allocate(q, k, v, o, acc, V)
+    barriers = make_barriers(V)
+    if V.tiles.num_warpgroups == 2:
+        gl.warp_specialize([
+            (consume, (o, acc, shared, barriers, problem, pointers, 0, V)),
+            (consume, (o, acc, shared, barriers, problem, pointers, 1, V)),
+            (produce, (q, k, v, shared, barriers, problem, pointers, V)),
+        ], [4, 1], [V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (o, acc, shared, barriers, problem, pointers, 0, V)),
+            (consume, (o, acc, shared, barriers, problem, pointers, 1, V)),
+            (consume, (o, acc, shared, barriers, problem, pointers, 2, V)),
+            (produce, (q, k, v, shared, barriers, problem, pointers, V)),
+        ], [4, 4, 1], [V.tiles.consumer_registers, V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- host
+
+
+class ForwardConfig(NamedTuple):
+    """One compiled variant: what a call's inputs select.
+
+    Args:
+        mask: "none" (one region without a band), "band" (one region with one) or "bounds" (several regions).
+        resume: the call passes `acc`.
+        out_dtype: dtype of `out`, that of q where None.
+    """
+
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    mask: str = "band"
+    resume: bool = False
+    out_dtype: torch.dtype | None = None
+
+
+_LAUNCHER = Launcher(forward_kernel)
+
+
+class Launch(NamedTuple):
+    """A kernel launch: what tells its compiled variant apart, number of programs, arguments of `forward_kernel`."""
+
+    variant: tuple
+    num_programs: int
+    arguments: tuple
+
+
+def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why this implementation cannot take the call; None when it can."""
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype} (fp16 or bf16)"
+    if q.shape[-1] not in FORWARD_TILES:
+        return f"head_dim {q.shape[-1]} (one of {', '.join(map(str, FORWARD_TILES))})"
+    if q.device.type != "cuda":
+        return f"device {q.device.type} (cuda)"
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        return f"compute capability {torch.cuda.get_device_capability(q.device)} (9, 0)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        problem = misaligned(x)
+        if problem is not None:
+            return f"{name} with {problem}; make it contiguous"
+    return None
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None = None,
+    num_sms: int | None = None,
+) -> None:
+    """Attention over the visible pairs of `mask`, continuing the state (acc, lse) of other keys where given.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16; any strides that are multiples of 16 bytes, the
+            last 1; likewise k, v, out and acc.
+        k, v: (batch, seqlen_k, num_kv_heads, head_dim).
+        out: as q, in the dtype of q or fp32; every row is written. May be `acc`.
+        lse: (batch, num_heads, seqlen_q), fp32, last stride 1: written without `acc`, updated with it.
+        acc: as q, fp32. A row that sees nothing keeps its state.
+        num_sms: multiprocessors to use; default all of them.
+    Raises:
+        ValueError: a scale that is not positive, or out, acc or lse with strides TMA cannot address.
+    Numerics: scores and state in fp32, P rounded to the dtype of q for P V; out is cast once.
+    Source: online softmax over tiles, Dao et al. 2022 (arXiv:2205.14135) and Shah et al. 2024 (arXiv:2407.08608);
+        resuming from (acc, lse) in the epilogue is ours.
+    """
+    check_state(softmax_scale, out, lse, acc)
+    first, stop = mask.q_span
+    settle(out, lse, acc, slice(0, first))
+    settle(out, lse, acc, slice(stop, q.shape[1]))
+    if first < stop:
+        with on(q.device):
+            launch = plan(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc,
+                          num_sms=num_sms or count_sms(q.device), counter=tile_counter(q.device))  # fmt: skip
+            _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
+
+
+def plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None,
+    num_sms: int,
+    counter: torch.Tensor,
+) -> Launch:
+    """The launch that covers the rows of `mask.q_span`; one region is cut out of q, k and v as views.
+
+    Args:
+        counter: two int32 zeros, zeros again after the launch.
+    """
+    rows, keys = mask.q_span, (0, mask.seqlen_k)
+    if len(mask.regions) == 1:
+        region = mask.regions[0]
+        keys = (region.k_start, region.k_stop)
+        start = stop = table = None
+        lower, upper = band_of(region)
+        kind = "none" if region.lower is None and region.upper is None else "band"
+    else:
+        kind, lower, upper = "bounds", 0, 0
+        start, stop = (bound[slice(*rows)] for bound in mask.bounds(q.device))
+    q, out, lse, acc = cut(q, 1, rows), cut(out, 1, rows), cut(lse, 2, rows), cut(acc, 1, rows)
+    k, v = cut(k, 1, keys), cut(v, 1, keys)
+    variant = _variant(FORWARD_TILES[q.shape[3]], kind, acc is not None)
+    if kind == "bounds":
+        table = tile_table(mask, q.device, variant.tiles.rows, rows)
+    batch, seqlen_q, num_heads, head_dim = q.shape
+    seqlen_k, num_kv_heads = k.shape[1], k.shape[2]
+    num_row_tiles = -(-seqlen_q // variant.tiles.rows)
+    num_tiles = batch * num_heads * num_row_tiles
+    heads_per_kv = num_heads // num_kv_heads
+    arguments = (
+        *_descriptors(q, k, v, out, out if acc is None else acc, variant.tiles),
+        lse, start, stop, table, counter,
+        seqlen_q, seqlen_k, num_heads, heads_per_kv,
+        heads_per_kv * kv_heads_per_group(num_kv_heads, seqlen_k * head_dim * 2 * k.element_size()),
+        num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1),
+        softmax_scale / _LN2, variant,
+    )  # fmt: skip
+    return Launch((head_dim, kind, acc is not None, q.dtype, out.dtype), min(num_sms, num_tiles), arguments)
+
+
+def warmup(configs: Iterable[ForwardConfig], report: Callable[[str], None] | None = None) -> None:
+    """Compile the given variants for the current device, so that no training step waits for a compiler.
+
+    Args:
+        report: called with the name and the seconds of each variant when it is ready.
+    """
+    check_environment()
+    device = torch.device("cuda", torch.cuda.current_device())
+    tile_counter(device)
+    for config in configs:
+        began = time.perftile_counter()
+        launch = example(config, device)
+        forward_kernel.warmup(*launch.arguments, grid=(1,), num_warps=4)
+        if report is not None:
+            report(f"forward {describe(config)}: {time.perftile_counter() - began:.1f} s")
+
+
+def example(config: ForwardConfig, device: torch.device | str = "cpu") -> Launch:
+    """A launch over two tokens that selects the variant of `config`; for compiling, also without a GPU."""
+    x = torch.empty(1, 2, 1, config.head_dim, dtype=config.dtype, device=device)
+    return plan(
+        x, x, x, _EXAMPLES[config.mask], 1.0,
+        out=x.to(config.out_dtype or config.dtype),
+        lse=torch.empty(1, 1, 2, device=device),
+        acc=x.float() if config.resume else None,
+        num_sms=1,
+        counter=torch.zeros(2, dtype=torch.int32, device=device),
+    )  # fmt: skip
+
+
+def all_configs(dtype: torch.dtype = torch.bfloat16) -> Iterator[ForwardConfig]:
+    """Every variant of a dtype: head sizes, masks, a fresh or resumed state, results in fp32 or the dtype."""
+    for head_dim, mask in itertools.product(FORWARD_TILES, _EXAMPLES):
+        for resume, out_dtype in itertools.product((False, True), (dtype, torch.float32)):
+            yield ForwardConfig(head_dim, dtype, mask, resume, out_dtype)
+
+
+def describe(config: ForwardConfig) -> str:
+    """A config in a few words."""
+    out_dtype = config.out_dtype or config.dtype
+    words = [f"hd{config.head_dim}", str(config.dtype)[6:], config.mask, f"to {str(out_dtype)[6:]}"]
+    return " ".join([*words, "resuming"] if config.resume else words)
+
+
+_EXAMPLES = {
+    "none": Mask.full(2, 2),
+    "band": Mask.band(2, 2, causal=True),
+    "bounds": Mask.documents([0, 1, 2]),
+}
+
+
+def check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None) -> None:
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale must be positive for impl='hopper', got {softmax_scale}; use impl='flash2'.")
+    if lse.stride(2) != 1:
+        raise ValueError(f"lse must have last stride 1, got {lse.stride()}; make it contiguous.")
+    for name, x in (("out", out), ("acc", acc)):
+        problem = None if x is None else misaligned(x)
+        if problem is not None:
+            raise ValueError(f"{name} must be addressable by TMA, got {problem}; make it contiguous.")
+
+
+def settle(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None, rows: slice) -> None:
+    """Rows that see nothing and that no launch covers: empty when fresh, unchanged (but cast) when resumed."""
+    if rows.start == rows.stop:
+        return
+    if acc is None:
+        out[:, rows] = 0
+        lse[:, :, rows] = -math.inf
+    elif acc is not out and acc.data_ptr() != out.data_ptr():
+        out[:, rows] = acc[:, rows]
+
+
+@functools.cache
+def _variant(tiles: ForwardTiles, mask: str, resume: bool) -> ForwardVariant:
+    return ForwardVariant(tiles, mask, resume)
+
+
+def band_of(region: Region) -> tuple[int, int]:
+    """(lower, upper) counted from the region's own first row and key."""
+    shift = region.q_start - region.k_start
+    lower = -_FAR if region.lower is None else region.lower + shift
+    return lower, _FAR if region.upper is None else region.upper + shift
+
+
+def _descriptors(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, acc: torch.Tensor, tiles: ForwardTiles
+) -> tuple[TensorDescriptor | None, ...]:
+    """Of q, k, v, out and acc: boxes of the first part of the head, then of the second where its width differs."""
+    rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m, tiles.block_m)
+    tensors = tuple(zip((q, k, v, out, acc), rows, strict=True))
+    first = tuple(tile_descriptor(x, n, tiles.parts[0]) for x, n in tensors)
+    if len(set(tiles.parts)) == 1:
+        return *first, *(None,) * 5
+    return *first, *(tile_descriptor(x, n, tiles.parts[1]) for x, n in tensors)
+
+
+def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
+    """Largest divisor of num_kv_heads whose K and V fit the share of L2."""
+    count = max(1, min(num_kv_heads, _L2_BYTES_OF_A_GROUP // kv_bytes_per_head))
+    while num_kv_heads % count:
+        count -= 1
+    return count
+
+
+def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> torch.Tensor:
+    """Row tiles of the rows [first, end), most keys first: (tiles, 8) int32, kept with the mask.
+
+    Columns: tile, first visible key, first key of the rows' common part, its end, end of the visible keys.
+    """
+    key = ("forward_tiles", torch.device(device), rows_per_tile, rows)
+    if key not in mask._cache:
+        check_capture(device)
+        start, stop = (bound[slice(*rows)] for bound in mask.bounds(device))
+        empty = start == stop
+
+        def extreme(values: torch.Tensor, of_empty: int, of_padding: int, reduce: str) -> torch.Tensor:
+            values = values.masked_fill(empty, of_empty)
+            values = torch.nn.functional.pad(values, (0, -len(values) % rows_per_tile), value=of_padding)
+            return getattr(values.view(-1, rows_per_tile), reduce)(1)
+
+        first_key = extreme(start, _FAR, _FAR, "amin")
+        last_start = extreme(start, _FAR, 0, "amax")
+        first_stop = extreme(stop, 0, _FAR, "amin")
+        end_key = extreme(stop, 0, 0, "amax")
+        first_key = torch.minimum(first_key, end_key)
+        order = torch.argsort(end_key - first_key, descending=True, stable=True)
+        columns = (torch.arange(len(order), device=device), first_key, last_start, first_stop, end_key)
+        table = torch.stack([column.int() for column in columns], 1)[order]
+        mask._cache[key] = torch.nn.functional.pad(table, (0, 3)).contiguous()
+    return mask._cache[key]  # type: ignore[return-value]
+
+
+@functools.cache
+def count_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_STREAMS = 256
+
+
+@functools.cache
+def _counters(device: torch.device) -> tuple[tuple[torch.Tensor, ...], dict[int, int]]:
+    zeros = torch.zeros(_STREAMS, 2, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device.index).synchronize()  # or another stream's first launch may come before the zeros
+    return zeros.unbind(), {}
+
+
+def tile_counter(device: torch.device) -> torch.Tensor:
+    """Two zeros for the tile counter of a launch. Launches side by side on two streams must not share them.
+
+    A graph's launches have their own: it may be replayed beside other work of the stream that it was captured on.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    counters, slots = _counters(device)
+    stream = torch.cuda.current_stream(device.index).cuda_stream
+    return counters[slots.setdefault(stream, len(slots) % _STREAMS)]

@@ -1,0 +1,241 @@
+"""The public call: attention over a sequence whose tokens are spread over a group of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.forward_ad import unpack_dual
+from torch.nn.functional import pad
+
+from ringflash.attention import custom_op
+from ringflash.attention.gather_by_heads import sections_of
+from ringflash.comm.agreement import agree
+from ringflash.comm.group import Group, HoldsGroup, resolve
+from ringflash.comm.transport import buffer_bytes
+from ringflash.comm.transport.sms import comm_sms
+from ringflash.sequence.mask import check_window_size
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Group,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    cu_seqlens: torch.Tensor | None = None,
+    layout: str = "zigzag",
+    impl: str = "auto",
+    transport: str = "auto",
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention of this rank's queries over the whole sequence.
+
+    All ranks of the group call it together, each with the tokens that `local_positions` names. The masks
+    speak of global positions and combine: a query sees the keys that are causal, and in the window, and in
+    its own document.
+
+    Args:
+        q: (batch, seqlen_local, num_heads, head_dim).
+        k: (batch, seqlen_local, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
+        v: as k, or narrower, as in latent attention: it is then padded with zeros, at the cost of k's head_dim.
+        group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence; None for one process.
+        softmax_scale: default head_dim ** -0.5.
+        window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
+        cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
+            its length, equal on all ranks; batch must then be 1. On the CPU it costs no synchronisation.
+        layout: "zigzag" (balanced under a causal mask), "striped" (also under packed documents) or "contiguous".
+        impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses.
+        transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host that map one another's
+            memory: what "auto" takes there).
+        deterministic: gradients have equal bits on repeat, at the kernel's cost.
+        return_lse: also return the log-sum-exp, differentiable.
+    Returns:
+        out: as q, as wide as v.  lse, if asked for: (batch, num_heads, seqlen_local), natural log, fp32 (fp64 for
+            fp64).
+    Raises:
+        ValueError: bad input, or ranks that disagree. NotImplementedError: what the implementation cannot do.
+            Either is raised on every rank, before anything is sent.
+    Numerics: state and gradients travel and accumulate in fp32 (fp64 for fp64); docs/numerics.md.
+    """
+    resolved = resolve(group)
+    try:
+        left, right = _sides(window_size)
+        scale = _scale(q, softmax_scale)
+    except (ValueError, TypeError) as error:
+        agree(resolved, {}, error)  # other ranks may have gone on
+        raise
+    if not torch.compiler.is_compiling():
+        _check_differentiation(q, k, v)
+    width, v = v.shape[-1] if v.dim() else 0, _as_wide_as(k, v)
+    grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
+    out, lse = custom_op.attend(
+        q, k, v, cu_seqlens,
+        "" if resolved is None else resolved.group_name,
+        causal, scale, left, right, layout, impl, transport, deterministic, grad_flags, return_lse,
+    )  # fmt: skip
+    if v.dim() and v.shape[-1] > width:
+        out = out[..., :width]
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How `ring_attention` would carry out a call on this rank."""
+
+    impl: str
+    impl_reason: str
+    transport: str | None
+    cp_size: int
+    cp_rank: int
+    steps: tuple[str, ...]
+    num_visible: int
+    comm_sms: int
+    buffer_bytes: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"impl {self.impl} ({self.impl_reason}), transport {self.transport}, rank {self.cp_rank} of {self.cp_size}",
+            *self.steps,
+            f"{self.num_visible} visible pairs on this rank",
+            f"{self.comm_sms} SMs left to messages, {self.buffer_bytes} bytes of buffers held by now",
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Group,
+    causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    cu_seqlens: torch.Tensor | None = None,
+    layout: str = "zigzag",
+    impl: str = "auto",
+    transport: str = "auto",
+) -> Explanation:
+    """Say which kernel, transport and sections or hops `ring_attention` would use, without running or sending anything.
+
+    On GPUs the transport "auto" is shown as "copy_engine or nccl" until the first call of the group decides.
+
+    Args: as `ring_attention`.
+    """
+    resolved = resolve(group)
+    left, right = _sides(window_size)
+    name = "" if resolved is None else resolved.group_name
+    options = custom_op.Options(name, causal, 1.0, left, right, layout, impl, transport, False)
+    v = _as_wide_as(k, v)
+    q, k, v = (custom_op._addressable(x) for x in (q, k, v))  # as the call does it: the kernel depends on the strides
+    plan = custom_op._plan(q, k, v, cu_seqlens, options, 0)
+    return Explanation(
+        plan.impl, plan.impl_reason, plan.transport, plan.cp_size, plan.cp_rank, _steps(plan, q, k),
+        plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(),
+    )  # fmt: skip
+
+
+def _steps(plan: custom_op.Plan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
+    """What the rank computes, launch by launch."""
+    if plan.by_heads(q, k, plan.transport):
+        gathering = plan.gathering
+        owners = sorted({piece.owner for piece in gathering.pieces})
+        sections = sections_of(k.shape, q.shape[2], gathering.capacity, k.dtype)
+        return (
+            f"{gathering.num_rows} keys of ranks {owners}, {gathering.mask.num_visible} pairs",
+            *(
+                f"{way}: sections of {' + '.join(map(str, heads))} KV heads"
+                for way, heads in sections._asdict().items()
+            ),
+        )
+    return tuple(
+        f"step {hop.step}: K/V of rank {hop.source}, {hop.mask.num_visible} pairs in {len(hop.mask.regions)} region(s)"
+        for hop in plan.schedule.hops
+        if hop.source is not None
+    )
+
+
+def _as_wide_as(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """v with zeros behind its features where k has more; what else does not fit is refused by the operator."""
+    missing = k.shape[-1] - v.shape[-1] if k.dim() == v.dim() == 4 and v.shape[-1] else 0
+    return pad(v, (0, missing)) if missing > 0 else v
+
+
+def _scale(q: torch.Tensor, given: float | None) -> float:
+    """As given, or head_dim ** -0.5; anything for a q without, which is refused where the ranks compare their calls."""
+    if isinstance(given, torch.Tensor) and given.requires_grad:
+        raise ValueError(
+            "softmax_scale must be a number, got a tensor that requires grad, which would get none; "
+            "multiply q by it, and give softmax_scale=1.0."
+        )
+    if given is None:
+        return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
+    return float(given)
+
+
+def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise NotImplementedError where torch's autograd is not what differentiates."""
+    if any(unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
+            "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "ring_attention must be called outside of torch.func's transforms, got one (grad, vjp, vmap, ...); use "
+            "torch.autograd.grad, and the batch dimension."
+        )
+
+
+def _sides(window_size: Sequence[int]) -> tuple[int, int]:
+    """(left, right). That they are two integers is checked here; their values where the ranks compare their calls."""
+    sides = tuple(window_size) if isinstance(window_size, Sequence) else (window_size,)
+    if len(sides) != 2 or not all(hasattr(side, "__index__") for side in sides):
+        check_window_size(sides)
+    return sides[0], sides[1]
+
+
+class RingAttention(HoldsGroup, nn.Module):
+    """`ring_attention` with its options bound once, to be called as `attention(q, k, v)`.
+
+    Args: as `ring_attention`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        causal: bool = True,
+        softmax_scale: float | None = None,
+        window_size: Sequence[int] = (-1, -1),
+        layout: str = "zigzag",
+        impl: str = "auto",
+        transport: str = "auto",
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__()
+        self.group = resolve(group)
+        self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _sides(window_size)
+        self.layout, self.impl, self.transport, self.deterministic = layout, impl, transport, deterministic
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """out, as q; arguments as `ring_attention`."""
+        out = ring_attention(
+            q, k, v, group=self.group, causal=self.causal, softmax_scale=self.softmax_scale,
+            window_size=self.window_size, cu_seqlens=cu_seqlens, layout=self.layout, impl=self.impl,
+            transport=self.transport, deterministic=self.deterministic,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def extra_repr(self) -> str:
+        """Options that differ from call to call of print(model)."""
+        cp_size = 1 if self.group is None else self.group.size()
+        return f"cp_size={cp_size}, causal={self.causal}, window_size={self.window_size}, layout={self.layout!r}"

@@ -1,0 +1,321 @@
+"""What each rank computes and sends on each step of the ring. Pure Python, the same on every rank.
+
+On step t rank r works on the K/V of rank (r - t) mod cp_size, and its own are read by rank (r + t). Four
+ranks, zigzag, causal; every step after the first is half a square for everyone:
+
+    step 0          step 1               step 2               step 3
+    r0  q0 q7|k0 k7   q7    | r3: k3 k4    q7    | r2: k2 k5    q7    | r1: k1 k6
+    r1  q1 q6|k1 k6   q1 q6 | r0: k0       q6    | r3: k3 k4    q6    | r2: k2 k5
+    r2  q2 q5|k2 k5   q2 q5 | r1: k1       q2 q5 | r0: k0       q5    | r3: k3 k4
+    r3  q3 q4|k3 k4   q3 q4 | r2: k2       q3 q4 | r1: k1       q3 q4 | r0: k0
+
+A pair of ranks that sees nothing of one another under the mask neither sends nor computes, and a step on
+which that holds for every pair is left out. All ranks keep the same list of steps: two messages between
+one pair of ranks must be posted in the same order on both sides.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from ringflash.sequence.layout import Chunk, chunks
+from ringflash.sequence.mask import SequenceMask
+from ringflash_kernels.mask import Mask, Region
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One step of one rank.
+
+    Args:
+        step: distance round the ring; 0 is the rank's own K/V.
+        source: rank whose K/V are worked on; None where nothing of them is visible.
+        reader: rank that works on this rank's K/V on this step; None likewise.
+        mask: visible pairs of local query rows and the source's local key rows.
+    """
+
+    step: int
+    source: int | None
+    reader: int | None
+    mask: Mask
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All steps of one rank."""
+
+    hops: tuple[Hop, ...]
+
+    @property
+    def num_visible(self) -> int:
+        """Visible pairs this rank computes: its share of the attention's work."""
+        return sum(hop.mask.num_visible for hop in self.hops)
+
+
+@lru_cache(maxsize=8)  # few: a schedule keeps its masks' bounds in device memory, and packed data bring one a step
+def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedule:
+    """The schedule of one rank.
+
+    Raises:
+        ValueError: a length that the layout cannot cut evenly.
+    """
+    shards = _shards(mask.seqlen, cp_size, layout)
+    rows = mask.seqlen // cp_size
+    hops = []
+    for step in active_steps(mask, cp_size, layout):
+        source, reader = (cp_rank - step) % cp_size, (cp_rank + step) % cp_size
+        pairs = Mask.of(rows, rows, _regions(mask, shards[cp_rank], shards[source]))
+        read = next(_visible(mask, shards[reader], shards[cp_rank]), None) is not None
+        hops.append(Hop(step, source if pairs.regions else None, reader if read else None, pairs))
+    return Schedule(tuple(hops))
+
+
+@lru_cache(maxsize=64)
+def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ...]:
+    """The steps on which any rank sees anything of its source, ascending; 0 is always one of them."""
+    shards = _shards(mask.seqlen, cp_size, layout)
+    owner = {chunk.start: rank for rank, shard in enumerate(shards) for chunk in shard}
+    size = shards[0][0].size
+    steps: set[int] = set()
+    for start in sorted(owner, reverse=True):  # the last chunk sees most: under a causal mask it settles the matter
+        first, stop = mask.visible_span(start, start + size)
+        for key_start in range(first // size * size, stop, size):
+            steps.add((owner[start] - owner[key_start]) % cp_size)
+        if len(steps) == cp_size:
+            break
+    return tuple(sorted(steps))
+
+
+class Piece(NamedTuple):
+    """Keys that a rank needs: rows [start, start + size) of the owner's shard, gathered from `row` on.
+
+    Args:
+        there: where the owner has them among the keys that it gathers itself.
+    """
+
+    owner: int
+    start: int
+    row: int
+    size: int
+    there: int
+
+
+class Reader(NamedTuple):
+    """A rank that needs a segment, and the row from which it has gathered it."""
+
+    rank: int
+    row: int
+
+
+class Spans:
+    """Positions of keys that a rank sees: [first, stop), ascending, with gaps between them."""
+
+    def __init__(self, spans: list[tuple[int, int]]) -> None:
+        self.firsts, self.stops = [first for first, _ in spans], [stop for _, stop in spans]
+        self._before = [0, *accumulate(stop - first for first, stop in spans)]
+
+    def __contains__(self, position: int) -> bool:
+        index = bisect_right(self.firsts, position) - 1
+        return index >= 0 and position < self.stops[index]
+
+    def row(self, position: int) -> int:
+        """How many of them lie before a position: where it is gathered, by who sees it."""
+        index = bisect_right(self.firsts, position) - 1
+        return 0 if index < 0 else self._before[index] + min(position, self.stops[index]) - self.firsts[index]
+
+    @property
+    def num_rows(self) -> int:
+        return self._before[-1]
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """The keys that one rank needs of all ranks, gathered in the order of their positions.
+
+    Args:
+        pieces: those keys, a segment each. The ranks' needs cut a chunk into segments: each is needed whole or not.
+        mask: visible pairs of local query rows and gathered rows.
+        segments: of the rank's own shard.
+        readers: of each of these segments, by rank; this rank is one of them.
+        capacity: most rows that any rank gathers.
+        arriving: most rows of gradients that any rank gets from others.
+        pairs: visible pairs of the whole sequence, over the number of ranks.
+    """
+
+    pieces: tuple[Piece, ...]
+    mask: Mask
+    segments: tuple[Chunk, ...]
+    readers: tuple[tuple[Reader, ...], ...]
+    capacity: int
+    arriving: int
+    pairs: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this rank gathers."""
+        return self.mask.seqlen_k
+
+
+@lru_cache(maxsize=8)
+def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathering:
+    """What one rank gathers of its own keys and those of all others.
+
+    Raises:
+        ValueError: a length that the layout cannot cut evenly.
+    """
+    shards = _shards(mask.seqlen, cp_size, layout)
+    seen = [_seen(mask, shard) for shard in shards]
+    segments = list(_segments(shards, seen))
+    pieces, gathered = [], []
+    for owner, segment in segments:
+        if segment.start in seen[cp_rank]:
+            row, there = seen[cp_rank].row(segment.start), seen[owner].row(segment.start)
+            pieces.append(Piece(owner, segment.row, row, segment.size, there))
+            gathered.append(Chunk(segment.start, segment.stop, row))
+    num_rows = [spans.num_rows for spans in seen]
+    regions = _regions(mask, tuple(_runs(shards[cp_rank])), tuple(_runs(gathered)))
+    pairs = Mask.of(mask.seqlen // cp_size, num_rows[cp_rank], regions)
+    own = tuple(segment for owner, segment in segments if owner == cp_rank)
+    readers = tuple(
+        tuple(Reader(rank, spans.row(segment.start)) for rank, spans in enumerate(seen) if segment.start in spans)
+        for segment in own
+    )
+    most, arriving = max(num_rows), _arriving(segments, seen)
+    return Gathering(tuple(pieces), pairs, own, readers, most, arriving, mask.num_visible // cp_size)
+
+
+def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:
+    """The keys that a shard of queries sees, to a 64th of a chunk."""
+    size = shard[0].size
+    grain = max(1, size // 64)  # few sizes of segments, none of a few rows
+    grain -= grain % 16 if grain > 16 else 0  # for whose kinds of lengths kernels are compiled
+    spans: list[tuple[int, int]] = []
+    for chunk in shard:
+        first, stop = mask.visible_span(chunk.start, chunk.stop)
+        begin, end = first // size * size, (stop - 1) // size * size  # where the outermost chunks of keys begin
+        first = begin + (first - begin) // grain * grain
+        stop = min(end - (end - stop) // grain * grain, end + size)
+        if spans and first <= spans[-1][1]:
+            first = spans.pop()[0]
+        spans.append((first, stop))
+    return Spans(spans)
+
+
+def _segments(shards: list[tuple[Chunk, ...]], seen: list[Spans]) -> Iterator[tuple[int, Chunk]]:
+    """All chunks by position, each with its owner, cut where some rank begins or ceases to see them."""
+    cuts = sorted({position for spans in seen for position in (*spans.firsts, *spans.stops)})
+    owned = sorted((chunk.start, rank, chunk) for rank, shard in enumerate(shards) for chunk in shard)
+    for _, owner, chunk in owned:
+        inside = cuts[bisect_right(cuts, chunk.start) : bisect_left(cuts, chunk.stop)]
+        for start, stop in pairwise((chunk.start, *inside, chunk.stop)):
+            yield owner, Chunk(start, stop, chunk.row + start - chunk.start)
+
+
+def _arriving(segments: list[tuple[int, Chunk]], seen: list[Spans]) -> int:
+    """Most rows of gradients that any rank gets from others."""
+    firsts = sorted(first for spans in seen for first in spans.firsts)
+    stops = sorted(stop for spans in seen for stop in spans.stops)
+    rows = [0] * len(seen)
+    for owner, segment in segments:
+        readers = bisect_right(firsts, segment.start) - bisect_right(stops, segment.start)
+        rows[owner] += (readers - 1) * segment.size
+    return max(rows)
+
+
+def _runs(segments: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Segments whose positions follow one another, as one."""
+    run: Chunk | None = None
+    for segment in segments:
+        if run is not None and run.stop == segment.start:
+            run = Chunk(run.start, segment.stop, run.row)
+            continue
+        if run is not None:
+            yield run
+        run = segment
+    if run is not None:
+        yield run
+
+
+def _shards(seqlen: int, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
+    return [chunks(seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+
+
+def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> Iterator[Region]:
+    """Non-empty regions of two shards, one per pair of chunks and document, in local rows."""
+    starts = [chunk.start for chunk in k_shard]
+    for q_chunk in q_shard:
+        first, stop = mask.visible_span(q_chunk.start, q_chunk.stop)
+        for k_chunk in k_shard[max(0, bisect_right(starts, first) - 1) : bisect_left(starts, stop)]:
+            for region in _chunk_regions(mask, q_chunk, k_chunk):
+                trimmed = region.trimmed()
+                if trimmed is not None:
+                    yield trimmed
+
+
+def _chunk_regions(mask: SequenceMask, q: Chunk, k: Chunk) -> Iterator[Region]:
+    """One region for every document that both chunks hold a part of."""
+    lower, upper = mask.band
+    shift = (k.row - k.start) - (q.row - q.start)  # from a difference of positions to one of local rows
+    lower = None if lower is None else lower + shift
+    upper = None if upper is None else upper + shift
+    first = max(mask.document_of(q.start), mask.document_of(k.start))
+    last = min(mask.document_of(q.stop - 1), mask.document_of(k.stop - 1))
+    for document in range(first, last + 1):
+        start, stop = mask.bounds[document], mask.bounds[document + 1]
+        yield Region(
+            max(start, q.start) - q.start + q.row,
+            min(stop, q.stop) - q.start + q.row,
+            max(start, k.start) - k.start + k.row,
+            min(stop, k.stop) - k.start + k.row,
+            lower,
+            upper,
+        )
+
+
+def _regions(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> tuple[Region, ...]:
+    """The regions of two shards, joined where that makes fewer and larger ones."""
+    lower, upper = mask.band
+    if q_shard == k_shard and lower is None and upper in (None, 0):
+        return tuple(_own_documents(mask, q_shard, upper))
+    regions = sorted(_visible(mask, q_shard, k_shard))
+    return tuple(_joined(regions))
+
+
+def _own_documents(mask: SequenceMask, shard: tuple[Chunk, ...], upper: int | None) -> Iterator[Region]:
+    """A rank's own K/V, no left window: positions rise with the rows, so a document is one square of rows."""
+    start: dict[int, int] = {}
+    stop: dict[int, int] = {}
+    for chunk in shard:
+        for document in range(mask.document_of(chunk.start), mask.document_of(chunk.stop - 1) + 1):
+            first = max(mask.bounds[document], chunk.start) - chunk.start + chunk.row
+            start.setdefault(document, first)
+            stop[document] = min(mask.bounds[document + 1], chunk.stop) - chunk.start + chunk.row
+    return (Region(start[d], stop[d], start[d], stop[d], None, upper) for d in start)
+
+
+def _joined(regions: list[Region]) -> Iterator[Region]:
+    """Neighbours become one where that needs no more than one band."""
+    waiting: Region | None = None
+    for region in regions:
+        union = None if waiting is None else _union(waiting, region)
+        if union is None and waiting is not None:
+            yield waiting
+        waiting = union or region
+    if waiting is not None:
+        yield waiting
+
+
+def _union(a: Region, b: Region) -> Region | None:
+    """The region that a and b make together: two unmasked ones that share a side, or keys all seen and a diagonal."""
+    if (a.lower, a.upper, b.lower) != (None, None, None):
+        return None
+    if a[:2] == b[:2] and a.k_stop == b.k_start and (b.upper is None or a.k_stop - 1 - a.q_start <= b.upper):
+        return Region(a.q_start, a.q_stop, a.k_start, b.k_stop, None, b.upper)
+    if a[2:4] == b[2:4] and a.q_stop == b.q_start and b.upper is None:
+        return Region(a.q_start, b.q_stop, a.k_start, a.k_stop)
+    return None

@@ -1,0 +1,77 @@
+"""Areas of a rank's own, whose contents travel between ranks as messages: over NCCL, inside a host and between hosts.
+
+Messages are in order behind one another and ahead of their lane, so that no barrier is needed: a rank sends what it
+wrote before, receives where nobody reads any more, and the caller's stream waits for both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ringflash.comm import cuda_graphs
+from ringflash.comm.transport.buffers import settle
+from ringflash.comm.transport.lanes import Lanes
+from ringflash.comm.transport.peer_memory import Incoming, Outgoing
+from ringflash.comm.transport.point_to_point import Message, PointToPoint
+
+
+class MessageMemory(Lanes):
+    """As `PeerMemory`.
+
+    A message needs SMs, which a kernel of the forward keeps to its end; with a third buffer it may come while the next
+    but one computes.
+
+    Args:
+        channel: of the group.
+        device: of the tensors.
+    """
+
+    turns = 3
+
+    def __init__(self, channel: PointToPoint, device: torch.device) -> None:
+        super().__init__(device)
+        self.channel, self.name, self.rank, self.group = channel, channel.name, channel.rank, channel.group
+
+    def reserve(self, name: str, num_bytes: int) -> None:
+        if name in self._areas and self._areas[name].numel() >= num_bytes:
+            return
+        cuda_graphs.check_growth(name, num_bytes, self._device)
+        if name in self._areas:
+            settle(self._device)
+        for thing in self._retire(name):
+            cuda_graphs.keep(thing)
+        self._areas[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        if rank != self.rank:
+            return None
+        return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
+        sends = [Message(tensor, rank, what) for tensor, rank in outgoing]
+        receives = [Message(target, rank, what) for target, rank, source in incoming if source is None]
+        own = [(target, source) for target, _, source in incoming if source is not None]
+
+        def move() -> None:
+            pending = self.channel.post(sends, receives)
+            for target, source in own:
+                target.copy_(source, non_blocking=True)
+            pending.wait()
+
+        return move
+
+    def barrier(self, channel: int) -> None:
+        """Messages order the ranks."""
+
+    @property
+    def num_posted(self) -> int:
+        return self.channel.num_posted
+
+    def release(self) -> None:
+        settle(self._device)
+        self._kept.drop()
+        self._captured.clear()
+        self._areas.clear()

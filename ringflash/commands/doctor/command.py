@@ -1,0 +1,238 @@
+"""ringflash doctor: is this machine, and every host of the job, fit for a long run?"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, Namespace
+from rich.table import Table
+
+from ringflash.commands.doctor.facts import collect
+from ringflash.commands.doctor.finding import Finding, fault, ok, warning
+from ringflash.commands.doctor.gather import Meeting, tell_apart, world
+from ringflash.commands.doctor.judge import Facts, differences, judge
+from ringflash.console import console
+
+_SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # less than this between GPUs of one host is not NVLink
+_SLOW_NIC_GBYTES = 10.0
+_STYLE = {"ok": "green", "warning": "yellow", "fault": "red"}
+_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*Error\b")  # how a traceback ends; the source lines in it are indented
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """How long to wait, what to leave out, how to print."""
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="how long each probe may take, and a rank to answer"
+    )
+    parser.add_argument(
+        "--no_probes", action="store_true", help="read versions and settings only; run no kernel and no ring"
+    )
+    parser.add_argument("--json", action="store_true", help="print for machines")
+
+
+def run(options: Namespace) -> int:
+    """Print the findings on the first rank; 1 where one is a fault. Other ranks return 0."""
+    if options.seconds <= 0:
+        raise ValueError(f"--seconds must be positive, got {options.seconds}; 120 is the default.")
+    facts, meeting, rank = collect(), Meeting(options.seconds), world()[0]
+    ranks, missing = meeting.gather(facts)
+    if rank != 0:
+        told = meeting.hear()
+        join_ring(told.get("ring", {}), rank, options.seconds)
+        if rank in told.get("probing", ()):
+            meeting.report([finding.as_dict() for finding in probes(facts, options.seconds)])
+        return 0
+    ranks = tell_apart(ranks)
+    findings = examine(ranks, missing)
+    ring = {} if options.no_probes or missing else ring_of_hosts(ranks)
+    probing = [] if options.no_probes else first_with_their_gpus(ranks)
+    meeting.tell({"ring": ring, "probing": probing})
+    if ring:
+        findings += _between_hosts(*join_ring(ring, 0, options.seconds), len(ring["ranks"]))
+    if probing:
+        findings += probes_of_all(meeting, ranks, probing, options.seconds)
+    _print(findings, options.json)
+    return int(any(finding.level == "fault" for finding in findings))
+
+
+def examine(ranks: dict[int, Facts], missing: list[int]) -> list[Finding]:
+    """What the facts of all ranks say; a host's findings once, with its name where there are several hosts."""
+    findings: list[Finding] = []
+    if missing:
+        named = ", ".join(map(str, missing))
+        findings.append(fault("ranks", f"rank {named} did not answer", "see its log; can its host be reached?"))
+    by_host = {facts["host"]: facts for _, facts in sorted(ranks.items(), reverse=True)}
+    for host, facts in sorted(by_host.items()):
+        label = f"{host}: " if len(by_host) > 1 else ""
+        findings += [Finding(x.level, label + x.what, x.found, x.remedy) for x in judge(facts)]
+    return findings + (differences(ranks) if len(ranks) > 1 else [])
+
+
+def first_with_their_gpus(ranks: dict[int, Facts]) -> list[int]:
+    """On each host the first rank, and the first of those that see other GPUs than it."""
+    seen = {
+        (facts["host"], facts["environment"].get("CUDA_VISIBLE_DEVICES")): rank
+        for rank, facts in sorted(ranks.items(), reverse=True)
+    }
+    return sorted(seen.values())
+
+
+def probes_of_all(meeting: Meeting, ranks: dict[int, Facts], probing: list[int], seconds: float) -> list[Finding]:
+    """`probes` of this rank and, as they report them, of the others that probe; named where there are several."""
+    found = {0: probes(ranks[0], seconds)}
+    hosts = [ranks[rank]["host"] for rank in probing]
+    for rank in probing[1:]:
+        reported = meeting.reported(rank, seconds * (2 + len(ranks[rank]["gpus"])))
+        missing = [fault("probes", f"rank {rank} did not report", "see its log; can its host be reached?")]
+        found[rank] = missing if reported is None else [Finding(**finding) for finding in reported]
+    findings = []
+    for rank, host in zip(probing, hosts, strict=True):
+        alone = hosts.count(host) == 1
+        label = "" if len(hosts) == 1 else f"{host}: " if alone else f"{host}, rank {rank}: "
+        findings += [Finding(x.level, label + x.what, x.found, x.remedy) for x in found[rank]]
+    for host in sorted({host for host in hosts if hosts.count(host) > 1}):
+        remedy = "let a rank see all GPUs of its host, and run doctor again"
+        findings.append(warning(f"{host}: ring", "not tried: its ranks see GPUs of their own", remedy))
+    return findings
+
+
+def probes(facts: Facts, seconds: float) -> list[Finding]:
+    """Kernels on every GPU that this rank sees, or on its CPU, and a ring between two of its host's ranks."""
+    devices = [f"cuda:{i}" for i in range(len(facts["gpus"]))] or ["cpu"]
+    return [*(_kernel(device, seconds) for device in devices), *_ring(facts, seconds)]
+
+
+def ring_of_hosts(ranks: dict[int, Facts]) -> dict[str, Any]:
+    """Where the first ranks of all hosts meet for an exchange; nothing on a single host."""
+    first = {facts["host"]: rank for rank, facts in sorted(ranks.items(), reverse=True)}
+    if len(first) < 2:
+        return {}
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return {"ranks": sorted(first.values()), "address": os.environ["MASTER_ADDR"], "port": free.getsockname()[1]}
+
+
+def join_ring(ring: dict[str, Any], rank: int, seconds: float) -> tuple[dict[str, Any], str]:
+    """One host's part of the exchange between hosts, if the rank has one; what its probe said."""
+    if rank not in ring.get("ranks", ()):
+        return {}, ""
+    place = {
+        "RANK": str(ring["ranks"].index(rank)), "WORLD_SIZE": str(len(ring["ranks"])), "LOCAL_RANK": "0",
+        "MASTER_ADDR": ring["address"], "MASTER_PORT": str(ring["port"]),
+    }  # fmt: skip
+    return _probe([sys.executable, "-m", "ringflash.commands.doctor.probe", "ring"], seconds, **place)
+
+
+def _between_hosts(found: dict[str, Any], error: str, hosts: int) -> Iterator[Finding]:
+    what = f"ring over {hosts} hosts"
+    if error:
+        yield fault(what, error, "NCCL_DEBUG=INFO names what it uses; NCCL_SOCKET_IFNAME, NCCL_IB_HCA (docs/hosts.md)")
+        return
+    remedy = "a 100 Gb/s NIC gives 12: NCCL_IB_HCA, GPUDirect RDMA (docs/hosts.md)"
+    yield from _exchanges(found, what, "one GPU of each host", {"nccl": _SLOW_NIC_GBYTES}, remedy)
+
+
+def _exchanges(found: dict[str, Any], what: str, who: str, slow: dict[str, float], remedy: str) -> Iterator[Finding]:
+    """A line for each transport: whether the values are right, and whether it is as fast as it may be."""
+    for transport, exchange in found["exchanges"].items():
+        shown = f"{exchange['gbytes_per_second']:.1f} GB/s each way{', ' if who else ''}{who}"
+        if not exchange["right"]:
+            yield fault(
+                f"{what}, {transport}", "other values than were sent", "do not train here: test links and memory"
+            )
+        elif exchange["gbytes_per_second"] < slow.get(transport, 0.0):
+            yield warning(f"{what}, {transport}", shown, remedy)
+        else:
+            yield ok(f"{what}, {transport}", shown)
+
+
+def _kernel(device: str, seconds: float) -> Finding:
+    what = f"kernel on {device}"
+    found, error = _probe([sys.executable, "-m", "ringflash.commands.doctor.probe", "kernel", device], seconds)
+    if error:
+        return fault(what, error, "run the probe alone: python -m ringflash.commands.doctor.probe kernel " + device)
+    shown = f"{found['impl']}, error at {found['spent']:.2f} of its budget"
+    if not found["spent"] <= 1:
+        return fault(what, shown, "this device computes wrongly: try another driver or device, and report it")
+    return ok(what, shown)
+
+
+def _ring(facts: Facts, seconds: float) -> Iterator[Finding]:
+    """gloo on CPUs, NCCL and the copy engine on GPUs; nothing on a single GPU."""
+    size = len(facts["gpus"]) or 2
+    if size < 2:
+        return
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
+    found, error = _probe([*launch, "-m", "ringflash.commands.doctor.probe", "ring"], seconds)
+    if error:
+        remedy = "run it alone: torchrun ... -m ringflash.commands.doctor.probe ring"
+        yield fault(f"ring over {size} ranks", error, remedy)
+        return
+    remedy = "NVLink gives 200 GB/s and more: check nvidia-smi nvlink --status and NCCL_P2P_*"
+    yield from _exchanges(found, f"ring over {size} ranks", "", _SLOW_GBYTES, remedy)
+    if found["missing"]:
+        what = f"ring over {size} ranks, copy_engine"
+        yield warning(what, found["missing"], "transport 'auto' takes NCCL, which is slower beside kernels")
+
+
+def _probe(command: list[str], seconds: float, **place: str) -> tuple[dict[str, Any], str]:
+    """The result that a probe printed, or what became of it. Its processes are gone afterwards.
+
+    Args:
+        place: variables that make it a rank among others.
+    """
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    with subprocess.Popen(
+        command, env={**clean, **place}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=seconds)
+        except BaseException as stopped:
+            for pid in [process.pid, *_descendants(process.pid)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if isinstance(stopped, subprocess.TimeoutExpired):
+                return {}, f"no answer in {seconds:.0f} s"
+            raise
+    if process.returncode != 0:
+        lines = errors.splitlines()
+        said = [line for line in lines if _ERROR.match(line)] or lines or ["nothing"]
+        return {}, f"exit status {process.returncode}: {said[0].strip()[:300]}"
+    results = [line for line in output.splitlines() if line.startswith("{")]  # NCCL_DEBUG=INFO prints others behind it
+    if not results:  # what ranks other than the first do
+        return {}, "exit status 0, and nothing printed"
+    return json.loads(results[-1]), ""
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes below one: torchrun's have sessions of their own."""
+    children: list[int] = []
+    with suppress(OSError):  # it has ended meanwhile
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += map(int, file.read_text().split())
+    return [*children, *(below for child in children for below in _descendants(child))]
+
+
+def _print(findings: list[Finding], as_json: bool) -> None:
+    worst = next((level for level in ("fault", "warning") if any(x.level == level for x in findings)), "ok")
+    if as_json:
+        print(json.dumps({"verdict": worst, "findings": [finding.as_dict() for finding in findings]}, indent=2))
+        return
+    table = Table("", "what", "found", "remedy")
+    for finding in findings:
+        style = _STYLE[finding.level]
+        table.add_row(f"[{style}]{finding.level}[/]", finding.what, finding.found, finding.remedy)
+    out = console()
+    out.print(table)
+    out.print(f"[{_STYLE[worst]}]{worst}[/]")

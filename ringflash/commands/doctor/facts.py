@@ -1,0 +1,115 @@
+"""What one rank sees of its machine, as JSON values; nothing here judges."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from ringflash.comm.host import this_host
+from ringflash_kernels.hopper.environment import check_environment
+
+PACKAGES = (
+    "ringflash", "torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers", "liger-kernel",
+    "flash-attn-4",
+)  # fmt: skip
+VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "WORLD_SIZE", "RANK")
+_SECONDS = 20
+
+
+def collect() -> dict[str, Any]:
+    """All of it."""
+    host = this_host()
+    return {
+        "host": host.name,
+        "boot": host.boot,
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "cuda": torch.version.cuda,
+        "nccl": _nccl(),
+        "driver": _driver(),
+        "gpus": _gpus(),
+        "peers": _peers(),
+        "links": _links(),
+        "links_sleep_us": parse_threshold(_nvidia_smi("nvlink", "-gLowPwrInfo")),
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(VARIABLES)},
+        "kernel_environment": _kernel_environment(),
+        "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _nccl() -> str | None:
+    return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+
+
+def _driver() -> str | None:
+    """The driver's version, also where torch cannot use it."""
+    answer = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.strip().partition("\n")[0] or None
+
+
+def _links() -> list[list[str]]:
+    """What joins GPU i and GPU j, by nvidia-smi's names: NV18, PIX, SYS, ...; empty where these cannot be told."""
+    rows = parse_topology(_nvidia_smi("topo", "-m"))
+    return rows if len(rows) == torch.cuda.device_count() else []  # some GPUs are hidden, and their numbers differ
+
+
+def parse_topology(text: str) -> list[list[str]]:
+    """The GPUs' part of the matrix that `nvidia-smi topo -m` prints."""
+    lines = [line.split() for line in re.sub(r"\x1b\[\d*m", "", text).splitlines()]
+    rows = [words for words in lines if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and "X" in words]
+    return [words[1 : len(rows) + 1] for words in rows]
+
+
+def parse_threshold(text: str) -> int | None:
+    """After how many µs without use a link of a GPU sleeps, as `nvidia-smi nvlink -gLowPwrInfo` prints it."""
+    found = re.search(r"Low Power Threshold: (\d+) us", text)
+    return int(found[1]) if found else None
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What it prints; "" without nvidia-smi or an answer in time."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _gpus() -> list[dict[str, Any]]:
+    properties = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return [{"name": p.name, "capability": [p.major, p.minor], "memory_bytes": p.total_memory} for p in properties]
+
+
+def _peers() -> list[list[bool]]:
+    """Whether GPU i can read GPU j's memory."""
+    count = torch.cuda.device_count()
+    return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
+
+
+def _kernel_environment() -> str:
+    """What the Hopper kernels miss; "" for nothing."""
+    try:
+        check_environment()
+    except RuntimeError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,176 @@
+"""From facts to findings: pure functions, so that every fault can be tried without having it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from ringflash.commands.doctor.finding import Finding, fault, ok, warning
+
+Facts = dict[str, Any]
+
+_CORE = ("torch", "triton")
+_OPTIONAL = {"liger-kernel": ">=0.8", "flash-attn-4": ">=4.0.0b1"}  # used where asked for; no extra names them
+_GIB = 1 << 30
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """All findings about one rank's machine."""
+    judges: Sequence[Callable[[Facts], Iterator[Finding]]] = (versions, gpus, links, environment, limits)
+    return [finding for each in judges for finding in each(facts)]
+
+
+def versions(facts: Facts) -> Iterator[Finding]:
+    """Packages against the ranges that ringflash declares."""
+    ranges = {**{name: SpecifierSet(text, prereleases=True) for name, text in _OPTIONAL.items()}, **declared_ranges()}
+    for name, allowed in ranges.items():
+        found = facts["packages"].get(name)
+        if found is None and name in _CORE:
+            yield fault(name, "not installed", f"pip install '{name}{allowed}'")
+        elif found is None:
+            yield ok(name, "not installed; needed only for what uses it")
+        elif not allowed.contains(found, prereleases=True):
+            yield fault(name, f"{found}, outside {allowed}", f"pip install '{name}{allowed}'")
+        else:
+            yield ok(name, found)
+
+
+def declared_ranges() -> dict[str, SpecifierSet]:
+    """The ranges of what `facts.PACKAGES` looks at; of the installed ringflash, or of the clone it runs from."""
+    try:
+        lines = requires("ringflash") or []
+    except PackageNotFoundError:
+        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+        lines = [*project["dependencies"], *(x for extra in project["optional-dependencies"].values() for x in extra)]
+    wanted = ("torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers")
+    found = [Requirement(line) for line in lines]
+    return {requirement.name: requirement.specifier for requirement in found if requirement.name in wanted}
+
+
+def gpus(facts: Facts) -> Iterator[Finding]:
+    """Kind and capability of the GPUs, and what the kernels need."""
+    if not facts["gpus"]:
+        if facts["driver"] is not None:
+            remedy = (
+                "install a CUDA build of torch"
+                if facts["cuda"] is None
+                else "check CUDA_VISIBLE_DEVICES and the driver"
+            )
+            yield fault("GPUs", f"driver {facts['driver']}, but torch sees none", remedy)
+        else:
+            yield warning("GPUs", "none", "the reference kernel on CPUs is for tests; train on Hopper GPUs")
+        return
+    yield ok("driver", f"{facts['driver']}, CUDA {facts['cuda']}, NCCL {facts['nccl']}")
+    names = sorted({gpu["name"] for gpu in facts["gpus"]})
+    if len(names) > 1:
+        yield warning("GPUs", ", ".join(names), "a ring waits for its slowest rank; use GPUs of one kind")
+    lowest = min(tuple(gpu["capability"]) for gpu in facts["gpus"])
+    shown = f"{len(facts['gpus'])} x {names[0]}, capability {lowest[0]}.{lowest[1]}"
+    if lowest < (8, 0):
+        yield fault("GPUs", shown, "flash2 and hopper need capability 8.0 and 9.0; use newer GPUs")
+    elif lowest != (9, 0):
+        yield warning("GPUs", shown, "impl='hopper' is for capability 9.0; impl='flash2' runs here")
+    elif facts["kernel_environment"]:
+        yield fault("GPUs", shown, facts["kernel_environment"])
+    else:
+        yield ok("GPUs", f"{shown}: impl='hopper'")
+
+
+def links(facts: Facts) -> Iterator[Finding]:
+    """Whether the GPUs of this host reach one another's memory."""
+    if len(facts["gpus"]) < 2:
+        return
+    cut = [(i, j) for i, row in enumerate(facts["peers"]) for j, reached in enumerate(row) if not reached]
+    if cut:
+        shown = ", ".join(f"{i}-{j}" for i, j in cut[:4]) + (" ..." if len(cut) > 4 else "")
+        yield warning(
+            "peer access", f"none between GPUs {shown}", "messages go over host memory: check NVLink and IOMMU"
+        )
+    else:
+        yield ok("peer access", "between all GPUs of this host")
+    named = {(i, j): name for i, row in enumerate(facts["links"]) for j, name in enumerate(row) if i < j}
+    other = [f"{i}-{j} {name}" for (i, j), name in named.items() if not name.startswith("NV")]
+    if other:
+        shown = ", ".join(other[:4]) + (" ..." if len(other) > 4 else "")
+        yield warning(
+            "NVLink", f"none between GPUs {shown}", "a ring is as slow as its slowest link: choose other GPUs"
+        )
+    elif named:
+        sleep = facts["links_sleep_us"]
+        awake = "" if sleep is None else f", awake for {sleep / 1000:g} ms after use"
+        yield ok("NVLink", f"{', '.join(sorted(set(named.values())))} between all GPUs of this host{awake}")
+
+
+_HURTS: dict[str, tuple[Callable[[str], bool], str]] = {
+    "NCCL_P2P_DISABLE": (lambda x: x != "0", "messages leave NVLink; unset it"),
+    "NCCL_SHM_DISABLE": (lambda x: x != "0", "messages between GPUs without peer access go over the network; unset it"),
+    "NCCL_IB_DISABLE": (
+        lambda x: x != "0",
+        "messages between hosts go over sockets; unset it where there is InfiniBand",
+    ),
+    "NCCL_ALGO": (lambda x: True, "NCCL chooses by size; unset it"),
+    "NCCL_PROTO": (lambda x: True, "NCCL chooses by size; unset it"),
+    "NCCL_DEBUG": (lambda x: x.upper() == "TRACE", "every call is written; use INFO or WARN"),
+    "CUDA_LAUNCH_BLOCKING": (lambda x: x != "0", "the host waits for every kernel, so that nothing overlaps; unset it"),
+    "TORCH_DISTRIBUTED_DEBUG": (lambda x: x.upper() == "DETAIL", "every collective is checked by another; use INFO"),
+    "TORCH_NCCL_BLOCKING_WAIT": (lambda x: x != "0", "the host waits for every message; unset it"),
+}
+
+
+def environment(facts: Facts) -> Iterator[Finding]:
+    """Variables that hurt."""
+    here: dict[str, str] = facts["environment"]
+    found = [name for name, (hurts, _) in _HURTS.items() if name in here and hurts(here[name])]
+    for name in found:
+        yield warning("environment", f"{name}={here[name]}", _HURTS[name][1])
+    allocator = here.get("PYTORCH_ALLOC_CONF", "") + here.get("PYTORCH_CUDA_ALLOC_CONF", "")  # newer and older name
+    if facts["gpus"] and "expandable_segments:True" not in allocator:
+        remedy = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; long sequences leave large holes"
+        yield warning("environment", "no expandable segments", remedy)
+    elif not found:
+        yield ok("environment", "no variable that hurts")
+    if int(here.get("WORLD_SIZE", "1")) > 1 and "OMP_NUM_THREADS" not in here:
+        yield warning("environment", "OMP_NUM_THREADS unset", "torchrun sets 1; give each rank its share of the cores")
+
+
+def limits(facts: Facts) -> Iterator[Finding]:
+    """Of the operating system."""
+    shared = facts["shared_memory_bytes"]
+    if shared < _GIB:
+        yield warning(
+            "/dev/shm", f"{shared / _GIB:.2f} GiB", "NCCL and data loaders want 1 GiB: docker run --shm-size 16g"
+        )
+    else:
+        yield ok("/dev/shm", f"{shared / _GIB:.0f} GiB")
+    if 0 <= facts["open_files"] < 4096:
+        yield warning("open files", str(facts["open_files"]), "ulimit -n 65536: token files and sockets are files")
+    else:
+        yield ok("open files", str(facts["open_files"]))
+
+
+def differences(ranks: dict[int, Facts]) -> list[Finding]:
+    """What should be equal on all hosts and is not.
+
+    Args:
+        ranks: facts by rank.
+    """
+    findings = []
+    for what in ("python", "packages", "cuda", "nccl", "driver", "gpus"):
+        seen: dict[str, list[int]] = {}
+        for rank, facts in sorted(ranks.items()):
+            seen.setdefault(repr(facts[what]), []).append(rank)
+        if len(seen) > 1:
+            shown = "; ".join(f"{value} on {_hosts(ranks, members)}" for value, members in seen.items())
+            findings.append(fault(f"{what} of the ranks", shown, "install the same on every host"))
+    return findings or [ok("hosts", f"{len({facts['host'] for facts in ranks.values()})}, alike")]
+
+
+def _hosts(ranks: dict[int, Facts], members: list[int]) -> str:
+    names = sorted({ranks[rank]["host"] for rank in members})
+    return f"{', '.join(names)} (rank {', '.join(map(str, members))})"

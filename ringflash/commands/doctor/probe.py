@@ -1,0 +1,140 @@
+"""What is tried rather than read: kernels against fp64, and a ring exchange over each transport.
+
+Each runs as a process of its own:
+
+python -m ringflash.commands.doctor.probe kernel <device>
+torchrun --nproc_per_node 2 -m ringflash.commands.doctor.probe ring
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ringflash
+from ringflash.comm.transport import PointToPoint, open_transport
+from ringflash.comm.transport.peer_memory import NoPeerMemory
+
+_TOKENS, _HEADS, _KV_HEADS, _HEAD_DIM = 1024, 8, 2, 128
+_EXCHANGES = 5
+
+
+def kernel(device: torch.device) -> dict[str, Any]:
+    """Error over budget of the kernel that impl="auto" takes, forward and backward, and its name."""
+    from ringflash.oracle import (
+        dense,  # the probe of a ring does without them, and what they import
+        tolerance,  # the probe of a ring does without them, and what they import
+    )
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, _TOKENS, heads, _HEAD_DIM, generator=generator).to(device, dtype)
+        for heads in (_HEADS, _KV_HEADS, _KV_HEADS, _HEADS)
+    )
+    want, base = (
+        dense.attention(*(x.to(kind) for x in (q, k, v, dout)), causal=True) for kind in (torch.float64, dtype)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = ringflash.ring_attention(*leaves, group=None)
+    assert isinstance(out, torch.Tensor)
+    got = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))}
+    spent = tolerance.measure(got, {x: want[x] for x in got}, {x: base[x] for x in got}, num_chunks=2)
+    return {"impl": ringflash.explain(q, k, v, group=None).impl, "spent": max(max(r.maximum, r.mean) for r in spent)}
+
+
+def ring(megabytes: float = 64.0) -> dict[str, Any]:
+    """By transport: GB/s at which each rank gets its neighbour's K/V, and whether they are right.
+
+    On GPUs also why there is no copy engine, where there is none.
+    """
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    numbers = int(megabytes * 1e6 / 4)
+    sent = _numbers(dist.get_rank(), numbers, device)
+    neighbour = _numbers((dist.get_rank() - 1) % dist.get_world_size(), numbers, device)
+    ways: dict[str, Callable[[torch.Tensor], None]] = {"nccl" if cuda else "gloo": _messages(sent)}
+    missing = ""
+    if cuda:
+        try:
+            ways["copy_engine"] = _pulls(sent)
+        except NoPeerMemory as problem:
+            missing = str(problem)
+    return {"exchanges": {name: _timed(way, neighbour) for name, way in ways.items()}, "missing": missing}
+
+
+def _numbers(rank: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device, dtype=torch.int32) * (rank + 1)
+
+
+def _messages(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """To one neighbour and from the other."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def exchange(got: torch.Tensor) -> None:
+        operations = [dist.P2POp(dist.isend, sent, (rank + 1) % size), dist.P2POp(dist.irecv, got, (rank - 1) % size)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return exchange
+
+
+def _pulls(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """From the neighbour's area, as the transport "copy_engine" copies."""
+    assert dist.group.WORLD is not None
+    memory = open_transport("copy_engine", dist.group.WORLD)
+    assert not isinstance(memory, PointToPoint)
+    memory.reserve("kv", sent.numel() * sent.itemsize)
+    own = memory.view("kv", dist.get_rank(), tuple(sent.shape), sent.dtype)
+    assert own is not None
+    own.copy_(sent)
+    memory.barrier(0)
+    source = (dist.get_rank() - 1) % dist.get_world_size()
+
+    def exchange(got: torch.Tensor) -> None:
+        def copy() -> None:
+            there = memory.view("kv", source, tuple(got.shape), got.dtype)
+            assert there is not None
+            got.copy_(there)
+
+        memory.wait(memory.beside("pull", copy, [memory.mark()]))
+
+    return exchange
+
+
+def _timed(exchange: Callable[[torch.Tensor], None], expected: torch.Tensor) -> dict[str, Any]:
+    got, seconds = torch.zeros_like(expected), []
+    for _ in range(_EXCHANGES):
+        dist.barrier()
+        start = time.perf_counter()
+        exchange(got)
+        if got.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    right = torch.tensor(float(torch.equal(got, expected)), device=got.device)
+    dist.all_reduce(right, op=dist.ReduceOp.MIN)
+    return {"gbytes_per_second": got.numel() * got.itemsize / min(seconds[1:]) / 1e9, "right": right.item() == 1.0}
+
+
+def main(arguments: list[str]) -> None:
+    """Print a probe's result as the last line, on the first rank."""
+    if arguments[0] == "kernel":
+        print(json.dumps(kernel(torch.device(arguments[1]))))
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank(0))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    found = ring()
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,210 @@
+"""What a transformers model's layers keep for autograd and move in memory, read off a step on the meta device.
+
+No number is computed. Attention is a stand-in that keeps what ring attention keeps, q, k, v, out and lse, and moves
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import pad
+from torch.utils.flop_counter import FlopCounterMode
+
+from ringflash.commands.plan.passes import Passed, Passes
+from ringflash.huggingface.sinks import beside_sinks
+from ringflash.huggingface.validation import find_static_error
+from ringflash.memory.tiles import modules_to_tile
+
+TOKENS = 512  # of the forward; all that is kept grows with them
+_NAME = "kept"  # with "flash" in it transformers would look for a package
+
+
+class Kept(NamedTuple):
+    """Bytes a token of one layer: in all, of its MLP alone, and of what tiles leave out; inputs of both not counted."""
+
+    layer: float
+    mlp: float
+    tiled: float
+
+
+class Seen(NamedTuple):
+    """What a step shows: of every layer; parameters that multiply a token in plain products, those of groups left
+    out; the largest (KV heads, features of a key) of an attention; and what passes between the products."""
+
+    layers: list[Kept]
+    multiplied: float
+    keys: tuple[int, int]
+    passed: Passed
+
+
+def see_layers(model: nn.Module) -> Seen:
+    """What every decoder layer keeps, and computes.
+
+    Without checkpointing, tiles or Liger; of what is kept, rotary angles, which all share, are not counted.
+
+    Args:
+        model: a causal language model on the meta device, in bf16.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    keys: list[tuple[int, int]] = []
+    AttentionInterface.register(_NAME, partial(_attention, keys))
+    AttentionMaskInterface.register(_NAME, lambda **_: None)
+    body: Any = model.get_submodule("model")
+    passes = Passes()
+    counts = [_Count(layer, passes) for layer in body.layers]
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation(_NAME)  # type: ignore[operator]
+    try:
+        ids, positions = (torch.zeros(1, TOKENS, dtype=torch.long, device="meta") for _ in range(2))
+        with passes, FlopCounterMode(display=False) as counter:
+            out = body(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)[0]
+        forward = passes.num_bytes
+        with passes:
+            _backward(body, out)
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
+        for count in counts:
+            count.remove()
+    moved = (forward, sum(count.tiled_passes for count in counts), passes.num_bytes - forward)
+    passed = Passed(*(num_bytes / (TOKENS * len(counts)) for num_bytes in moved))
+    return Seen([count.kept for count in counts], counter.get_total_flops() / (2 * TOKENS), max(keys), passed)
+
+
+def _backward(body: nn.Module, out: Tensor) -> None:
+    """To every parameter that trains."""
+    trained = [parameter for parameter in body.parameters() if parameter.requires_grad]
+    try:
+        torch.autograd.grad(out, trained, torch.empty_like(out), allow_unused=True)
+    except NotImplementedError as error:  # torch's, of what meta has not; a plug's refusal is one, too
+        raise RuntimeError(str(error)) from error
+
+
+def _mlp_of(layer: nn.Module) -> nn.Module:
+    """The child of a layer that has most parameters beside attention's: its MLP, or experts."""
+    others = [child for child in layer.children() if not any(hasattr(m, "is_causal") for m in child.modules())]
+    return max(others, key=lambda child: sum(p.numel() for p in child.parameters()))
+
+
+@dataclass
+class _Part:
+    """Of a layer, some modules: bytes that they keep, and that pass between their products."""
+
+    num_bytes: int = 0
+    passes: int = 0
+
+
+class _Count:
+    """Counts the storages that a layer's forward keeps, and sees what passes in its parts."""
+
+    def __init__(self, layer: nn.Module, passes: Passes) -> None:
+        self._passes = passes
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._shared = {p.untyped_storage()._cdata for p in layer.parameters()}
+        self._mlp, self._tiled = _Part(), _Part()
+        self._at_work: list[tuple[_Part, set[int]]] = []  # and its inputs
+        self._layer, self._parts = layer, {_mlp_of(layer): [self._mlp]}
+        for module in modules_to_tile(layer):
+            self._parts.setdefault(module, []).append(self._tiled)
+        layer.forward = self._counted(layer.forward)  # type: ignore[method-assign]
+        for module, parts in self._parts.items():
+            module.forward = self._marked(module.forward, parts)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Count no more."""
+        for module in (self._layer, *self._parts):
+            vars(module).pop("forward")
+
+    @property
+    def tiled_passes(self) -> int:
+        """Bytes that pass in what tiles compute."""
+        return self._tiled.passes
+
+    @property
+    def kept(self) -> Kept:
+        """By token."""
+        whole = sum(storage.nbytes() for storage in self.storages.values())
+        return Kept(*(num_bytes // TOKENS for num_bytes in (whole, self._mlp.num_bytes, self._tiled.num_bytes)))
+
+    def _counted(self, forward: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._shared |= {x.untyped_storage()._cdata for x in _tensors(kwargs.get("position_embeddings"))}
+            with saved_tensors_hooks(self._keep, lambda x: x):
+                return forward(*args, **kwargs)
+
+        return counted
+
+    def _marked(self, forward: Any, parts: list[_Part]) -> Any:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            inputs = {x.untyped_storage()._cdata for x in _tensors([*args, *kwargs.values()])}
+            self._at_work += [(part, inputs) for part in parts]
+            before = self._passes.num_bytes
+            out = forward(*args, **kwargs)
+            for part in parts:
+                part.passes += self._passes.num_bytes - before
+            del self._at_work[-len(parts) :]
+            return out
+
+        return marked
+
+    def _keep(self, x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self._shared and key not in self.storages:
+            self.storages[key] = storage
+            for part, inputs in self._at_work:
+                if key not in inputs:
+                    part.num_bytes += storage.nbytes()
+        return x
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [x for x in values if isinstance(x, Tensor)]
+
+
+class _StandIn(torch.autograd.Function):
+    """Keeps what ring attention does."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+def _attention(
+    keys: list[tuple[int, int]],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As the plug's, and with its refusals: values are padded to the width of keys."""
+    error = find_static_error(module, query, key, dropout, sliding_window, True, kwargs, s_aux)
+    if error is not None:
+        raise error
+    keys.append((key.shape[1], key.shape[3]))
+    width, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
+    value = pad(value, (0, missing)) if missing else value  # which copies
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse = _StandIn.apply(q, k, v)
+    out = out if s_aux is None else beside_sinks((out, lse), s_aux)
+    return out[..., :width], None

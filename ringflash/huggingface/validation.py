@@ -1,0 +1,221 @@
+"""What a model may not ask of its attention, seen from the call's arguments without reading a tensor's values."""
+
+from __future__ import annotations
+
+import sys
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
+
+from ringflash.huggingface.chunks import chunk_size
+from ringflash.huggingface.global_length import LENGTH_DEPENDENT, depends_on_length
+from ringflash.huggingface.layers import layer_type
+
+# What models hand to every attention call and no attention reads.
+_HARMLESS = {
+    "position_ids", "cache_position", "num_items_in_batch", "labels", "shift_labels", "is_token", "logits_to_keep",
+    "output_hidden_states", "return_dict",
+}  # fmt: skip
+
+_REFUSED = {
+    "softcap": "use a model without attention softcapping",
+    "head_mask": "prune the heads instead",
+    "cu_seq_lens_q": "pass the bounds of the whole packed sequence as cu_seqlens",
+    "cu_seq_lens_k": "pass the bounds of the whole packed sequence as cu_seqlens",
+    "max_length_q": "pass the bounds of the whole packed sequence as cu_seqlens",
+    "max_length_k": "pass the bounds of the whole packed sequence as cu_seqlens",
+    "seq_idx": "pass the bounds of the whole packed sequence as cu_seqlens",
+    "use_cache": "pass use_cache=False; the ring trains and scores, it does not generate",
+    "past_key_values": "pass use_cache=False; the ring trains and scores, it does not generate",
+    "output_attentions": "pass output_attentions=False; the weights never exist",
+    "output_router_logits": "set it in the configuration and call CausalLMWithLoss; this loss would be the shard's",
+}
+
+
+def find_static_error(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    dropout: float,
+    window: int | None,
+    causal: bool,
+    kwargs: dict,
+    sinks: Tensor | None = None,
+) -> Exception | None:
+    """What the arguments ask for that the ring does not do; it needs no tensor's values."""
+    try:
+        _check_kwargs(kwargs)
+        check_layer_type(module)
+        check_direction(module)
+        _check_dropout(dropout)
+        _check_length(query, key)
+        _check_window(module, window, causal)
+        _check_sinks(query, sinks)
+        _check_padding(kwargs.get("is_token"), causal)
+    except NotImplementedError as error:
+        return error
+    return None
+
+
+def _check_kwargs(kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if name in _HARMLESS or value is None or value is False:
+            continue
+        remedy = _REFUSED.get(name, "drop it; attention would have to ignore it")
+        shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise NotImplementedError(f"{name} must not be given to ringflash attention, got {shown}; {remedy}.")
+
+
+def find_base(model: nn.Module, attention: nn.Module) -> nn.Module:
+    """The innermost model that holds the attention layer: the decoder, without its head and other towers."""
+    holders = [m for m in model.modules() if hasattr(m, "set_attn_implementation") and attention in set(m.modules())]
+    return holders[-1] if holders else model
+
+
+def check_model(base: nn.Module) -> None:
+    """Refuse what is wrong on a shard though every attention is right.
+
+    Args:
+        base: as `find_base`.
+    Raises:
+        NotImplementedError: tokens that meet in other layers, or positions that the model counts itself.
+    """
+    for name, module in base.named_modules():
+        if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)):
+            raise NotImplementedError(
+                f"{name} must treat tokens one by one, got {type(module).__name__}, which would end with the shard; "
+                "use a model whose tokens meet in attention alone."
+            )
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            raise NotImplementedError(
+                f"{name} must count positions from 0, got {type(module).__name__}, which starts after padding_idx; "
+                "use another model."
+            )
+    if "position_ids" not in signature(type(base).forward).parameters:
+        raise NotImplementedError(
+            f"model must take position_ids, got {type(base).__name__}, which counts the tokens of the shard; use "
+            "another model."
+        )
+
+
+def check_layer_type(module: nn.Module) -> None:
+    """Raise NotImplementedError for a model with a layer whose kind of attention is no interval of keys.
+
+    Of any layer, not this one alone: convolutions and recurrences between attention layers never call attention.
+    """
+    config = getattr(module, "config", None)
+    kinds = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention", "attention") and not _is_chunked(module, kind):
+            raise NotImplementedError(
+                f"layer_types must be full_attention, sliding_attention or Llama 4's chunked_attention, got {kind!r}; "
+                "use another attn_implementation."
+            )
+
+
+def _is_chunked(module: nn.Module, kind: str) -> bool:
+    """Whether the model has transformers' own chunks, and does not merely say so in its configuration."""
+    if kind != "chunked_attention" or not getattr(module.config, "attention_chunk_size", None):
+        return False
+    return hasattr(sys.modules[type(module).__module__], "create_chunked_causal_mask")
+
+
+def check_rope(base: nn.Module) -> None:
+    """Raise NotImplementedError for rotary angles that depend on the length in work, where nothing can tell it them.
+
+    Args:
+        base: as `find_base`.
+    """
+    parameters = getattr(getattr(base, "config", None), "rope_parameters", None) or {}
+    kinds = [parameters, *(x for x in parameters.values() if isinstance(x, dict))]  # some models have one for each kind
+    for kind in (x.get("rope_type") for x in kinds):
+        if kind in LENGTH_DEPENDENT and not any(depends_on_length(module) for module in base.modules()):
+            raise NotImplementedError(
+                f"rope_type must be one whose angles do not depend on the length in work, got {kind!r} and no rotary "
+                "layer that says so; use yarn, llama3 or linear."
+            )
+
+
+def check_direction(module: nn.Module) -> None:
+    """Raise NotImplementedError for a layer that sees later tokens though transformers' own masks may hide them.
+
+    Gemma says so to flash attention alone; PaliGemma, which sets it itself, means the prompt, not the answer.
+    """
+    asked = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
+    if asked and not getattr(module, "is_causal", True):
+        raise NotImplementedError(
+            f"use_bidirectional_attention must be unset, got {asked!r}, which some attn_implementations of "
+            "transformers follow and others do not; set config.is_causal=False for full attention."
+        )
+
+
+def _check_dropout(dropout: float) -> None:
+    if dropout > 0:
+        raise NotImplementedError(f"dropout must be 0, got {dropout}; set config.attention_dropout = 0.")
+
+
+def _check_length(query: Tensor, key: Tensor) -> None:
+    if key.shape[2] != query.shape[2]:
+        raise NotImplementedError(
+            f"key must have the length of query ({query.shape[2]}), got {key.shape[2]}; pass use_cache=False."
+        )
+
+
+def _check_window(module: nn.Module, window: int | None, causal: bool) -> None:
+    if window is None and _is_windowed(module):
+        raise NotImplementedError(
+            "sliding_window must reach the attention of a sliding layer, got None; unset the configuration's."
+        )
+    if window is not None and (window < 1 or not causal):
+        raise NotImplementedError(
+            f"sliding_window must be 1 or more on a causal layer, got {window}, causal={causal}; use full attention."
+        )
+    if not causal and chunk_size(module) is not None:
+        raise NotImplementedError(
+            "chunked_attention must be causal, got causal=False, which transformers follows in the other layers alone; "
+            "use full attention."
+        )
+
+
+def _check_sinks(query: Tensor, sinks: Tensor | None) -> None:
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise NotImplementedError(
+            f"s_aux must have a logit for each head ({query.shape[1]},), got {tuple(sinks.shape)}; use another model."
+        )
+
+
+def _check_padding(is_token: Tensor | None, causal: bool) -> None:
+    if is_token is not None and not causal:
+        raise NotImplementedError(
+            "attention_mask must not be given to prepare_batch for full attention, which would see the padding, got "
+            "one; make padding a document of its own (ringflash.pad_sequence with cu_seqlens)."
+        )
+
+
+def _is_windowed(module: nn.Module) -> bool:
+    """Whether transformers' own mask of the layer has a window; some models leave it to the mask alone."""
+    if (kind := layer_type(module)) is not None:
+        return kind == "sliding_attention"
+    return bool(getattr(getattr(module, "config", None), "sliding_window", None))
+
+
+def find_shape_error(query: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Exception | None:
+    """What is wrong with the forms of the mask and the positions.
+
+    Args:
+        query: (batch, num_heads, seqlen_local, head_dim).
+    """
+    if mask is not None and mask.dim() != 2:
+        return NotImplementedError(
+            f"attention_mask must be None, got {mask.dim()} dimensions; describe the mask by cu_seqlens, "
+            "sliding_window and is_causal."
+        )
+    rows, length = query.shape[0], query.shape[2]
+    got = None if position_ids is None else tuple(position_ids.shape)
+    if got not in ((1, length), (rows, length)):
+        remedy = "pass ringflash.local_positions(...)[None]"
+        if position_ids is None:
+            remedy += " to the model, and the model to set_group, which looks for them where its attention has none"
+        return ValueError(f"position_ids must be (1 or batch, {length}), got {got}; {remedy}.")
+    return None

@@ -1,0 +1,67 @@
+"""Lengthen a sequence to what the layout can cut, without changing loss or gradients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from ringflash.sequence.layout import granularity
+
+IGNORE_INDEX = -100
+
+
+class PaddedBatch(NamedTuple):
+    """Tokens, labels and document bounds of one padded length.
+
+    tokens, labels: (batch, padded length).  cu_seqlens: (num_documents + 1 or + 2,), int32, or None.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+
+
+def pad_sequence(
+    tokens: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    cp_size: int,
+    layout: str = "zigzag",
+    multiple_of: int = 1,
+    pad_token_id: int = 0,
+    causal: bool = True,
+) -> PaddedBatch:
+    """Pad at the end, tokens with `pad_token_id` and labels with -100, before sharding.
+
+    Under a causal mask no real token sees what comes after it; with `cu_seqlens` the padding is a document
+    of its own. Either way the padding carries no label and changes neither loss nor gradients.
+
+    Args:
+        tokens: (batch, seqlen), whole sequence.
+        labels: the same, already shifted (`ringflash.loss.shift_labels`); without them nothing tells padding from
+            tokens, and `prepare_batch` would label it.
+        cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence; batch must then be 1.
+        multiple_of: a further divisor of the padded length, such as a kernel's tile.
+        causal: False for attention in both directions; padding then needs `cu_seqlens`.
+    Raises:
+        ValueError: padding without cu_seqlens under a mask that would let real tokens see it; a divisor that is none.
+    """
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of must be 1 or more, got {multiple_of}; leave it out for the layout's own.")
+    unit = granularity(cp_size, layout) * multiple_of
+    extra = -tokens.shape[1] % unit
+    if extra and cu_seqlens is None and not causal:
+        raise ValueError(
+            "cu_seqlens must be given to pad a sequence that is not causal, got None; "
+            "pass torch.tensor([0, seqlen], dtype=torch.int32)."
+        )
+    if not extra:
+        return PaddedBatch(tokens, labels, cu_seqlens)
+    return PaddedBatch(
+        pad(tokens, (0, extra), value=pad_token_id),
+        None if labels is None else pad(labels, (0, extra), value=IGNORE_INDEX),
+        None if cu_seqlens is None else torch.cat([cu_seqlens, cu_seqlens[-1:] + extra]),
+    )
