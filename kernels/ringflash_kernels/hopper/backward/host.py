@@ -9,6 +9,7 @@ The kernels read every tensor through its own strides and write dK and dV into t
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -86,21 +87,15 @@ class Backward:
             k, v: (batch, seqlen_k, num_kv_heads, head_dim).
             dk, dv: as k, v, of one dtype. `accumulate`: fp32, added to; otherwise fp32 or as k, overwritten.
         """
-        _check_gradients(k, dk, dv, accumulate)
+        check_gradients(k, dk, dv, accumulate)
         hop = _hop(mask, k.device)
         group = self._group(k, hop)
         if not accumulate and group < self.q.shape[2] // k.shape[2]:  # the heads of a group meet in fp32
-            in_place = dk.dtype == torch.float32
-            totals = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
-            self.add(k, v, mask, *totals)
-            if not in_place:
-                dk.copy_(totals[0])
-                dv.copy_(totals[1])
+            with summed(dk, dv) as totals:
+                self.add(k, v, mask, *totals)
             return
         if not accumulate:
-            for unseen in (slice(0, hop.k_start), slice(hop.k_stop, k.shape[1])):
-                if unseen.start < unseen.stop:
-                    dk[:, unseen] = dv[:, unseen] = 0
+            clear_unseen(hop, dk, dv)
         if hop.num_rows:
             with on(k.device):
                 self._add_keys(k, v, mask, hop, group, dk, dv, accumulate)
@@ -109,15 +104,8 @@ class Backward:
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given, unit last stride."""
-        q = self.q
-        if out is None:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if out.shape != q.shape or out.dtype != q.dtype or out.stride(-1) != 1:
-            raise ValueError(
-                f"out must be {tuple(q.shape)} in {q.dtype} with unit last stride, got {tuple(out.shape)} in "
-                f"{out.dtype} with strides {out.stride()}; leave it out."
-            )
-        with on(q.device):
+        out = place_of_dq(self.q, out)
+        with on(self.q.device):
             postprocess(self.dq, out, self.softmax_scale)
         return out
 
@@ -270,7 +258,19 @@ def warmup(
         yield f"backward, head_dim {head_dim}, {dtype}, dk and dv {how} in {out_dtype}"
 
 
-def _check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
+def place_of_dq(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Return `out` once it is known to fit q, or a new tensor."""
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out.shape != q.shape or out.dtype != q.dtype or out.stride(-1) != 1:
+        raise ValueError(
+            f"out must be {tuple(q.shape)} in {q.dtype} with unit last stride, got {tuple(out.shape)} in "
+            f"{out.dtype} with strides {out.stride()}; leave it out."
+        )
+    return out
+
+
+def check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
     """Raise ValueError unless the kernels can write dk and dv."""
     dtypes = [torch.float32] if accumulate else [torch.float32, k.dtype]
     for name, x in (("dk", dk), ("dv", dv)):
@@ -279,6 +279,24 @@ def _check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumu
             raise ValueError(f"{name} must be addressable by TMA, got {problem}; allocate it with torch.empty.")
         if x.dtype not in dtypes or x.dtype != dk.dtype:
             raise ValueError(f"dk and dv must share one dtype of {dtypes}, got {dk.dtype}, {dv.dtype}; cast them.")
+
+
+@contextlib.contextmanager
+def summed(dk: torch.Tensor, dv: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Zeros in fp32 to add to, which dk and dv are set to at the end; dk and dv themselves if they are fp32."""
+    in_place = dk.dtype == torch.float32
+    totals = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
+    yield totals
+    if not in_place:
+        dk.copy_(totals[0])
+        dv.copy_(totals[1])
+
+
+def clear_unseen(hop: _Hop, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """Zero the gradients of the keys outside of a hop's rectangle."""
+    for unseen in (slice(0, hop.k_start), slice(hop.k_stop, dk.shape[1])):
+        if unseen.start < unseen.stop:
+            dk[:, unseen] = dv[:, unseen] = 0
 
 
 _Pieces = list["TensorDescriptor | None"]  # of one operand: two, the second None where its columns are one piece
@@ -321,24 +339,28 @@ class _Hop(NamedTuple):
         return not self.has_bounds and self.first_shift == -_FAR and self.stop_shift == _FAR
 
 
-def _hop(mask: Mask, device: torch.device, *, transposed: bool = False) -> _Hop:
-    """`mask` by keys (the rows that see each key), or, `transposed`, by queries (the keys that each row sees)."""
-    key = ("hop", device, transposed)
+def _hop(mask: Mask, device: torch.device, *, transposed: bool = False, aligned: tuple[int, int] = (4, 1)) -> _Hop:
+    """`mask` by keys (the rows that see each key), or, `transposed`, by queries (the keys that each row sees).
+
+    Args:
+        aligned: multiples at which the rectangle begins, by row and by key.
+    """
+    key = ("hop", device, transposed, aligned)
     if key not in mask._cache:
-        mask._cache[key] = _new_hop(mask, device, transposed)
+        mask._cache[key] = _new_hop(mask, device, transposed, aligned)
     return mask._cache[key]  # type: ignore[return-value]
 
 
-def _new_hop(mask: Mask, device: torch.device, transposed: bool) -> _Hop:
+def _new_hop(mask: Mask, device: torch.device, transposed: bool, aligned: tuple[int, int]) -> _Hop:
     second = None if transposed else _second_band(mask)
-    if len(mask.regions) > 1 and second is None:
+    region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
+    if (len(mask.regions) > 1 and second is None) or region.k_start % aligned[1]:
         side = mask if transposed else _kept_transpose(mask)
         return _Hop(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device))
-    region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     region = region.transposed() if transposed else region
     q_start, q_stop, k_start, k_stop, lower, upper = region
     # The copy engine reads the statistics from multiples of 16 bytes on.
-    min_row = 0 if transposed else q_start % 4
+    min_row = 0 if transposed else q_start % aligned[0]
     q_start -= min_row
     corner = k_start - q_start  # row i of the rectangle sees its key j where lower <= j + corner - i <= upper
     first_shift = -_FAR if upper is None else corner - upper
