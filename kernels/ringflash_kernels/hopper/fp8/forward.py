@@ -254,7 +254,9 @@ def add_values(acc, p, v, V: gl.constexpr):
 def added_part(acc, alpha, p, v, PART: gl.constexpr, V: gl.constexpr):
     """One part of O times alpha, plus P' V, in full fp32."""
     layout: gl.constexpr = V.acc_layouts[PART]
-    zeros = gl.zeros([V.tiles.block_m, V.tiles.parts[PART]], gl.float32, layout)
+    BM: gl.constexpr = V.tiles.block_m
+    columns: gl.constexpr = V.tiles.parts[PART]
+    zeros = gl.zeros([BM, columns], gl.float32, layout)
     product = warpgroup_mma(p, v[PART].permute((1, 0)), zeros, use_acc=False, is_async=True)
     product = warpgroup_mma_wait(0, deps=(product,))
     return acc[PART] * gl.convert_layout(alpha, gl.SliceLayout(1, layout))[:, None] + product
