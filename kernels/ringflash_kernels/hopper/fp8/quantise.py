@@ -41,9 +41,20 @@ def _groups_layout(head_dim, num_warps):
 
 
 @gluon.constexpr_function
-def _keys_layout(num_warps):
-    """Sixteen keys of eight columns in a thread; eight lanes hold a column of 128 keys."""
-    return gl.BlockedLayout([16, 8], [8, 4], [1, num_warps], [0, 1])
+def _keys_layout(head_dim, num_warps):
+    """Sixteen keys of some columns in a thread, columns first; eight lanes hold a column of 128 keys."""
+    columns = min(8, head_dim // (4 * num_warps))
+    registers = [[0, i] for i in (1, 2, 4) if i < columns] + [[i, 0] for i in (1, 2, 4, 8)]
+    lanes = [[16, 0], [32, 0], [64, 0], [0, columns], [0, 2 * columns]]
+    warps = [[0, 4 * columns << i] for i in range(num_warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [128, head_dim])
+
+
+@gluon.constexpr_function
+def _places_layout(head_dim, num_warps):
+    """The same threads' (columns, keys), keys first."""
+    columns = min(8, head_dim // (4 * num_warps))
+    return gl.BlockedLayout([columns, 16], [4, 8], [num_warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -168,7 +179,7 @@ def transposed(v, WARPS: gl.constexpr):
     """(columns, keys) with the keys of every 16 in KEY_ORDER; each thread has the sixteen."""
     KEYS: gl.constexpr = v.shape[0]
     COLUMNS: gl.constexpr = v.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([8, 16], [4, 8], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = _places_layout(COLUMNS, WARPS)
     v = v.reshape([KEYS // 16, 2, 4, 2, COLUMNS]).permute([4, 0, 2, 1, 3]).reshape([COLUMNS, KEYS])
     return gl.convert_layout(v, layout, assert_trivial=True)
 
@@ -192,15 +203,14 @@ def quantise_records(
         keys, column = rows_of(k, k_b, k_s, k_h, batch, block, head, seqlen, KEYS, COLUMNS, layout)
         quantise_keys(record, tail, keys, column, SIGNS, WARPS, layout)
     else:
-        v_layout: gl.constexpr = _keys_layout(WARPS) if TRANSPOSED else layout
+        v_layout: gl.constexpr = _keys_layout(COLUMNS, WARPS) if TRANSPOSED else layout
         values, _ = rows_of(v, v_b, v_s, v_h, batch, block, head, seqlen, KEYS, COLUMNS, v_layout)
         biased = exponent_of(values)
         store_tail(tail, biased, WARPS)
         values = rounded(values, biased)
         record += KEYS * COLUMNS
         if TRANSPOSED:
-            out_layout: gl.constexpr = gl.BlockedLayout([8, 16], [4, 8], [WARPS, 1], [1, 0])
-            store_tile(record, transposed(values, WARPS), COLUMNS, KEYS, out_layout)
+            store_tile(record, transposed(values, WARPS), COLUMNS, KEYS, _places_layout(COLUMNS, WARPS))
         else:
             store_tile(record, values, KEYS, COLUMNS, layout)
 
