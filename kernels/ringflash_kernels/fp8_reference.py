@@ -145,8 +145,8 @@ def quantise_kv(
 ) -> torch.Tensor:
     """Records of k and v: what a rank publishes and the kernels read.
 
-    A record is the tile of k8 (128 keys, head_dim) | the tile of v8 | fp32: scale of k, scale of v, its logarithm to
-    base 2 | zeros up to 128 bytes. The forward's tile of v8 is transposed, (head_dim, 128 keys), with the keys of every
+    A record is the tile of k8 (128 keys, head_dim) | the tile of v8 | in fp32 the scale of k, that of v, the latter's
+    logarithm to base 2 and its inverse | zeros up to 128 bytes. The forward's tile of v8 is transposed, (head_dim, 128 keys), with the keys of every
     16 in KEY_ORDER; the backward's is (128 keys, head_dim). Keys that pad the last block are zeros.
 
     Args:
@@ -160,7 +160,7 @@ def quantise_kv(
     k8, v8 = (x.view(torch.uint8).permute(0, 1, 3, 2, 4) for x in (k8, v8))  # batch, block, head, key, column
     if not for_backward:
         v8 = v8.unflatten(3, (-1, 16))[..., list(KEY_ORDER), :].flatten(3, 4).transpose(3, 4)
-    tail = torch.stack([k_scales, v_scales, v_scales.log2(), torch.zeros_like(k_scales)], -1)
+    tail = torch.stack([k_scales, v_scales, v_scales.log2(), 1 / v_scales], -1)
     tail = torch.nn.functional.pad(tail, (0, TAIL_BYTES // 4 - tail.shape[-1])).view(torch.uint8)
     records = torch.cat([k8.flatten(3), v8.flatten(3), tail], -1)
     return records if out is None else out.copy_(records)

@@ -121,7 +121,7 @@ class Emulator:
     def load(self, name: str, path: Path | None = None) -> ModuleType:
         """Execute module `name` of the hopper package (or the file at `path`) on emulated names."""
         if name not in self._modules:
-            path = path or Path(_package_path(), f"{name}.py")
+            path = path or Path(_package_path(), *name.split(".")).with_suffix(".py")
             module = ModuleType(f"emulated_{name}")
             module.__file__ = str(path)
             module.__package__ = _PACKAGE
