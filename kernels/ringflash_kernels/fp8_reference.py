@@ -299,3 +299,201 @@ def _weighted_values(p: torch.Tensor, v8: torch.Tensor, visible: torch.Tensor) -
         seen = torch.einsum("ij,bjhd->bihd", visible.double(), broken.double()) > 0
         out = out.masked_fill(seen.unsqueeze(3), math.nan)
     return out
+
+
+# -------------------------------------------------------------------------------------------------------- backward
+
+PRODUCTS = ("bf16", "fp8_scores", "fp8")
+LARGEST_P = 256.0  # of the P' that is rounded to e4m3
+
+
+class Backward:
+    """Gradients of one attention, set of keys by set of keys; see `api.begin_backward`.
+
+    S comes from the operands of the forward. `products` names what else is rounded to e4m3, beside bf16 for the rest:
+
+        "bf16"        nothing
+        "fp8_scores"  the operands of dP = dO V^T
+        "fp8"         those of dP, of dV = P^T dO and of dK = dS^T Q
+
+    The gradients are those of attention over the rounded q, k and v, passed on as if nothing had been rounded. The
+    factors of rows and blocks, and why nothing saturates: `hopper.fp8.backward_operands`.
+
+    Args:
+        row_max: (batch, num_heads, seqlen_q), the largest score of each row in natural units, or more.
+    """
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        softmax_scale: float,
+        dlse: torch.Tensor | None = None,
+        deterministic: bool = False,
+        products: str = "bf16",
+        row_max: torch.Tensor | None = None,
+    ) -> None:
+        check_products(products, q.shape[-1], deterministic)
+        self.q, self.softmax_scale, self.products = q, softmax_scale, products
+        self._rows = quantise_q(q)
+        delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
+        size = dout.double().norm(dim=-1).transpose(1, 2)
+        if dlse is not None:
+            delta, size = delta - dlse, size + dlse.abs()
+        self._given = dout.double(), lse.double(), (lse if row_max is None else row_max).double(), delta, size
+        self._queries: _Queries | None = None
+        self.dq = torch.zeros_like(q, dtype=torch.float64)
+
+    def add(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        *,
+        accumulate: bool = True,
+    ) -> None:
+        """Add the gradients of the visible pairs; see `api.BackwardPass`."""
+        self.add_records(quantise_kv(k, v, for_backward=True), mask, dk, dv, accumulate=accumulate)
+
+    def add_records(
+        self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
+    ) -> None:
+        """`add` of quantised keys."""
+        if self._queries is None:
+            self._queries = self._operands(records.shape[2])
+        seqlen = records.shape[1] * BLOCK_K
+        grad_k, grad_v = (torch.zeros(x.shape[0], seqlen, *x.shape[2:], dtype=torch.float64) for x in (dk, dv))
+        for rows, cols, visible in blocks(self._rows.values, mask):
+            for total, part in zip(
+                (self.dq[:, rows], grad_k[:, cols], grad_v[:, cols]),
+                self._block(records, rows, cols, visible),
+                strict=True,
+            ):
+                total += part.to(total.device)
+        for total, part in ((dk, grad_k), (dv, grad_v)):
+            part = part[:, : total.shape[1]].to(total.device)
+            total.add_(part) if accumulate else total.copy_(part)
+
+    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given."""
+        factor = 1.0 if self._queries is None else self._queries.factor.transpose(1, 2).unsqueeze(-1)
+        dq = rotate_back(self.dq * factor * self.softmax_scale)
+        return dq.to(self.q.dtype) if out is None else out.copy_(dq)
+
+    def _operands(self, num_kv_heads: int) -> _Queries:
+        dout, lse, row_max, delta, size = self._given
+        q, log2e = self.q.double(), math.log2(math.e)
+        if self.products == "bf16":
+            scales = self._rows.scales.repeat_interleave(BLOCK_Q, -1)[..., : q.shape[1]].transpose(1, 2).unsqueeze(-1)
+            dout = dout.bfloat16().double()
+            rounded = rotate_back(self._rows.values.float() * scales).double()
+            return _Queries(lse * log2e, delta, dout, dout, rounded, torch.ones_like(size), None)
+        seen = lse != -math.inf
+        relative = torch.where(seen & (size != 0), delta * (LARGEST / size), 0.0)
+        scaled = dout * _of_rows(torch.where(size > 0, LARGEST / size, 0.0))
+        if self.products == "fp8_scores":
+            factor = size / LARGEST
+            q1 = (q * _of_rows(factor)).bfloat16().double()
+            return _Queries(lse * log2e, relative, e4m3(scaled), dout.bfloat16().double(), q1, factor, None)
+        weight = torch.where(seen, size * torch.exp(row_max - torch.where(seen, lse, 0.0)), 0.0)
+        total, largest_delta, largest_q = (
+            _largest_of_group(x.abs(), num_kv_heads) for x in (weight, relative, q.abs().amax(-1).transpose(1, 2))
+        )
+        group = q.shape[2] // num_kv_heads
+        of_heads = total.repeat_interleave(group, 1).unsqueeze(-1)
+        share = (weight / of_heads).sqrt().nan_to_num(0.0)
+        reference = torch.where(share > 0, row_max * log2e - math.log2(LARGEST_P) - share.log2(), math.inf)
+        of_q = share * (LARGEST / largest_q.repeat_interleave(group, 1).unsqueeze(-1))
+        return _Queries(
+            reference, relative, e4m3(scaled), e4m3(scaled * _of_rows(share)), e4m3(q * _of_rows(of_q)),
+            share * of_heads / (LARGEST * LARGEST_P), torch.stack([total, largest_delta, largest_q]),
+        )  # fmt: skip
+
+    def _gains(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
+        """2^g of each key (batch, keys, num_kv_heads), and what sums for dK and for dV are multiplied by."""
+        assert self._queries is not None
+        if self._queries.maxima is None:
+            return v.new_ones(v.shape[:3]), self.softmax_scale, 1.0
+        total, delta, largest_q = self._queries.maxima
+        size = v.norm(dim=-1).nan_to_num(0.0, 0.0).unflatten(1, (-1, BLOCK_K)).amax(2)
+        bound = (480.0 * size + delta.unsqueeze(1)) * (LARGEST_P / LARGEST)
+        gain = torch.exp2(bound.log2().ceil().clamp(-60, 60)).repeat_interleave(BLOCK_K, 1)
+        of_dv = total / (LARGEST * LARGEST_P)
+        of_dk = self.softmax_scale * of_dv * largest_q / LARGEST
+        return gain, gain.unsqueeze(-1) * of_dk[:, None, :, None], of_dv[:, None, :, None]
+
+    def _block(
+        self, records: torch.Tensor, rows: slice, cols: slice, visible: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a block of rows adds to dq, before its factors, and to dk and dv."""
+        assert self._queries is not None
+        x, num_kv_heads = self._queries, records.shape[2]
+        found = unpack(records[:, cols.start // BLOCK_K : cols.stop // BLOCK_K], self.q.shape[-1], for_backward=True)
+        k, v = (
+            values.double() * scales.double().repeat_interleave(BLOCK_K, 1).unsqueeze(-1)
+            for values, scales in ((found.k, found.k_scales), (found.v, found.v_scales))
+        )
+        gain, of_dk, of_dv = self._gains(v)
+        scores = scores_of(self._rows, records, rows, cols, self.softmax_scale)
+        reference, delta = (y[..., rows].unflatten(1, (num_kv_heads, -1)).unsqueeze(-1) for y in (x.reference, x.delta))
+        dout, dout1, q1 = (y[:, rows].unflatten(2, (num_kv_heads, -1)) for y in (x.dout, x.dout1, x.q1))
+        hidden = ~visible | (reference == -math.inf)
+        p = torch.exp2(scores - reference).masked_fill(hidden, 0.0)
+        dp = torch.einsum("bihgd,bjhd->bhgij", dout, v)
+        ds = p * (dp - delta) / gain.permute(0, 2, 1)[:, :, None, None]
+        ds = ds.masked_fill(hidden, 0.0)
+        low = e4m3 if self.products == "fp8" else bf16
+        grad_q = torch.einsum("bhgij,bjhd->bihgd", bf16(ds), k * gain.unsqueeze(-1)).flatten(2, 3)
+        grad_k = torch.einsum("bhgij,bihgd->bjhd", low(ds), q1) * of_dk
+        return grad_q, grad_k, torch.einsum("bhgij,bihgd->bjhd", low(p), dout1) * of_dv
+
+
+class _Queries(NamedTuple):
+    """The query side in fp64: reference of P, delta, dO of dP, dO of dV, Q of dK, factor of dQ; maxima of groups."""
+
+    reference: torch.Tensor
+    delta: torch.Tensor
+    dout: torch.Tensor
+    dout1: torch.Tensor
+    q1: torch.Tensor
+    factor: torch.Tensor
+    maxima: torch.Tensor | None
+
+
+def check_products(products: str, head_dim: int, deterministic: bool) -> None:
+    """Raise ValueError or NotImplementedError unless such gradients can be computed."""
+    if products not in PRODUCTS:
+        raise ValueError(f"fp8_backward must be one of {PRODUCTS}, got {products!r}; use 'bf16'.")
+    if products != "bf16" and head_dim > 128:
+        raise NotImplementedError(
+            f"head_dim must be at most 128 with fp8_backward={products!r}, got {head_dim}; use fp8_backward='bf16'."
+        )
+    if products != "bf16" and deterministic:
+        raise NotImplementedError(
+            f"deterministic must be False with fp8_backward={products!r}, got True; use fp8_backward='bf16'."
+        )
+
+
+def e4m3(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to e4m3, saturating: the same dtype."""
+    return x.float().clamp(-LARGEST, LARGEST).to(E4M3).to(x.dtype)
+
+
+def bf16(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to bf16: the same dtype."""
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+def _of_rows(x: torch.Tensor) -> torch.Tensor:
+    """(batch, num_heads, rows) as a factor of (batch, rows, num_heads, head_dim)."""
+    return x.transpose(1, 2).unsqueeze(-1)
+
+
+def _largest_of_group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """The largest finite value of the query heads that share keys: (batch, num_kv_heads) of (batch, num_heads, rows)."""
+    return x.masked_fill(~x.isfinite(), 0.0).amax(-1).unflatten(1, (num_kv_heads, -1)).amax(-1)

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, Rows
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, Rows, check_products
 from ringflash_kernels.hopper.backward import host
 from ringflash_kernels.hopper.backward.host import _descriptor, _Hop, _hop, _L2_BYTES_OF_A_GROUP, _tile
 from ringflash_kernels.hopper.backward.order import Works
@@ -251,20 +251,6 @@ class _Products(host.Backward):
         else:
             q1, dout1 = (_tile(cut(y, 1, rows), 64, head_dim) for y in (x.q1, x.dout1))
         return q8, q1, dout8, dout1
-
-
-def check_products(products: str, head_dim: int, deterministic: bool) -> None:
-    """Raise ValueError or NotImplementedError unless such gradients can be computed."""
-    if products not in ("bf16", "fp8_scores", "fp8"):
-        raise ValueError(f"fp8_backward must be 'bf16', 'fp8_scores' or 'fp8', got {products!r}; use 'bf16'.")
-    if products != "bf16" and head_dim > 128:
-        raise NotImplementedError(
-            f"head_dim must be at most 128 with fp8_backward={products!r}, got {head_dim}; use fp8_backward='bf16'."
-        )
-    if products != "bf16" and deterministic:
-        raise NotImplementedError(
-            f"deterministic must be False with fp8_backward={products!r}, got True; use fp8_backward='bf16'."
-        )
 
 
 def _key_tile(x: torch.Tensor) -> TensorDescriptor:

@@ -170,23 +170,24 @@ def _key_operands(
 def _rotate_back(
     x_ptr, matrix_ptr, factor_ptr, out_ptr, scale, seqlen, padded, num_heads, num_blocks,
     x_batch, x_row, x_head, out_batch, out_row, out_head,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_FACTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
+    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_FACTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0) % num_blocks
-    batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
+    part = tl.program_id(0) % (D // COLUMNS) * COLUMNS
+    block = tl.program_id(0) // (D // COLUMNS) % num_blocks
+    batch_head = (tl.program_id(0) // (D // COLUMNS * num_blocks)).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.arange(0, D)
+    column, out_column = tl.arange(0, D), part + tl.arange(0, COLUMNS)
     inside = (row < seqlen)[:, None]
     x_at = x_ptr + batch * x_batch + row[:, None] * x_row + head * x_head + column[None, :]
     x = tl.load(x_at, mask=inside, other=0.0)
-    matrix = tl.load(matrix_ptr + column[:, None] * D + column[None, :])
+    matrix = tl.load(matrix_ptr + column[:, None] * D + out_column[None, :])
     high = x.to(tl.bfloat16)
     low = (x - high.to(tl.float32)).to(tl.bfloat16)
     y = (tl.dot(high, matrix) + tl.dot(low, matrix)) * scale
     if HAS_FACTOR:
         y *= tl.load(factor_ptr + batch_head * padded + row, mask=row < seqlen, other=0.0)[:, None]
-    out_at = out_ptr + batch * out_batch + row[:, None] * out_row + head * out_head + column[None, :]
+    out_at = out_ptr + batch * out_batch + row[:, None] * out_row + head * out_head + out_column[None, :]
     if ACCUMULATE:
         y += tl.load(out_at, mask=inside, other=0.0)
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -313,12 +314,12 @@ def add_rotated_back(
         out: as x, any dtype; unit last stride.
     """
     batch, seqlen, num_heads, head_dim = x.shape
-    num_blocks = triton.cdiv(seqlen, BLOCK_Q)
+    num_blocks, columns = triton.cdiv(seqlen, BLOCK_Q), min(head_dim, 128)
     given = x if factor is None else factor
     _ROTATE_BACK(
-        (head_dim, factor is None, accumulate), num_blocks * batch * num_heads,
+        (head_dim, factor is None, accumulate), head_dim // columns * num_blocks * batch * num_heads,
         x, _matrix(head_dim, interleaved, x.device), given, out, scale, seqlen, given.shape[1], num_heads, num_blocks,
-        *x.stride()[:3], *out.stride()[:3], D=head_dim, ROWS=BLOCK_Q, HAS_FACTOR=factor is not None,
+        *x.stride()[:3], *out.stride()[:3], D=head_dim, COLUMNS=columns, ROWS=BLOCK_Q, HAS_FACTOR=factor is not None,
         ACCUMULATE=accumulate,
     )  # fmt: skip
 
