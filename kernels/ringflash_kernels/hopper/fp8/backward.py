@@ -202,7 +202,7 @@ class _Products(host.Backward):
     def _stores(self, hop: _Hop, group: int, dk: torch.Tensor) -> bool:
         """Whether each tile of dK and dV leaves its CTA once."""
         blocks = -(-hop.num_rows // BLOCK_Q) * group
-        return group == self.q.shape[2] // dk.shape[2] and (self.products != "fp8" or blocks <= _PROMOTE // 2)
+        return group == self.q.shape[2] // dk.shape[2] and (self.products != "fp8" or blocks <= _PROMOTE)
 
     def _launch(
         self,

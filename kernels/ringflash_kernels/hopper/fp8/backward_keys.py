@@ -35,8 +35,6 @@ from ringflash_kernels.hopper.compat import (
     warpgroup_mma_wait,
 )
 
-SCALES_OF_A_TILE = 8  # fp32 numbers for each tile of 128 keys: see `tile_scales`
-
 
 @aggregate
 class Scales:
@@ -194,7 +192,7 @@ def _second(sm, tile):
 
 
 @gluon.jit
-def _step(sm, problem, dq_desc, dk, dv, k, v, step, block, q_scale, scales, key, seen, masked, dq_row, W: gl.constexpr):
+def _step(sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, key, seen, masked, dq_row, W: gl.constexpr):
     """One block of queries: P, dV, dS, dK of this block, dQ of the one before, at `dq_row`."""
     C: gl.constexpr = sm.SPLIT
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
@@ -207,6 +205,7 @@ def _step(sm, problem, dq_desc, dk, dv, k, v, step, block, q_scale, scales, key,
     zeros = gl.zeros([64, 64], gl.float32, s_layout)
 
     # S^T = K Q^T and dP^T = V dO^T
+    s_scale = gl.load(scale_ptr + block) * scales[0]
     _take_turn(step, W)
     mbarrier.wait(sm.q_full.index(slot), parity)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -224,7 +223,7 @@ def _step(sm, problem, dq_desc, dk, dv, k, v, step, block, q_scale, scales, key,
         else:
             inside = problem.visible(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)), rows)
         s = gl.where(inside, s, float("-inf"))
-    p = gl.exp2(s * (q_scale * scales[0]) - reference)
+    p = gl.exp2(s * s_scale - reference)
     p_operand = _as_operand(p, sm)
     delta = stats.slice(1, 1, dim=0).load(s_layout)
     if not sm.TURN_BEFORE_EXP:
@@ -278,10 +277,10 @@ def _write(sm, desc, x, coord, W: gl.constexpr):
 
 
 @gluon.jit
-def _tile_scales(scales, batch, kv_head, key, problem):
-    """Of a tile: those of S, of dP and of delta, and what dK and dV are multiplied by."""
-    at = scales.tile_ptr + ((batch * problem.num_kv_heads + kv_head) * scales.k_blocks + key // 128) * 8
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+def _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W: gl.constexpr):
+    """Add or store dK and dV, each times its scale."""
+    _write(sm, dv_desc, dv * gl.load(tile_ptr + 4), coord, W)
+    _write(sm, dk_desc, dk * gl.load(tile_ptr + 3), coord, W)
 
 
 @gluon.jit
@@ -297,7 +296,8 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
-        of_tile = _tile_scales(scales, batch, kv_head, key, problem)
+        tile_ptr = scales.tile_ptr + ((batch * problem.num_kv_heads + kv_head) * scales.k_blocks + key // 128) * 8
+        of_tile = (gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2))
         coord = [batch, kv_head, key + W * 64]
         dk = gl.zeros([64, C], gl.float32, layout)
         dv = gl.zeros([64, C], gl.float32, layout)
@@ -324,37 +324,27 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                 slot, parity = slot_of(step, sm.STAGES)
                 mbarrier.wait(sm.q_full.index(slot), parity)
                 block = receive_number(sm.begin.index(slot))
-                left = stop - start
-                while left > 0:
-                    part = gl.minimum(left, sm.PROMOTE // 2) if sm.FP8_GRADIENTS else left
-                    q_scale = gl.load(scale_ptr + block)
-                    for _ in range(part):
-                        masked = (block < full_start) | (block >= full_stop)
-                        following = problem.next_block(block, start, stop)
-                        next_scale = gl.load(scale_ptr + following)
-                        dk, dv = _step(
-                            sm, problem, dq_desc, dk, dv, k, v, step, block, q_scale, of_tile, key, seen, masked,
-                            dq_row, W,
-                        )  # fmt: skip
-                        step += 1
-                        dq_row = head_row + block * 64
-                        block = following
-                        q_scale = next_scale
-                    left -= part
+                for _ in range(start, stop):
                     if sm.FP8_GRADIENTS:
-                        kept += part
-                        if kept > sm.PROMOTE // 2:
-                            _write(sm, dv_desc, dv * of_tile[4], coord, W)
-                            _write(sm, dk_desc, dk * of_tile[3], coord, W)
+                        if kept == sm.PROMOTE:
+                            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
                             dk = gl.zeros([64, C], gl.float32, layout)
                             dv = gl.zeros([64, C], gl.float32, layout)
                             kept = 0
+                        kept += 1
+                    masked = (block < full_start) | (block >= full_stop)
+                    dk, dv = _step(
+                        sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, of_tile, key, seen, masked,
+                        dq_row, W,
+                    )  # fmt: skip
+                    step += 1
+                    dq_row = head_row + block * 64
+                    block = problem.next_block(block, start, stop)
                 head_row += problem.dq_rows
                 scale_ptr += scales.q_blocks
             _last_dq(sm, dq_desc, step, dq_row, W)
         if (not sm.ACCUMULATE) | (start < stop):
-            _write(sm, dv_desc, dv * of_tile[4], coord, W)
-            _write(sm, dk_desc, dk * of_tile[3], coord, W)
+            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
             tma_store_wait(0)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
         round += 1
