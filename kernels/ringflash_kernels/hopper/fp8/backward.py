@@ -32,7 +32,7 @@ from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
 from ringflash_kernels.hopper.launcher import Launcher, on
 from ringflash_kernels.mask import Mask
 
-_PROMOTE = 128  # blocks of 64 queries whose products the tensor cores add up themselves: their sums have 13 bits
+_PROMOTE = 64  # blocks of 64 queries whose products the tensor cores add up themselves: their sums have 13 bits
 
 _KEYS = Launcher(backward_keys)
 
@@ -227,7 +227,7 @@ class _Products(host.Backward):
         stores = [_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
         fp8_gradients = self.products == "fp8"
         _KEYS(
-            (head_dim, dk.dtype, hop.has_bounds, fp8_gradients, accumulate), self._num_ctas(mask, hop, works),
+            (head_dim, dk.dtype, hop.has_bounds, fp8_gradients, accumulate, _PROMOTE), self._num_ctas(mask, hop, works),
             *self._query_tiles(hop), _tile(k, 64, head_dim), _key_tile(k8), _key_tile(v8),
             _descriptor(self.stats, (1, 2, 64)), _descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)), *stores,
             self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],

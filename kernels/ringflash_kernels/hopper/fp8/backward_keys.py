@@ -69,6 +69,7 @@ class Shared:
     ds: gl.shared_memory_descriptor
     dq0: gl.shared_memory_descriptor
     dq1: gl.shared_memory_descriptor
+    spare: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
     kv_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -85,7 +86,7 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q0, q1, dout0, dout1, k0, k1, k8, v8, stats, ds, dq0, dq1, kv_full, kv_empty, q_full, q_empty, ds_full,
+        self, q0, q1, dout0, dout1, k0, k1, k8, v8, stats, ds, dq0, dq1, spare, kv_full, kv_empty, q_full, q_empty, ds_full,
         begin, SPLIT, REST, STAGES, FP8_GRADIENTS, PROMOTE, TURN_BEFORE_EXP, ACCUMULATE,
     ):  # fmt: skip
         self.q0 = q0
@@ -100,6 +101,7 @@ class Shared:
         self.ds = ds
         self.dq0 = dq0
         self.dq1 = dq1
+        self.spare = spare
         self.kv_full = kv_full
         self.kv_empty = kv_empty
         self.q_full = q_full
@@ -257,19 +259,19 @@ def _step(sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, ke
 
 @gluon.jit
 def _write(sm, desc, x, coord, W: gl.constexpr):
-    """Add or store dK or dV of this consumer's 64 keys (fp32: in halves), staged in its dQ buffer."""
+    """Add or store dK or dV of this consumer's 64 keys (fp32: in halves), staged in its dQ buffer and a spare one."""
     D: gl.constexpr = sm.SPLIT
-    spare = _dq_staging(sm, W)
     if desc.dtype == gl.float32:
-        staged = spare._reinterpret(gl.float32, [1, 1, 64, D // 2], desc.layout)
         left, right = _halves(x, D)
         for which in gl.static_range(2):
-            tma_store_wait(0)
+            place = sm.spare.index(W) if which else _dq_staging(sm, W)
+            staged = place._reinterpret(gl.float32, [1, 1, 64, D // 2], desc.layout)
+            tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
             staged.reshape([64, D // 2]).store(right if which else left)
             fence_async_shared()
             _send(sm, desc, [coord[0], coord[1], coord[2], which * (D // 2)], staged)
     else:
-        staged = spare._reinterpret(desc.dtype, [1, 1, 64, D], desc.layout)
+        staged = _dq_staging(sm, W)._reinterpret(desc.dtype, [1, 1, 64, D], desc.layout)
         tma_store_wait(0)
         staged.reshape([64, D]).store(x.to(desc.dtype))
         fence_async_shared()
@@ -279,6 +281,7 @@ def _write(sm, desc, x, coord, W: gl.constexpr):
 @gluon.jit
 def _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W: gl.constexpr):
     """Add or store dK and dV, each times its scale."""
+    tma_store_wait(0)
     _write(sm, dv_desc, dv * gl.load(tile_ptr + 4), coord, W)
     _write(sm, dk_desc, dk * gl.load(tile_ptr + 3), coord, W)
 
@@ -402,6 +405,11 @@ def backward_keys(
         mbarrier.init(ds_full.index(i), count=2)
     begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
     k0 = gl.allocate_shared_memory(half, [2, 1, 1, 64, D], k_desc.layout)
+    dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    if FP8_GRADIENTS:
+        spare = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    else:
+        spare = dq
     sm = Shared(
         gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 64, D], q0_desc.layout),
         gl.allocate_shared_memory(q1_desc.dtype, [STAGES] + q1_desc.block_type.shape, q1_desc.layout),
@@ -413,8 +421,7 @@ def backward_keys(
         gl.allocate_shared_memory(e4m3, [2, 1, 1, 1, 64, D], v8_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         gl.allocate_shared_memory(half, [4, 64, 64], ds_layout),
-        gl.allocate_shared_memory(gl.float32, dq_desc.block_type.shape, dq_desc.layout),
-        gl.allocate_shared_memory(gl.float32, dq_desc.block_type.shape, dq_desc.layout),
+        dq.index(0), dq.index(1), spare,
         kv_full, kv_empty, q_full, q_empty, ds_full, begin,
         D, 0, STAGES, FP8_GRADIENTS, PROMOTE, TURN_BEFORE_EXP, ACCUMULATE,
     )  # fmt: skip
