@@ -670,7 +670,7 @@ def store_part(
     layout: gl.constexpr = V.acc_layouts[PART]
     columns: gl.constexpr = V.tiles.parts[PART]
     if V.resume:
-        if PART == 1 or V.tiles.loads_state_late:
+        if PART == 1 or V.tiles.stage_in_q:
             load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, PART, V)
         mbarrier.wait(barriers.acc_full.index(W), loads & 1)
         loads += 1
