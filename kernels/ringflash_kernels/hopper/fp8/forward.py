@@ -192,7 +192,7 @@ def record_matrices(tiles, V: gl.constexpr):
 @gluon.jit
 def scale_of(tails, index, WHICH: gl.constexpr):
     """The scale of K (0) or V (1) of a block, from the tail of its record."""
-    numbers = tails.index(index)._reinterpret(gl.float32, [_TAIL, 1], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    numbers = tails.index(index)._reinterpret(gl.float32, [_TAIL, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return gl.max(numbers.index(WHICH).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
