@@ -3,13 +3,13 @@
 How to use it:
 
     emulator = Emulator(seed=0)                    # the seed decides how partitions and copies interleave
-    forward = emulator.load("forward")             # ringflash_kernels/hopper/forward/kernel.py, on emulated names
+    forward = emulator.load("forward.host")        # ringflash_kernels/hopper/forward/host.py, on emulated names
     with cuda_properties(num_sms=2):               # tests.emulator.host: answers what launchers ask of CUDA
         forward.forward(q, k, v, mask, scale, out=out, lse=lse)    # CPU torch tensors, the real launcher
 
-    emulator.load("forward").some_kernel[(grid,)](descriptor, tensor, 3, BLOCK=64, num_warps=4)    # or one kernel
+    emulator.load("forward.kernel").some_kernel[(grid,)](descriptor, tensor, 3, BLOCK=64, num_warps=4)  # one kernel
 
-    Emulator(faults=[("forward", "row < stop", "row <= stop")])            # plant a fault in a module's source
+    Emulator(faults=[("forward.kernel", "row < stop", "row <= stop")])    # plant a fault in a module's source
 
 `load` executes a module of the hopper package, and whatever it imports from that package, with `triton` replaced
 by `tests.emulator.language`; nothing else about the module changes. `TensorDescriptor` is emulated too, so that
@@ -192,7 +192,10 @@ class Emulator:
         if name == _PACKAGE and fromlist:
             return SimpleNamespace(**{item: self.load(item) for item in fromlist})
         if name.startswith(_PACKAGE + "."):
-            return self.load(name.removeprefix(_PACKAGE + "."))
+            module = name.removeprefix(_PACKAGE + ".")
+            if Path(_package_path(), *module.split(".")).is_dir():
+                return SimpleNamespace(**{item: self.load(f"{module}.{item}") for item in fromlist})
+            return self.load(module)
         if name in self._triton:
             return self._triton[name if fromlist else name.split(".")[0]]
         return builtins.__import__(name, globals, locals, fromlist, 0)

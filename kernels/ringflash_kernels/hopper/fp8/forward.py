@@ -27,24 +27,30 @@ from ringflash_kernels.hopper.compat import (
     gl,
     gluon,
     mbarrier,
+    named_barrier,
     tma_load,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, tile_descriptor, tile_layout
+from ringflash_kernels.hopper.forward.host import (
+    band_of,
+    check_state,
+    count_sms,
+    kv_heads_per_group,
+    settle,
+    tile_counter,
+    tile_table,
+)
 from ringflash_kernels.hopper.forward.kernel import (
     Pointers,
     Problem,
     Rows,
     attend_nothing,
-    band_of,
-    check_state,
-    count_sms,
     decode,
     hide,
     key_of,
-    kv_heads_per_group,
     lane_sums,
     load_q,
     load_state,
@@ -61,11 +67,8 @@ from ringflash_kernels.hopper.forward.kernel import (
     ring_of,
     scaled,
     scores,
-    settle,
     slot,
     store_part,
-    tile_counter,
-    tile_table,
     tiles_at,
     visible_keys,
 )
@@ -268,11 +271,48 @@ def add_values(acc, factor, p, v, V: gl.constexpr):
 
 
 @gluon.jit
-def step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, V: gl.constexpr):
+def take_turn(token, W: gl.constexpr, V: gl.constexpr):
+    """Wait until the warpgroup before has issued its products."""
+    if V.tiles.turns:
+        named_barrier(token, 8 + W, 256, False)
+
+
+@gluon.jit
+def pass_turn(token, W: gl.constexpr, V: gl.constexpr):
+    """Let the next warpgroup issue its products."""
+    if V.tiles.turns:
+        named_barrier(token, 8 + (W + 1) % V.tiles.num_warpgroups, 256, True)
+
+
+@gluon.jit
+def leave_block(kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+    """`pass_block`, and the turn with it."""
+    pass_turn(kv, W, V)
+    kv = pass_block(kv, shared, barriers, V)
+    take_turn(kv, W, V)
+    return kv
+
+
+@gluon.jit
+def step(
+    acc,
+    reference,
+    row_sum,
+    kv,
+    i,
+    tile,
+    rows,
+    shared,
+    barriers,
+    MASKED: gl.constexpr,
+    W: gl.constexpr,
+    V: gl.constexpr,
+):
     """Block i from S to O += P' V; the other warpgroups' products run meanwhile."""
     index, phase = slot(kv, V.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
     s = scores(rows.q, record_matrices(tiles_at(shared.k, index, V), V), V)
+    pass_turn(kv, W, V)
     factor = rows.scale * scale_of(shared.tails, index, 0)
     v_scale = scale_of(shared.tails, index, 1)
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -280,29 +320,32 @@ def step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, MASKED: g
     p, reference, row_sum, alpha, beta = softmax(s, reference, row_sum, key_of(tile, i, V), rows, factor, MASKED, V)
     acc = rescaled(acc, alpha, V)
     mbarrier.wait(barriers.v_full.index(index), phase)
+    take_turn(kv, W, V)
     acc = add_values(acc, beta * v_scale, p, record_matrices(tiles_at(shared.v, index, V), V), V)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
     return acc, reference, row_sum, kv + 1
 
 
 @gluon.jit
-def attend(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr):
+def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
     """O (not yet divided), 1 / l and lse of a tile, and the next use of the ring."""
     n = tile.num_blocks
     acc, reference, row_sum = nothing_yet(V)
+    take_turn(kv, W, V)
     if V.mask == "band":
         for _ in range(n - tile.end_seen):
-            kv = pass_block(kv, shared, barriers, V)
+            kv = leave_block(kv, shared, barriers, W, V)
     for i in range(n - tile.end_seen, n - tile.end_full):
-        acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, True, V)
+        acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, True, W, V)
     for i in range(n - tile.end_full, n - tile.first_full):
-        acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, False, V)
+        acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, False, W, V)
     if V.mask != "none":
         for i in range(n - tile.first_full, n - tile.first_seen):
-            acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, True, V)
+            acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, True, W, V)
     if V.mask == "band":
         for _ in range(tile.first_seen):
-            kv = pass_block(kv, shared, barriers, V)
+            kv = leave_block(kv, shared, barriers, W, V)
+    pass_turn(kv, W, V)
     mbarrier.arrive(q_empty, count=1)
     inverse, lse = normalizer(row_sum, reference, V)
     return acc, inverse, lse, kv
@@ -316,6 +359,8 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
     count = 0
     kv = 0
     loads = 0
+    if W == V.tiles.num_warpgroups - 1:
+        pass_turn(count, W, V)  # the first turn of all
     ticket = receive(count, shared, barriers)
     while ticket < problem.num_tiles:
         tile = decode(ticket, problem, pointers, W * BM, BM, V)
@@ -335,7 +380,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
         else:
-            acc, factor, lse, kv = attend(rows, q_empty, tile, kv, shared, barriers, V)
+            acc, factor, lse, kv = attend(rows, q_empty, tile, kv, shared, barriers, W, V)
         if V.resume:
             lse, weight, old_weight = merge_weights(lse, old_lse)
             factor = factor * weight
