@@ -117,7 +117,7 @@ class Contender(NamedTuple):
 def ours() -> Contender:
     """This package's Hopper kernels."""
     from ringflash_kernels.hopper.backward.host import Backward
-    from ringflash_kernels.hopper.forward.kernel import forward
+    from ringflash_kernels.hopper.forward.host import forward
 
     def build_forward(x: Inputs) -> Run:
         hop = x.row.kind == "hop"
@@ -143,7 +143,7 @@ def ours() -> Contender:
 
 def ours_without_state() -> Contender:
     """The same work as a hop, but starting fresh: what resuming costs."""
-    from ringflash_kernels.hopper.forward.kernel import forward
+    from ringflash_kernels.hopper.forward.host import forward
 
     def build_forward(x: Inputs) -> Run | None:
         if x.row.kind != "hop":

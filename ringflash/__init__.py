@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ringflash import loss
 from ringflash.attention.api import Explanation, RingAttention, explain, ring_attention
 from ringflash.comm.agreement import set_agreement_check
-from ringflash.comm.transport import buffer_bytes, release_buffers, set_timeout
+from ringflash.comm.timeouts import set_timeout
+from ringflash.comm.transport import buffer_bytes, release_buffers
 from ringflash.comm.transport.sms import set_comm_sms
 from ringflash.sequence.layout import local_positions, shard_sequence, unshard_sequence
 from ringflash.sequence.padding import PaddedBatch, pad_sequence

@@ -1,12 +1,14 @@
-"""Distributed checkpoints are looked at before torch reads them: torch unpickles parts of one without a restriction.
+"""Checks of a distributed checkpoint before torch reads it: that it is undamaged, and holds only data.
 
-`FileSystemReader` reads .metadata with `pickle.load`, and the default planner every value that is not a tensor (the
-optimizer's numbers) with `torch.load(weights_only=False)`. A file that was made to run code would run it there.
+torch unpickles parts of one without a restriction: `FileSystemReader` reads .metadata with `pickle.load`, and the
+default planner every value that is not a tensor (the optimizer's numbers) with `torch.load(weights_only=False)`. A
+file that was made to run code would run it there.
 """
 
 from __future__ import annotations
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from ringflash.checkpoint_checksums import CHECKSUMS, check_sums
 from ringflash.comm import agreement
 
 _TORCH_METADATA = "torch.distributed.checkpoint.metadata"
@@ -35,14 +38,17 @@ _VALUES = {
 }
 
 
-def check_checkpoint(directory: Path) -> None:
-    """Return if a distributed checkpoint holds data and nothing else; call it before torch loads the directory.
+def check_checkpoint(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
+    """Return if a distributed checkpoint is undamaged and holds only data; call it before torch loads the directory.
 
-    Reads .metadata, meta.pt where there is one, and the values that are not tensors. Tensors are not read: torch
-    reads those as data only. A directory that others can write to between this and the load is not protected.
+    Unpickles .metadata, meta.pt if there is one, and the values that are not tensors: torch reads tensors as data
+    only. Then compares the checksums of all files, tensors included; a checkpoint without checksums (of another
+    writer) passes with a warning. A directory that others can write to between this and the load is not protected.
 
+    Args:
+        rank, num_ranks: this process and the number of those that share out the checksums.
     Raises:
-        ValueError: a file that would run code, or that cannot be read.
+        ValueError: a file that would run code, that cannot be read, or that differs from what was written.
     """
     metadata = _metadata(directory)
     try:
@@ -54,16 +60,20 @@ def check_checkpoint(directory: Path) -> None:
             torch.load(directory / "meta.pt", map_location="cpu", weights_only=True)
     except Exception as error:
         raise _refusal(directory, "a whole meta.pt of data only", error) from error
+    if (directory / CHECKSUMS).exists():
+        check_sums(directory, rank, num_ranks)
+    elif rank == 0:
+        warnings.warn(f"{directory} has no {CHECKSUMS}: damaged tensors in it would not be found.", stacklevel=2)
 
 
 def check_together(directory: Path) -> None:
-    """`check_checkpoint` on all ranks of the job, which raises on every one of them or on none."""
-    error = None
+    """Run `check_checkpoint` on all ranks of the job, which share out the checksums; all of them raise, or none."""
+    error: Exception | None = None
     try:
-        check_checkpoint(directory)
-    except ValueError as problem:
+        check_checkpoint(directory, dist.get_rank(), dist.get_world_size())
+    except (ValueError, OSError) as problem:
         error = problem
-    agreement.agree(dist.group.WORLD, {"checkpoint": str(directory)}, error)
+    agreement.agree(dist.group.WORLD, {"checkpoint": str(directory)}, error, timeout=agreement.READ_TIMEOUT)
 
 
 class _Records(pickle.Unpickler):

@@ -9,8 +9,9 @@ q, k and v are rounded to e4m3 by blocks of rows, the probabilities block by blo
                bits on every rank.
     records    a block of 128 keys of one head in one piece of memory: k, v and their scales. This is what travels.
 
-The scale 2^e of a block of v is folded into the exponent of the softmax: P' = 2^(s + e - m + OFFSET) is rounded to e4m3,
-O sums P' v8, and the denominator sums 2^-e P'. The reference m of a row is an integer, so rescaling is exact.
+P is rounded relative to the largest score m of its row *within the block of keys*: P' = 2^(s - m + OFFSET), between 2^-10
+and 2^OFFSET. So a key that outweighs all others flushes those of its own block only, and each row's P' has the same bits
+on every rank too. The sum over a block is scaled by 2^m and by V's scale where it is added to O, in fp32.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 HEAD_DIMS = (64, 128, 256)
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
-OFFSET = 6.0  # P of the largest score is about 2^OFFSET: smaller ones keep more bits
-SLACK = 2.0  # m lags behind the largest score by up to 2^SLACK; 2^(OFFSET + SLACK) must stay below LARGEST
+OFFSET = 8.0  # P of a block's largest score is 2^OFFSET, which e4m3 holds exactly, and smaller ones keep more bits
 SMALLEST_EXPONENT = -60  # of a scale; a block of zeros has this one
 TAIL_BYTES = 128  # of a record, behind k and v: four fp32 of scales, then zeros
 
@@ -252,43 +252,27 @@ def scores_of(rows: Rows, records: torch.Tensor, queries: slice, keys: slice, so
 
 
 def _values(records: torch.Tensor, rows: Rows, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """v8 in fp64, and the exponents of its scales: (batch, num_kv_heads, num_blocks)."""
+    """v8 and its scales (batch, num_kv_heads, num_blocks), in fp64."""
     head_dim = rows.values.shape[-1]
     found = unpack(records[:, keys.start // BLOCK_K : keys.stop // BLOCK_K], head_dim, for_backward=False)
-    return found.v.double(), found.v_scales.double().log2().transpose(1, 2)
+    return found.v.double(), found.v_scales.double().transpose(1, 2)
 
 
 def _attend(
-    scores: torch.Tensor, visible: torch.Tensor, v8: torch.Tensor, exponents: torch.Tensor
+    scores: torch.Tensor, visible: torch.Tensor, v8: torch.Tensor, v_scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, rows, num_heads, head_dim) and lse (batch, num_heads, rows) of scores in units of log 2, -inf hidden."""
     scores = scores.unflatten(-1, (-1, BLOCK_K))  # batch, kv head, group, row, block, key
-    exponents = exponents[:, :, None, None, :]
-    references = _references(scores.amax(-1) + exponents)
-    last = references[..., :1]  # the walk ends at the first block
-    shift = torch.where(references == -math.inf, 0.0, references - exponents - OFFSET)
-    p = torch.exp2(scores - shift.unsqueeze(-1))
-    weights = torch.where(references == -math.inf, 0.0, torch.exp2(references - last))
-    total = (p.sum(-1) * torch.exp2(-exponents) * weights).sum(-1)
-    rounded = p.float().clamp(max=LARGEST).to(E4M3).double() * weights.unsqueeze(-1)
+    largest = scores.amax(-1, keepdim=True)
+    p = torch.exp2(scores - torch.where(largest == -math.inf, 0.0, largest) + OFFSET)
+    top = largest.amax(-2, keepdim=True)
+    weights = torch.where(largest == -math.inf, 0.0, torch.exp2(largest - top))
+    total = (p * weights).sum((-1, -2))
+    rounded = p.float().clamp(max=LARGEST).to(E4M3).double() * weights * v_scales[:, :, None, None, :, None]
     out = _weighted_values(rounded.flatten(-2), v8, visible)
     empty = total == 0
-    lse = (last.squeeze(-1) - OFFSET) * math.log(2.0) + total.log()
-    denominator = torch.where(empty, 1.0, total)
-    out = out / denominator.permute(0, 3, 1, 2).unsqueeze(-1)
-    return out.flatten(2, 3), lse.masked_fill(empty, -math.inf).flatten(1, 2)
-
-
-def _references(largest: torch.Tensor) -> torch.Tensor:
-    """m of each row and block, from the largest score of each: the walk goes from the last block to the first."""
-    m = torch.full_like(largest[..., 0], -math.inf)
-    references = []
-    for block in range(largest.shape[-1] - 1, -1, -1):
-        rounded = largest[..., block].round()
-        grown = largest[..., block] > m + SLACK
-        m = torch.where(grown, rounded, m)
-        references.append(m)
-    return torch.stack(references[::-1], -1)
+    lse = ((top.flatten(-3) - OFFSET) * math.log(2.0) + total.log()).masked_fill(empty, -math.inf)
+    return (out / total.masked_fill(empty, 1.0).permute(0, 3, 1, 2).unsqueeze(-1)).flatten(2, 3), lse.flatten(1, 2)
 
 
 def _weighted_values(p: torch.Tensor, v8: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

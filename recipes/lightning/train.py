@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from ringflash.lightning import CausalLM, Progress, StopOnSignal
+from ringflash.lightning import CausalLM, Progress
 from ringflash.lightning.checkpoints import ModelCheckpoint, SameCheckpoint, newest_checkpoint
 from ringflash.lightning.sequences import SequenceData
 
@@ -105,7 +105,7 @@ def main(args: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> N
     warnings.filterwarnings("ignore", message="The `srun` command is available on your system but is not used")
     # DeepSpeed 0.19 calls collectives by names that newer torch deprecates, on every step.
     warnings.filterwarnings("ignore", message=r".*distributed\.\w+_tensor. is deprecated", category=FutureWarning)
-    defaults = {**launched_ranks(), "callbacks": [StopOnSignal(), *callbacks]}
+    defaults = {**launched_ranks(), "callbacks": list(callbacks)}
     RecipeCLI(
         CausalLM, SequenceData, subclass_mode_data=True, args=args, trainer_defaults=defaults,
         seed_everything_default=0,

@@ -49,7 +49,9 @@ def ring_attention(
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
         cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
-            its length, equal on all ranks; batch must then be 1. On the CPU it costs no synchronisation.
+            its length, equal on all ranks; batch must then be 1. On the CPU it costs no synchronisation. The backward
+            uses the values that the forward read. A tensor on a GPU is read again only after torch has seen a write to
+            it: give a new tensor if the values change through `.data`, a CUDA graph or a kernel.
         layout: "zigzag" (balanced under a causal mask), "striped" (also under packed documents) or "contiguous".
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses.
         transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host that map one another's
@@ -78,7 +80,7 @@ def ring_attention(
     out, lse = custom_op.attend(
         q, k, v, cu_seqlens,
         "" if resolved is None else resolved.group_name,
-        causal, scale, left, right, layout, impl, transport, deterministic, grad_flags, return_lse,
+        causal, scale, left, right, layout, impl, transport, deterministic, grad_flags, return_lse, width,
     )  # fmt: skip
     if v.dim() and v.shape[-1] > width:
         out = out[..., :width]

@@ -1,10 +1,14 @@
 """The registered operators: what autograd, torch.compile and activation checkpointing see.
 
-    ringflash::ring_attention            -> out, lse
+    ringflash::ring_attention            -> out, lse, record
     ringflash::ring_attention_backward   -> dq, dk, dv
 
 A selective-checkpoint policy that keeps the outputs of `ringflash::ring_attention` never recomputes
 attention, and never runs the forward ring again.
+
+`record` tells the backward what its forward was: the number of the call in its group, then the document bounds that
+the forward validated. It is a tensor of its own on the CPU, so that whoever writes to `cu_seqlens` in between, such as
+a loader that refills its buffer, does not change the mask of the backward.
 """
 
 from __future__ import annotations
@@ -27,7 +31,8 @@ from ringflash.attention import schedule
 from ringflash.attention.gather_by_heads import Headwise, buffer_bytes
 from ringflash.attention.ring_of_hops import Ring
 from ringflash.attention.schedule import Gathering
-from ringflash.comm import agreement, cuda_graphs
+from ringflash.comm import agreement, call_numbers, cuda_graphs
+from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import PointToPoint, choose_transport, message_memory, open_transport
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
@@ -88,6 +93,24 @@ def _one_thread(group: dist.ProcessGroup | None, device: torch.device) -> Iterat
         )
 
 
+_last_stream: dict[torch.device, torch.cuda.Stream] = {}  # of the last call that sent
+
+
+@contextmanager
+def _in_stream_order(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """Order a call after the previous one if that was issued on another stream: both use the same buffers.
+
+    Calls that a CUDA graph captures are ordered by the graph, and by whoever replays it.
+    """
+    if group is not None and device.type == "cuda" and not cuda_graphs.capturing(device):
+        stream = torch.cuda.current_stream(device.index)
+        last = _last_stream.get(device)
+        if last is not None and last != stream:
+            stream.wait_stream(last)
+        _last_stream[device] = stream
+    yield
+
+
 @_on_their_device
 def _forward(
     q: Tensor,
@@ -105,26 +128,33 @@ def _forward(
     deterministic: bool,
     grad_flags: int,
     return_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attention of the local queries over the global sequence; `grad_flags` has a bit for each of q, k, v."""
+    v_head_dim: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of the local queries over the global sequence.
+
+    Args:
+        grad_flags: a bit for each of q, k, v.
+        v_head_dim: of the caller's v, before it was padded to the head_dim of k.
+    """
     options = Options(
         group_name, causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic
     )
     group = _group(group_name)
     with _one_thread(group, q.device) as busy:
-        plan: Plan | None = None
-        error: Exception | None = busy
-        try:
-            q, k, v = (_addressable(x) for x in (q, k, v))
-            plan = _plan(q, k, v, cu_seqlens, options, grad_flags)
-        except (ValueError, NotImplementedError, RuntimeError) as problem:
-            error = busy or problem
-        signature = _signature(q, k, cu_seqlens, options, grad_flags, return_lse) if error is None else {}
-        agreement.agree(group, signature, error, q.device)
+        call_numbers.check(group, q.device)
+        call = call_numbers.next_number(group)
+        (q, k, v), plan, error = _prepared((q, k, v), cu_seqlens, options, grad_flags, busy)
+        rest = {"requires_grad": grad_flags, "return_lse": return_lse, "v_head_dim": v_head_dim}
+        signature = {} if plan is None else {**_signature(q, k, plan), **rest}
+        agreement.agree(group, signature, error, q.device, call=call)
         assert plan is not None
-        work = plan.open(group, q, k)
-        with _no_autocast(q.device.type), agreement.under_way(group, work.num_posted):
-            return work.forward(q, k, v)
+        with _carried_out(plan, group, q, k, call) as work:
+            out, lse = work.forward(q, k, v)
+            return out, lse, _record(call, plan.mask.cu_seqlens)
+
+
+def _record(call: CallNumber, bounds: tuple[int, ...] | None) -> Tensor:
+    return torch.tensor((call.number, *(bounds or ())), dtype=torch.int64)
 
 
 ring_attention = torch.library.custom_op("ringflash::ring_attention", _forward, mutates_args=())
@@ -134,7 +164,8 @@ ring_attention = torch.library.custom_op("ringflash::ring_attention", _forward, 
 def _(q, k, v, cu_seqlens, group_name, *options):  # type: ignore[no-untyped-def]
     check_inputs(q, k, v)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=state_dtype(q.dtype))
-    return q.new_empty(q.shape), lse
+    num_bounds = 0 if cu_seqlens is None else cu_seqlens.shape[0]
+    return q.new_empty(q.shape), lse, torch.empty(1 + num_bounds, dtype=torch.int64, device="cpu")
 
 
 @_on_their_device
@@ -146,7 +177,7 @@ def _gradients(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens: Tensor | None,
+    record: Tensor,
     group_name: str,
     causal: bool,
     softmax_scale: float,
@@ -157,18 +188,19 @@ def _gradients(
     transport: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `ring_attention`. The forward compared the calls; ranks that ran it run this."""
+    """Gradients of the call of `ring_attention` that returned this `record`, under the mask that it had."""
     options = Options(
         group_name, causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic
     )
-    q, k, v, dout = (_addressable(x) for x in (q, k, v, dout))
-    plan = _plan(q, k, v, cu_seqlens, options, 0)
     group = _group(group_name)
+    number, *bounds = record.tolist()
     with _one_thread(group, q.device) as busy:
-        if busy is not None:
-            raise busy
-        work = plan.open(group, q, k)
-        with _no_autocast(q.device.type), agreement.under_way(group, work.num_posted):
+        call_numbers.check(group, q.device)
+        call = call_numbers.next_number(group, number)
+        (q, k, v, dout), plan, error = _prepared((q, k, v, dout), tuple(bounds) or None, options, 0, busy)
+        agreement.agree_on_backward(group, call, error, q.device)
+        assert plan is not None
+        with _carried_out(plan, group, q, k, call) as work:
             return work.backward(dout, dlse, q, k, v, out, lse)
 
 
@@ -180,27 +212,55 @@ def _(dout, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _prepared(
+    tensors: tuple[Tensor, ...],
+    cu_seqlens: Tensor | tuple[int, ...] | None,
+    options: Options,
+    grad_flags: int,
+    busy: RuntimeError | None,
+) -> tuple[tuple[Tensor, ...], Plan | None, Exception | None]:
+    """q, k, v and any other tensors as kernels can read them, with a plan; or an error to be shared with all ranks."""
+    if busy is not None:
+        return tensors, None, busy
+    try:
+        addressable = tuple(_addressable(x) for x in tensors)
+        q, k, v, *_ = addressable
+        return addressable, _plan(q, k, v, cu_seqlens, options, grad_flags), None
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        return tensors, None, error
+
+
+@contextmanager
+def _carried_out(
+    plan: Plan, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, call: CallNumber
+) -> Iterator[Ring | Headwise]:
+    """A call that all ranks agreed on: opened, and remembered if it ends with an error."""
+    with agreement.under_way(group) as posted, _no_autocast(q.device.type), _in_stream_order(group, q.device):
+        work = plan.open(group, q, k, call)
+        posted.count_by(work.num_posted)
+        yield work
+
+
 def _no_autocast(device_type: str) -> AbstractContextManager[None]:
     """Eager products of an implementation are in the dtype that it chose."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, cu_seqlens, *options, _, return_lse = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens)
+    q, k, v, _, *options, _, return_lse, _ = inputs
+    out, lse, record = output
+    ctx.save_for_backward(q, k, v, out, lse, record)
     ctx.options, ctx.return_lse = options, return_lse
-    if not return_lse:
-        ctx.mark_non_differentiable(lse)
+    ctx.mark_non_differentiable(*((record,) if return_lse else (lse, record)))
 
 
-def _backward(ctx, dout, dlse):  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, cu_seqlens = ctx.saved_tensors
+def _backward(ctx, dout, dlse, _):  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, record = ctx.saved_tensors
     dlse = dlse if ctx.return_lse else None
-    plain = _unobserved(dout, q, k, v) and _as_declared(cu_seqlens, *ctx.options)
+    plain = _unobserved(dout, q, k, v) and _as_declared(None, *ctx.options)
     differentiate = _gradients if plain else ring_attention_backward
-    grads = differentiate(dout, dlse, q, k, v, out, lse, cu_seqlens, *ctx.options)
-    return *grads, *[None] * (len(ctx.options) + 3)
+    grads = differentiate(dout, dlse, q, k, v, out, lse, record, *ctx.options)
+    return *grads, *[None] * (len(ctx.options) + 4)
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -221,7 +281,8 @@ class _Attention(torch.autograd.Function):
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """`ring_attention`, at less cost to the host: torch takes some 200 µs to get from an operator to its gradient."""
-    return ring_attention(*inputs) if torch.compiler.is_compiling() else _Attention.apply(*inputs)
+    out, lse, _ = ring_attention(*inputs) if torch.compiler.is_compiling() else _Attention.apply(*inputs)
+    return out, lse
 
 
 def _unobserved(*tensors: Tensor) -> bool:
@@ -282,10 +343,10 @@ class Plan:
         keys, arriving, pairs = self.gathering.capacity, self.gathering.arriving, self.gathering.pairs
         return buffer_bytes(k.shape, q.shape[2], keys, arriving, pairs, k.dtype) <= MOST_BUFFER_BYTES
 
-    def open(self, group: dist.ProcessGroup | None, q: Tensor, k: Tensor) -> Ring | Headwise:
+    def open(self, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, call: CallNumber) -> Ring | Headwise:
         """What carries the call out; opens the transport, on all ranks together."""
         channel = None if group is None or self.transport is None else open_transport(self.transport, group)
-        rest = self.impl, self.options.softmax_scale, self.options.deterministic
+        rest = self.impl, self.options.softmax_scale, self.options.deterministic, call
         if isinstance(channel, PointToPoint) and self.by_heads(q, k, channel.name):
             channel = message_memory(channel, q.device)
         if channel is None or isinstance(channel, PointToPoint):
@@ -294,9 +355,18 @@ class Plan:
         return Headwise(self.gathering, channel, *rest)
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: Options, grad_flags: int) -> Plan:
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | tuple[int, ...] | None,
+    options: Options,
+    grad_flags: int,
+) -> Plan:
     """Check a call without communicating.
 
+    Args:
+        cu_seqlens: a tuple in the backward, as the forward read it.
     Raises:
         ValueError, NotImplementedError: what must hold, what was got, what to do.
     """
@@ -323,7 +393,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: O
         q.shape[1] * cp_size,
         options.causal,
         (options.window_left, options.window_right),
-        None if cu_seqlens is None else host_values(cu_seqlens, q),
+        host_values(cu_seqlens, q) if isinstance(cu_seqlens, Tensor) else cu_seqlens,
     )
     schedule.active_steps(mask, cp_size, options.layout)  # raises where the layout cannot cut the sequence
     impl, reason = choose_impl(q, k, v) if options.impl == "auto" else (options.impl, "asked for")
@@ -334,11 +404,9 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: O
     return Plan(mask, cp_size, cp_rank, impl, reason, transport, options)
 
 
-def _signature(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, options: Options, grad_flags: int, return_lse: bool
-) -> dict[str, object]:
+def _signature(q: Tensor, k: Tensor, plan: Plan) -> dict[str, object]:
     """What all ranks must agree on."""
-    bounds = None if cu_seqlens is None else _digest(_values(cu_seqlens))
+    options, bounds = plan.options, plan.mask.cu_seqlens
     return {
         "q": list(q.shape),
         "k": list(k.shape),
@@ -346,13 +414,11 @@ def _signature(
         "causal": options.causal,
         "window_size": [options.window_left, options.window_right],
         "softmax_scale": options.softmax_scale,
-        "cu_seqlens": bounds,
+        "cu_seqlens": None if bounds is None else _digest(bounds),
         "layout": options.layout,
         "impl": options.impl,
         "transport": options.transport,
         "deterministic": options.deterministic,
-        "requires_grad": grad_flags,
-        "return_lse": return_lse,
     }
 
 

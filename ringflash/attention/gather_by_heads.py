@@ -28,6 +28,8 @@ import torch
 from torch.profiler import record_function
 
 from ringflash.attention.schedule import Gathering, Piece
+from ringflash.comm import call_numbers
+from ringflash.comm.call_numbers import NO_NUMBER, CallNumber, Words
 from ringflash.comm.transport import MessageMemory, transport_name
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Token
@@ -39,6 +41,7 @@ from ringflash_kernels.api import BackwardPass, begin_backward, collect, impleme
 
 T = TypeVar("T")
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
+NUMBER_BYTES = 256  # of an area, ahead of K/V: the number of the call, and what K/V need to be aligned
 WHOLE_BYTES = 2 << 30  # K/V of all the keys that a rank gathers, at once up to so many
 _WORK_OF_A_SECTION = 1 << 18  # query heads times keys; with less a section takes the host longer than the GPU
 _WORK_OF_A_LONG_CALL = 1 << 39  # heads times queries, keys and columns; with less, a third section of a backward would
@@ -58,6 +61,7 @@ class Headwise:
         gathering: the keys that this rank sees.
         memory: areas of the group.
         impl: kernel implementation, already chosen.
+        call: its number in the group.
     """
 
     gathering: Gathering
@@ -65,6 +69,7 @@ class Headwise:
     impl: str
     softmax_scale: float
     deterministic: bool
+    call: CallNumber = NO_NUMBER
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As `ring.Ring.forward`; a row is computed whole, in the kernel's own precision."""
@@ -73,7 +78,7 @@ class Headwise:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
             gathered = self._gathered("forward", k, q.shape[2])
-            gathered.publish(k, v, self.impl)
+            gathered.publish(k, v, self.impl, self.call)
 
         options = kernel_options(self.impl, transport_name(self.memory), q.device)
 
@@ -102,7 +107,7 @@ class Headwise:
         with waiting(q.device):
             gathered = self._gathered("backward", k, q.shape[2])
             home = self._kept("home", ("kv", "dkv"), k, q.shape[2], lambda: Home(gathered, k))
-            gathered.publish(k, v, self.impl)
+            gathered.publish(k, v, self.impl, self.call)
 
         passes: dict[int, BackwardPass] = {}
 
@@ -185,7 +190,7 @@ class Headwise:
             after = [start, *(computed[-1:] if in_order else [])]
             lane = "odd" if section % 2 else "even"
             if section + 1 == gathered.sections:  # ahead of the last kernel, which may leave no SM to it
-                pulled = gathered.all_pulled()
+                pulled = gathered.all_pulled(self.call)
             computed.append(self.memory.beside(lane, partial(work, section, *tokens), after))
             call.reach(computed[-1], "for section {}", section)
             if section + 1 < gathered.sections:  # before this one's gradients go home, which messages wait for
@@ -199,9 +204,12 @@ class Headwise:
                     finished.append(self.memory.beside(lane, partial(end[0], section), []))
         if together:
             call.reach(pulled, "for all ranks to have their keys")
+        tokens = [pulled]
+        if begin is not None:  # the lane that allocated dQ and the statistics, which are freed when this call returns
+            tokens.append(self.memory.beside("begin", _nothing, [*finished[-2:], *ended[-1:]], urgent=True))
         self.memory.wait(*(finished or computed)[-2:])
         with waiting(device):
-            self.memory.wait(pulled, *ended[-1:])
+            self.memory.wait(*tokens)
 
     def _gathered(self, way: str, k: torch.Tensor, num_heads: int) -> Gathered:
         def make() -> Gathered:
@@ -252,11 +260,13 @@ class Gathered:
         line = 2 * head_dim
         places = (batch, rows if self.turns else gathering.capacity)
         size = math.prod(places) * num_kv_heads * line
-        memory.reserve("kv", size * k.itemsize)
-        areas = {piece.owner: memory.view("kv", piece.owner, (size,), k.dtype) for piece in gathering.pieces}
-        own = areas[memory.rank]
-        assert own is not None
+        memory.reserve("kv", NUMBER_BYTES + size * k.itemsize)
+        parts = {piece.owner: _word_and_area(memory, piece.owner, size, k.dtype) for piece in gathering.pieces}
+        areas = {owner: area for owner, (_, area) in parts.items()}
+        word, own = parts[memory.rank]
+        assert word is not None and own is not None
         self.own = own
+        self.words = Words(word, sorted(set(areas) - {memory.rank}), k.device)
         mine = _sections(self.own, places, self.heads, head_dim)
         by_section = {
             owner: (None,) * self.sections if area is None else _sections(area, places, self.heads, head_dim)
@@ -299,6 +309,10 @@ class Gathered:
             ]
             for section in mine
         ]
+        self.pulls[0] += [Incoming(self.words.of(owner), owner, parts[owner][0]) for owner in self.words.senders]
+        self.pulls[0].sort(key=lambda pull: self._nearness(pull.rank))
+        readers = {reader.rank for readers in gathering.readers for reader in readers}
+        self.sends[0] += [Outgoing(word, reader) for reader in sorted(readers - {memory.rank})]
         self.moves = [
             memory.moving(pulls, sends, f"K/V of section {section}")
             for section, (pulls, sends) in enumerate(zip(self.pulls, self.sends, strict=True))
@@ -316,8 +330,9 @@ class Gathered:
                 there[_rows(piece.start, piece)] = torch.arange(piece.size, dtype=torch.int32) + self._there(piece)
         self.places, self.there = places, there.to(k.device)
 
-    def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str) -> None:
-        """Put this rank's K and V where the others pull them from."""
+    def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, call: CallNumber) -> None:
+        """Put this rank's K and V, and the number of its call, where the others pull them from."""
+        self.words.write(call)
         publish(impl, k, v, self.own, self.lines, self.there, self.places[1])
         self.memory.barrier(BEGIN)
 
@@ -332,9 +347,19 @@ class Gathered:
         used = computed[last : last + 1] if self.turns and last >= 0 else []
         return self.memory.beside("pull", self.moves[section], [start, *used], urgent=True)
 
-    def all_pulled(self) -> Token:
-        """Behind the last pull of every rank. No kernel waits for it: each needs its own rank's keys alone."""
-        return self.memory.beside("pull", partial(self.memory.barrier, PULLED), [], urgent=True)
+    def all_pulled(self, call: CallNumber) -> Token:
+        """Barrier after the last pull of every rank. No kernel waits for it: each needs only its own rank's keys."""
+        on_host = self.words.for_host(call)
+
+        def end() -> None:
+            if on_host is not None:
+                on_host.copy_(self.words.arrived, non_blocking=True)
+            self.memory.barrier(PULLED)
+
+        token = self.memory.beside("pull", end, [], urgent=True)
+        if on_host is not None:
+            call_numbers.expect(self.memory.group, token, call, on_host, self.words.senders)
+        return token
 
     def of(self, section: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V: (batch, rows gathered, heads of a section, head_dim)."""
@@ -351,8 +376,11 @@ class Gathered:
 
     def _nearest_first(self) -> list[Piece]:
         """The pieces, each rank beginning with another owner; its own last."""
-        rank = self.memory.rank
-        return sorted(self.gathering.pieces, key=lambda piece: (piece.owner <= rank, piece.owner == rank, piece.owner))
+        return sorted(self.gathering.pieces, key=lambda piece: self._nearness(piece.owner))
+
+    def _nearness(self, owner: int) -> tuple[bool, bool, int]:
+        """Key to sort owners by, from the next rank to this one."""
+        return owner <= self.memory.rank, owner == self.memory.rank, owner
 
 
 class Home:
@@ -454,6 +482,18 @@ def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> to
     return sources
 
 
+def _word_and_area(
+    memory: PeerMemory, owner: int, size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The word and the K/V of a rank's area; None if it is out of reach."""
+    area = memory.view("kv", owner, (NUMBER_BYTES + size * dtype.itemsize,), torch.uint8)
+    return (None, None) if area is None else (area[:8].view(torch.int64), area[NUMBER_BYTES:].view(dtype))
+
+
+def _nothing() -> None:
+    """No work: the lane only waits."""
+
+
 def _in_turn(work: Sequence[Callable[[int], None]], section: int) -> None:
     for part in work:
         part(section)
@@ -520,7 +560,7 @@ def buffer_bytes(
     kv = shape[2] if gathered_whole(shape, keys, dtype) else sum(shared_turns(sections, MessageMemory.turns))
     turns = stages_of(shape, num_heads, keys, pairs, dtype, sections.backward)
     gradients = sum(taking_turns(sections.backward, turns)) * keys + max(sections.backward) * arriving
-    return row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
+    return NUMBER_BYTES + row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
 
 
 def stages_of(

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 
 from ringflash.attention.exchange import Exchange, GradientExchange
 from ringflash.attention.schedule import Hop, Schedule
+from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
 from ringflash.comm.transport import PointToPoint, buffer, transport_name
 from ringflash.comm.transport.sms import kernel_options
 from ringflash.comm.wait_timer import waiting
@@ -33,6 +34,7 @@ class Ring:
         schedule: this rank's hops.
         transport: None for a single process.
         impl: kernel implementation, already chosen.
+        call: its number in the group.
     """
 
     schedule: Schedule
@@ -40,6 +42,7 @@ class Ring:
     impl: str
     softmax_scale: float
     deterministic: bool
+    call: CallNumber = NO_NUMBER
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of this rank's queries over the whole sequence.
@@ -61,7 +64,7 @@ class Ring:
         options = kernel_options(self.impl, transport_name(self.transport), q.device)
         with watching(self.transport, "forward", q.device) as call:
             with waiting(q.device):
-                exchange = Exchange(self.transport, hops, k, v)
+                exchange = Exchange(self.transport, hops, k, v, self.call)
             for _, hop, keys, values in self._arrivals(exchange, call, q.device):
                 target = out if hop.step == computed[-1] else carried
                 acc = None if hop.step == computed[0] else carried
@@ -103,7 +106,7 @@ class Ring:
         hops = self.schedule.hops
         with watching(self.transport, "backward", q.device) as call:
             with waiting(q.device):
-                exchange = GradientExchange(self.transport, hops, k, v)
+                exchange = GradientExchange(self.transport, hops, k, v, self.call)
             for index, hop, keys, values in self._arrivals(exchange, call, q.device):
                 with record_function(f"ringflash::backward_step{hop.step}"):
                     gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)

@@ -6,6 +6,7 @@ first exchanges its signature and its own error, if it has one, and then every r
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from ringflash.comm import call_numbers
+from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.communicator import communicator
 from ringflash.comm.group import Group, backend_of, resolve
+from ringflash.comm.timeouts import timeout as ring_timeout
 
 Policy = Literal["changed", "always", "never"]
 
@@ -32,7 +36,7 @@ _CPU = torch.device("cpu")
 
 _policy: Policy = "changed"
 _last: WeakKeyDictionary[dist.ProcessGroup, dict[str, object]] = WeakKeyDictionary()  # the last call compared
-_interrupted: WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = WeakKeyDictionary()  # how often, and after what
+_interrupted: WeakKeyDictionary[dist.ProcessGroup, tuple[int, str]] = WeakKeyDictionary()  # how often, where last
 
 
 def set_agreement_check(policy: Policy) -> None:
@@ -55,6 +59,7 @@ def agree(
     error: Exception | None = None,
     device: torch.device = _CPU,
     timeout: timedelta | None = None,
+    call: CallNumber | None = None,
 ) -> None:
     """Return if every rank of `group` made the same call and none has an error; raise on every rank otherwise.
 
@@ -63,55 +68,105 @@ def agree(
         error: what this rank would raise.
         device: of the call's tensors. A call of a GPU, which this rank made before, is not compared again: its host
             would wait for the others' every time. Anything else is.
-        timeout: how long to wait for the others; default 120 s, or the group's own where it has gloo for CPUs.
+        timeout: how long to wait for the others; default 120 s. A ring's own timeout (`ringflash.set_timeout`) holds if
+            it is longer.
+        call: its number, if this is a ring call. Compared like the signature and the version of ringflash, but a new
+            number is no reason to compare.
     Raises:
         The first rank's error, as the ValueError, NotImplementedError or else RuntimeError that it is; ValueError where
         signatures differ; RuntimeError where a rank does not join within that time.
     """
     group = resolve(group)
+    if error is None and call is None:  # a checkpoint, say: no later time is better
+        error = call_numbers.find_problem()
     if group is None or _policy == "never":
         if error is not None:
             raise error
         return
-    times, num_posted = _interrupted.get(group, (0, 0))
-    signature = {**signature, "errors in calls": f"{times}, after {num_posted} messages" if times else "none"}
+    times, place = _interrupted.get(group, (0, ""))
+    signature = {**signature, "errors in calls": f"{times}, the last {place}" if times else "none"}
     if device.type == "cpu" or _policy == "always" or error is not None or _last.get(group) != signature:
-        _compare(_exchange(group, _encode(signature, error), timeout), error)
+        beside = {"call": str(call or f"none, before {call_numbers.next_number(group)}"), "ringflash": _version()}
+        try:
+            answers = _exchange(group, _encode({**signature, **beside}, error), timeout)
+        except RuntimeError as unanswered:
+            _interrupt(group, "before its first message")  # the others may be in the call
+            if error is not None:
+                raise error from unanswered
+            raise
+        _compare(answers, error)
         _last[group] = signature
 
 
-@contextmanager
-def under_way(group: Group, num_posted: Callable[[], int]) -> Iterator[None]:
-    """A call that sends. Where it ends with an error, the next is compared, and refused unless all stopped alike.
+def agree_on_backward(
+    group: dist.ProcessGroup | None, call: CallNumber, error: Exception | None, device: torch.device
+) -> None:
+    """As `agree`, for a backward, whose forward was compared. A GPU's is compared under the policy "always" only.
 
-    A caller may catch the error, out of memory say, and call again. What this rank has sent by then, and another did
-    not receive, would be taken for messages of the new call.
-
-    Args:
-        num_posted: how many batches of messages, or barriers, this rank has posted by now.
+    Raises:
+        As `agree`; on a GPU, `error` on this rank.
     """
-    resolved, before = resolve(group), num_posted()
+    if device.type == "cpu" or _policy == "always":
+        agree(group, {}, error, device, call=call)
+    elif error is not None:
+        raise error
+
+
+class Posted:
+    """The number of messages that this rank has posted in one call."""
+
+    def __init__(self) -> None:
+        self._count: Callable[[], int] = lambda: 0
+        self._before = 0
+
+    def count_by(self, count: Callable[[], int]) -> None:
+        """Count from now on.
+
+        Args:
+            count: batches of messages, or barriers, that this rank has posted by now in all calls.
+        """
+        self._count, self._before = count, count()
+
+    def __str__(self) -> str:
+        return f"after {self._count() - self._before} messages"
+
+
+@contextmanager
+def under_way(group: dist.ProcessGroup | None) -> Iterator[Posted]:
+    """A call that sends. If it ends with an error, the next call is compared, and refused unless all stopped alike.
+
+    A caller may catch the error, out of memory say, and call again. Messages of the peers, or of this rank, that are
+    left over from the first call would be taken for messages of the new one. That holds for an error before the first
+    message, too: the peers may be in the call that this rank has left.
+    """
+    number, posted = call_numbers.next_number(group), Posted()
+    call_numbers.begin(group)
     try:
-        yield
+        yield posted
     except BaseException:
-        if resolved is not None and num_posted() > before:  # else nothing is left over
-            times, _ = _interrupted.get(resolved, (0, 0))
-            _interrupted[resolved] = times + 1, num_posted()
+        if group is not None:
+            _interrupt(group, f"in call {number.number} {posted}")
         raise
+
+
+def _interrupt(group: dist.ProcessGroup, place: str) -> None:
+    """Have the next call of the group compared."""
+    times, _ = _interrupted.get(group, (0, ""))
+    _interrupted[group] = times + 1, place
 
 
 def gather(group: dist.ProcessGroup, value: object, timeout: timedelta | None = None) -> list:
     """Every rank's JSON value, in rank order; at most MESSAGE_BYTES of text each. All ranks call this together.
 
     Args:
-        timeout: how long to wait for the others, where it is not as long as for a call.
+        timeout: as for `agree`.
     """
     message = json.dumps(value).encode().ljust(MESSAGE_BYTES)
     return [json.loads(answer) for answer in _exchange(group, message, timeout)]
 
 
 def _encode(signature: dict[str, object], error: Exception | None) -> bytes:
-    content: dict[str, object] = {"call": signature}
+    content: dict[str, object] = {"signature": signature}
     if error is not None:
         kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
         content = {"error": kind, "text": _that_fits(str(error))}
@@ -129,18 +184,17 @@ def _that_fits(text: str) -> str:
 def _exchange(group: dist.ProcessGroup, message: bytes, timeout: timedelta | None = None) -> list[bytes]:
     """Every rank's message, in rank order."""
     options = AllgatherOptions()
-    if timeout is not None:
-        options.timeout = timeout
+    options.timeout = limit = max(timeout or TIMEOUT, ring_timeout(group))
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
     try:
-        _channel(group).allgather([gathered], [mine], options).wait()
+        _channel(group, limit).allgather([gathered], [mine], options).wait()
     except RuntimeError as cause:
         raise RuntimeError(
             f"every rank of the group must make the call, got no answer from some of {group.size()} ranks ({cause}); "
             "look for a rank that stopped, or that made another call."
         ) from cause
-    return [bytes(x.tolist()) for x in gathered]
+    return [x.numpy().tobytes() for x in gathered]
 
 
 def _compare(messages: list[bytes], error: Exception | None) -> None:
@@ -153,12 +207,19 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
         if error is not None and _that_fits(str(error)) == first["text"]:
             raise error
         raise _ERRORS[first["error"]](f"{first['text']} (raised on ranks {failed})")
-    calls = [content["call"] for content in contents]
-    fields = [name for name in calls[0] if len({json.dumps(call.get(name)) for call in calls}) > 1]
+    calls = [content["signature"] for content in contents]
+    names = dict.fromkeys(name for call in calls for name in call)
+    fields = [name for name in names if len({json.dumps(call.get(name)) for call in calls}) > 1]
+    if "call" in fields:  # other layers, or one forward and one backward: their arguments say nothing
+        fields = [name for name in fields if name in ("call", "errors in calls")]
     table = "; ".join(f"{name} {_by_value([call.get(name) for call in calls])}" for name in fields)
     remedy = "give every rank the same arguments"
     if "errors in calls" in fields:
         remedy = "start the processes again: messages are left over from a call that did not end alike"
+    elif "call" in fields:
+        remedy = "run the same layers, forward and backward, in one order on every rank"
+    elif "ringflash" in fields:
+        remedy = "install one version of ringflash on all hosts"
     raise ValueError(f"all ranks of the group must make the same call, got {table}; {remedy}.")
 
 
@@ -170,6 +231,13 @@ def _by_value(values: list[object]) -> str:
     return ", ".join(f"{value} (rank {', '.join(map(str, holders))})" for value, holders in ranks.items())
 
 
-def _channel(group: dist.ProcessGroup) -> dist.ProcessGroup:
+@functools.cache
+def _version() -> str:
+    from ringflash import __version__
+
+    return __version__
+
+
+def _channel(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     """The group's ranks on CPU tensors: comparing must not wait for the device."""
-    return group if backend_of(group, _CPU) == "gloo" else communicator(group, "agreement", "gloo", TIMEOUT)
+    return group if backend_of(group, _CPU) == "gloo" else communicator(group, "agreement", "gloo", timeout)

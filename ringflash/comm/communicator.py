@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
+import sys
 from datetime import timedelta
 
 import torch
@@ -17,6 +19,9 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 _BACKENDS = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
 _made: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_nccl: list[dist.ProcessGroupNCCL] = []
+_process = os.getpid()  # a child by os.fork has no threads of these communicators, and its peers are its parent's
+_interrupted = False
 
 
 def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -36,6 +41,12 @@ def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: 
     return known[1]
 
 
+def note_end(error: BaseException | None) -> None:
+    """Note how this process's last ring ended; if it was by an error, no peer is waited for at exit."""
+    global _interrupted
+    _interrupted = error is not None
+
+
 @atexit.register
 def _end_gloo() -> None:
     """End gloo's threads, these communicators' and torch's own, with the interpreter still there.
@@ -44,10 +55,31 @@ def _end_gloo() -> None:
     back to an interpreter that is ending, the whole process aborts ("terminate called without an active exception",
     in 1 of 12 processes that end right after a collective) and torchrun reports a run that has succeeded as failed.
     """
+    if os.getpid() != _process:
+        return
     _made.clear()
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
     gc.collect()  # what still refers to a group in a cycle of references, as a trainer and its module do
+
+
+@atexit.register  # after `_end_gloo`, and so called before it
+def _end_nccl() -> None:
+    """End NCCL's communicators with the interpreter still there.
+
+    To destroy them is a collective call: a rank that fails by itself would wait for peers that wait for its next ring,
+    and the job would stand still behind a traceback. So after an error they are aborted, together, as torch does it.
+    """
+    if os.getpid() != _process or not _nccl:
+        return
+    if not _interrupted and getattr(sys, "last_value", None) is None:
+        for transport in _nccl:
+            transport.shutdown()
+        return
+    _nccl[0]._group_start()
+    for transport in _nccl:
+        transport.abort()
+    _nccl[0]._group_end()
 
 
 def _make(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -64,7 +96,7 @@ def _make(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedel
         options._timeout = timeout
         transport = dist.ProcessGroupNCCL(store, *place, options)
         transport._set_sequence_number_for_group()
-        atexit.register(transport.shutdown)
+        _nccl.append(transport)
     made._set_default_backend(_BACKENDS[backend])
     made._register_backend(device, _BACKENDS[backend], transport)
     return made

@@ -28,13 +28,31 @@ def context_mesh(context_parallel_size: Size = "auto", data_parallel_size: Size 
         data_parallel_size: groups of ranks with sequences of their own; "auto" is all that is left.
     Raises:
         ValueError: sizes that do not multiply to the number of ranks.
+        RuntimeError: a process that no launcher has started.
     """
     skip_shared_memory_op()
     device_type = get_accelerator().device_name()
     if not dist.is_initialized():
-        deepspeed.init_distributed("gloo" if device_type == "cpu" else get_accelerator().communication_backend_name())
+        _join("gloo" if device_type == "cpu" else get_accelerator().communication_backend_name())
     sizes = mesh_sizes(data_parallel_size, context_parallel_size, dist.get_world_size())
     return data_context_mesh(device_type, *sizes)
+
+
+def _join(backend: str) -> None:
+    """`deepspeed.init_distributed`, which asks MPI if no launcher has set the variables of a rank.
+
+    Raises:
+        RuntimeError: nor is there MPI.
+    """
+    try:
+        deepspeed.init_distributed(backend)
+    except ModuleNotFoundError as missing:
+        if missing.name != "mpi4py":
+            raise
+        raise RuntimeError(
+            "the script must be started by a launcher, which tells each process its rank, got one process without RANK "
+            "and WORLD_SIZE; start it by torchrun --nproc-per-node <GPUs> <script>."
+        ) from missing
 
 
 def skip_shared_memory_op() -> None:

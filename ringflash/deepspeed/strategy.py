@@ -31,6 +31,7 @@ from ringflash.comm.agreement import agree
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check, parsed, read
 from ringflash.lightning.checkpoints import COMPLETE, check_folders
+from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import check_local, note_time
 from ringflash.sequence.layout import granularity
@@ -113,6 +114,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
     def setup_environment(self) -> None:
         """Check the trainer, sizes and device, join the process group, and lay out the mesh."""
         self.check_trainer(copies_module=not self.zero_stage_3)
+        add_stop_on_signal(self._trainer)
         _check_precision(self.config, self.precision_plugin.precision)
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, self.num_nodes * self.num_processes)
         _check_device(self.root_device.type)

@@ -16,9 +16,11 @@ from ringflash.huggingface.adapters import check_adapters
 from ringflash.huggingface.chunks import attend_in_chunks, chunk_size
 from ringflash.huggingface.consistency import check_together
 from ringflash.huggingface.forward_inputs import Given
+from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import tell_of_the_sequence
 from ringflash.huggingface.layers import attention_modules
 from ringflash.huggingface.options import NAME, Options, check_lone_process
+from ringflash.huggingface.shard_loss import guard_losses
 from ringflash.huggingface.sinks import beside_sinks
 from ringflash.huggingface.validation import (
     check_direction,
@@ -63,6 +65,10 @@ def set_group(
 ) -> None:
     """Give one model its group and options; they stay on its attention modules.
 
+    Every forward of a model with a group then refuses what would take it off the ring: another attn_implementation,
+    also through a configuration that it shares; labels without shift_labels. `generate` attends to whole prompts within
+    the process that calls it. set_group(model, None) takes the model off the ring.
+
     Args: as `ring_attention`.
     Raises:
         ValueError: the model does not use attn_implementation="ringflash".
@@ -91,8 +97,10 @@ def set_group(
     for module in modules:
         check_layer_type(module)
         check_direction(module)
-    given = Given.watch(base)
+    given = Given.watch(base, modules, options)
     tell_of_the_sequence(base, options)
+    guard_losses(model, given)
+    generate_locally(model, given)
     for module in modules:
         module._ringflash = options  # type: ignore[assignment]
         module._ringflash_given = given  # type: ignore[assignment]

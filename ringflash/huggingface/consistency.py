@@ -27,7 +27,7 @@ def check_together(
     error: Exception | None,
 ) -> None:
     """Once a forward, in layer 0: raise on every rank if any rank has an error. Four numbers are reduced and read."""
-    lost = None if given is None else given.find_loss(cu_seqlens)
+    lost = None if given is None else given.find_error(cu_seqlens)
     if position_ids is None and given is not None:
         position_ids = given.take_positions()
         if position_ids is None and error is None and is_recomputed():

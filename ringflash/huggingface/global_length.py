@@ -46,7 +46,8 @@ def _runs_on_ring(module: nn.Module) -> bool:
 @torch.compiler.disable(reason="transformers reads the largest position")
 def _give_longest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """transformers takes the largest position it is given for the length: append that of all ranks."""
-    if not _runs_on_ring(module):
+    group = module._ringflash.group  # type: ignore[union-attr]
+    if group is None:
         return None
     position_ids: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     if position_ids.dim() != 2:
@@ -55,9 +56,7 @@ def _give_longest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             f"{tuple(position_ids.shape)}; use yarn, llama3 or linear."
         )
     longest = position_ids.amax(-1, keepdim=True)
-    group = getattr(module, "_ringflash", Options(None)).group
-    if group is not None:
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
     longer = torch.cat([position_ids, longest], -1)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": longer}
@@ -65,7 +64,7 @@ def _give_longest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _drop_longest(module: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
-    if not _runs_on_ring(module):
+    if module._ringflash.group is None:  # type: ignore[union-attr]
         return None
     return angles[:, :-1] if isinstance(angles, Tensor) else tuple(x[:, :-1] for x in angles)
 

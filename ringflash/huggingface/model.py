@@ -74,6 +74,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         """
         check_adapters(self)  # adapters may have come since, around this module, too
         causal: Any = without_peft(self.model)
+        self._check_head_unchanged(causal)
         places = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "checksum": checksum, "is_token": is_token}
         outputs = causal.model(input_ids=input_ids, use_cache=use_cache, **places)
         hidden, weight = outputs.last_hidden_state, _weight_of(causal.lm_head)
@@ -91,6 +92,15 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         balance = router_loss(logits, causal.num_experts, causal.num_experts_per_tok, self.group, is_token)
         self.router_loss = balance.detach()
         return loss + router_coefficient(causal) * balance
+
+    def _check_head_unchanged(self, causal: nn.Module) -> None:
+        """Refuse a configuration that was edited since this module was made."""
+        _check_head(causal)
+        if (scale := _logit_scale(getattr(causal, "config", None))) != self.logit_scale:
+            raise NotImplementedError(
+                f"the scale of the logits must stay {self.logit_scale:g}, got {scale:g} from a configuration that was "
+                "edited since; make the CausalLMWithLoss after that."
+            )
 
 
 def _check_head(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ _HARMLESS = {
     "output_hidden_states", "return_dict",
 }  # fmt: skip
 
+_NO_CACHE = "pass use_cache=False; to generate, call generate of the model that set_group was given"
 _REFUSED = {
     "softcap": "use a model without attention softcapping",
     "head_mask": "prune the heads instead",
@@ -26,8 +27,8 @@ _REFUSED = {
     "max_length_q": "pass the bounds of the whole packed sequence as cu_seqlens",
     "max_length_k": "pass the bounds of the whole packed sequence as cu_seqlens",
     "seq_idx": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "use_cache": "pass use_cache=False; the ring trains and scores, it does not generate",
-    "past_key_values": "pass use_cache=False; the ring trains and scores, it does not generate",
+    "use_cache": _NO_CACHE,
+    "past_key_values": _NO_CACHE,
     "output_attentions": "pass output_attentions=False; the weights never exist",
     "output_router_logits": "set it in the configuration and call CausalLMWithLoss; this loss would be the shard's",
 }
@@ -167,6 +168,11 @@ def _check_window(module: nn.Module, window: int | None, causal: bool) -> None:
         raise NotImplementedError(
             "sliding_window must reach the attention of a sliding layer, got None; unset the configuration's."
         )
+    if window is not None and window != (declared := _declared_window(module, window)):
+        raise NotImplementedError(
+            f"sliding_window must be what the configuration says of the layer ({declared}), got {window} from the "
+            "layer; change the configuration before the model is built from it."
+        )
     if window is not None and (window < 1 or not causal):
         raise NotImplementedError(
             f"sliding_window must be 1 or more on a causal layer, got {window}, causal={causal}; use full attention."
@@ -198,6 +204,14 @@ def _is_windowed(module: nn.Module) -> bool:
     if (kind := layer_type(module)) is not None:
         return kind == "sliding_attention"
     return bool(getattr(getattr(module, "config", None), "sliding_window", None))
+
+
+def _declared_window(module: nn.Module, given: int) -> int | None:
+    """The window that transformers' own mask has now; the given one if the configuration calls it something else."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "sliding_window"):
+        return given
+    return config.sliding_window if _is_windowed(module) else None
 
 
 def find_shape_error(query: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Exception | None:

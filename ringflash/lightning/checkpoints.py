@@ -69,13 +69,18 @@ def check_folders(trainer: lightning.Trainer) -> None:
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
-    """The checkpoint below a folder that was completed last, whichever version of the run wrote it.
+    """Return the checkpoint below a folder that was completed last, whichever version of the run wrote it."""
+    return next(iter(complete_checkpoints(output_dir)), None)
+
+
+def complete_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Return all complete checkpoints below a folder, the newest first.
 
     One that a crash has cut short has another name (ringflash.lightning.writing), or lacks its end: it does not count.
     """
     restore(output_dir)
     complete = [path for path in Path(output_dir).glob("**/*.ckpt") if is_complete(path)]
-    return max(complete, key=_age, default=None)
+    return sorted(complete, key=_age, reverse=True)
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -102,7 +107,8 @@ class SameCheckpoint(lightning.Callback):
 
     Args:
         ckpt_path: what this rank continues from.
-        output_dir: below which rank 0 then removes what a crash while writing has left.
+        output_dir: below which rank 0 then removes what a crash while writing has left, and where the strategy finds
+            `older_checkpoints`.
     """
 
     def __init__(self, ckpt_path: str | Path | None, output_dir: str | Path | None = None) -> None:
@@ -116,3 +122,15 @@ class SameCheckpoint(lightning.Callback):
             for path in leftovers(self.output_dir):
                 rank_zero_info(f"Removing {path}, which a crash has left")
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def older_checkpoints(trainer: lightning.Trainer, path: Path) -> list[Path]:
+    """Return the checkpoints, the newest first, that automatic resume takes if the one at `path` is damaged.
+
+    None of them for a path that the user named.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, SameCheckpoint) and callback.output_dir is not None and callback.ckpt_path == path:
+            found = complete_checkpoints(callback.output_dir)
+            return found[found.index(path) + 1 :] if path in found else []
+    return []

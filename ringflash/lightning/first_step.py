@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ringflash.comm.agreement import agree, gather
 from ringflash.comm.group import Group, resolve
-from ringflash.comm.transport import timeout
 
 
 class _Stopped(Exception):
@@ -91,7 +90,7 @@ def check_same(batch: Any, group: Group) -> None:
         checksum = zlib.crc32(contents.numpy().data, zlib.crc32(head, checksum))
 
     apply_to_collection(batch, Tensor, add)
-    sums = gather(resolved, checksum, timeout())
+    sums = gather(resolved, checksum)
     if len(set(sums)) > 1:
         raise ValueError(
             f"batch must be the same on all ranks of a ring, which each take a part of it, got {len(set(sums))} "

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -20,8 +21,7 @@ from ringflash import huggingface
 from ringflash.comm.group import Group, resolve
 from ringflash.lightning.first_step import FirstStep, check_same, check_step
 from ringflash.lightning.sequences import SequenceData
-from ringflash.lightning.strategy import keeping_ties, mixed_precision_policy, strategy_of
-from ringflash.loss import count_tokens
+from ringflash.lightning.strategy import OneProcess, keeping_ties, mixed_precision_policy, ranks_of
 from ringflash.sequence.layout import granularity, local_positions, shard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.wrap import wrap_attention
@@ -59,13 +59,15 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         if self._ringflash_ready:
             return
         self._ringflash_ready = True
-        strategy = strategy_of(self.trainer)
+        strategy = ranks_of(self.trainer)
         _check_data(self.trainer.datamodule)
         wrap_attention(self, strategy.cp_group, layout=strategy.layout)
         if own := [name for name, _ in self.named_parameters(recurse=False)]:
             raise ValueError(
                 f"parameters must lie in submodules, whose forward gathers them, got {own}; move them into one."
             )
+        if isinstance(strategy, OneProcess):
+            return
         with keeping_ties(self):
             for child in _with_forward(self.children()):
                 strategy.shard_parameters(child, _units(child))
@@ -85,9 +87,9 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
                     f"batch must have input_ids, labels and cu_seqlens alone, got {', '.join(sorted(other))}, too; "
                     "leave it out (padding is a label of -100 at the end, or a document), or override shard_batch."
                 )
-            return huggingface.prepare_batch(group=group, layout=strategy_of(self.trainer).layout, **batch)
+            return huggingface.prepare_batch(group=group, layout=ranks_of(self.trainer).layout, **batch)
         if isinstance(batch, tuple | list) and all(isinstance(x, Tensor) and x.dim() > 1 for x in batch):
-            return tuple(shard_sequence(x, group, layout=strategy_of(self.trainer).layout) for x in batch)
+            return tuple(shard_sequence(x, group, layout=ranks_of(self.trainer).layout) for x in batch)
         raise ValueError(
             f"batch must be a dict with input_ids or a tuple of (batch, seqlen) tensors, got {type(batch).__name__}; "
             "override shard_batch."
@@ -99,7 +101,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         Raises:
             ValueError: ranks of a ring with different batches, or what a check finds; on every rank.
         """
-        trainer, group = self.trainer, strategy_of(self.trainer).cp_group
+        trainer, group = self.trainer, ranks_of(self.trainer).cp_group
         self._ringflash_cut = True
         if isinstance(trainer.datamodule, SequenceData):
             return batch  # the data module's batches are shards
@@ -118,26 +120,53 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         """
         group = self._group()
         cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
-        layout = strategy_of(self.trainer).layout
+        layout = ranks_of(self.trainer).layout
         return local_positions(tokens.shape[1] * cp_size, cp_size, cp_rank, layout).to(tokens.device)
 
     def token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy over the tokens of the whole sequence, as `ringflash.loss` scales it.
+        """Mean cross-entropy over the tokens of the whole sequence, whose gradient `ringflash.loss` scales.
 
-        `self.log(..., sync_dist=True)` shows the mean over all ranks, which is the loss itself.
+        The value is the same on all ranks of a ring, so that it can be printed, logged and compared; its gradient is
+        that of this rank's tokens, times cp_size, as averaging over ranks needs it.
 
         Args:
             logits: (batch, seqlen_local, vocab_size).  labels: (batch, seqlen_local), shifted, -100 is none.
         Returns:
-            loss: scalar, fp32 (fp64 for fp64); in bf16 the sum of a million tokens has two digits, in fp16 it is inf.
+            loss: scalar, fp32 (fp64 for fp64), 0 without labels; in bf16 the sum of a million tokens has two digits, in
+                fp16 it is inf.
         """
         group = self._group()
         losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
-        total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
-        count = count_tokens(labels, group)
+        local = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+        total, count = _summed(group, local.detach(), (labels != IGNORE_INDEX).sum())
         if self._ringflash_step is not None:
             self._ringflash_step.num_tokens.append(int(count))
-        return total * (1 if group is None else group.size()) / count.clamp(min=1)
+        cp_size, count = 1 if group is None else group.size(), count.clamp(min=1)
+        return cast(Tensor, _WithValue.apply(local * cp_size / count, (total / count).to(local.dtype)))
+
+    def log(self, name: str, value: Any, *args: Any, sync_dist: bool | None = None, **options: Any) -> None:
+        """Log a value as Lightning does, but by default its mean (least, greatest) over all ranks, which must all call.
+
+        Each rank's own value would show a curve of one rank's tokens, and `EarlyStopping` and `ModelCheckpoint` would
+        decide by different numbers.
+
+        Args:
+            sync_dist: False logs each rank's own value; default True, unless `rank_zero_only` is.
+        Raises:
+            ValueError: a sum without `sync_dist`: of counts it goes over all ranks, of equal values over none.
+        """
+        reduce_fx = options.get("reduce_fx", args[4] if len(args) > 4 else "mean")
+        if sync_dist is None and reduce_fx in ("sum", sum, torch.sum):
+            raise ValueError(
+                f"sync_dist must be given with reduce_fx={reduce_fx!r}, got none for {name}; True for what each rank "
+                "has a part of, False for what is equal on all ranks."
+            )
+        sync_dist = not options.get("rank_zero_only", False) if sync_dist is None else sync_dist
+        super().log(name, value, *args, sync_dist=sync_dist, **options)
+
+    def log_dict(self, dictionary: Any, *args: Any, sync_dist: bool | None = None, **options: Any) -> None:
+        """Log several values as `log` does."""
+        super().log_dict(dictionary, *args, sync_dist=cast(bool, sync_dist), **options)
 
     def _group(self) -> Any:
         if self._ringflash_step is not None and self._ringflash_step.whole:
@@ -147,22 +176,22 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
                 "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super()'s "
                 "where you override it, and take batch, not dataloader_iter, in steps."
             )
-        return resolve(strategy_of(self.trainer).cp_group)
+        return resolve(ranks_of(self.trainer).cp_group)
 
     def _check(self, batch: Any) -> None:
         """`check_wrapped` on the first tokens of a batch, and the loss of the ring beside that of the whole."""
-        strategy = strategy_of(self.trainer)
+        strategy, precision = ranks_of(self.trainer), self.trainer.precision_plugin
         prefix = _prefix(batch, granularity(strategy.cp_size, strategy.layout) * CHECKED_TOKENS)
         local, whole = FirstStep(whole=False), FirstStep(whole=True)
 
         def run(group: Group) -> None:
-            shard = self.transfer_batch_to_device(self.shard_batch(prefix, group), strategy.root_device, 0)
+            shard = self.transfer_batch_to_device(self.shard_batch(prefix, group), self.trainer.strategy.root_device, 0)
             step = whole if group is None else local
-            with self._as_checked(step), strategy.precision_plugin.train_step_context():
+            with self._as_checked(step), precision.train_step_context():
                 step.run(self.training_step, shard)
 
         check_wrapped(self, run)
-        dtype = mixed_precision_policy(strategy.precision_plugin.precision).param_dtype
+        dtype = mixed_precision_policy(precision.precision).param_dtype
         check_step(local, whole, strategy.cp_group, dtype or next(self.parameters()).dtype)
 
     @contextmanager
@@ -180,6 +209,27 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             self._ringflash_step = None
             for parameter, is_trained in trained:  # a step that was stopped may have toggled some
                 parameter.requires_grad_(is_trained)
+
+
+class _WithValue(torch.autograd.Function):
+    """One tensor's gradient under the value of another, which may be infinite."""
+
+    @staticmethod
+    def forward(ctx, own, value):  # type: ignore[no-untyped-def]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad, None
+
+
+def _summed(group: Any, *values: Tensor) -> list[Tensor]:
+    """Scalars summed over a group, in one message: fp64 holds counts exactly."""
+    if group is None:
+        return list(values)
+    sums = torch.stack([value.double() for value in values])
+    dist.all_reduce(sums, group=group)
+    return list(sums)
 
 
 def _check_data(data: lightning.LightningDataModule | None) -> None:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 
-from ringflash.lightning.strategy import ContextParallelStrategy
+from ringflash.lightning.trainers import TrainerChecks
 
 
 class StopOnSignal(lightning.Callback):
     """On SIGTERM to any rank: all finish the step, write a checkpoint together, and stop without another evaluation.
 
-    The handler only takes a note; ranks compare notes at the end of each batch. Lightning's own handler sends from
-    within, into whatever collective it has interrupted.
+    The handler only takes a note; ranks compare notes at the end of each batch, and stop within two more steps. An
+    evaluation that the signal meets is finished first. Lightning's own handler broadcasts from inside whatever
+    collective it has interrupted, and hangs.
+
+    `trainer.validate`, `test` and `predict` have nothing to save: what SIGTERM did before Lightning took it, by
+    default to end the process, it does again.
+
+    The strategies add this callback to every trainer that has none.
     """
 
     def __init__(self) -> None:
@@ -32,7 +40,7 @@ class StopOnSignal(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Take the signal over from Lightning, which gives it back when it is done."""
-        signal.signal(signal.SIGTERM, self._note)
+        _handle_sigterm(self._note)
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
@@ -44,7 +52,7 @@ class StopOnSignal(lightning.Callback):
         if stepped and self._agreed is not None and self._agreed.item():
             path = Path(trainer.log_dir or trainer.default_root_dir, f"interrupted-step={trainer.global_step}.ckpt")
             trainer.save_checkpoint(path)
-            if isinstance(trainer.strategy, ContextParallelStrategy):
+            if isinstance(trainer.strategy, TrainerChecks):
                 trainer.strategy.finish_checkpoints()  # before the path is named, and whatever the end still does
             trainer.should_stop = True
             # Lightning goes on to its least steps and epochs, and evaluates once more: there may be no time.
@@ -53,7 +61,8 @@ class StopOnSignal(lightning.Callback):
             trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps = 0, 0, None
             lightning.pytorch.utilities.rank_zero_info(f"Interrupted; go on with --ckpt_path {path}")
         self._agreed = torch.tensor(int(self.noted), device=pl_module.device)
-        dist.all_reduce(self._agreed, op=dist.ReduceOp.MAX)
+        if dist.is_initialized():
+            dist.all_reduce(self._agreed, op=dist.ReduceOp.MAX)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Leave the trainer as it was."""
@@ -62,5 +71,24 @@ class StopOnSignal(lightning.Callback):
             trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps = self._limits
             self._limits = None
 
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Give the signal back to what had it before Lightning, unless this evaluation is a part of a training."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            _handle_sigterm(trainer._signal_connector._original_handlers.get(signal.SIGTERM))
+
+    on_test_start = on_predict_start = on_validation_start
+
     def _note(self, signum: int, frame: Any) -> None:
         self.noted = True
+
+
+def add_stop_on_signal(trainer: lightning.Trainer) -> None:
+    """Put a `StopOnSignal` before the other callbacks of a trainer that has none."""
+    if not any(isinstance(callback, StopOnSignal) for callback in trainer.callbacks):
+        trainer.callbacks.insert(0, StopOnSignal())
+
+
+def _handle_sigterm(handler: Any) -> None:
+    """Have SIGTERM call `handler`; in a thread, whose process belongs to others, leave it alone, as Lightning does."""
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)

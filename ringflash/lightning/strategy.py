@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ringflash.lightning.checkpoints import check_folders
+from ringflash.lightning.checkpoints import check_folders, older_checkpoints
+from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainers import TrainerChecks
 from ringflash.lightning.writing import CheckpointWriter, check_local
 from ringflash.safe_files import check_together
@@ -84,6 +86,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
     def setup_environment(self) -> None:
         """Check the trainer and the sizes, join the process group, and lay out the mesh."""
         self.check_trainer(copies_module=False)
+        add_stop_on_signal(self._trainer)
         world_size = self.num_nodes * self.num_processes
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, world_size)
         self._setup_distributed()
@@ -133,6 +136,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             for layer in layers:
                 fully_shard(layer, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)
             fully_shard(module, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)
+        module.register_forward_hook(_reshard_without_backward)
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """None for rows, as FSDP2 has it: of 8 experts over 64 ranks 8 would hold a whole one, and the others none."""
@@ -173,7 +177,9 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             self.finish_checkpoints()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load, on all ranks or none, a checkpoint of this model that holds data and nothing that would run.
+        """Load, on all ranks or none, an undamaged checkpoint of this model that holds only data.
+
+        On automatic resume (`SameCheckpoint`) the previous checkpoint takes the place of a damaged one.
 
         Args:
             weights_only: of a single file; a directory is always read as data.
@@ -184,13 +190,26 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         weights_only = True if weights_only is None else weights_only
         if not path.is_dir():
             return super().load_checkpoint(path, weights_only=weights_only)
-        check_together(path)
+        older = older_checkpoints(self._trainer, path) if self.is_global_zero else []
+        path = self._first_undamaged([path, *self.broadcast(older)])
         found = saved_in(path)
         assert self.lightning_module is not None and self.model is not None
         module = self.lightning_module if self.lightning_module.strict_loading else None
         check_fits(path, found, module, self.optimizers)
         with keeping_options(found, self.model, self.optimizers):
             return super().load_checkpoint(path, weights_only=weights_only)
+
+    def _first_undamaged(self, paths: list[Path]) -> Path:
+        """Return the first checkpoint that passes `check_together`, on all ranks the same."""
+        for path, previous in pairwise(paths):
+            try:
+                check_together(path)
+                return path
+            except ValueError as error:
+                rank_zero_warn(f"{error} Going on from the previous one, {previous}.")
+                self._trainer._checkpoint_connector._ckpt_path = previous  # which ModelCheckpoint then keeps
+        check_together(paths[-1])
+        return paths[-1]
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint once those that take its place are whole."""
@@ -246,6 +265,16 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             total += torch.linalg.vector_norm(shard, dtype=dtype).square()
         dist.all_reduce(total, group=self.shard_mesh.get_group())
         return total.sqrt()
+
+
+def _reshard_without_backward(module: nn.Module, *_: Any) -> None:
+    """Shard the parameters of an outermost module again after a forward without gradients.
+
+    FSDP2 leaves them whole for the backward. After an evaluation there is none: callbacks would meet plain tensors, and
+    a whole embedding and head would stay in memory.
+    """
+    if not torch.is_grad_enabled():
+        cast(FSDPModule, module).reshard()
 
 
 @contextmanager
@@ -334,6 +363,24 @@ def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy:
     if precision in ("bf16-true", "16-true"):
         return MixedPrecisionPolicy(reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()
+
+
+class OneProcess:
+    """The only rank of Lightning's default strategy, as a data x context mesh of 1 x 1."""
+
+    cp_group = None
+    cp_size = dp_size = 1
+    dp_rank = 0
+    layout = "zigzag"
+
+
+def ranks_of(trainer: Any) -> Any:
+    """Return the trainer's strategy, or for Lightning's default one, which has no mesh, `OneProcess`.
+
+    Raises:
+        ValueError: several processes without a context axis.
+    """
+    return OneProcess() if isinstance(trainer.strategy, SingleDeviceStrategy) else strategy_of(trainer)
 
 
 def strategy_of(trainer: Any) -> Any:

@@ -33,6 +33,9 @@ class TrainerChecks(ParallelStrategy):
             if not copies_module:
                 check_averaging(self._trainer)
 
+    def finish_checkpoints(self) -> None:
+        """Return when the checkpoints asked for are on the disk: at once if training waits for each of them."""
+
     def on_train_start(self) -> None:
         """Before the first batch.
 

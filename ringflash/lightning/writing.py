@@ -21,6 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from ringflash.checkpoint_checksums import ChecksumWriter, Sums, write_checksums
 
 WRITTEN_AT = "written_at"  # a file in a checkpoint with the time in ns, which its files lose where it is copied
 PARTIAL = ".partial"  # behind the name of a checkpoint that is not whole
@@ -30,8 +33,8 @@ REPLACED = ".replaced"  # behind that of a whole one, for the moment in which an
 class CheckpointWriter:
     """Writes one distributed checkpoint at a time in a thread of its own; all ranks make the same calls.
 
-    Once all ranks have written their parts, rank 0 adds what Lightning keeps beside them (meta.pt), notes the time and
-    renames the directory: under its name a checkpoint is whole or does not exist.
+    Once all ranks have written their parts, rank 0 adds what Lightning keeps beside them (meta.pt), the time and the
+    checksums of all files, and renames the directory: under its name a checkpoint is whole or does not exist.
 
     Args:
         timeout: how long a rank waits for the others' parts.
@@ -56,9 +59,10 @@ class CheckpointWriter:
             shutil.rmtree(_partial(path), ignore_errors=True)
         meta = io.BytesIO()
         torch.save(rest, meta)
-        written = dcp.async_save(state, checkpoint_id=_partial(path), process_group=self._group)
+        storage, copy = ChecksumWriter(_partial(path)), DefaultStager(StagingOptions(*[False] * 4))
+        written = dcp.async_save(state, storage_writer=storage, async_stager=copy, process_group=self._group)
         assert isinstance(written, Future)
-        self._jobs.append(self._thread.submit(_complete, written, meta.getvalue(), path))
+        self._jobs.append(self._thread.submit(_complete, written, storage, meta.getvalue(), path))
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint, after those asked for so far are whole; never if one of them fails."""
@@ -139,7 +143,7 @@ def _partial(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def _complete(written: Future[Any], meta: bytes, path: Path) -> None:
+def _complete(written: Future[Any], storage: ChecksumWriter, meta: bytes, path: Path) -> None:
     """On rank 0, whose part of the writing ends after all others': the rest, then the name."""
     written.result()
     if dist.get_rank() != 0:
@@ -148,6 +152,9 @@ def _complete(written: Future[Any], meta: bytes, path: Path) -> None:
         file.write(meta)
         file.flush()
         os.fsync(file.fileno())
+    sums = Sums()
+    sums.add(meta)
+    write_checksums(_partial(path), {**storage.sums, "meta.pt": sums})
     note_time(_partial(path))
     replaced = path.with_name(path.name + REPLACED)
     if path.is_dir():

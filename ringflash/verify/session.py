@@ -16,7 +16,7 @@ from ringflash.comm.agreement import agree
 from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify import diagnosis, layer_masks
 from ringflash.verify.attention import attention_checks
-from ringflash.verify.capture import HIDDEN
+from ringflash.verify.capture import HIDDEN, watched
 from ringflash.verify.compare import Check, Runs, compare
 from ringflash.verify.diagnosis import Place, Reach
 from ringflash.verify.layer_masks import LayerMasks, Reaches
@@ -73,6 +73,7 @@ class Session:
         self.data: Data
         self.layout: str
         self.windows: list[int | None]
+        self.layer_names: list[str]
         self.masks: LayerMasks
 
     def run(self) -> Report:
@@ -117,7 +118,7 @@ class Session:
         """
         s, module = self.settings, training.module
         check_norms(module)
-        self.layout = training.layout
+        self.layout, self.layer_names = training.layout, list(watched(module))
         self.data = draw_data(vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device)
         self.windows = windows_of(module)
         if s.window is not None:
@@ -241,17 +242,33 @@ class Session:
         report.first, report.hint = self._shared(lambda: _explanation(check, runs, probes, place))
 
     def _probe(self, check: Check) -> list[Reach]:
-        """The first layer that differs, perturbed just before where it differs and at the first position."""
+        """The first layer that differs, perturbed just before where it differs and at the first position.
+
+        A layer that treats tokens one by one only passes on what it was given, a projection after an attention
+        written out by hand for example: then the input of the enclosing layer is perturbed instead, in the end that of
+        the model.
+        """
         name, found = check.failed[0], []
         assert check.position is not None
-        for position in sorted({0, max(0, check.position - 1)}, reverse=True):
-            touches = (None, Touch(name, position))
-            got = self._reached(lambda t: self.layer_outputs(self.data, t, ring=True), touches, name)
-            want = self._at_cp1(
-                partial(self._reached, lambda t: self.layer_outputs(self.data, t, ring=False), touches, name)
-            )
-            found.append(Reach(position, got, want))
+        positions = sorted({0, max(0, check.position - 1)}, reverse=True)
+        enclosing = sorted((n for n in self.layer_names if f"{name}.".startswith(f"{n}.")), key=len, reverse=True)
+        for touched in (*enclosing, None):
+            found = [self._probe_at(position, touched, name) for position in positions]
+            if any(probe.got != [probe.position] or probe.want != [probe.position] for probe in found):
+                break
         return found
+
+    def _probe_at(self, position: int, touched: str | None, name: str) -> Reach:
+        """Reach of a position from the input of one layer, or of the model, to the output of another."""
+        touch = None if touched is None else Touch(touched, position)
+        other = with_other_tokens(self.data, [position]) if touch is None else self.data
+
+        def reached(*, ring: bool) -> list[int]:
+            return self._reached(
+                lambda run: self.layer_outputs(*run, ring=ring), ((self.data, None), (other, touch)), name
+            )
+
+        return Reach(position, reached(ring=True), self._at_cp1(partial(reached, ring=False)))
 
     def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool, wide: bool = False) -> Tensors:
         """What the layers put out."""

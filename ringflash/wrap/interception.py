@@ -22,6 +22,7 @@ from ringflash.attention.api import ring_attention
 from ringflash.attention.autocast import autocast
 from ringflash.attention.freezing import differentiate_alike
 from ringflash.comm.agreement import agree
+from ringflash.huggingface.generation import is_generating
 from ringflash.huggingface.options import Options
 
 _RING = "ring_attention.default"  # torch.ops.ringflash's, which RingAttention and the plug for transformers call
@@ -96,10 +97,14 @@ class Interception(TorchFunctionMode):
         super().__init__()
         self.calls, self.layer = calls, layer
         self.recomputation = _recomputation()
+        self.generated = False  # by a transformers model off the ring
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """The function's result; inside an attention nothing is intercepted again."""
         kwargs = kwargs or {}
+        if is_generating():
+            self.generated = True
+            return func(*args, **kwargs)
         kind = _kind(func)
         if func is F.scaled_dot_product_attention:
             alone = self.recomputation is not None and torch.compiler.is_compiling()  # a function that the layer calls

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
+from unittest import mock
 
 import torch
 
 from ringflash_kernels.hopper import gather_scatter
-from ringflash_kernels.hopper.backward import host
-from ringflash_kernels.hopper.forward import kernel
+from ringflash_kernels.hopper.backward import host as backward
+from ringflash_kernels.hopper.forward import host as forward
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
 
@@ -48,9 +50,10 @@ def _forwards(recorder: Recorder, head_dim: int) -> None:
 
 
 def forward_launch(module: ModuleType, head_dim: int, mask: str) -> Launch:
-    """The launch of a fresh bf16 call of `module.forward`."""
-    with recorded_launches() as recorder:
-        _forward(recorder, head_dim, mask, module=module)
+    """The launch of a fresh bf16 call with the `forward_kernel` of a module."""
+    launcher = Launcher(module.forward_kernel)
+    with mock.patch.object(forward, "_LAUNCHER", launcher), recorded_launches() as recorder:
+        _forward(recorder, head_dim, mask)
     return next(iter(recorder.launches.values()))
 
 
@@ -85,7 +88,6 @@ def _forward(
     *,
     out_dtype: torch.dtype | None = None,
     resume: bool = False,
-    module: ModuleType = kernel,
 ) -> None:
     words = [f"hd{head_dim}", str(dtype)[6:], mask, "resume" if resume else "", "fp32 out" if out_dtype else ""]
     recorder.variant = " ".join(word for word in words if word)
@@ -93,7 +95,7 @@ def _forward(
     out = torch.empty(q.shape, dtype=out_dtype or dtype)
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
     acc = torch.empty(q.shape) if resume else None
-    module.forward(q, k, k, _MASKS[mask], 1.0, out=out, lse=lse, acc=acc)
+    forward.forward(q, k, k, _MASKS[mask], 1.0, out=out, lse=lse, acc=acc)
 
 
 def _backwards(recorder: Recorder, head_dim: int) -> None:
@@ -128,7 +130,7 @@ def _backward(
     q, k = _operands(head_dim, dtype)
     k = k if accumulate else q  # one KV head for each query head: stored without an fp32 buffer
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
-    run = host.Backward(q, q, q, lse, softmax_scale=1 / math.sqrt(head_dim), deterministic=deterministic)
+    run = backward.Backward(q, q, q, lse, softmax_scale=1 / math.sqrt(head_dim), deterministic=deterministic)
     out_dtype = torch.float32 if accumulate else out_dtype or dtype
     dk, dv = (torch.empty(k.shape, dtype=out_dtype) for _ in range(2))
     run.add(k, k, _MASKS[mask], dk, dv, accumulate=accumulate)

@@ -81,14 +81,19 @@ def test_a_mesh_of_two_axes_or_of_other_ranks_is_refused(pool: Pool) -> None:
 
 
 def round_trip(ctx: Context, layout: str, dim: int) -> None:
-    """unshard(shard(x)) is x; the gradient of a shard is the sum over ranks of the gradients at its positions."""
+    """unshard(shard(x)) is x; the gradient of a shard is the sum over ranks of the gradients at its positions.
+
+    The gradient that arrives is its caller's, who may use it again.
+    """
     shape = [3, 5]
     shape.insert(dim, 4 * ctx.size)
     whole = torch.arange(60.0 * ctx.size, dtype=torch.float64).reshape(shape)
     shard = ringflash.shard_sequence(whole, ctx.group, dim, layout).requires_grad_()
     again = ringflash.unshard_sequence(shard, ctx.group, dim, layout)
     assert torch.equal(again, whole)
-    (again * whole * (ctx.rank + 1)).sum().backward()
+    gradient = whole * (ctx.rank + 1)
+    again.backward(gradient)
+    assert torch.equal(gradient, whole * (ctx.rank + 1))
     total = sum(range(1, ctx.size + 1))
     assert torch.equal(shard.grad, total * shard.detach())
 

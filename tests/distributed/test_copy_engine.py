@@ -24,7 +24,7 @@ import torch.distributed as dist
 import ringflash
 from ringflash.attention import gather_by_heads, schedule
 from ringflash.attention.gather_by_heads import Sections
-from ringflash.comm import transport
+from ringflash.comm import call_numbers, transport
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Token
 from ringflash.sequence.mask import SequenceMask
@@ -188,7 +188,7 @@ def test_buffers_are_kept_counted_and_released(pool: Pool, turns: bool) -> None:
     """K/V: two heads of the sequence and a rank's own, or the whole sequence; gradients: two heads, and what comes."""
     head = 2 * (3 * 2 * 8) * Case().head_dim * 8
     shard = head * KV_HEADS // 3
-    held = (2 * head + shard if turns else KV_HEADS * head) + 2 * head + head * 2 // 3
+    held = (2 * head + shard if turns else KV_HEADS * head) + 2 * head + head * 2 // 3 + gather_by_heads.NUMBER_BYTES
     for found in pool.run(sizes, turns, size=3):
         assert found == [0, held, held, 0, held]
 
@@ -312,11 +312,19 @@ PLANTS: dict[str, dict[str, object]] = {
 }
 
 
+@contextmanager
+def numbers_unchecked() -> Iterator[None]:
+    """The numbers of calls would notice some of what is left out, too."""
+    with mock.patch.object(call_numbers, "check", lambda *_: None):
+        yield
+    call_numbers._of_groups.clear()
+
+
 def verdict(ctx: Context, plant: str) -> str:
     """What some calls say with one thing left out. A rank that finds a mistake goes on: the others wait for it."""
     found = "passed"
     transport._open.clear()
-    with copy_engine(), one_head_a_section(), ExitStack() as patches:
+    with copy_engine(), one_head_a_section(), numbers_unchecked(), ExitStack() as patches:
         for target, replacement in PLANTS[plant].items():
             patches.enter_context(mock.patch(target, replacement))
         for number in range(8):  # other values from call to call, in the same buffers
@@ -374,7 +382,7 @@ def forwards_agree(ctx: Context, pulled: bool) -> bool:
     torch.manual_seed(ctx.rank)
     q, *kv = (torch.randn(1, 8, 8, 16, dtype=torch.float64) for _ in range(9))
     transport._open.clear()
-    with copy_engine(), one_head_a_section(), ExitStack() as patches:
+    with copy_engine(), one_head_a_section(), numbers_unchecked(), ExitStack() as patches:
 
         def outputs() -> list[torch.Tensor]:
             calls = zip(kv[::2], kv[1::2], strict=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import time
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 
 import ringflash
+from ringflash.comm import agreement
 from ringflash_kernels import reference
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
@@ -49,6 +52,26 @@ def test_the_others_end_with_the_name_of_the_rank(pool: Pool, fault: str, direct
         assert f"rank {rank} raised" in text
     assert f"rank {VICTIM} over gloo must end within {SECONDS} s, got" in text
     assert re.search(rf"d?K/d?V of step \d of rank [02] (to|from) rank {VICTIM} over gloo", text)
+
+
+def compare_late(ctx: Context) -> list[list[int]]:
+    """Rank 0 arrives at each comparison after `TIMEOUT`, which is short here; the first one makes its communicator."""
+    found = []
+    with (
+        mock.patch("ringflash.comm.agreement.TIMEOUT", timedelta(seconds=0.3)),
+        mock.patch("ringflash.comm.agreement.backend_of", lambda *_: "nccl"),
+        mock.patch("ringflash.comm.timeouts._set", timedelta(seconds=60)),
+    ):
+        for number in range(2):
+            time.sleep(1.0 if ctx.rank == 0 else 0.0)
+            agreement.agree(ctx.group, {"late call": number})
+            time.sleep(1.0 if ctx.rank == 0 else 0.0)
+            found.append(agreement.gather(ctx.group, number))
+    return found
+
+
+def test_ranks_that_compare_wait_as_long_as_a_ring(pool: Pool) -> None:
+    assert pool.run(compare_late, size=2) == [[[0, 0], [1, 1]]] * 2
 
 
 def test_the_limit_must_be_positive() -> None:

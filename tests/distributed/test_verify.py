@@ -74,6 +74,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "gradients_not_averaged": ("gradients: ", "averaged over the wrong ranks"),
     "missed_layer": ("layers.1.self_attn at position {chunk} (chunk 1, held by rank 1)", "this layer was missed"),
     "bare_on_own_shard": ("layer outputs: attention at position {chunk} (chunk 1", "the rank's own shard only"),
+    "hand_written": ("layer outputs: layers.0.out at position {chunk} (chunk 1", "the rank's own shard only"),
+    "hand_written_in_the_model": ("layer outputs: out at position {chunk} (chunk 1", "the rank's own shard only"),
     "eval_loss_summed": ("evaluation loss: eval loss", "eval loss is {size}x"),
     "other_weights": ("weights before: model.lm_head.weight", "the models differ before the first step"),
     "other_weights_on_rank_1": ("weights before: model.model.layers.1.mlp.up_proj.weight", "from one seed"),

@@ -1,4 +1,4 @@
-"""Ranks that die or sleep in a ring whose host does not wait: the others end and say who is the cause. 3 processes.
+"""Ranks that die, raise or sleep in a ring whose host does not wait: the others end and name the cause. 3 processes.
 
 Over the shared memory of CPU processes, by the watch as it runs on GPUs but for the driver's events. And what a ring of
 hops, and keys gathered by messages, tell the watch, in gloo's processes.
@@ -37,8 +37,19 @@ def begun(fault: str, victim: int = 1, timeout_s: float = TIMEOUT_S) -> Job:
 @pytest.fixture(scope="module")
 def ended() -> dict[tuple[str, int], Ended]:
     """Jobs by fault and victim, side by side: they wait most of their time."""
-    jobs = {(fault, victim): begun(fault, victim) for fault, victim in (("dies", 1), ("sleeps", 1), ("dies", 0))}
-    return {which: job.finish(LIMIT_S) for which, job in jobs.items()}
+    faults = (("raises", 1), ("dies", 1), ("sleeps", 1), ("dies", 0))
+    jobs = {(fault, victim): begun(fault, victim) for fault, victim in faults}
+    found = {which: job.finish(LIMIT_S) for which, job in jobs.items()}
+    assert jobs["raises", 1].ended[0] == 1  # waits for nobody
+    return found
+
+
+def test_a_rank_that_raises_ends_first_and_is_named(ended: dict[tuple[str, int], Ended]) -> None:
+    codes, texts = ended["raises", 1]
+    assert codes == [1, 1, 1], texts
+    assert texts[1].rstrip().endswith("ValueError: planted") and "must get on" not in texts[1]
+    for rank in (0, 2):
+        assert "; rank 1 says nothing: it died, or its host is stuck; " in texts[rank], texts[rank]
 
 
 def test_a_rank_that_dies_is_named_by_all_others(ended: dict[tuple[str, int], Ended]) -> None:

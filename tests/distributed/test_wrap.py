@@ -83,6 +83,43 @@ def test_a_compiled_function_of_a_layer(pool: Pool) -> None:
     pool.run(equals_unwrapped, "partly", False, size=2, timeout_s=120)
 
 
+def _replace_attention(model: nn.Module) -> None:
+    model.blocks[1].attn = own.build(own.Attention, is_causal=True, rotary=True)
+
+
+def _replace_blocks(model: nn.Module) -> None:
+    model.blocks = own.build(own.Model, is_causal=True, rotary=True).blocks
+
+
+def _adapt(model: nn.Module) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    config = peft.LoraConfig(target_modules=["q", "kv"], init_lora_weights=False)
+    peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    model.double()
+
+
+LATER = {"attention": _replace_attention, "blocks": _replace_blocks, "adapters": _adapt}
+
+
+def changed_equals_unwrapped(ctx: Context, change: str) -> None:
+    ring, whole = (own.build(own.Model, is_causal=True) for _ in range(2))
+    ringflash.wrap_attention(ring, ctx.group)
+    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
+    before = ring(shard, positions)
+    for model in (ring, whole):
+        LATER[change](model)
+    got, want = ring(shard, positions), whole(own.tokens(), torch.arange(own.LENGTH))
+    assert not torch.equal(got, before)
+    assert_close(got.detach(), ringflash.shard_sequence(want.detach(), ctx.group))
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_layers_put_in_after_wrapping_attend_over_the_ring(pool: Pool, change: str) -> None:
+    pool.run(changed_equals_unwrapped, change, size=2)
+
+
 def transformers_equals_unwrapped(ctx: Context) -> None:
     from ringflash import huggingface
     from tests.helpers import models

@@ -29,7 +29,6 @@ def _gradients(
     fp32: bool = False,
     deterministic: bool = False,
     with_dlse: bool = False,
-    num_sms: int | None = 2,
     whole_groups: bool = False,
     in_step: bool = False,
 ):
@@ -45,14 +44,12 @@ def _gradients(
     grads = {"dout": dout} | ({"dlse": dlse} if with_dlse else {})
     exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, **grads)
     out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
-    module = (emulator or Emulator()).load("backward")
+    module = (emulator or Emulator()).load("backward.host")
     if whole_groups:
         module._MANY_TILES = module.SMS = 1
     if in_step:
         module._L2_BYTES_OF_A_GROUP = 0
-    run = module.Backward(
-        dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic, num_sms=num_sms
-    )
+    run = module.Backward(dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic)
     if accumulate:
         dk, dv = (torch.full(x.shape, 0.5) for x in (k, v))
     elif fp32:
@@ -100,7 +97,7 @@ def test_stored_in_fp32(mask, num_heads):
 @pytest.mark.parametrize("head_dim", [96, 128, 192])
 def test_groups_stored_in_fp32(mask, head_dim):
     shape = Shape(head_dim, 4, 2)
-    result = _gradients(mask, shape, emulator=Emulator(1), accumulate=False, fp32=True, num_sms=3, whole_groups=True)
+    result = _gradients(mask, shape, emulator=Emulator(1), accumulate=False, fp32=True, whole_groups=True)
     assert_close(*result, num_chunks=2)
 
 
@@ -111,7 +108,7 @@ def test_groups_stored_in_fp32(mask, head_dim):
 )
 def test_other_dtypes_are_refused(dtypes, accumulate):
     q, k, v, dout = inputs(_CAUSAL, Shape())
-    run = Emulator().load("backward").Backward(dout, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0)
+    run = Emulator().load("backward.host").Backward(dout, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0)
     dk, dv = (torch.zeros(k.shape, dtype=dtype) for dtype in dtypes)
     with pytest.raises(ValueError, match="dk and dv must share one dtype of .*, got .*; cast them"):
         run.add(k, v, _CAUSAL, dk, dv, accumulate=accumulate)
@@ -140,17 +137,11 @@ def test_gradient_through_lse(head_dim):
     assert_close(*_gradients(mask, Shape(head_dim), with_dlse=True))
 
 
-@pytest.mark.parametrize("num_sms", [1, 3, None], ids=["one", "three", "all"])
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_grid_sizes(head_dim, num_sms):
-    assert_close(*_gradients(MASKS["window"], Shape(head_dim, 1, batch=2), num_sms=num_sms))
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_interleavings(head_dim):
     """Partitions, blocks and copies in other orders give the same gradients."""
     for seed in range(1, 6):
-        assert_close(*_gradients(_CAUSAL, Shape(head_dim), emulator=Emulator(seed, resident=3), num_sms=3))
+        assert_close(*_gradients(_CAUSAL, Shape(head_dim), emulator=Emulator(seed, resident=3)))
 
 
 @pytest.mark.parametrize("head_dim", BACKWARD_TILES)
@@ -175,8 +166,8 @@ def test_hops_add_up(head_dim, deterministic):
     q, k, v, dout = inputs(mask, shape)
     exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, dout=dout)
     out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
-    module = Emulator().load("backward")
-    run = module.Backward(dout, q, out, lse, softmax_scale=shape.scale, num_sms=2, deterministic=deterministic)
+    module = Emulator().load("backward.host")
+    run = module.Backward(dout, q, out, lse, softmax_scale=shape.scale, deterministic=deterministic)
     dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
     for start, stop in ((0, 70), (70, 230), (230, 300)):
         hop = Mask.of(200, stop - start, [Region(0, 200, 0, stop - start, upper=100 - start)])
@@ -191,7 +182,7 @@ def test_gradient_at_any_address():
     moved = torch.empty(1 + dout.numel(), dtype=dout.dtype)[1:].view(dout.shape).copy_(dout)
     results = []
     for given in (dout, moved):
-        run = Emulator().load("backward").Backward(given, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0, num_sms=1)
+        run = Emulator().load("backward.host").Backward(given, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0)
         dk, dv = torch.zeros(2, *k.shape)
         run.add(k, v, _CAUSAL, dk, dv)
         results.append(torch.cat((run.finish().float().flatten(), dk.flatten(), dv.flatten())))
@@ -201,7 +192,7 @@ def test_gradient_at_any_address():
 @pytest.mark.parametrize("head_dim", [64, 192])
 def test_launches_are_on_the_device_of_the_tensors(monkeypatch, head_dim):
     """Where another one is the current one, each of the kernels would read memory of a stranger."""
-    module, current, places = Emulator().load("backward"), [], []
+    module, current, places = Emulator().load("backward.host"), [], []
     launcher = type(module._KEYS)
     launch = launcher.__call__
 
@@ -228,7 +219,7 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch, head_dim):
 def test_dq_into_a_view(head_dim):
     """The heads of a larger tensor are written, the others left."""
     q, k, v, dout = inputs(_CAUSAL, Shape(head_dim, batch=2))
-    run = Emulator().load("backward").Backward(dout, q, q, torch.zeros(2, 2, 190), softmax_scale=1.0)
+    run = Emulator().load("backward.host").Backward(dout, q, q, torch.zeros(2, 2, 190), softmax_scale=1.0)
     run.dq.normal_()
     whole = torch.full((2, 190, 5, head_dim), torch.nan, dtype=q.dtype)
     given = run.finish(whole[:, :, 1:3])
@@ -244,15 +235,15 @@ def test_dq_into_a_view(head_dim):
 def test_whole_groups(mask, head_dim, accumulate):
     """One CTA sums dK and dV of the heads that share them."""
     shape = Shape(head_dim, 4, 2)
-    assert_close(*_gradients(mask, shape, accumulate=accumulate, num_sms=3, whole_groups=True), num_chunks=2)
+    assert_close(*_gradients(mask, shape, accumulate=accumulate, whole_groups=True), num_chunks=2)
 
 
 @pytest.mark.parametrize("mask", ["full, ragged", "wide window", "zigzag chunks before all keys", "rectangle inside"])
-@pytest.mark.parametrize("head_dim, num_sms", [(64, 3), (64, None), (96, 3), (256, 3)])
-def test_tiles_that_begin_where_the_others_are(mask, head_dim, num_sms):
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_tiles_that_begin_where_the_others_are(mask, head_dim):
     """Rounds over the queries that begin anywhere give the same gradients."""
     shape = Shape(head_dim, 4, 2, batch=2)
-    got = _gradients(MASKS[mask], shape, num_sms=num_sms, whole_groups=True, in_step=True)
+    got = _gradients(MASKS[mask], shape, whole_groups=True, in_step=True)
     assert_close(*got, num_chunks=_chunks(MASKS[mask]))
 
 
@@ -263,9 +254,7 @@ def test_tiles_that_begin_where_the_others_are(mask, head_dim, num_sms):
 def test_deterministic(head_dim, mask):
     """Equal bits for every interleaving and order of reductions, and within the budget."""
     runs = [
-        _gradients(
-            MASKS[mask], Shape(head_dim, 4, 2), emulator=Emulator(seed, resident=3), deterministic=True, num_sms=3
-        )
+        _gradients(MASKS[mask], Shape(head_dim, 4, 2), emulator=Emulator(seed, resident=3), deterministic=True)
         for seed in range(3)
     ]
     assert_close(*runs[0], num_chunks=2)
@@ -282,8 +271,8 @@ def _far_apart(tmp_path, emulator: Emulator | None = None):
     given = {"q": q, "k": k, "v": v, "dout": dout, "out": exact["out"].to(q.dtype), "lse": exact["lse"].float()}
     far = {name: far_apart(x, tmp_path / name) for name, x in given.items()}
     dk, dv = (far_apart(torch.zeros(k.shape), tmp_path / name) for name in ("dk", "dv"))
-    module = (emulator or Emulator()).load("backward")
-    run = module.Backward(far["dout"], far["q"], far["out"], far["lse"], softmax_scale=shape.scale, num_sms=2)
+    module = (emulator or Emulator()).load("backward.host")
+    run = module.Backward(far["dout"], far["q"], far["out"], far["lse"], softmax_scale=shape.scale)
     run.add(far["k"], far["v"], mask, dk, dv)
     got = {"dq": run.finish(), "dk": dk, "dv": dv}
     return got, {n: exact[n] for n in got}, {n: baseline[n] for n in got}
@@ -296,7 +285,7 @@ def test_offsets_beyond_32_bits(tmp_path):
 def test_offset_in_32_bits_is_caught(tmp_path):
     old, new = "(tl.program_id(0) // num_blocks).to(tl.int64)", "tl.program_id(0) // num_blocks"
     with pytest.raises(EmulationError, match="int32 overflow"):
-        _far_apart(tmp_path, Emulator(faults=[("preprocess", old, new)]))
+        _far_apart(tmp_path, Emulator(faults=[("backward.preprocess", old, new)]))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -307,69 +296,69 @@ def test_random_problems(seed):
 
 # A fault in the mask, and one in each kind of synchronisation: (module, source text, what replaces it).
 FAULTS = {
-    "mask lets a row too many see a key": ("backward_problem", "return passed < ", "return passed <= "),
-    "band is shifted by one": ("backward", "else corner - upper\n", "else corner - upper + 1\n"),
-    "a partly masked block runs unmasked": ("backward_keys", "(block < full_start)", "(block + 1 < full_start)"),
+    "mask lets a row too many see a key": ("backward.problem", "return passed < ", "return passed <= "),
+    "band is shifted by one": ("backward.host", "else corner - upper\n", "else corner - upper + 1\n"),
+    "a partly masked block runs unmasked": ("backward.keys", "(block < full_start)", "(block + 1 < full_start)"),
     "phase of dS is inverted": (
-        "backward_keys",
+        "backward.keys",
         "(sm.ds_full.index(last), last_parity)",
         "(sm.ds_full.index(last), last_parity ^ 1)",
     ),
     "phase of Q is inverted": (
-        "backward_keys",
+        "backward.keys",
         "(sm.q_full.index(slot), parity)",
         "(sm.q_full.index(slot), parity ^ 1)",
     ),
     "consumers and producer begin at different blocks": (
-        "backward_keys",
+        "backward.keys",
         "block = receive_number(sm.begin.index(slot))",
         "block = start",
     ),
-    "an arrival is missing": ("backward_keys", "mbarrier.arrive(sm.q_empty.index(slot), count=1)", "pass"),
-    "staging buffers are overwritten while they leave": ("backward_keys", "tma_store_wait(0)", "pass"),
-    "proxy fences are missing": ("backward_keys", "fence_async_shared()", "pass"),
+    "an arrival is missing": ("backward.keys", "mbarrier.arrive(sm.q_empty.index(slot), count=1)", "pass"),
+    "staging buffers are overwritten while they leave": ("backward.keys", "tma_store_wait(0)", "pass"),
+    "proxy fences are missing": ("backward.keys", "fence_async_shared()", "pass"),
 }
 
 
 # The same for dQ apart, and for the keys kernel beside it.
 FAULTS_APART = {
     "a partly masked block runs unmasked": (
-        "backward_queries",
+        "backward.queries",
         "(block < full_start) | (block >= full_stop)",
         "(block < full_start)",
     ),
-    "tiles are shifted by one": ("backward_queries", "(problem.num_tiles - 1)", "problem.num_tiles"),
+    "tiles are shifted by one": ("backward.queries", "(problem.num_tiles - 1)", "problem.num_tiles"),
     "phase of K and V is inverted": (
-        "backward_queries",
+        "backward.queries",
         "mbarrier.wait(sm.full.index(slot), parity)",
         "mbarrier.wait(sm.full.index(slot), parity ^ 1)",
     ),
     "phase of Q is inverted": (
-        "backward_queries",
+        "backward.queries",
         "(sm.q_full.index(0), round & 1)",
         "(sm.q_full.index(0), ~round & 1)",
     ),
-    "buffers are filled too early": ("backward_queries", "mbarrier.wait(sm.empty.index(slot), parity ^ 1)", "pass"),
+    "buffers are filled too early": ("backward.queries", "mbarrier.wait(sm.empty.index(slot), parity ^ 1)", "pass"),
     "K is given back while dQ needs it": (
-        "backward_queries",
+        "backward.queries",
         "dq0, dq1, ds0, ds1 = warpgroup_mma_wait(0,",
         "dq0, dq1, ds0, ds1 = warpgroup_mma_wait(2,",
     ),
-    "exp does not wait for S": ("backward_queries", "wait(products_of_dp,", "wait(products_of_dp + 3,"),
-    "an arrival is missing": ("backward_queries", "mbarrier.arrive(sm.empty.index(v_slot), count=1)", "pass"),
-    "dQ is staged over what leaves": ("backward_queries", "    tma_store_wait(1)\n", ""),
-    "Q is given back while dQ leaves": ("backward_queries", "    tma_store_wait(0)\n", ""),
+    "exp does not wait for S": ("backward.queries", "wait(products_of_dp,", "wait(products_of_dp + 3,"),
+    "an arrival is missing": ("backward.queries", "mbarrier.arrive(sm.empty.index(v_slot), count=1)", "pass"),
+    "dQ is staged over what leaves": ("backward.queries", "    tma_store_wait(1)\n", ""),
+    "Q is given back while dQ leaves": ("backward.queries", "    tma_store_wait(0)\n", ""),
     "proxy fence is missing": (
-        "backward_queries",
+        "backward.queries",
         "    fence_async_shared()\n    tma_reduce_add",
         "    tma_reduce_add",
     ),
     "phase of dO is inverted": (
-        "backward_wide",
+        "backward.wide",
         "(sm.dout_full.index(slot), parity)",
         "(sm.dout_full.index(slot), parity ^ 1)",
     ),
-    "K is given back while dK leaves": ("backward_wide", "tma_store_wait(0)", "pass"),
+    "K is given back while dK leaves": ("backward.wide", "tma_store_wait(0)", "pass"),
 }
 
 
@@ -418,7 +407,7 @@ def test_sum_over_ranks(head_dim: int, ranks: tuple[int, ...]) -> None:
         gradients = torch.full((2, 2, rows + 3, 5, head_dim), torch.nan, dtype=torch.bfloat16)
         dk, dv = gradients[:, :, 1 : rows + 1, 2:]
         if fused:
-            Emulator().load("exchange").collect(whole, others, torch.cat(sources, 1), dk, dv)
+            Emulator().load("gather_scatter").collect(whole, others, torch.cat(sources, 1), dk, dv)
         else:
             collect("reference", whole, others, torch.cat(sources, 1), max(ranks), dk, dv)
         assert torch.equal(torch.stack((dk, dv), -2), wanted.bfloat16())
@@ -434,7 +423,7 @@ def test_sums_of_ranks_whose_offsets_pass_32_bits(tmp_path):
     own, rows = torch.randn(1, 5, 2, 2, 64), torch.arange(5)
     sources = torch.stack([rows, first + rows, torch.full_like(rows, 5), torch.full_like(rows, 3)])
     dk, dv = torch.full((2, 1, 5, 2, 64), torch.nan)
-    Emulator().load("exchange").collect(own, others, sources, dk, dv)
+    Emulator().load("gather_scatter").collect(own, others, sources, dk, dv)
     assert torch.equal(torch.stack((dk, dv), -2), own + partials[:5] + partials[5:10] + partials[10:])
 
 
@@ -450,7 +439,7 @@ def test_to_the_peers(head_dim: int) -> None:
     areas = torch.full((2, 3 * 2 * area_rows * line), torch.nan, dtype=torch.bfloat16)
     publish("reference", k, v, areas[0], lines, there, area_rows)
     publish("reference", *(x.to("meta") for x in (k, v, areas[0], lines, there)), area_rows)  # no value on the host
-    Emulator().load("exchange").publish(k, v, areas[1], lines, there, area_rows)
+    Emulator().load("gather_scatter").publish(k, v, areas[1], lines, there, area_rows)
     assert torch.equal(areas[0].nan_to_num(), areas[1].nan_to_num())
     assert int(areas[1].isfinite().sum()) == k.numel() + v.numel()
     assert torch.equal(areas[0].view(3, -1)[0].view(2, area_rows, 2, head_dim)[:, there.long(), 1], v[:, :, 0])

@@ -20,7 +20,7 @@ _BOTH = pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["ban
 
 def _forward(emulator: Emulator | None, *args, num_sms: int = 2, **kwargs) -> None:
     with cuda_properties(num_sms):
-        (emulator or Emulator()).load("forward").forward(*args, num_sms=num_sms, **kwargs)
+        (emulator or Emulator()).load("forward.host").forward(*args, num_sms=num_sms, **kwargs)
 
 
 def _outputs(mask: Mask, shape: Shape, *, emulator: Emulator | None = None, out_dtype=None, **kwargs):
@@ -161,7 +161,7 @@ def test_offsets_beyond_32_bits(tmp_path):
 
 
 def test_offset_in_32_bits_is_caught(tmp_path):
-    emulator = Emulator(faults=[("forward", "tile.batch.to(gl.int64)", "tile.batch")])
+    emulator = Emulator(faults=[("forward.kernel", "tile.batch.to(gl.int64)", "tile.batch")])
     with pytest.raises(EmulationError, match="int32 overflow"):
         _far_apart(tmp_path, emulator)
 
@@ -175,50 +175,50 @@ def test_random_problems(seed):
 # A fault in the mask, and one in each kind of synchronisation: (module, source text, what replaces it).
 FAULTS = {
     "a key too many": (
-        "forward",
+        "forward.kernel",
         "keys[None, :] < rows.stop[:, None]",
         "keys[None, :] <= rows.stop[:, None]",
     ),
     "a key too many on the left": (
-        "forward",
+        "forward.kernel",
         "keys[None, :] >= rows.start[:, None]",
         "keys[None, :] + 1 >= rows.start[:, None]",
     ),
-    "band is shifted by one": ("forward", "region.upper + shift", "region.upper + shift + 1"),
+    "band is shifted by one": ("forward.host", "region.upper + shift", "region.upper + shift + 1"),
     "a partly masked block runs unmasked": (
-        "forward",
+        "forward.kernel",
         "first = gl.maximum(n - tile.end_full, 1)",
         "first = gl.maximum(n - tile.end_full - 1, 1)",
     ),
     "the last partly masked block runs unmasked": (
-        "forward",
+        "forward.kernel",
         "gl.maximum(n - tile.first_full, first)",
         "gl.maximum(n - tile.first_full + 1, first)",
     ),
     "phase of V is inverted": (
-        "forward",
+        "forward.kernel",
         "barriers.v_full.index(index), phase)",
         "barriers.v_full.index(index), phase ^ 1)",
     ),
     "phase of K is inverted": (
-        "forward",
+        "forward.kernel",
         "barriers.k_empty.index(index), phase ^ 1)",
         "barriers.k_empty.index(index), phase)",
     ),
-    "an arrival is missing": ("forward", "mbarrier.arrive(barriers.v_empty.index(index), count=1)", "pass"),
-    "proxy fences are missing": ("forward", "fence_async_shared()", "pass"),
-    "staging buffers are overwritten while they leave": ("forward", "tma_store_wait(0)", "pass"),
+    "an arrival is missing": ("forward.kernel", "mbarrier.arrive(barriers.v_empty.index(index), count=1)", "pass"),
+    "proxy fences are missing": ("forward.kernel", "fence_async_shared()", "pass"),
+    "staging buffers are overwritten while they leave": ("forward.kernel", "tma_store_wait(0)", "pass"),
     "a block that some rows see is passed over": (
-        "forward",
+        "forward.kernel",
         "own_last_row + problem.upper + 1",
         "own_last_row - 63 + problem.upper + 1",
     ),
     "a block that some rows see on the left is passed over": (
-        "forward",
+        "forward.kernel",
         "row + FIRST + problem.lower - first_key, 0",
         "row + FIRST + 64 + problem.lower - first_key, 0",
     ),
-    "P V is not waited for": ("forward", "acc = wait_values(acc, V)", "pass"),
+    "P V is not waited for": ("forward.kernel", "acc = wait_values(acc, V)", "pass"),
 }
 
 

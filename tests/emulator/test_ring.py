@@ -41,7 +41,7 @@ def test_hops_of_a_schedule(mask: SequenceMask, cp_size: int, layout: str) -> No
         hops = [hop for hop in build(mask, cp_size, rank, layout).hops if hop.source is not None]
         shards = [(k[:, rows[hop.source]], v[:, rows[hop.source]]) for hop in hops]
         out, lse = _forward(q[:, mine], shards, [hop.mask for hop in hops])
-        run = Emulator().load("backward").Backward(dout[:, mine], q[:, mine], out, lse, softmax_scale=SHAPE.scale)
+        run = Emulator().load("backward.host").Backward(dout[:, mine], q[:, mine], out, lse, softmax_scale=SHAPE.scale)
         for hop, (keys, values) in zip(hops, shards, strict=True):
             partial = torch.zeros_like(gradients[0])
             run.add(keys, values, hop.mask, partial[0], partial[1])
@@ -60,7 +60,7 @@ def _forward(
     q: torch.Tensor, shards: list[tuple[torch.Tensor, torch.Tensor]], masks: list[Mask]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) over all hops, as `ring.forward` calls the kernel."""
-    kernel = Emulator().load("forward").forward
+    kernel = Emulator().load("forward.host").forward
     out, carried = torch.full(q.shape, torch.nan, dtype=q.dtype), torch.full(q.shape, torch.nan)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), torch.nan)
     for index, ((keys, values), mask) in enumerate(zip(shards, masks, strict=True)):

@@ -193,10 +193,11 @@ class Tensor:
         return reduce_sum(self, axis)
 
     def max(self, axis=None) -> Tensor:
-        return Tensor(self.data.max(axis), self.dtype)
+        """As the device's, which passes over NaN."""
+        return Tensor(np.fmax.reduce(self.data, axis), self.dtype)
 
     def min(self, axis=None) -> Tensor:
-        return Tensor(self.data.min(axis), self.dtype)
+        return Tensor(np.fmin.reduce(self.data, axis), self.dtype)
 
 
 def _dims(dims) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
     job = Job(2, transport="copy_engine", fault="dies", device="cuda")
     codes, texts = job.finish()
 
-The ranks begin with calls that succeed; then one of them dies or sleeps, before its next call or, over the shared
-memory of CPU processes, in the middle of one.
+The ranks begin with calls that succeed; then one of them dies, raises or sleeps, before its next call or, over the
+shared memory of CPU processes, in the middle of one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Task(NamedTuple):
     size: int
     port: int
     transport: str
-    fault: str  # dies, sleeps, or none
+    fault: str  # dies, raises, sleeps, or none
     device: str
     impl: str
     victim: int
@@ -77,12 +77,14 @@ class Job:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ringflash-faults-")
         self._ranks: list[subprocess.Popen[bytes] | _Forked] = []
+        self.ended: list[int] = []  # ranks in the order in which `finish` saw them end
         paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
         env = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         port = _free_port()
         for rank in range(size):
             task = Task(rank, size, port, transport, fault, device, impl, victim, timeout_s, by_hops)
-            if device == "cpu" and fault != "none":  # no rank lives to leave its interpreter
+            leaves = fault == "none" or (fault == "raises" and rank == victim)  # its interpreter, in order
+            if device == "cpu" and not leaves:
                 self._ranks.append(_Forked(self._log(rank), task))
                 continue
             with self._log(rank).open("wb") as log:
@@ -92,12 +94,11 @@ class Job:
     def finish(self, limit_s: float) -> tuple[list[int | None], list[str]]:
         """Exit codes and all that was printed, by rank; a rank that does not end in time has no code and is killed."""
         deadline = time.monotonic() + limit_s
-        codes: list[int | None] = []
-        for rank in self._ranks:
-            try:
-                codes.append(rank.wait(max(0.0, deadline - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                codes.append(None)
+        codes: list[int | None] = [None] * len(self._ranks)
+        while None in codes and time.monotonic() < deadline:
+            time.sleep(0.05)
+            codes = [rank.poll() for rank in self._ranks]
+            self.ended += [i for i, code in enumerate(codes) if code is not None and i not in self.ended]
         self.close()
         return codes, [self._log(rank).read_text(errors="replace") for rank in range(len(codes))]
 
@@ -208,6 +209,8 @@ def _plant(task: Task, device: torch.device) -> None:
 def _fail(task: Task) -> None:
     if task.fault == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
+    if task.fault == "raises":
+        raise ValueError("planted")
     time.sleep(FOR_EVER_S)
 
 

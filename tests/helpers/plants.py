@@ -334,6 +334,60 @@ def bare_on_own_shard(group: Group) -> Training:
     return training
 
 
+class HandWritten(nn.Module):
+    """A layer that attends by products of its own, to the rank's own tokens, before a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in self.qkv(hidden).unflatten(-1, (3, 4, 8)).unbind(2))
+        scores = (q @ k.transpose(2, 3)).masked_fill(~torch.ones(q.shape[2], q.shape[2]).tril().bool(), float("-inf"))
+        return hidden + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Layered(nn.Module):
+    """Such layers in a list."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group, self.embedding = group, nn.Embedding(61, 32)
+        self.layers = nn.ModuleList([HandWritten(), HandWritten()])
+        self.head = nn.Linear(32, 61, bias=False)
+
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, **rest: Any) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return token_loss.cross_entropy(hidden, self.head.weight, shift_labels, group=self.group)
+
+
+class Flat(HandWritten):
+    """The same attention in the model itself."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.group, self.embedding = group, nn.Embedding(61, 32)
+        self.head = nn.Linear(32, 61, bias=False)
+
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, **rest: Any) -> Tensor:  # type: ignore[override]
+        hidden = super().forward(self.embedding(input_ids))
+        return token_loss.cross_entropy(hidden, self.head.weight, shift_labels, group=self.group)
+
+
+def hand_written(group: Group) -> Training:
+    """An attention that no module of its own holds, and that knows of no ring."""
+    with seeded(0):
+        return Training(Layered(group))
+
+
+def hand_written_in_the_model(group: Group) -> Training:
+    """The same without layers."""
+    with seeded(0):
+        return Training(Flat(group))
+
+
 class Listed(Bare):
     """Its only list is one of embeddings, and the attention stands beside it; documents are dropped, at cp=1 too."""
 

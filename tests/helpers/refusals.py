@@ -136,6 +136,12 @@ REFUSALS: dict[str, Refusal] = {
         "ValueError", "must all require grad or none", lambda c, a: a.update(q=a["q"].requires_grad_())
     ),
     "scale": Refusal("ValueError", "softmax_scale must be positive and finite, got 0.0", _set(softmax_scale=0.0)),
+    "scale_without_end": Refusal(
+        "ValueError", "softmax_scale must be positive and finite, got inf", _set(softmax_scale=float("inf"))
+    ),
+    "one_rank_wide_v": Refusal(
+        "ValueError", "v must have the shape of k", _last_rank(lambda c, a: a.update(v=torch.cat((a["v"], a["v"]), -1)))
+    ),
     "scale_to_learn": Refusal(
         "ValueError",
         "must be a number, .*multiply q by it",
@@ -185,6 +191,12 @@ REFUSALS: dict[str, Refusal] = {
     "ranks_differ_in_grad": Refusal(
         "ValueError", SAME + "requires_grad", _last_rank(_tensors(lambda name, x: x.requires_grad_()))
     ),
+    "ranks_differ_in_v_width": Refusal(
+        "ValueError",
+        SAME + r"v_head_dim 16 \(rank 0.*\), 12 \(rank",
+        _last_rank(lambda c, a: a.update(v=a["v"][..., :12])),
+    ),
+    "ranks_differ_in_determinism": Refusal("ValueError", SAME + "deterministic", _last_rank(_set(deterministic=True))),
     "ranks_differ_in_documents": Refusal("ValueError", SAME + "cu_seqlens", _last_rank(_cu_seqlens(lambda n: [0, n]))),
     "ranks_differ_in_many_documents": Refusal(
         "ValueError",

@@ -163,7 +163,7 @@ def test_a_scale_that_is_not_positive_is_refused(scale: float) -> None:
 
 
 def test_warmup_reports_every_variant() -> None:
-    from ringflash_kernels.hopper.forward.kernel import ForwardConfig, warmup
+    from ringflash_kernels.hopper.forward.host import ForwardConfig, warmup
 
     said: list[str] = []
     warmup([ForwardConfig(64, mask="none"), ForwardConfig(64, mask="bounds", resume=True)], said.append)
@@ -201,7 +201,7 @@ def check(
 
 def forward(*args, **kwargs) -> None:
     """The kernel; imported late, since triton's driver needs a GPU."""
-    from ringflash_kernels.hopper.forward.kernel import forward as hopper_forward
+    from ringflash_kernels.hopper.forward.host import forward as hopper_forward
 
     hopper_forward(*args, **kwargs)
 

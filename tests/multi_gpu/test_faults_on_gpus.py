@@ -1,4 +1,4 @@
-"""A rank that dies or sleeps ends the others with an error that names it. Two GPUs or more.
+"""A rank that dies, raises or sleeps ends the others with an error that names it. Two GPUs or more.
 
 Over the copy engine and NCCL, there by heads and by hops. Ranks are processes of their own, since they end. All jobs
 run at once on the same GPUs: each of them mostly waits. Three have no fault, a watch that looks all the time, captured
@@ -25,7 +25,8 @@ PLACES = {  # where a rank waits for one that has not begun
     "nccl": "for section 0",
     HOPS: r"for K/V of step \d+ from rank \d+( and to rank \d+)?",
 }
-FAULTS = [(way, fault) for way in ("copy_engine", "nccl") for fault in ("dies", "sleeps")] + [(HOPS, "sleeps")]
+FAULTS = [(way, fault) for fault in ("raises", "dies", "sleeps") for way in ("nccl", "copy_engine")]
+FAULTS += [(HOPS, "sleeps")]
 HEALTHY = [(way, "none") for way in PLACES]
 CALL = 2 * GOOD_STEPS + 1  # forward and backward of the good steps, then the one that the victim does not make
 
@@ -45,7 +46,9 @@ def ends(setup: Setup) -> Iterator[Ends]:
         for way, fault in FAULTS + HEALTHY
     }  # fmt: skip
     try:
-        yield {which: job.finish(LIMIT_S) for which, job in jobs.items()}
+        found = {which: job.finish(LIMIT_S) for which, job in jobs.items()}
+        assert jobs[FAULTS[0]].ended[0] == 1  # a rank that raised waits for nobody; seen from its start
+        yield found
     finally:
         for job in jobs.values():
             job.close()
@@ -56,7 +59,7 @@ def test_the_others_end_with_the_name_of_the_rank(ends: Ends, way: str, fault: s
     codes, texts = ends[way, fault]
     shown = f"{codes}\n" + "\n---\n".join(texts)
     assert all(code not in (0, None) for code in codes), shown
-    silent = "says nothing: it died" if fault == "dies" else f"has not begun call {CALL} (its last, backward call"
+    silent = "says nothing: it died" if fault != "sleeps" else f"has not begun call {CALL} (its last, backward call"
     transport = way.removesuffix(" by hops")
     for rank, text in enumerate(texts):
         assert f"rank {rank} has done {GOOD_STEPS} steps" in text, shown
@@ -64,7 +67,7 @@ def test_the_others_end_with_the_name_of_the_rank(ends: Ends, way: str, fault: s
             continue
         limit, waited = f"must get on within {TIMEOUT_S:.0f} s, got: rank 0 has", r"has waited \d+ s"
         if "must reach all of its ranks" in text:  # NCCL between hosts says itself that a peer is gone
-            assert (way, fault) == ("nccl", "dies"), shown
+            assert way == "nccl" and fault != "sleeps", shown
             limit, waited = "must reach all of its ranks, got: rank 0 ", rf"({waited}|lost NCCL \(.*\) when it waited)"
         assert f"ring attention over {transport} {limit}" in text, shown
         assert re.search(rf"rank {rank} {waited} {PLACES[way]} in forward call {CALL}; ", text), shown

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
 from ringflash.lightning import CausalLM, ContextParallelStrategy, StopOnSignal, TextData
-from ringflash.lightning.checkpoints import is_complete
+from ringflash.lightning.checkpoints import SameCheckpoint, complete_checkpoints, is_complete
 from ringflash.lightning.module import empty_model
 from ringflash.lightning.strategy import check_fits, saved_in
 from tests.recipes.strategy_worker import CONFIG
@@ -64,6 +64,7 @@ def fit(
     strategy: Any = None,
     data: type[TextData] = TextData,
     min_steps: int | None = None,
+    ckpt_path: Path | None = None,
     **options: Any,
 ) -> lightning.Trainer:
     """Train the tiny model on sequences cut over all ranks."""
@@ -73,7 +74,7 @@ def fit(
         min_steps=min_steps, strategy=strategy or ContextParallelStrategy(**options), default_root_dir=sys.argv[2],
         enable_checkpointing=any(isinstance(x, ModelCheckpoint) for x in callbacks),
     )  # fmt: skip
-    trainer.fit(CausalLM(CONFIG), datamodule=data(48, texts, ".txt", num_eval_sequences=4))
+    trainer.fit(CausalLM(CONFIG), datamodule=data(48, texts, ".txt", num_eval_sequences=4), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -215,6 +216,37 @@ def other_options(trainer: lightning.Trainer, path: Path) -> dict[str, float]:
     return {"lr": options["lr"] - saved, "added": options["added"], "states": len(optimizer.state)}
 
 
+class Started(lightning.Callback):
+    """The step at which a training begins, and the checkpoint that it begins from."""
+
+    def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        """After the checkpoint was loaded."""
+        self.step, self.path = trainer.global_step, str(trainer.ckpt_path)
+
+
+def damaged(texts: str, folder: Path) -> dict[str, Any]:
+    """A bit is flipped in the newest checkpoint's tensors; then in all of them. By name, and on automatic resume."""
+    newest, previous = complete_checkpoints(folder)
+    flip_bit(newest / "__1_0.distcp", -1000)
+    started = Started()
+    resume = [started, SameCheckpoint(newest, folder)]
+    found = {"by name": message(lambda: fit(texts, [], ckpt_path=newest))}
+    fit(texts, resume, ckpt_path=newest, steps=STEPS + 1)
+    found |= {"step": started.step, "path": Path(started.path).name}
+    flip_bit(previous / "__0_0.distcp", -1000)
+    return {**found, "all": message(lambda: fit(texts, resume, ckpt_path=newest))}
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    """By one rank, while the others wait."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        content = bytearray(path.read_bytes())
+        content[offset] ^= 1
+        path.write_bytes(content)
+    dist.barrier()
+
+
 def main(texts: str, out: Path) -> None:
     """Do all runs."""
     found: dict[str, Any] = {"overlap": overlap(texts, out)}
@@ -224,6 +256,7 @@ def main(texts: str, out: Path) -> None:
     trainer.save_checkpoint(out / "afterwards.ckpt")
     found["afterwards"] = is_complete(out / "afterwards.ckpt")
     found["fitting"] = fitting(trainer, out)
+    found["damaged"] = damaged(texts, out / "kept")
     found["other_options"] = other_options(trainer, out / "afterwards.ckpt")
     saves = Saves({1: [out / "synchronous.ckpt"]})
     fit(texts, [saves], steps=2, async_checkpoint=False)

@@ -22,7 +22,14 @@ from torch.distributed import TCPStore
 from tests.helpers.forked import forked
 
 ROOT = Path(__file__).parents[2]
-PARTS = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp", "written_at"}  # of a checkpoint of two ranks
+PARTS = {
+    ".metadata",
+    "meta.pt",
+    "__0_0.distcp",
+    "__1_0.distcp",
+    "checksums.json",
+    "written_at",
+}  # of a checkpoint of two ranks
 
 
 def run(command: Sequence[str | Path], *, timeout_s: float = 150.0, **environment: str) -> str:

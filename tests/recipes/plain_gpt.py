@@ -20,11 +20,11 @@ class GPT(lightning.LightningModule):
 
     def training_step(self, batch, batch_idx):
         loss = self.step(batch)
-        self.log("loss", loss, sync_dist=True)
+        self.log("loss", loss)
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("eval_loss", self.step(batch), sync_dist=True)
+        self.log("eval_loss", self.step(batch))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -101,6 +101,19 @@ def test_checkpoint_of_another_model_is_refused(ranks: list[dict[str, Any]]) -> 
         assert "must have the optimizer's state to be continued, got parameters alone" in found["weights"]
 
 
+def test_damaged_tensor_is_named(ranks: list[dict[str, Any]]) -> None:
+    """A flipped bit, seen by the rank that compares this part, refused by both."""
+    for rank in ranks:
+        assert "step=5.ckpt/__1_0.distcp must hold the bytes that were written, got" in rank["damaged"]["by name"]
+
+
+def test_previous_checkpoint_takes_the_place_of_a_damaged_one(ranks: list[dict[str, Any]]) -> None:
+    """On automatic resume only, on both ranks; if all are damaged, the run ends with the error of the oldest."""
+    for rank in ranks:
+        assert (rank["damaged"]["step"], rank["damaged"]["path"]) == (4, "epoch=0-step=4.ckpt")
+        assert "step=4.ckpt/__0_0.distcp must hold the bytes that were written, got" in rank["damaged"]["all"]
+
+
 def test_options_that_a_checkpoint_lacks_are_kept(ranks: list[dict[str, Any]]) -> None:
     """A scheduler adds one to its optimizer: torch would not load a checkpoint from before."""
     for rank in ranks:

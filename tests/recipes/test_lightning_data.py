@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
-from ringflash.lightning.sequences import CountConsumed
+from ringflash.lightning.sequences import CountConsumed, _check_epochs
 from ringflash.lightning.text import SEPARATOR, PackedText, is_held_out, text_files
 from ringflash.training.mesh import mesh_sizes
 from tests.recipes.launching import write_text
@@ -131,6 +131,38 @@ def test_checkpoint_of_another_class_of_data_is_refused(place: str, refused: boo
     CountConsumed().on_load_checkpoint(trainer, CausalLM({"model_type": "llama"}), checkpoint)
 
 
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_place_in_the_middle_of_a_step_is_that_of_its_begin(dp_size: int) -> None:
+    """Two steps of four batches, and three batches of the third: of each, every data rank has consumed one sample."""
+    batches = {kind: {"ready": 11, "completed": 11} for kind in ("current", "total")}
+    checkpoint = {
+        "TextData": {"num_consumed": 11 * dp_size}, "loops": {"fit_loop": {"epoch_loop.batch_progress": batches}}
+    }  # fmt: skip
+    strategy = ContextParallelStrategy()
+    strategy._device_mesh = {"data_parallel": SimpleNamespace(size=lambda: dp_size)}
+    progress = SimpleNamespace(current=SimpleNamespace(ready=11))
+    loop = SimpleNamespace(batch_progress=progress, _should_accumulate=lambda: True)
+    trainer = SimpleNamespace(
+        strategy=strategy, datamodule=TextData(seqlen=16), accumulate_grad_batches=4,
+        fit_loop=SimpleNamespace(epoch_loop=loop),
+    )  # fmt: skip
+    CountConsumed().on_save_checkpoint(trainer, CausalLM({"model_type": "llama"}), checkpoint)
+    assert checkpoint["TextData"]["num_consumed"] == 8 * dp_size
+    assert all(count == 8 for kind in batches.values() for count in kind.values())
+
+
+@pytest.mark.parametrize(("ready", "begin"), [(6, 8), (8, 8), (9, 12)])
+def test_resumed_step_begins_with_its_first_batch(ready: int, begin: int) -> None:
+    """Four batches a step now: Lightning ends a step by the number of batches so far."""
+    batches = {kind: {"ready": ready, "completed": ready} for kind in ("current", "total")}
+    checkpoint = {"state_dict": {}, "loops": {"fit_loop": {"epoch_loop.batch_progress": batches}}}
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(fn=TrainerFn.FITTING), datamodule=TextData(seqlen=16), accumulate_grad_batches=4
+    )
+    CountConsumed().on_load_checkpoint(trainer, CausalLM({"model_type": "llama"}), checkpoint)
+    assert all(count == begin for kind in batches.values() for count in kind.values())
+
+
 @pytest.mark.parametrize(("config", "got"), [({"vocab_size": 256}, 256), ({}, 32000)])
 def test_model_without_some_of_the_tokens_is_refused(config: dict, got: int) -> None:
     """256 bytes and no separator; and a vocabulary that is left to the family."""
@@ -167,6 +199,14 @@ def test_trainers_that_would_not_do_as_told_are_refused(options: dict, dp_size: 
     data.trainer = SimpleNamespace(**{**defaults, **options}, strategy=strategy, _accelerator_connector=connector)
     with pytest.raises(ValueError, match=message):
         data.setup("fit")
+
+
+def test_fast_dev_run_may_end_in_a_step() -> None:
+    """It sets limit_train_batches to 1 itself, and keeps accumulate_grad_batches."""
+    limits = {"limit_train_batches": 1, "overfit_batches": 0.0, "max_epochs": 1, "accumulate_grad_batches": 2}
+    _check_epochs(SimpleNamespace(**limits, fast_dev_run=1))
+    with pytest.raises(ValueError, match="limit_train_batches must be a multiple"):
+        _check_epochs(SimpleNamespace(**limits, fast_dev_run=False))
 
 
 @pytest.mark.parametrize("num_nodes, world_size", [(1, 4), (2, 2)])

@@ -47,12 +47,19 @@ def write_changed(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found, and the one of a second launch."""
     folder = tmp_path_factory.mktemp("wrap")
     write_changed(folder)
     run_ranks("tests.recipes.wrap_worker", folder, folder, num_ranks=2)
-    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
+    run_ranks("tests.recipes.wrap_worker", folder, folder, num_ranks=1)
+    return [json.loads(Path(folder, f"{name}.json").read_text()) for name in ("0of2", "1of2", "0of1")]
+
+
+@pytest.fixture(scope="module")
+def ranks(launches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return launches[:2]
 
 
 def test_the_diff_changes_three_lines() -> None:
@@ -60,10 +67,51 @@ def test_the_diff_changes_three_lines() -> None:
     assert sum(line.startswith("-") for line in readme_diff()) == 3
 
 
-@pytest.mark.parametrize("quantity", ["weights", "loss", "eval_loss", "manual"])
+@pytest.mark.parametrize("quantity", ["weights", "loss", "eval_loss", "manual", "average", "compiled"])
 def test_training_equals_the_plain_module(ranks: list[dict[str, Any]], quantity: str) -> None:
-    """After three steps, also of its own backward; the evaluation shows the true loss, not cp_size times it."""
+    """After three steps, also of its own backward, with a layer that inductor compiles, and as a moving average.
+
+    Losses are logged as the plain module logs them: the mean over the tokens of all ranks, not those of one rank.
+    """
     assert all(rank[quantity] <= RTOL for rank in ranks), ranks
+
+
+def test_shuffled_data_is_in_one_order(launches: list[dict[str, Any]]) -> None:
+    """On two ranks and on one: by Lightning's sampler under the strategy, by a generator of one's own anywhere.
+
+    "plain" is the module without the diff under Lightning's default strategy; with it, it runs there as well.
+    """
+    *two, one = (found["orders"] for found in launches)
+    assert len(one["own"]) == 12 and max(abs(a - b) for a, b in zip(one["own"], one["lightning"], strict=True)) > 1e-3
+    for rank in two:
+        assert rank["lightning"] == pytest.approx(one["lightning"], rel=RTOL)
+        assert rank["own"] == pytest.approx(one["plain"], rel=RTOL)
+    assert one["default strategy"] == pytest.approx(one["plain"], rel=RTOL)
+    assert one["own"] == pytest.approx(one["plain"], rel=RTOL)
+
+
+def test_callbacks_meet_shards(ranks: list[dict[str, Any]]) -> None:
+    """FSDP2 leaves an outermost module whole after a forward without a backward: an evaluation, the comparison."""
+    hooks = ("validation batch", "sanity validation", "comparison", "step")
+    for rank in ranks:
+        assert rank["whole"] == dict.fromkeys(hooks, 0)
+
+
+def test_callbacks_decide_alike(ranks: list[dict[str, Any]]) -> None:
+    """By the mean over ranks that find different scores: 2, 1, 1.5, 2; by its own, rank 1 would stop after 2."""
+    for rank in ranks:
+        assert rank["decisions"] == {"best": ["epoch=1.ckpt", 1.0], "stopped": 3, "score": 2.0, "worst": 3.0}
+
+
+def test_sum_without_a_choice_is_refused() -> None:
+    """Of a part of each rank it goes over all ranks, of the loss of the whole sequence over none."""
+    module = type("Module", (SequenceSharding, lightning.LightningModule), {})()
+    for log in (
+        lambda: module.log("n", 1.0, reduce_fx="sum"),
+        lambda: module.log_dict({"n": 1.0}, reduce_fx=torch.sum),
+    ):
+        with pytest.raises(ValueError, match="sync_dist must be given with reduce_fx=.*sum.*, got none for n; True"):
+            log()
 
 
 def test_comparison_leaves_no_trace(ranks: list[dict[str, Any]]) -> None:
@@ -109,3 +157,15 @@ def test_loss_of_many_tokens_keeps_its_digits(dtype: torch.dtype) -> None:
     labels[:, ::3] = -100
     loss, want = module.token_loss(logits, labels), cross_entropy(logits[0].double(), labels[0])
     assert loss.dtype == torch.float32 and abs(loss.item() - want.item()) < torch.finfo(dtype).eps * want.item() / 10
+
+
+@pytest.mark.parametrize("labels", [-100, 3])
+def test_loss_without_labels_is_nothing(labels: int) -> None:
+    """Not 0 / 0, which would make every parameter NaN. A loss that is infinite stays so."""
+    module = type("Module", (SequenceSharding, lightning.LightningModule), {"_ringflash_step": FirstStep(whole=True)})()
+    logits = torch.zeros(1, 8, 5, dtype=torch.float64)
+    logits[..., 3] = -torch.inf
+    loss = module.token_loss(logits.requires_grad_(), torch.full((1, 8), labels))
+    loss.backward()
+    assert loss.item() == (0.0 if labels == -100 else torch.inf)
+    assert labels != -100 or not logits.grad.any()

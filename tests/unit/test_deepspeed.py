@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 pytest.importorskip("deepspeed")
 pytest.importorskip("lightning")
 
-from ringflash.deepspeed import check, initialize
+from ringflash.deepspeed import check, context_mesh, initialize
 from ringflash.deepspeed.engine import _signature
 from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy, _check_device, _check_precision, _other_ranks
 
@@ -207,3 +208,14 @@ def test_a_model_that_is_sharded_already_is_refused() -> None:
     model.weight.ds_id = 0  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"model must be whole before stage 3 trains it.*call fit\(\) first"):
         DeepSpeedContextParallelStrategy(stage=3)._initialize_deepspeed_train(model)
+
+
+def test_a_script_without_a_launcher_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed would miss mpi4py."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(
+        RuntimeError, match="must be started by a launcher, .* got one process .*; start it by torchrun"
+    ):
+        context_mesh()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 import ringflash
+from ringflash.attention import custom_op
 from ringflash.comm import cuda_graphs
 from ringflash.comm.transport import buffer, buffers, peer_memory
 from ringflash.comm.transport.peer_memory import SymmetricMemory
 from ringflash_kernels.flash_calls import calls
-from ringflash_kernels.hopper.forward import kernel
+from ringflash_kernels.hopper.forward import host
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
@@ -160,7 +162,7 @@ def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPa
         if what == "bounds":
             mask.bounds(device)
         elif what == "tiles":
-            kernel.tile_table(mask, device, 128, mask.q_span)
+            host.tile_table(mask, device, 128, mask.q_span)
         else:
             calls(mask)[0].lengths(device)
     assert mask.bounds()[0].tolist() == [0, 0, 0, *[3] * 6]  # of the CPU
@@ -173,6 +175,62 @@ def test_streams_have_counters_of_their_own_that_are_zero(monkeypatch: pytest.Mo
     for stream in (5, 7, 5):
         current = SimpleNamespace(cuda_stream=stream, synchronize=lambda stream=stream: waited.append(stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_, current=current: current)
-        kernel.tile_counter(torch.device("cpu", 3)).add_(1)
+        host.tile_counter(torch.device("cpu", 3)).add_(1)
     assert waited == [5]
-    assert kernel.tile_counter(torch.device("cpu", 3)).tolist() == [2, 2]
+    assert host.tile_counter(torch.device("cpu", 3)).tolist() == [2, 2]
+
+
+class SlotsOfTwoThreads(dict):
+    """Slots of streams, in which a second thread asks for one while the first counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        count = super().__len__()
+        if self.second is None:
+            self.second = threading.Thread(target=lambda: host._new_slot(self, 2))
+            self.second.start()
+            self.second.join(0.2)
+        return count
+
+
+def test_streams_of_two_threads_have_counters_of_their_own() -> None:
+    """Two launches that share a tile counter leave out tiles."""
+    slots = SlotsOfTwoThreads()
+    host._new_slot(slots, 1)
+    assert slots.second is not None
+    slots.second.join()
+    assert sorted(slots.values()) == [0, 1]
+
+
+def test_no_stream_shares_a_counter() -> None:
+    slots: dict[int, int] = {}
+    assert [host._new_slot(slots, stream) for stream in range(256)] == list(range(256))
+    with pytest.raises(RuntimeError, match="at most 256 streams .* got one more; reuse streams"):
+        host._new_slot(slots, 256)
+    assert len(slots) == 256
+
+
+class Stream:
+    """Notes for which streams it waits."""
+
+    def __init__(self) -> None:
+        self.waited: list[Stream] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited.append(other)
+
+
+def test_a_call_on_another_stream_waits_for_the_previous_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both use the same buffers. A capture is ordered by its graph; a single process shares no buffer."""
+    first, second, captured, alone = streams = [Stream() for _ in range(4)]
+    device, group, now = torch.device("cuda", 0), mock.Mock(), first
+    monkeypatch.setattr(custom_op, "_last_stream", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now)
+    monkeypatch.setattr(cuda_graphs, "capturing", lambda _: now is captured)
+    for now in (first, first, second, captured, second, alone, first):
+        with custom_op._in_stream_order(None if now is alone else group, device):
+            pass
+    assert [stream.waited for stream in streams] == [[second], [first], [], []]

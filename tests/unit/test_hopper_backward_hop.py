@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ringflash_kernels.hopper.backward.host import _blocks, _hop
-from ringflash_kernels.hopper.backward.order import Blocks, Works, balanced
+from ringflash_kernels.hopper.backward.host import _hop
 from ringflash_kernels.mask import Mask, Region
 
 
@@ -70,32 +69,3 @@ def test_rows_start_on_16_bytes():
     """The copy engine cannot read the statistics from an odd row; the rectangle grows, the mask does not."""
     hop = _hop(Mask.of(50, 60, [Region(13, 40, 2, 57)]), torch.device("cpu"))
     assert hop.q_start == 12 and hop.min_row == 1
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["by keys", "by queries"])
-@pytest.mark.parametrize("tile, step", [(64, 64), (128, 64), (128, 128)])
-def test_lengths_count_the_blocks_with_a_visible_pair(tile, step, transposed):
-    for mask in (
-        Mask.band(700, 700, causal=True),
-        Mask.band(500, 611, window_size=(70, 33)),
-        Mask.documents([0, 100, 130, 700]),
-        Mask.of(500, 600, [Region(101, 407, 50, 333, None, 170)]),
-        Mask.of(600, 900, [Region(0, 300, 0, 450, None, 150), Region(300, 600, 0, 900, None, 300)]),
-    ):
-        hop = _hop(mask, torch.device("cpu"), transposed=transposed)
-        dense = mask.dense().T if transposed else mask.dense()
-        seen = dense[hop.q_start : hop.q_stop, hop.k_start : hop.k_stop]
-        lengths = _blocks(hop, Works(1, 1, tile, step, from_last=transposed)).lengths.tolist()
-        for index, length in enumerate(reversed(lengths) if transposed else lengths):
-            rows = seen[:, index * tile : (index + 1) * tile].any(1).nonzero()
-            assert length == (rows.max() // step - rows.min() // step + 1 if len(rows) else 0)
-
-
-def test_fewer_sms_share_causal_work_evenly():
-    """124 CTAs in steps of 124 over heads of 128 tiles would leave the slowest with 1.47 times its share."""
-    start = torch.arange(0, 256, 2)
-    num_ctas = balanced(Blocks(start, torch.full_like(start, 256)), Works(16, 1, 128, 64), 124)
-    steps = (256 - start + 1.5).repeat(16)
-    slowest = torch.bincount(torch.arange(len(steps)) % num_ctas, weights=steps).max().item()
-    assert 108 < num_ctas <= 124
-    assert slowest < 1.15 * steps.sum().item() / 124

@@ -14,6 +14,7 @@ import torch
 import ringflash
 from ringflash import huggingface
 from ringflash.attention.freezing import differentiate_alike
+from ringflash.huggingface.sinks import beside_sinks
 from ringflash.verify.capture import embedding_head
 from tests.helpers.models import BOUNDS, EXPERTS, LENGTH, MODELS, TINY, build, documents, tokens
 
@@ -130,6 +131,15 @@ def test_frozen_inputs_share_storage_and_get_no_gradient() -> None:
     assert q.grad is not None and k.grad is None
     with torch.no_grad():
         assert differentiate_alike(q, k)[1] is k
+
+
+def test_sinks_keep_their_dtype_beside_attention_in_bf16() -> None:
+    """100.3 is 100.5 in bf16: sigmoid(-0.2) instead of sigmoid(0)."""
+    lse, sinks = torch.full((1, 1, 4), 100.3), torch.tensor([100.3], requires_grad=True)
+    out = beside_sinks((torch.ones(1, 4, 1, 8, dtype=torch.bfloat16), lse), sinks)
+    assert out.dtype == torch.bfloat16 and (out == 0.5).all()
+    out.float().sum().backward()
+    assert (sinks.grad + 32 * 0.25).abs() <= 1e-4 * 8
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

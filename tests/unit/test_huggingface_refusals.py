@@ -12,6 +12,7 @@ import torch
 
 import ringflash
 from ringflash import huggingface
+from ringflash.huggingface.batch import _checksum
 from ringflash.huggingface.validation import check_rope, find_shape_error, find_static_error
 from tests.helpers.examples import ROOT
 from tests.helpers.models import LENGTH, TINY, build, documents, tokens
@@ -128,6 +129,22 @@ def test_refuses_document_bounds_that_the_model_drops() -> None:
         each(**huggingface.prepare_batch(tokens(), group=None))
 
 
+def test_document_bounds_are_those_of_the_same_forward() -> None:
+    """Neither of one that ended in an error before its first layer, nor of one between a forward and its backward."""
+    model = build().train()
+    huggingface.set_group(model, None)
+    packed, whole = (huggingface.prepare_batch(tokens(), group=None, cu_seqlens=x) for x in (documents(), None))
+    with pytest.raises(IndexError):
+        model(**packed | {"input_ids": torch.full_like(tokens(), 99)})
+    want = model(**whole).logits
+    model.gradient_checkpointing_enable()
+    got = model(**whole).logits
+    with torch.no_grad():
+        model(**packed)
+    got.sum().backward()  # runs the layers again
+    assert torch.equal(got, want)
+
+
 def test_refuses_another_implementation() -> None:
     with pytest.raises(ValueError, match="attn_implementation='ringflash', got 'eager'"):
         huggingface.set_group(build(impl="eager"), None)
@@ -143,6 +160,11 @@ def test_refuses_labels_that_are_no_tokens() -> None:
     labels[:, 3] = -1
     with pytest.raises(ValueError, match="labels must be token ids or -100, got -1; write -100"):
         huggingface.prepare_batch(tokens(), group=None, labels=labels)
+
+
+def test_the_checksum_knows_labels_from_tokens() -> None:
+    ids, labels = tokens(), ringflash.loss.shift_labels(tokens())
+    assert _checksum(ids, labels) == _checksum(ids.clone(), labels) != _checksum(labels, ids)
 
 
 PADDING = {

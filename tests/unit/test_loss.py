@@ -62,6 +62,17 @@ def test_bf16_within_what_torch_loses() -> None:
     assert_close(ours, results(plain(*wide, exact[2]), *wide), baseline)
 
 
+def test_the_gradient_of_the_weight_is_summed_over_chunks_in_fp32() -> None:
+    """In bf16 a sum of equal terms stays at 256 of them."""
+    hidden, weight, labels = (x[:1, :1].repeat(1, 1024, 1) if x.dim() == 3 else x for x in draw(torch.bfloat16))
+    labels = labels[:1, :1].expand(1, 1024)
+    grads = [
+        torch.autograd.grad(cross_entropy(hidden, weight, labels, group=None, chunk_tokens=n), weight)[0]
+        for n in (1, 1024)
+    ]
+    assert (grads[0] - grads[1]).abs().max() <= torch.finfo(torch.bfloat16).eps * grads[1].abs().max()
+
+
 def test_fp16_gradients_of_a_million_tokens_meet_the_loss_scaler_before_they_are_rounded() -> None:
     """The probabilities divided by the count are below what fp16 holds; times 65536 they are not."""
     low, exact = draw(torch.float16), draw(torch.float16)
@@ -83,6 +94,14 @@ def test_no_labelled_token() -> None:
     hidden, weight, labels = draw()
     got = results(cross_entropy(hidden, weight, torch.full_like(labels, -100), group=None), hidden, weight)
     assert all(not x.any() for x in got.values())
+
+
+def test_vocabulary_larger_than_a_chunk_takes_a_token_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringflash.loss.CHUNK_LOGITS", VOCAB - 1)
+    hidden, weight, labels = draw()
+    ours = results(cross_entropy(hidden, weight, labels, group=None), hidden, weight)
+    assert_close(ours, results(plain(hidden, weight, labels), hidden, weight))
+    assert torch.equal(score_tokens(hidden, weight, labels)[0], score_tokens(hidden, weight, labels, chunk_tokens=1)[0])
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -33,7 +35,7 @@ def draw(requires_grad: bool = True, batch: int = 1) -> tuple[torch.Tensor, torc
 @pytest.mark.parametrize("return_lse", [True, False])
 @pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 5, 16], dtype=torch.int32)], ids=["one", "packed"])
 def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
-    options = ("", True, 0.25, *OPTIONS, 7, return_lse)
+    options = ("", True, 0.25, *OPTIONS, 7, return_lse, 8)
     results = torch.library.opcheck(custom_op.ring_attention, (*draw(), cu_seqlens, *options), test_utils=TESTS)
     assert set(results.values()) == {"SUCCESS"}
 
@@ -42,8 +44,8 @@ def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
 def test_gradients_have_the_strides_that_compiled_code_expects(dtype: torch.dtype) -> None:
     """Of heads-first q, k and v as well: inductor asserts what the operator's fake says."""
     q, k, v = (x.detach().to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
-    out, lse = custom_op.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True)
-    grads = custom_op.ring_attention_backward(out, None, q, k, v, out, lse, None, "", True, 0.25, *OPTIONS)
+    out, lse, record = custom_op.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True, 8)
+    grads = custom_op.ring_attention_backward(out, None, q, k, v, out, lse, record, "", True, 0.25, *OPTIONS)
     assert not q.is_contiguous() and all(grad.is_contiguous() for grad in grads)
 
 
@@ -356,6 +358,33 @@ def test_bounds_made_in_inference_mode_are_read() -> None:
     elsewhere = mock.Mock(wraps=bounds, device=torch.device("cuda", 0), is_inference=bounds.is_inference)
     type(elsewhere)._version = property(lambda self: bounds._version)
     assert custom_op._values(elsewhere) == (0, 5, 16)
+
+
+@pytest.mark.parametrize("way", ["eager", "profiled", "compiled", "checkpointed"])
+def test_the_backward_has_the_bounds_of_its_forward(way: str) -> None:
+    """A loader refills its buffer between them, through numpy, which torch's version counter does not see."""
+    memory = pytest.importorskip("numpy").array([0, 5, 16], dtype="int32")
+    inputs, bounds = draw(), torch.from_numpy(memory)
+
+    def attend(*inputs: torch.Tensor) -> Any:
+        return ringflash.ring_attention(*inputs, group=None, cu_seqlens=bounds)
+
+    def kept(*inputs: torch.Tensor) -> Any:
+        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+        return checkpoint(attend, *inputs, use_reentrant=False, context_fn=contexts)
+
+    ways = {"compiled": torch.compile(attend, backend="aot_eager"), "checkpointed": kept}
+    observed = profile_of_cpu() if way == "profiled" else nullcontext()
+    want = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
+    with observed:
+        loss = ways.get(way, attend)(*inputs).square().sum()
+        memory[:] = [0, 11, 16]
+        got = torch.autograd.grad(loss, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def profile_of_cpu() -> Any:
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 def test_documents_need_a_batch_of_one() -> None:

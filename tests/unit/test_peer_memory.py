@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringflash.attention import custom_op, gather_by_heads, schedule
 from ringflash.comm import transport
+from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import buffers, peer_memory
 from ringflash.sequence.mask import SequenceMask
 
@@ -55,6 +56,17 @@ def test_a_rank_without_memory_stops_all() -> None:
         peer_memory._raise_together(["", "out of memory"])
 
 
+@pytest.mark.parametrize("failures, made", [(0, True), (1, True), (2, False)])
+def test_cached_blocks_are_given_back_for_an_area(failures: int, made: bool) -> None:
+    """The driver knows nothing of torch's cache: gigabytes of it may stand in the way."""
+    area, out = torch.empty(1), RuntimeError("CUDA driver error: out of memory")
+    make = mock.Mock(side_effect=[*[out] * failures, area])
+    with mock.patch.object(torch.cuda, "empty_cache") as empty:
+        got, problem = peer_memory._made(make)
+    assert (got is area) == made and (problem == "") == made
+    assert empty.call_count == min(failures, 1)
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_open", {})
@@ -64,7 +76,7 @@ def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     "problem, chosen", [(None, "copy_engine"), (peer_memory.OutOfReach("two hosts"), "nccl")], ids=["reach", "no reach"]
 )
 def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception | None, chosen: str) -> None:
-    group, memory = mock.Mock(), mock.Mock(side_effect=problem)
+    group, memory = mock.Mock(_device_types=()), mock.Mock(side_effect=problem)
     with (
         mock.patch.object(transport, "backend_of", lambda group, device: "nccl"),
         mock.patch.object(transport, "SymmetricMemory", memory),
@@ -79,7 +91,7 @@ def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception 
 
 
 def test_auto_says_why_it_does_without_the_copy_engine() -> None:
-    group, memory = mock.Mock(), mock.Mock()
+    group, memory = mock.Mock(_device_types=()), mock.Mock()
     memory.return_value.reserve.side_effect = peer_memory.NoPeerMemory("pidfd_getfd: not permitted")
     patched = mock.patch.object(transport, "SymmetricMemory", memory)
     with patched, NO_NCCL, pytest.warns(UserWarning, match="pidfd_getfd"):
@@ -89,16 +101,16 @@ def test_auto_says_why_it_does_without_the_copy_engine() -> None:
 
 def test_barriers_give_up_after_the_watch_has_reported() -> None:
     with mock.patch.object(transport, "SymmetricMemory") as memory:
-        transport.open_transport("copy_engine", mock.Mock())
+        transport.open_transport("copy_engine", mock.Mock(_device_types=()))
     (_, timeout_ms), _ = memory.call_args
-    assert timeout_ms > transport.timeout().total_seconds() * 1000 == 600_000
+    assert timeout_ms > timeout().total_seconds() * 1000 == 600_000
 
 
 def test_auto_hides_no_other_error() -> None:
     """A rank that does not answer, or a call that is captured before its first: not a matter of the transport."""
     memory = mock.Mock()
     memory.return_value.reserve.side_effect = RuntimeError("no answer from some of 4 ranks")
-    group = mock.Mock()
+    group = mock.Mock(_device_types=())
     with mock.patch.object(transport, "SymmetricMemory", memory), pytest.raises(RuntimeError, match="no answer"):
         transport.open_transport(transport.UNDECIDED, group)
     assert group not in transport._decided

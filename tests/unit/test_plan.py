@@ -87,7 +87,10 @@ def test_parameters_are_those_of_the_model(family: str, options: dict[str, bool]
 
 
 def saved_bytes(config: dict[str, Any], seqlen: int, mlp_tile_tokens: int = 0) -> int:
-    """What autograd keeps of one bf16 layer's forward on one process, parameters not counted."""
+    """Bytes that autograd keeps of one bf16 layer's forward on one process.
+
+    Not counted: parameters, and the record of attention, which is in the host's memory.
+    """
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = build_model({**config, "num_hidden_layers": 1}, None, 0, Memory(mlp_tile_tokens=mlp_tile_tokens))
@@ -98,7 +101,8 @@ def saved_bytes(config: dict[str, Any], seqlen: int, mlp_tile_tokens: int = 0) -
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
-        kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage())
+        if x.dtype != torch.int64 or x.numel() > 1:
+            kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage())
         return x
 
     unhooked = layer.forward

@@ -43,6 +43,8 @@ class Token:
 class Group:
     """As a process group; `store` is None once it was destroyed."""
 
+    _device_types = ()
+
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.place, self.store = (rank, size), store
 
@@ -340,8 +342,33 @@ def test_a_store_that_never_answers_is_given_up() -> None:
     board = Board(group, patience=0.01)  # type: ignore[arg-type]
     with mock.patch("ringflash.comm.watchdog.store.ANSWER_S", 0.0), pytest.raises(StoreGone, match="no answer"):
         board.exchange("why", "waits", lambda: 0.0, never.wait)
-    assert board.asked() == ""
+    assert board.asked(0.0) == ""
     never.set()
+
+
+def test_a_store_that_answers_late_is_asked_again() -> None:
+    """Over a new connection: the old one may belong to a request that never ends."""
+    late, store = threading.Event(), dist.HashStore()
+    dist.PrefixStore("ringflash/watch", store).set("asked", "why")
+    group = Group(0, 2, mock.Mock(**{"clone.return_value": store}))
+    board = Board(group, patience=0.01)  # type: ignore[arg-type]
+    board._store = mock.Mock(**{"check.side_effect": lambda _: late.wait()})
+    assert board.asked(0.0) == ""
+    board._patience = 60.0
+    assert [board.asked(29.0), board.asked(30.0)] == ["", "why"]
+    late.set()
+
+
+def test_a_healthy_long_call_over_nccl_asks_the_store_seldom() -> None:
+    world = World(2)
+    channels = [rank.over_nccl() for rank in world.ranks]
+    calls = [rank.issue(1, memory=channel) for rank, channel in zip(world.ranks, channels, strict=True)]
+    with mock.patch.object(Board, "_question", return_value="") as question:
+        world.run(62)
+    assert 2 * 10 <= question.call_count <= 2 * 25
+    finish(*calls)
+    world.run(5)
+    assert world.is_quiet()
 
 
 def test_a_device_that_failed_is_said_once_and_told_to_who_asks() -> None:

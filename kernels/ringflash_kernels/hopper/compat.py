@@ -6,6 +6,8 @@ Gluon is experimental and renames things between releases; nothing else in this 
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate as aggregate
+from triton.language.core import _aggregate
 
 __all__ = [
     "TensorDescriptor",
@@ -36,6 +38,22 @@ __all__ = [
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
+
+
+def aggregate(cls: type) -> Any:
+    """Make a class of device values from its annotations; the constructor takes the fields in their order.
+
+    Newer releases of triton write this constructor themselves.
+    """
+
+    def construct(self: Any, *values: Any) -> None:
+        for (name, kind), value in zip(cls.__annotations__.items(), values, strict=True):
+            setattr(self, name, gl.constexpr(value) if kind is gl.constexpr else value)
+
+    construct.__triton_builtin__ = True  # type: ignore[attr-defined]  # not device code: nothing of it to compile
+    cls.__init__ = construct  # type: ignore[misc]
+    return _aggregate(cls)
+
 
 tma_load = tma.async_copy_global_to_shared
 tma_store = tma.async_copy_shared_to_global

@@ -22,9 +22,9 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
     if torch.cuda.get_device_capability(q.device) != (9, 0):
         return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(q.device)))} (9.0)"
     check_environment()
-    from ringflash_kernels.hopper.forward import kernel
+    from ringflash_kernels.hopper.forward import host
 
-    return kernel.unsupported(q, k, v)
+    return host.unsupported(q, k, v)
 
 
 def forward(
@@ -40,9 +40,9 @@ def forward(
     num_sms: int | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use, default all."""
-    from ringflash_kernels.hopper.forward import kernel
+    from ringflash_kernels.hopper.forward import host
 
-    kernel.forward(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms)
+    host.forward(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms)
 
 
 def Backward(*args: Any, **kwargs: Any) -> Any:

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from ringflash.comm.group import backend_of
+from ringflash.comm.timeouts import device_timeout
 from ringflash.comm.transport import buffers
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.message_memory import MessageMemory
 from ringflash.comm.transport.peer_memory import NoPeerMemory, OutOfReach, PeerMemory, SymmetricMemory
-from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoint, device_timeout, set_timeout, timeout
+from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoint
 
 TRANSPORTS = ("gloo", "nccl", "copy_engine")
 UNDECIDED = "copy_engine or nccl"  # what auto stands for until the ranks of a group have compared their places
@@ -34,8 +35,6 @@ __all__ = [
     "message_memory",
     "open_transport",
     "release_buffers",
-    "set_timeout",
-    "timeout",
     "transport_name",
 ]
 
@@ -98,7 +97,7 @@ def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
 def _opened(name: str, group: dist.ProcessGroup) -> Transport:
     if name != "copy_engine":
         return PointToPoint(name, group)
-    return SymmetricMemory(group, int(device_timeout().total_seconds() * 1000))
+    return SymmetricMemory(group, int(device_timeout(group).total_seconds() * 1000))
 
 
 def _decide(group: dist.ProcessGroup) -> str:

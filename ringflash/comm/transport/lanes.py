@@ -82,8 +82,11 @@ class Lanes:
             torch.cuda.set_stream(current)
 
     def join(self) -> None:
+        current = self._current()
         for lane in self._lanes.values():
-            self._current().wait_stream(lane)
+            current.wait_stream(lane)
+        for lane in self._lanes.values():
+            lane.wait_stream(current)
 
     def num_bytes(self) -> int:
         return sum(area.numel() for area in self._areas.values())

@@ -9,6 +9,7 @@ Nothing here blocks the host but `reserve`, and that only where an area grows.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -92,7 +93,10 @@ class PeerMemory(Protocol):
         """
 
     def join(self) -> None:
-        """Order the current stream after all lanes, also after work that has no token because it raised."""
+        """Order the current stream and every lane after all lanes, also after work that raised and has no token.
+
+        Memory that one lane allocated and another still uses may then be freed.
+        """
 
     def num_bytes(self) -> int:
         """Bytes this rank gives to its areas."""
@@ -135,11 +139,8 @@ class SymmetricMemory(Lanes):
         for thing in captured and [*captured, handle]:
             cuda_graphs.keep(thing)
         del captured, handle
-        area, problem = None, ""
-        try:
-            area = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        except RuntimeError as error:
-            problem = str(error)[:500]
+        make = functools.partial(symmetric_memory.empty, num_bytes, dtype=torch.uint8, device=self._device)
+        area, problem = _made(make)
         _raise_together(gather(self.group, problem))
         assert area is not None
         try:
@@ -185,6 +186,19 @@ class SymmetricMemory(Lanes):
     def _pad(self) -> torch.distributed._symmetric_memory._SymmetricMemory:
         """Barriers live beside an area; the K/V of a group are always there."""
         return self._handles["kv"]
+
+
+def _made(make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str]:
+    """An area, or the error of the driver, which is asked again once torch has given it back its cached blocks."""
+    problem = ""
+    for last in (False, True):
+        try:
+            return make(), ""
+        except RuntimeError as error:
+            problem = str(error)[:500]
+        if not last:
+            torch.cuda.empty_cache()
+    return None, problem
 
 
 def _place(device: torch.device) -> list[object]:

@@ -14,35 +14,9 @@ from torch._C._distributed_c10d import ErrorType
 
 from ringflash.comm.communicator import communicator
 from ringflash.comm.cuda_graphs import capturing
+from ringflash.comm.timeouts import device_timeout, timeout
 
 _TAG = 0
-_timeout = timedelta(minutes=10)  # torch's default for NCCL
-_GRACE = timedelta(seconds=15)
-
-
-def set_timeout(seconds: float) -> None:
-    """How long a rank waits for another before it gives it up, default 600 seconds.
-
-    Every rank of the group then ends with an error that names the ranks and what each waits for. Over gloo, the call
-    raises it. Over NCCL and the copy engine, where a host may be stuck in a synchronisation, it is printed, and the
-    process ends up to 30 seconds later.
-
-    Holds for gloo at once, for NCCL and the copy engine in groups whose first ring comes later.
-    """
-    global _timeout
-    if not 0 < seconds < float("inf"):
-        raise ValueError(f"seconds must be positive and finite, got {seconds}; the default is 600.")
-    _timeout = timedelta(seconds=seconds)
-
-
-def timeout() -> timedelta:
-    """What `set_timeout` set."""
-    return _timeout
-
-
-def device_timeout() -> timedelta:
-    """When what waits on a device ends by itself: after the watch has said why, as CUDA's and NCCL's errors do not."""
-    return _timeout + _GRACE
 
 
 class Message(NamedTuple):
@@ -75,9 +49,10 @@ class Pending:
             try:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
             except RuntimeError as cause:
+                limit = f" within {self._timeout.total_seconds():.0f} s" if self._timeout else ""
                 raise RuntimeError(
-                    f"{what} must end within {_timeout.total_seconds():.0f} s, got {cause}; that rank died or stalls, "
-                    "its log says why (ringflash.set_timeout waits longer)."
+                    f"{what} must end{limit}, got {cause}; that rank died or stalls, its log says why "
+                    "(ringflash.set_timeout waits longer)."
                 ) from cause
 
 
@@ -113,7 +88,7 @@ class PointToPoint:
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self.name, self.rank, self.group = name, group.rank(), group
-        self._channel = communicator(group, "ring", "nccl", device_timeout()) if name == "nccl" else group
+        self._channel = communicator(group, "ring", "nccl", device_timeout(group)) if name == "nccl" else group
         if name == "nccl":  # every rank must take part in a communicator's first operation; hops may leave some out
             self._channel.allreduce([torch.zeros(1, device="cuda")]).wait()
 
@@ -136,7 +111,7 @@ class PointToPoint:
 
     def _post(self, todo: list[tuple[Callable[[], dist.Work], str]], messages: list[Message]) -> Pending:
         if self.name == "gloo":
-            return Pending([(start(), what) for start, what in todo], _timeout)
+            return Pending([(start(), what) for start, what in todo], timeout(self.group))
         if not todo:
             return Pending([])
         device = messages[0].tensor.device

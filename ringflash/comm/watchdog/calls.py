@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ringflash.comm.communicator import note_end
+
 
 class Waypoint(Protocol):
     """A token of peer memory, or an event of a stream."""
@@ -63,7 +65,8 @@ class Call:
     def __enter__(self) -> Call:
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        note_end(error)
         try:
             if self.broken is not None and isinstance(error, dist.DistBackendError):
                 self.broken(error)

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 T = TypeVar("T")
-ANSWER_S = 5.0  # for the other ranks to answer: they look once a second
+ANSWER_S = 5.0  # for the other ranks to answer
+ASK_EVERY_S = ANSWER_S / 2  # between two questions of a rank to the store: soon enough to answer in time
+_RETRY_S = 30.0  # from a request that got no answer to the next
 _PATIENCE_S = 2.0  # with the store itself
 _PAUSE_S = 0.25
 _ASKED = "asked"
@@ -37,20 +39,26 @@ class Board:
         self._group, self._patience = ref(group), patience
         self.rank, self.size = group.rank(), group.size()
         self._store: dist.Store | None = None
-        self._gone = False
+        self._gone = False  # the store answered with an error
+        self._ask_after = float("-inf")
 
     def is_open(self) -> bool:
         """Whether the group is still there."""
         return _store(self._group()) is not None
 
-    def asked(self) -> str:
-        """Why a rank of the group asks the others, if one does. A store that is gone asks nobody."""
-        if self._gone:
+    def asked(self, now: float) -> str:
+        """Return why a rank of the group asks the others, if one does, as far as the store has been asked lately.
+
+        A store that answers with an error is left alone from then on. One that does not answer may be busy, and is
+        asked again later, over a new connection.
+        """
+        if self._gone or now < self._ask_after:
             return ""
+        self._ask_after = now + ASK_EVERY_S
         try:
             return self._within(0.0, self._question)
         except StoreGone:
-            self._gone = True
+            self._store, self._ask_after = None, now + _RETRY_S
             return ""
 
     def exchange(
@@ -103,6 +111,7 @@ class Board:
                 results.append(request())
             except Exception as error:  # a store raises what its kind raises
                 errors.append(error)
+                self._gone = True
 
         thread = Thread(target=run, name="ringflash-watch-store", daemon=True)
         thread.start()

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ringflash.comm.cuda_graphs import capturing
-from ringflash.comm.transport import MessageMemory, PointToPoint, Transport, timeout, transport_name
+from ringflash.comm.timeouts import timeout
+from ringflash.comm.transport import MessageMemory, PointToPoint, Transport, transport_name
 from ringflash.comm.watchdog.calls import Call, Ended, Line, Unwatched
 from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
 from ringflash.comm.watchdog.store import ANSWER_S, Board, StoreGone
@@ -90,7 +91,7 @@ class Watch:
         """Look after the calls of a transport from now on."""
         group, name = transport.group, transport_name(transport)
         assert name is not None
-        line = Line(name, group.rank(), timeout().total_seconds(), self.clock())
+        line = Line(name, group.rank(), timeout(group).total_seconds(), self.clock())
         watched = Watched(line, Board(group), device, _names(group))
         with self._lock:
             self._watched[transport] = watched
@@ -126,7 +127,7 @@ class Watch:
                 return self._report(watched, now, _UNREACHED)
             if not watched.lost and line.is_stalled(now):
                 return self._report(watched, now)
-            if line.is_quiet(now) and (why := watched.board.asked()):
+            if line.is_quiet(now) and (why := watched.board.asked(now)):
                 return self._report(watched, now, why)
         self._looked = self.clock()
 

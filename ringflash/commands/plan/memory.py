@@ -14,6 +14,7 @@ import torch
 
 from ringflash.attention.custom_op import MOST_BUFFER_BYTES
 from ringflash.attention.gather_by_heads import (
+    NUMBER_BYTES,
     Sections,
     buffer_bytes,
     gathered_whole,
@@ -199,7 +200,7 @@ def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
     turns = stages_of(_shape(job), job.model.num_heads, job.seqlen, _pairs(job), torch.bfloat16, sections.backward)
     stages = sum(taking_turns(sections.backward, turns))
     gradients = stages * head + max(sections.backward) * head * returning // chunks
-    return keys * BF16 + gradients * FP32
+    return NUMBER_BYTES + keys * BF16 + gradients * FP32
 
 
 def _sections(job: Job) -> Sections:

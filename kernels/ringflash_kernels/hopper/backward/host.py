@@ -17,10 +17,9 @@ from typing import NamedTuple
 import torch
 
 from ringflash_kernels.hopper.backward.keys import backward_keys
-from ringflash_kernels.hopper.backward.order import SMS, STEPS_OF_A_TILE, Blocks, Works, balanced
 from ringflash_kernels.hopper.backward.preprocess import postprocess, preprocess
 from ringflash_kernels.hopper.backward.queries import backward_queries
-from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
+from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES, SMS, STEPS_OF_A_TILE
 from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, misaligned
@@ -44,7 +43,6 @@ class Backward:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
         deterministic: equal bits on repeat: dQ in a second kernel, which wide heads use in any case, and the heads of
             a group summed by one CTA.
-        num_sms: CTAs of a launch, to leave the other SMs to something else; default one CTA for each tile.
     Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
     """
 
@@ -58,10 +56,9 @@ class Backward:
         softmax_scale: float,
         dlse: torch.Tensor | None = None,
         deterministic: bool = False,
-        num_sms: int | None = None,
     ) -> None:
         self.tiles = BACKWARD_TILES[q.shape[-1]]
-        self.q, self.softmax_scale, self.deterministic, self.num_sms = q, softmax_scale, deterministic, num_sms
+        self.q, self.softmax_scale, self.deterministic = q, softmax_scale, deterministic
         # A gradient may arrive expanded (a sum's has stride 0), or as a view at any address; only such are copied.
         self.dout = dout if misaligned(dout) is None else dout.clone(memory_format=torch.contiguous_format)
         out = out if out.stride(-1) == 1 else out.contiguous()
@@ -130,16 +127,6 @@ class Backward:
         limit = _L2_BYTES_OF_A_SECTION // (num_rows * self.q.shape[3] * 2 * self.q.element_size())
         return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
 
-    def _num_ctas(self, mask: Mask, hop: _Hop, works: Works) -> int:
-        """CTAs of a launch."""
-        num_works = -(-hop.num_keys // works.tile) * works.num_heads
-        if self.num_sms is None or num_works <= self.num_sms:
-            return num_works
-        key = ("backward grid", hop.q_start, hop.k_start, works, self.num_sms)
-        if key not in mask._cache:
-            mask._cache[key] = balanced(_blocks(hop, works), works, self.num_sms)
-        return mask._cache[key]  # type: ignore[return-value]
-
     def _in_step(self, hop: _Hop, group: int) -> bool:
         """Whether it matters that CTAs are at the same query block; `deterministic` cannot have it."""
         return not self.deterministic and hop.num_rows * self.q.shape[3] * 8 * group > _L2_BYTES_OF_A_GROUP
@@ -159,14 +146,13 @@ class Backward:
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
         num_groups = batch * num_heads // group
         heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows)
-        works = Works(num_groups, heads_together, tiles.block_n, 64)
-        num_tiles = -(-hop.num_keys // works.tile)
-        num_ctas = self._num_ctas(mask, hop, works)
+        num_tiles = -(-hop.num_keys // tiles.block_n)
+        num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [cut(x, 1, (hop.k_start, hop.k_stop)) for x in (k, v, dk, dv)]
         scalars = (
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
-            k.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
+            k.shape[2], num_tiles, heads_together, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
             int(self._in_step(hop, group)), self.clock,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
@@ -179,7 +165,7 @@ class Backward:
         if tiles.wide:
             stores = [_tile(x, 64, 64) for x in keys[2:]]
             _WIDE(
-                variant, num_ctas,
+                variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
                 *scalars, HELD=tiles.held, **choices,
             )  # fmt: skip
@@ -187,7 +173,7 @@ class Backward:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
             stores = [_tiles(x, halves if x.dtype == torch.float32 else tiles.pieces) for x in keys[2:]]
             _KEYS(
-                variant, num_ctas,
+                variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *scalars,
                 # Without dQ in the loop ptxas (12.8) overwrites K's registers: wrong dK and dV.
@@ -202,16 +188,16 @@ class Backward:
         batch, _, num_heads, head_dim = self.q.shape
         # The heads of a group read the same keys.
         heads_together = num_heads // k.shape[2] * self._section(batch * k.shape[2], hop.num_rows)
-        works = Works(batch * num_heads, heads_together, _HELD_QUERIES, choices.block, from_last=True)
-        num_tiles = -(-hop.num_keys // works.tile)
+        num_tiles = -(-hop.num_keys // _HELD_QUERIES)
+        num_works = num_tiles * batch * num_heads
         queries = self._queries(hop.k_start, hop.k_stop)
         keys = [_tiles(cut(x, 1, (hop.q_start, hop.q_stop)), tiles.pieces, choices.block) for x in (k, v)]
         _QUERIES(
-            (head_dim, self.q.dtype, hop.has_bounds), self._num_ctas(mask, hop, works),
+            (head_dim, self.q.dtype, hop.has_bounds), num_works,
             *queries.q, *keys[0], *keys[1], *queries.dout,
             _descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
-            num_heads, k.shape[2], num_tiles, heads_together, num_tiles * works.num_heads,
+            num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
             BLOCK=choices.block, SPLIT=tiles.pieces[0], REST=tiles.rest, SLOTS=choices.slots,
             EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held, BOUNDS=hop.has_bounds,
@@ -383,22 +369,6 @@ def _second_band(mask: Mask) -> Region | None:
     if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
         return None
     return below
-
-
-def _blocks(hop: _Hop, works: Works) -> Blocks:
-    """What `Problem.blocks` visits for each tile of a head in the order of the launch, on the host."""
-    first_key = torch.arange(0, hop.num_keys, works.tile)
-    last_key = (first_key + works.tile).clamp(max=hop.num_keys) - 1
-    if hop.has_bounds:
-        first, stop = (x.cpu() for x in hop.bounds)
-        first, stop = first[first_key], stop[last_key]
-    else:
-        first = (first_key + hop.first_shift).clamp(hop.min_row, hop.split)
-        first = first + (first_key + hop.second_shift).clamp(hop.split, hop.num_rows) - hop.split
-        stop = (last_key + hop.stop_shift).clamp(0, hop.num_rows)
-    start = first // works.step
-    stop = torch.where(first < stop, -(-stop // works.step), start)
-    return Blocks(start.flip(0), stop.flip(0)) if works.from_last else Blocks(start, stop)
 
 
 def _kept_transpose(mask: Mask) -> Mask:

@@ -57,61 +57,6 @@ class Shared:
     WITH_DQ: gl.constexpr
     ACCUMULATE: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        q0,
-        q1,
-        dout0,
-        dout1,
-        k0,
-        k1,
-        v0,
-        v1,
-        stats,
-        ds,
-        dq0,
-        dq1,
-        kv_full,
-        kv_empty,
-        q_full,
-        q_empty,
-        ds_full,
-        begin,
-        SPLIT,
-        REST,
-        STAGES,
-        KV_IN_REGISTERS,
-        TURN_BEFORE_EXP,
-        WITH_DQ,
-        ACCUMULATE,
-    ):
-        self.q0 = q0
-        self.q1 = q1
-        self.dout0 = dout0
-        self.dout1 = dout1
-        self.k0 = k0
-        self.k1 = k1
-        self.v0 = v0
-        self.v1 = v1
-        self.stats = stats
-        self.ds = ds
-        self.dq0 = dq0
-        self.dq1 = dq1
-        self.kv_full = kv_full
-        self.kv_empty = kv_empty
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.ds_full = ds_full
-        self.begin = begin
-        self.SPLIT = gl.constexpr(SPLIT)
-        self.REST = gl.constexpr(REST)
-        self.STAGES = gl.constexpr(STAGES)
-        self.KV_IN_REGISTERS = gl.constexpr(KV_IN_REGISTERS)
-        self.TURN_BEFORE_EXP = gl.constexpr(TURN_BEFORE_EXP)
-        self.WITH_DQ = gl.constexpr(WITH_DQ)
-        self.ACCUMULATE = gl.constexpr(ACCUMULATE)
-
 
 @gluon.jit
 def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc):

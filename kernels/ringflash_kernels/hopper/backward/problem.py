@@ -6,7 +6,7 @@ documents). The intervals' ends never decrease from key to key, so those of a ti
 bound the query blocks to visit and the blocks that need no mask.
 """
 
-from ringflash_kernels.hopper.backward.order import SMS
+from ringflash_kernels.hopper.backward.tiles import SMS
 from ringflash_kernels.hopper.compat import aggregate, gl, gluon
 
 _SMS = gl.constexpr(SMS)
@@ -80,59 +80,6 @@ class Problem:
     BOUNDS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        min_row,
-        num_rows,
-        num_keys,
-        row_start,
-        dq_rows,
-        num_heads,
-        num_kv_heads,
-        num_tiles,
-        heads_together,
-        num_works,
-        group,
-        first_shift,
-        split,
-        second_shift,
-        stop_shift,
-        in_step,
-        clock_ptr,
-        first_ptr,
-        stop_ptr,
-        scale_log2,
-        softmax_scale,
-        BOUNDS,
-        BLOCK_M,
-        BLOCK_N,
-    ):
-        self.min_row = min_row
-        self.num_rows = num_rows
-        self.num_keys = num_keys
-        self.row_start = row_start
-        self.dq_rows = dq_rows
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.num_tiles = num_tiles
-        self.heads_together = heads_together
-        self.num_works = num_works
-        self.group = group
-        self.first_shift = first_shift
-        self.split = split
-        self.second_shift = second_shift
-        self.stop_shift = stop_shift
-        self.in_step = in_step
-        self.clock_ptr = clock_ptr
-        self.first_ptr = first_ptr
-        self.stop_ptr = stop_ptr
-        self.scale_log2 = scale_log2
-        self.softmax_scale = softmax_scale
-        self.BOUNDS = gl.constexpr(BOUNDS)
-        self.BLOCK_M = gl.constexpr(BLOCK_M)
-        self.BLOCK_N = gl.constexpr(BLOCK_N)
 
     @gluon.jit
     def work(self, index):

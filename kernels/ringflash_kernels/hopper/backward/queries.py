@@ -47,45 +47,6 @@ class QueryShared:
     TURNS: gl.constexpr
     HELD: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        q0,
-        q1,
-        dout0,
-        dout1,
-        kv0,
-        kv1,
-        q_full,
-        q_empty,
-        full,
-        empty,
-        BLOCK,
-        SPLIT,
-        REST,
-        SLOTS,
-        EXP_UNDER_DP,
-        TURNS,
-        HELD,
-    ):
-        self.q0 = q0
-        self.q1 = q1
-        self.dout0 = dout0
-        self.dout1 = dout1
-        self.kv0 = kv0
-        self.kv1 = kv1
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.full = full
-        self.empty = empty
-        self.BLOCK = gl.constexpr(BLOCK)
-        self.SPLIT = gl.constexpr(SPLIT)
-        self.REST = gl.constexpr(REST)
-        self.SLOTS = gl.constexpr(SLOTS)
-        self.EXP_UNDER_DP = gl.constexpr(EXP_UNDER_DP)
-        self.TURNS = gl.constexpr(TURNS)
-        self.HELD = gl.constexpr(HELD)
-
 
 @gluon.jit
 def _tile_of(problem, index):

@@ -59,59 +59,6 @@ class WideShared:
     HELD: gl.constexpr
     ACCUMULATE: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        q0,
-        q1,
-        dout0,
-        dout1,
-        k0,
-        k1,
-        v0,
-        v1,
-        stats,
-        p,
-        kv_full,
-        kv_empty,
-        q_full,
-        q_empty,
-        dout_full,
-        dout_empty,
-        p_full,
-        p_empty,
-        begin,
-        SPLIT,
-        REST,
-        STAGES,
-        HELD,
-        ACCUMULATE,
-    ):
-        self.q0 = q0
-        self.q1 = q1
-        self.dout0 = dout0
-        self.dout1 = dout1
-        self.k0 = k0
-        self.k1 = k1
-        self.v0 = v0
-        self.v1 = v1
-        self.stats = stats
-        self.p = p
-        self.kv_full = kv_full
-        self.kv_empty = kv_empty
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.dout_full = dout_full
-        self.dout_empty = dout_empty
-        self.p_full = p_full
-        self.p_empty = p_empty
-        self.begin = begin
-        self.SPLIT = gl.constexpr(SPLIT)
-        self.REST = gl.constexpr(REST)
-        self.STAGES = gl.constexpr(STAGES)
-        self.HELD = gl.constexpr(HELD)
-        self.ACCUMULATE = gl.constexpr(ACCUMULATE)
-
 
 @gluon.jit
 def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc):

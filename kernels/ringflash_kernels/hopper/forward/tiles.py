@@ -47,11 +47,6 @@ class ForwardTiles:
         return self.schedule == "sequence"
 
     @property
-    def loads_state_late(self) -> bool:
-        """Whether earlier outputs are read after the walk: until then their buffer holds something else."""
-        return self.stage_in_q
-
-    @property
     def consumer_registers(self) -> int:
         """setmaxnreg of the consumers: what 65,536 registers leave beside the producer's."""
         return 240 if self.num_warpgroups == 2 else 160

@@ -2,11 +2,11 @@
 
 Q (64 rows), K and V (records of 128 keys) are e4m3, P too; scores, O and the softmax are fp32. What differs from bf16:
 
-    scales     of Q and K in the factor of exp2, that of V in its exponent: P' = exp2(s + log2(scale of V) - m + OFFSET)
-    m          an integer, so that rescaling O is exact and P' is rounded alike whatever blocks came before
-    P V        V comes transposed with the keys of every 16 in such an order that the registers of S hold the operand
-    promotion  e4m3 products are added up in fp32 with 13 bits of significand; after some blocks their sum is moved to
-               an O that is added in full fp32. Without, a million equal keys give a quarter of what they should.
+    scales     those of Q and K go into the factor of exp2, that of V into the factor of a block's P V
+    P          is relative to the largest score of its row in the block: P' = exp2(s - m + OFFSET)
+    P V        V comes transposed with the keys of every 16 in such an order that the registers of S hold the operand.
+               Tensor cores add e4m3 products up with 13 bits of significand: at a million equal keys they would return
+               1/64 of the sum. So they sum one block only, which is added to O in fp32.
 
 `fp8_reference` is the specification.
 """
@@ -20,35 +20,40 @@ from typing import NamedTuple
 
 import torch
 
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, OFFSET, SLACK, TAIL_BYTES
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, OFFSET, TAIL_BYTES
 from ringflash_kernels.fp8_reference import Rows as QuantisedRows
 from ringflash_kernels.hopper.compat import (
     TensorDescriptor,
-    fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    named_barrier,
     tma_load,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, tile_descriptor, tile_layout
+from ringflash_kernels.hopper.forward.host import (
+    band_of,
+    check_state,
+    count_sms,
+    kv_heads_per_group,
+    settle,
+    tile_counter,
+    tile_table,
+)
 from ringflash_kernels.hopper.forward.kernel import (
     Pointers,
     Problem,
     Rows,
-    Shared,
     attend_nothing,
-    band_of,
-    check_state,
-    count_sms,
     decode,
     hide,
     key_of,
-    kv_heads_per_group,
     lane_sums,
     load_q,
+    load_state,
     make_barriers,
     matrices,
     merge_weights,
@@ -62,22 +67,18 @@ from ringflash_kernels.hopper.forward.kernel import (
     ring_of,
     scaled,
     scores,
-    settle,
     slot,
     store_part,
-    tile_counter,
-    tile_table,
     tiles_at,
     visible_keys,
-    wait_values,
-    zero_acc,
 )
 from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
 from ringflash_kernels.hopper.launcher import Launcher, on
 from ringflash_kernels.mask import Mask
 
 _LN2 = math.log(2.0)
-_OFFSET, _SLACK = gl.constexpr(OFFSET), gl.constexpr(SLACK)
+_OFFSET = gl.constexpr(OFFSET)
+_TAIL = gl.constexpr(TAIL_BYTES // 4)  # numbers in the tail of a record
 
 
 @dataclass(frozen=True)
@@ -100,28 +101,27 @@ class Fp8Variant:
 
     @property
     def state_layout(self) -> gl.NVMMASharedLayout:
-        """Shared memory that holds O of one warpgroup in fp32."""
+        """Shared memory that holds one part of O of one warpgroup in fp32."""
         return tile_layout(self.tiles.block_m, self.tiles.parts[0], torch.float32)
 
 
-class Scales(NamedTuple):
-    """Scales of q, and the tails of records, with strides in elements."""
+class Fp8Shared(NamedTuple):
+    """Shared memory; see `Shared`."""
 
-    q: int
-    q_stride_b: int
-    q_stride_h: int
-    tails: int
+    q: tuple
+    k: tuple
+    v: tuple
+    tails: object
+    stage: object
+    ticket: object
+
+
+class QScales(NamedTuple):
+    """Scales of q, one for each block of rows."""
+
+    first: int
     stride_b: int
-    stride_block: int
     stride_h: int
-
-
-class KeyScales(NamedTuple):
-    """Scalars of a block of keys: the factor from S to log2 units, the exponent of V's scale, 1 / that scale."""
-
-    factor: float
-    exponent: float
-    inverse: float
 
 
 # ------------------------------------------------------------------------------------------------------ producer
@@ -129,20 +129,17 @@ class KeyScales(NamedTuple):
 
 @gluon.jit
 def load_part(desc, tiles, full, batch, block, head, ROW: gl.constexpr, COLUMN: gl.constexpr, V: gl.constexpr):
-    """Load K or V of a record, whose second part, if there is one, begins at (ROW, COLUMN); `full` counts the bytes."""
+    """Load K or V of a record, whose second part, if there is one, begins at (ROW, COLUMN)."""
+    tma_load(desc, [batch, block, head, 0, 0], full, tiles[0])
     if len(V.tiles.parts) == 2:
-        mbarrier.expect(full, 2 * desc.block_type.nbytes)
-        tma_load(desc, [batch, block, head, 0, 0], full, tiles[0])
         tma_load(desc, [batch, block, head, ROW, COLUMN], full, tiles[1])
-    else:
-        mbarrier.expect(full, desc.block_type.nbytes)
-        tma_load(desc, [batch, block, head, 0, 0], full, tiles[0])
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.constexpr):
+def produce(q_desc, k_desc, v_desc, tail_desc, shared, barriers, problem, pointers, V: gl.constexpr):
     """The producer warp: draws tiles from a counter that all programs share, loads Q and the ring of K and V."""
     STAGES: gl.constexpr = V.tiles.num_stages
+    NUM_BYTES: gl.constexpr = len(V.tiles.parts) * k_desc.block_type.nbytes
     count = 0
     kv = 0
     ticket = gl.program_id(0)
@@ -154,13 +151,16 @@ def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.c
             index, phase = slot(kv, STAGES)
             block = block_of(tile, i, V)
             mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
-            load_part(k_desc[0], tiles_at(shared.k, index, V), barriers.k_full.index(index), tile.batch, block, head_kv,
-                      0, V.tiles.parts[0], V)  # fmt: skip
+            full = barriers.k_full.index(index)
+            mbarrier.expect(full, NUM_BYTES + tail_desc.block_type.nbytes)
+            tma_load(tail_desc, [tile.batch, block, head_kv, 0], full, shared.tails.index(index))
+            load_part(k_desc, tiles_at(shared.k, index, V), full, tile.batch, block, head_kv, 0, V.tiles.parts[0], V)
             if i == 0:  # only now: the first K need not wait until the last tile is done with Q
                 load_q(q_desc, shared, barriers, tile, count, V)
             mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
-            load_part(v_desc[0], tiles_at(shared.v, index, V), barriers.v_full.index(index), tile.batch, block, head_kv,
-                      V.tiles.parts[0], 0, V)  # fmt: skip
+            full = barriers.v_full.index(index)
+            mbarrier.expect(full, NUM_BYTES)
+            load_part(v_desc, tiles_at(shared.v, index, V), full, tile.batch, block, head_kv, V.tiles.parts[0], 0, V)
             kv += 1
         if tile.num_blocks == 0:
             load_q(q_desc, shared, barriers, tile, count, V)
@@ -193,44 +193,47 @@ def record_matrices(tiles, V: gl.constexpr):
 
 
 @gluon.jit
-def scales_of(tails, block, stride_block, q_scale):
-    """The scalars of a block of keys, from the tail of its record."""
-    tail = tails + block.to(gl.int64) * stride_block
-    return KeyScales(gl.load(tail) * q_scale, gl.load(tail + 2), gl.load(tail + 3))
+def scale_of(tails, index, WHICH: gl.constexpr):
+    """The scale of K (0) or V (1) of a block, from the tail of its record."""
+    numbers = tails.index(index)._reinterpret(gl.float32, [_TAIL, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.max(numbers.index(WHICH).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def softmax(s, row_max, row_sum, key, rows, scales, MASKED: gl.constexpr, V: gl.constexpr):
-    """P' = 2^(s + exponent - m + OFFSET), the new m, lanes' sums of P' / 2^exponent, and 2^(old m - m).
+def softmax(s, reference, row_sum, key, rows, factor, MASKED: gl.constexpr, V: gl.constexpr):
+    """P' = 2^(s - m + OFFSET), the new reference of O, lanes' sums, and the factors of the O before and of P' V.
 
-    m is in log2 units, an integer, and at most SLACK below the largest s + exponent: P' stays below what e4m3 holds.
+    m is a row's largest score in this block, in log2 units. The reference lags behind it by up to 2^SLACK: it moves
+    rarely after the first blocks, and so does O.
     """
     if MASKED:
         s = hide(s, key, rows, V)
-    ROUND: gl.constexpr = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer
-    top = gl.max(s, 1) * scales.factor + scales.exponent
-    rounded = gl.maximum((top + ROUND) - ROUND, top - 1.0)  # the latter only for scores beyond 2^22
-    new_max = gl.where(top - row_max > _SLACK, rounded, row_max)
+    SLACK: gl.constexpr = 16.0
+    block_max = gl.max(s, 1) * factor
+    new = gl.where(block_max - reference > SLACK, block_max, reference)
     if MASKED:
-        finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+        finite_max = gl.where(block_max == float("-inf"), 0.0, block_max)
+        finite_new = gl.where(new == float("-inf"), 0.0, new)
     else:
-        finite_max = new_max
-    alpha = gl.exp2(row_max - finite_max)
-    p = gl.exp2(s * scales.factor - (finite_max - (scales.exponent + _OFFSET))[:, None])
+        finite_max = block_max
+        finite_new = new
+    p = gl.exp2(s * factor - (finite_max - _OFFSET)[:, None])
+    alpha = gl.exp2(reference - finite_new)
+    beta = gl.exp2(block_max - finite_new)
     lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
     alpha_of_lanes = gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None]
-    row_sum = row_sum * alpha_of_lanes + lane_sums(p, V) * scales.inverse
-    return p, new_max, row_sum, alpha
+    beta_of_lanes = gl.convert_layout(beta, lane_layout, assert_trivial=True)[:, None]
+    return p, new, row_sum * alpha_of_lanes + lane_sums(p, V) * beta_of_lanes, alpha, beta
 
 
 @gluon.jit
-def normalizer(row_sum, row_max, V: gl.constexpr):
+def normalizer(row_sum, reference, V: gl.constexpr):
     """1 / l and lse of every row, from the lanes' sums; NaN stays NaN."""
     S_LAYOUT: gl.constexpr = V.score_layout
     LN2: gl.constexpr = 0.6931471805599453
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
     inverse = gl.where(row_sum == 0, 0.0, 1.0 / row_sum)
-    return inverse, gl.where(row_sum == 0, float("-inf"), (row_max - _OFFSET) * LN2 + gl.log(row_sum))
+    return inverse, gl.where(row_sum == 0, float("-inf"), (reference - _OFFSET) * LN2 + gl.log(row_sum))
 
 
 @gluon.jit
@@ -244,137 +247,120 @@ def operand(p, V: gl.constexpr):
 
 
 @gluon.jit
-def add_values(acc, p, v, V: gl.constexpr):
-    """O += P' V within the tensor cores."""
-    first = warpgroup_mma(operand(p, V), v[0].permute((1, 0)), acc[0], is_async=True)
-    return wait_values((first,), V)
-
-
-@gluon.jit
-def added_part(acc, alpha, p, v, PART: gl.constexpr, V: gl.constexpr):
-    """One part of O times alpha, plus P' V, in full fp32."""
+def with_block(acc, factor, p, v, PART: gl.constexpr, V: gl.constexpr):
+    """One part of O, plus P' V of a block times the factor of each row."""
     layout: gl.constexpr = V.acc_layouts[PART]
     BM: gl.constexpr = V.tiles.block_m
     columns: gl.constexpr = V.tiles.parts[PART]
     zeros = gl.zeros([BM, columns], gl.float32, layout)
     product = warpgroup_mma(p, v[PART].permute((1, 0)), zeros, use_acc=False, is_async=True)
     product = warpgroup_mma_wait(0, deps=(product,))
-    return acc[PART] * gl.convert_layout(alpha, gl.SliceLayout(1, layout))[:, None] + product
+    return acc[PART] + product * gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None]
 
 
 @gluon.jit
-def add_promoted(acc, alpha, p, v, V: gl.constexpr):
-    """O = O alpha + P' V, one part after another: registers hold the product of one only."""
+def add_values(acc, factor, p, v, V: gl.constexpr):
+    """O += P' V, one part after another: registers hold the product of one only."""
     p = operand(p, V)
-    first = added_part(acc, alpha, p, v, 0, V)
+    first = with_block(acc, factor, p, v, 0, V)
     if len(V.tiles.parts) == 2:
-        parts = (first, added_part(acc, alpha, p, v, 1, V))
+        parts = (first, with_block(acc, factor, p, v, 1, V))
     else:
         parts = (first,)
     return parts
 
 
 @gluon.jit
-def with_kept(acc, row_max, kept_max, shared, W: gl.constexpr, V: gl.constexpr):
-    """What registers hold of O, plus what shared memory does, relative to kept_max."""
-    layout: gl.constexpr = V.acc_layouts[0]
-    kept = kept_at(shared, W, V).load(layout)
-    finite_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-    factor = gl.convert_layout(gl.exp2(kept_max - finite_max), gl.SliceLayout(1, layout))[:, None]
-    return (acc[0] + gl.where(factor == 0, 0.0, kept * factor),)
+def take_turn(token, W: gl.constexpr, V: gl.constexpr):
+    """Wait until the warpgroup before has issued its products."""
+    if V.tiles.turns:
+        named_barrier(token, 8 + W, 256, False)
 
 
 @gluon.jit
-def kept_at(shared, W: gl.constexpr, V: gl.constexpr):
-    """Shared memory in which O of a warpgroup waits: where results leave through later."""
-    layout: gl.constexpr = V.state_layout
-    BM: gl.constexpr = V.tiles.block_m
-    columns: gl.constexpr = V.tiles.parts[0]
-    return shared.stage.index(W)._reinterpret(gl.float32, [1, BM, 1, columns], layout).reshape([BM, columns])
+def pass_turn(token, W: gl.constexpr, V: gl.constexpr):
+    """Let the next warpgroup issue its products."""
+    if V.tiles.turns:
+        named_barrier(token, 8 + (W + 1) % V.tiles.num_warpgroups, 256, True)
+
+
+@gluon.jit
+def leave_block(kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+    """`pass_block`, and the turn with it."""
+    pass_turn(kv, W, V)
+    kv = pass_block(kv, shared, barriers, V)
+    take_turn(kv, W, V)
+    return kv
 
 
 @gluon.jit
 def step(
     acc,
-    row_max,
+    reference,
     row_sum,
-    kept_max,
     kv,
     i,
     tile,
     rows,
-    tails,
-    stride_block,
     shared,
     barriers,
     MASKED: gl.constexpr,
     W: gl.constexpr,
     V: gl.constexpr,
 ):
-    """Block i from S to O += P V; the other warpgroups' products run meanwhile."""
-    PROMOTE: gl.constexpr = V.tiles.promote
+    """Block i from S to O += P' V; the other warpgroups' products run meanwhile."""
     index, phase = slot(kv, V.tiles.num_stages)
-    scales = scales_of(tails, block_of(tile, i, V), stride_block, rows.scale)
     mbarrier.wait(barriers.k_full.index(index), phase)
-    s = warpgroup_mma_wait(0, deps=(scores(rows.q, record_matrices(tiles_at(shared.k, index, V), V), V),))
+    s = scores(rows.q, record_matrices(tiles_at(shared.k, index, V), V), V)
+    pass_turn(kv, W, V)
+    factor = rows.scale * scale_of(shared.tails, index, 0)
+    v_scale = scale_of(shared.tails, index, 1)
+    s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
-    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, scales, MASKED, V)
-    if PROMOTE > 1:
-        acc = rescaled(acc, alpha, V)
+    p, reference, row_sum, alpha, beta = softmax(s, reference, row_sum, key_of(tile, i, V), rows, factor, MASKED, V)
+    acc = rescaled(acc, alpha, V)
     mbarrier.wait(barriers.v_full.index(index), phase)
-    v = record_matrices(tiles_at(shared.v, index, V), V)
-    if PROMOTE > 1:
-        acc = add_values(acc, p, v, V)
-    else:
-        acc = add_promoted(acc, alpha, p, v, V)
+    take_turn(kv, W, V)
+    acc = add_values(acc, beta * v_scale, p, record_matrices(tiles_at(shared.v, index, V), V), V)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
-    if PROMOTE > 1:
-        if i % PROMOTE == PROMOTE - 1:
-            tma_store_wait(0)  # of the results before, which left from there
-            kept_at(shared, W, V).store(with_kept(acc, row_max, kept_max, shared, W, V)[0])
-            kept_max = row_max
-            acc = zero_acc(V)
-    return acc, row_max, row_sum, kept_max, kv + 1
+    return acc, reference, row_sum, kv + 1
 
 
 @gluon.jit
-def attend(rows, q_empty, tile, kv, tails, stride_block, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
     """O (not yet divided), 1 / l and lse of a tile, and the next use of the ring."""
     n = tile.num_blocks
-    acc, row_max, row_sum = nothing_yet(V)
-    kept_max = row_max
+    acc, reference, row_sum = nothing_yet(V)
+    take_turn(kv, W, V)
     if V.mask == "band":
         for _ in range(n - tile.end_seen):
-            kv = pass_block(kv, shared, barriers, V)
+            kv = leave_block(kv, shared, barriers, W, V)
     for i in range(n - tile.end_seen, n - tile.end_full):
-        acc, row_max, row_sum, kept_max, kv = step(acc, row_max, row_sum, kept_max, kv, i, tile, rows, tails,
-                                                   stride_block, shared, barriers, True, W, V)  # fmt: skip
+        acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, True, W, V)
     for i in range(n - tile.end_full, n - tile.first_full):
-        acc, row_max, row_sum, kept_max, kv = step(acc, row_max, row_sum, kept_max, kv, i, tile, rows, tails,
-                                                   stride_block, shared, barriers, False, W, V)  # fmt: skip
+        acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, False, W, V)
     if V.mask != "none":
         for i in range(n - tile.first_full, n - tile.first_seen):
-            acc, row_max, row_sum, kept_max, kv = step(acc, row_max, row_sum, kept_max, kv, i, tile, rows, tails,
-                                                       stride_block, shared, barriers, True, W, V)  # fmt: skip
+            acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, True, W, V)
     if V.mask == "band":
         for _ in range(tile.first_seen):
-            kv = pass_block(kv, shared, barriers, V)
+            kv = leave_block(kv, shared, barriers, W, V)
+    pass_turn(kv, W, V)
     mbarrier.arrive(q_empty, count=1)
-    if V.tiles.promote > 1:
-        acc = with_kept(acc, row_max, kept_max, shared, W, V)
-        fence_async_shared()  # what was kept was written by threads; what follows there comes by TMA
-    inverse, lse = normalizer(row_sum, row_max, V)
+    inverse, lse = normalizer(row_sum, reference, V)
     return acc, inverse, lse, kv
 
 
 @gluon.jit
-def consume(o_desc, acc_desc, shared, barriers, problem, pointers, scales, W: gl.constexpr, V: gl.constexpr):
+def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: gl.constexpr, V: gl.constexpr):
     """Consumer warpgroup W: rows [W * block_m, (W + 1) * block_m) of every tile."""
     row_layout: gl.constexpr = gl.SliceLayout(1, V.score_layout)
     BM: gl.constexpr = V.tiles.block_m
     count = 0
     kv = 0
     loads = 0
+    if W == V.tiles.num_warpgroups - 1:
+        pass_turn(count, W, V)  # the first turn of all
     ticket = receive(count, shared, barriers)
     while ticket < problem.num_tiles:
         tile = decode(ticket, problem, pointers, W * BM, BM, V)
@@ -385,16 +371,16 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, scales, W: gl
         start, stop = visible_keys(row_index, problem, pointers, V)
         if V.resume:
             old_lse = gl.load(lse_of_head + row_index, mask=row_index < problem.seqlen_q, other=float("-inf"))
+            load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, V)
         q_block = gl.minimum(row, problem.seqlen_q - 1) // BM
-        q_scale = gl.load(scales.q + batch * scales.q_stride_b + head * scales.q_stride_h + q_block)
-        tails = scales.tails + batch * scales.stride_b + head // problem.heads_per_kv * scales.stride_h
+        q_scale = gl.load(q_scales.first + batch * q_scales.stride_b + head * q_scales.stride_h + q_block)
         q_empty = barriers.q_empty.index(W)
         rows = Rows(matrices(q_tiles(shared, W, V), V), start, stop, q_scale * problem.scale)
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
         else:
-            acc, factor, lse, kv = attend(rows, q_empty, tile, kv, tails, scales.stride_block, shared, barriers, W, V)
+            acc, factor, lse, kv = attend(rows, q_empty, tile, kv, shared, barriers, W, V)
         if V.resume:
             lse, weight, old_weight = merge_weights(lse, old_lse)
             factor = factor * weight
@@ -415,61 +401,57 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, scales, W: gl
 
 
 @gluon.jit
-def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, V: gl.constexpr):
+def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, V: gl.constexpr):
     """Shared memory of a program."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
-    if V.tiles.promote > 1 or V.resume:
-        STATE_LAYOUT: gl.constexpr = V.state_layout
-        box: gl.constexpr = [WARPGROUPS, 1, V.tiles.block_m, 1, V.tiles.parts[0]]
-        stage = gl.allocate_shared_memory(gl.float32, box, STATE_LAYOUT)
-    else:
-        box: gl.constexpr = [WARPGROUPS] + o_desc[0].block_shape
-        stage = gl.allocate_shared_memory(o_desc[0].dtype, box, o_desc[0].layout)
+    STAGES: gl.constexpr = V.tiles.num_stages
+    box: gl.constexpr = [WARPGROUPS] + acc_desc[0].block_shape
+    stage_dtype: gl.constexpr = gl.float32 if V.resume else o_desc[0].dtype
+    stage = gl.allocate_shared_memory(stage_dtype, box, acc_desc[0].layout)
     q_ring = ring_of(q_desc, WARPGROUPS, V)
-    k_ring = ring_of(k_desc, V.tiles.num_stages, V)
-    v_ring = ring_of(v_desc, V.tiles.num_stages, V)
+    k_ring = ring_of(pair(k_desc, k_desc, V), STAGES, V)
+    v_ring = ring_of(pair(v_desc, v_desc, V), STAGES, V)
+    tails = gl.allocate_shared_memory(gl.float32, [STAGES] + tail_desc.block_shape, tail_desc.layout)
     ticket = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Shared(q_ring, k_ring, v_ring, stage, ticket)
+    return Fp8Shared(q_ring, k_ring, v_ring, tails, stage, ticket)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "lse", "start", "stop", "table", "counter", "q_scales", "tails", "seqlen_q", "seqlen_k", "num_heads",
-        "heads_per_kv", "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b",
-        "lse_stride_h", "q_stride_b", "q_stride_h", "tail_stride_b", "tail_stride_block", "tail_stride_h",
+        "lse", "start", "stop", "table", "counter", "q_scales", "seqlen_q", "seqlen_k", "num_heads", "heads_per_kv",
+        "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b", "lse_stride_h",
+        "q_stride_b", "q_stride_h",
     ]
 )  # fmt: skip
 def forward_fp8(
-    q_desc, k_desc, v_desc, o_desc, acc_desc,
-    lse, start, stop, table, counter, q_scales, tails,
+    q_desc, k_desc, v_desc, tail_desc, o_desc, acc_desc,
+    lse, start, stop, table, counter, q_scales,
     seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
-    lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, tail_stride_b, tail_stride_block, tail_stride_h, scale,
+    lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, scale,
     V: gl.constexpr,
 ):  # fmt: skip
     """FP8 attention forward; see the top of this file."""
     problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
                       upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
     pointers = Pointers(lse, start, stop, table, counter)
-    scales = Scales(q_scales, q_stride_b, q_stride_h, tails, tail_stride_b, tail_stride_block, tail_stride_h)
+    q_scales = QScales(q_scales, q_stride_b, q_stride_h)
     q = pair(q_desc, q_desc, V)
-    k = pair(k_desc, k_desc, V)
-    v = pair(v_desc, v_desc, V)
     o = pair(o_desc, o_desc, V)
     acc = pair(acc_desc, acc_desc, V)
-    shared = allocate(q, k, v, o, acc, V)
+    shared = allocate(q, k_desc, v_desc, tail_desc, acc, o, V)
     barriers = make_barriers(V)
     if V.tiles.num_warpgroups == 2:
         gl.warp_specialize([
-            (consume, (o, acc, shared, barriers, problem, pointers, scales, 0, V)),
-            (consume, (o, acc, shared, barriers, problem, pointers, scales, 1, V)),
-            (produce, (q, k, v, shared, barriers, problem, pointers, V)),
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 0, V)),
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 1, V)),
+            (produce, (q, k_desc, v_desc, tail_desc, shared, barriers, problem, pointers, V)),
         ], [4, 1], [V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (o, acc, shared, barriers, problem, pointers, scales, 0, V)),
-            (consume, (o, acc, shared, barriers, problem, pointers, scales, 1, V)),
-            (consume, (o, acc, shared, barriers, problem, pointers, scales, 2, V)),
-            (produce, (q, k, v, shared, barriers, problem, pointers, V)),
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 0, V)),
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 1, V)),
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 2, V)),
+            (produce, (q, k_desc, v_desc, tail_desc, shared, barriers, problem, pointers, V)),
         ], [4, 4, 1], [V.tiles.consumer_registers, V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
 
 
@@ -506,9 +488,9 @@ def forward(
             j // 128. Any strides of the first three dimensions that are multiples of 128.
         out: as q, in a 16-bit dtype or fp32; every row is written. May be `acc`.
         lse, acc, num_sms: as `hopper.forward`.
-    Numerics: see `fp8_reference`; scores and sums in fp32, see the top of this file for the sums of P V.
+    Numerics: see `fp8_reference`; scores and sums in fp32, the sums of P V over a block have 13 bits.
     Source: FP8 operands and their layouts: Shah et al. 2024 (arXiv:2407.08608); P V summed in two levels: Zhang et al.
-        2024 (SageAttention2, arXiv:2411.10958); scales of V in the softmax and integer maxima are ours.
+        2024 (SageAttention2, arXiv:2411.10958); P relative to its own block is ours.
     """
     check_state(softmax_scale, out, lse, acc)
     q8 = rows.values
@@ -562,13 +544,12 @@ def plan(
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
     num_tiles = batch * num_heads * num_row_tiles
     heads_per_kv = num_heads // num_kv_heads
-    tails = records.view(torch.float32)[..., -TAIL_BYTES // 4 :]
     arguments = (
         *_descriptors(q8, records, out, out if acc is None else acc, variant.tiles),
-        lse, start, stop, table, counter, q_scales, tails,
+        lse, start, stop, table, counter, q_scales,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
         heads_per_kv * kv_heads_per_group(num_kv_heads, records.shape[1] * records.shape[3]),
-        num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2], *tails.stride()[:3],
+        num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
         softmax_scale / head_dim / _LN2, variant,
     )  # fmt: skip
     return Launch((head_dim, kind, acc is not None, out.dtype), min(num_sms, num_tiles), arguments)
@@ -582,7 +563,7 @@ def _variant(tiles: Fp8Tiles, mask: str, resume: bool) -> Fp8Variant:
 def _descriptors(
     q8: torch.Tensor, records: torch.Tensor, out: torch.Tensor, acc: torch.Tensor, tiles: Fp8Tiles
 ) -> tuple[TensorDescriptor, ...]:
-    """Of q, of k and v in the records, of out and acc: boxes of one part of the head."""
+    """Of q, of k, v and tails in the records, of out and acc: boxes of one part of the head."""
     head_dim, columns = q8.shape[3], tiles.parts[0]
     size = BLOCK_K * head_dim
     values = records.view(q8.dtype)
@@ -592,12 +573,13 @@ def _descriptors(
         tile_descriptor(q8, BLOCK_Q, columns),
         _record_descriptor(k8, (1, 1, 1, BLOCK_K, columns)),
         _record_descriptor(v8, (1, 1, 1, columns, BLOCK_K)),
+        _record_descriptor(records.view(torch.float32)[..., size // 2 :], (1, 1, 1, TAIL_BYTES // 4)),
         tile_descriptor(out, tiles.block_m, columns),
         tile_descriptor(acc, tiles.block_m, columns),
     )
 
 
 def _record_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """Descriptor of k or v in records: the stride of a dimension of one element is never used, but must be aligned."""
+    """Descriptor of a part of records: the stride of a dimension of one element is never used, but must be aligned."""
     strides = [stride if size > 1 else TAIL_BYTES for size, stride in zip(x.shape, x.stride(), strict=True)]
-    return Descriptor(x, list(x.shape), [*strides[:4], 1], list(block), block_layout(block, x.dtype))
+    return Descriptor(x, list(x.shape), [*strides[:-1], 1], list(block), block_layout(block, x.dtype))

@@ -1,0 +1,171 @@
+"""The order of the ring calls of a group, which must be the same on all ranks.
+
+A rank that leaves a call out, or runs two backwards in another order than its peers, exchanges well-formed tensors of
+different layers. So every call has a number, and a backward also names its forward. With tensors on CPUs the ranks
+compare both before they send. On GPUs both travel in one word beside the first K/V of a call. The host compares the
+words that have arrived when it makes its next call, and waits for none (docs/decisions/0004-agreement.md).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ringflash.comm.cuda_graphs import capturing
+
+
+class CallNumber(NamedTuple):
+    """The place of a call among all calls of its group, forwards and backwards, counted from 1.
+
+    Args:
+        number: 0 if there is none, as in a single process.
+        forward: of a backward, the number of its forward; 0 for a forward.
+    """
+
+    number: int = 0
+    forward: int = 0
+
+    @property
+    def word(self) -> int:
+        """Both numbers in one int64."""
+        return self.number << 32 | self.forward
+
+    def __str__(self) -> str:
+        return f"{self.number} (backward of call {self.forward})" if self.forward else f"{self.number} (forward)"
+
+
+NO_NUMBER = CallNumber()  # of a single process
+
+
+class Arrival(Protocol):
+    """An event, or a token of peer memory."""
+
+    def query(self) -> bool:
+        """Whether the work before it has ended."""
+
+
+class _Unread(NamedTuple):
+    arrival: Arrival
+    call: CallNumber
+    words: torch.Tensor  # on the host
+    senders: Sequence[int]
+
+
+class _Calls:
+    """The calls of one group that this rank has made."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.unread: deque[_Unread] = deque()
+        self.problem = ""
+
+
+_of_groups: WeakKeyDictionary[dist.ProcessGroup, _Calls] = WeakKeyDictionary()
+
+
+def _calls(group: dist.ProcessGroup) -> _Calls:
+    known = _of_groups.get(group)
+    if known is None:
+        known = _of_groups[group] = _Calls()
+    return known
+
+
+def next_number(group: dist.ProcessGroup | None, forward: int = 0) -> CallNumber:
+    """The number of the call that this rank makes next.
+
+    Args:
+        forward: of a backward, the number of its forward.
+    """
+    return CallNumber() if group is None else CallNumber(_calls(group).count + 1, forward)
+
+
+def begin(group: dist.ProcessGroup | None) -> None:
+    """Count a call that is now made."""
+    if group is not None:
+        _calls(group).count += 1
+
+
+class Words:
+    """The words of one rank and its peers, which are exchanged beside K/V.
+
+    Args:
+        own: (1,), int64; read by peers, or sent to them.
+        senders: ranks whose words arrive here.
+        device: of K/V.
+    """
+
+    def __init__(self, own: torch.Tensor, senders: Sequence[int], device: torch.device) -> None:
+        self.own, self.senders = own, tuple(senders)
+        self.arrived = torch.zeros(len(self.senders), dtype=torch.int64, device=device)
+
+    def of(self, sender: int) -> torch.Tensor:
+        """The place for a peer's word: (1,)."""
+        index = self.senders.index(sender)
+        return self.arrived[index : index + 1]
+
+    def write(self, call: CallNumber) -> None:
+        """Set this rank's word, on the current stream. Replays of a CUDA graph do not count their calls."""
+        if not capturing(self.own.device):
+            self.own.fill_(call.word)
+
+    def for_host(self, call: CallNumber) -> torch.Tensor | None:
+        """Memory of the host for the words that arrive; None if there are none to compare."""
+        device = self.arrived.device
+        if not self.senders or not call.number or capturing(device):
+            return None
+        return torch.empty_like(self.arrived, device="cpu", pin_memory=device.type == "cuda")
+
+
+def expect(
+    group: dist.ProcessGroup, arrival: Arrival, call: CallNumber, words: torch.Tensor, senders: Sequence[int]
+) -> None:
+    """Have the words of a call compared once they have arrived.
+
+    Args:
+        words: one of each sender, on the host; written before `arrival`.
+    """
+    _calls(group).unread.append(_Unread(arrival, call, words, senders))
+
+
+def check(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Compare the words that have arrived by now. A capture forbids the question, and waits until it is over.
+
+    Raises:
+        RuntimeError: a rank was in another call; raised again by every later check of the group.
+    """
+    if group is not None and not capturing(device) and (problem := _problem(_calls(group))):
+        raise RuntimeError(problem)
+
+
+def find_problem() -> RuntimeError | None:
+    """What `check` would raise for any group of this process, for checks that ranks make together."""
+    problem = next(filter(None, map(_problem, list(_of_groups.values()))), "")
+    return RuntimeError(problem) if problem else None
+
+
+def _problem(calls: _Calls) -> str:
+    unread = calls.unread
+    while not calls.problem and unread and unread[0].arrival.query():
+        calls.problem = _compare(unread.popleft())
+    return calls.problem
+
+
+def _read(word: int) -> CallNumber:
+    return CallNumber(word >> 32, word & 0xFFFFFFFF)
+
+
+def _compare(unread: _Unread) -> str:
+    words = zip(unread.senders, unread.words.tolist(), strict=True)
+    theirs = [f"call {_read(word)} on rank {rank}" for rank, word in words if word != unread.call.word]
+    if not theirs:
+        return ""
+    return (
+        f"all ranks of the group must make their calls in one order, got call {unread.call} on this rank beside "
+        f"{', '.join(theirs)}, whose K/V were mixed; start again from the last checkpoint, and run the same layers, "
+        "forward and backward, in one order on every rank."
+    )

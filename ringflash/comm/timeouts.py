@@ -1,0 +1,55 @@
+"""How long a rank waits for another before it gives it up."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)  # torch's default for NCCL
+_GRACE = timedelta(seconds=15)
+
+_set: timedelta | None = None
+
+
+def set_timeout(seconds: float) -> None:
+    """Set how long a rank waits for another before it gives it up.
+
+    The default is the process group's own timeout (`init_process_group(timeout=...)`, the strategy's `timeout=`), and
+    at least 600 seconds; what is set here takes the place of both. Ranks that compare their calls wait at least 120
+    seconds.
+
+    Every rank of the group then ends with an error that names the ranks and what each waits for. Over gloo, the call
+    raises it. Over NCCL and the copy engine, where a host may be stuck in a synchronisation, it is printed, and the
+    process ends up to 30 seconds later.
+
+    Holds for gloo at once, for NCCL and the copy engine in groups whose first ring comes later.
+
+    Raises:
+        ValueError: a limit that is not positive and finite.
+    """
+    global _set
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"seconds must be positive and finite, got {seconds}; the default is 600.")
+    _set = timedelta(seconds=seconds)
+
+
+def timeout(group: dist.ProcessGroup | None = None) -> timedelta:
+    """Return how long a rank of `group` waits for the others, as `set_timeout` says."""
+    return _set or max([DEFAULT_TIMEOUT, *_own_timeouts(group)])
+
+
+def device_timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return when a wait on a device ends by itself.
+
+    The watch has reported by then: errors of CUDA and NCCL name no rank.
+    """
+    return timeout(group) + _GRACE
+
+
+def _own_timeouts(group: dist.ProcessGroup | None) -> list[timedelta]:
+    """The timeouts of a group's backends, of which one for tests has none."""
+    if group is None:
+        return []
+    options = [group._get_backend(device).options for device in group._device_types]
+    return [each._timeout for each in options if each is not None]

@@ -1,0 +1,268 @@
+"""Ranks whose calls are not in one order: left out, swapped in the backward, or left by an error. 2 or 4 CPU processes.
+
+Over gloo the ranks compare every call. Where they do not, as on GPUs, the numbers of the calls travel beside K/V: over
+emulated peer memory, over messages by heads, and over messages by hops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import ringflash
+from ringflash.attention import gather_by_heads
+from ringflash.comm import agreement, call_numbers, transport
+from tests.helpers import peer_memory
+from tests.helpers.peer_memory import copy_engine, messages_by_heads
+from tests.helpers.pool import Context, Pool
+
+Call = Callable[[], torch.Tensor]
+
+
+def forget() -> None:
+    transport._open.clear()
+    for notes in (call_numbers._of_groups, agreement._interrupted, agreement._last):
+        notes.clear()
+
+
+@contextmanager
+def forgotten() -> Iterator[None]:
+    """Calls of earlier tests are not counted, nor those that a test leaves different on the ranks in later ones."""
+    forget()
+    try:
+        yield
+    finally:
+        ringflash.set_agreement_check("changed")
+        forget()
+
+
+@contextmanager
+def not_compared(memory: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """Nothing but what travels beside K/V tells the ranks about one another's calls."""
+    with forgotten(), memory():
+        ringflash.set_agreement_check("never")
+        yield
+
+
+@contextmanager
+def messages_by_hops() -> Iterator[None]:
+    """Calls over gloo send what they send over NCCL."""
+    stream = mock.Mock()
+    with (
+        mock.patch("ringflash.attention.exchange._numbered", lambda _: True),
+        mock.patch("torch.cuda.current_stream", lambda *_: stream),
+    ):
+        yield
+
+
+def two_layers(ctx: Context) -> tuple[Call, Call]:
+    """Layers with values of their own and equal shapes."""
+    torch.manual_seed(ctx.rank)
+
+    def layer() -> Call:
+        q, k, v = (torch.randn(1, 8, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        return lambda: ringflash.ring_attention(q, k, v, group=ctx.group, causal=False)  # type: ignore[return-value]
+
+    return layer(), layer()
+
+
+def backwards_swapped(ctx: Context) -> None:
+    """Rank 0 differentiates the layers in the order of their forward."""
+    outs = [layer() for layer in two_layers(ctx)]
+    for out in outs if ctx.rank == 0 else reversed(outs):
+        out.sum().backward()
+
+
+def a_step_left(ctx: Context) -> None:
+    """Rank 0 has an error of its own between two layers, which its caller catches to go on with the next step."""
+    first, second = two_layers(ctx)
+    first()
+    if ctx.rank:
+        second().sum().backward()
+    else:
+        first()
+        second()
+
+
+def a_backward_left_out(ctx: Context) -> None:
+    """Rank 0 goes on to the next forward."""
+    first, second = two_layers(ctx)
+    out = first()
+    if ctx.rank:
+        out.sum().backward()
+    second()
+
+
+MISTAKES = {
+    a_step_left: "call 3 (forward) (rank 0), 3 (backward of call 2) (rank 1); run the same layers",
+    backwards_swapped: "call 3 (backward of call 1) (rank 0), 3 (backward of call 2) (rank 1); run the same layers",
+    a_backward_left_out: "call 2 (forward) (rank 0), 2 (backward of call 1) (rank 1); run the same layers",
+}
+
+
+def compared(ctx: Context, mistake: Callable[[Context], None]) -> str:
+    with forgotten(), pytest.raises(ValueError, match="the same call") as raised:
+        mistake(ctx)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_calls_over_gloo_are_refused_with_both_names(pool: Pool, mistake: Callable[[Context], None]) -> None:
+    """On every rank; nothing is sent."""
+    for text in pool.run(compared, mistake, size=2):
+        assert text.startswith("all ranks of the group must make the same call, got " + MISTAKES[mistake])
+
+
+def a_call_too_few(ctx: Context) -> str:
+    """Rank 1 makes a call that is not compared and sends nothing, as where a device has no memory left for it."""
+    with forgotten(), pytest.raises(ValueError) as raised:
+        if ctx.rank:
+            call_numbers.begin(ctx.group)
+        two_layers(ctx)[0]()
+    return str(raised.value)
+
+
+def test_the_number_of_calls_is_compared(pool: Pool) -> None:
+    for text in pool.run(a_call_too_few, size=2):
+        assert "got call 1 (forward) (rank 0), 2 (forward) (rank 1)" in text
+
+
+def found_at_the_next_call(ctx: Context, memory: Any, mistake: Callable[[Context], None]) -> tuple[str, str, str]:
+    """What later calls say, and a check that ranks make together, of a checkpoint say."""
+    texts = []
+    with not_compared(memory):
+        two_layers(ctx)[0]().sum().backward()  # so that areas have their size
+        call_numbers._of_groups.clear()
+        with suppress(RuntimeError, TimeoutError), mock.patch.object(peer_memory, "TIMEOUT_S", 1.0):
+            mistake(ctx)
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as raised:
+                two_layers(ctx)[0]()
+            texts.append(str(raised.value))
+        with pytest.raises(RuntimeError) as raised:
+            agreement.agree(ctx.group, {"checkpoint": "one"})
+        return texts[0], texts[1], str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "memory, mistake",
+    [
+        (copy_engine, backwards_swapped),
+        (messages_by_heads, backwards_swapped),
+        (messages_by_hops, backwards_swapped),
+        (copy_engine, a_step_left),
+    ],
+)
+def test_numbers_that_travel_beside_keys(pool: Pool, memory: Any, mistake: Callable[[Context], None]) -> None:
+    """Every rank that reads K/V of the other one raises at its next call, and at every later one."""
+    for rank, (text, again, together) in enumerate(pool.run(found_at_the_next_call, memory, mistake, size=2)):
+        assert text == again == together
+        assert text.startswith("all ranks of the group must make their calls in one order, got call ")
+        if mistake is backwards_swapped:
+            mine, other = (f"call 3 (backward of call {number})" for number in (1 + rank, 2 - rank))
+            assert f"{mine} on this rank beside {other} on rank {1 - rank}, " in text
+        else:
+            mine, other = ("3 (forward)", "3 (backward of call 2)")[:: 1 - 2 * rank]
+            assert f"call {mine} on this rank beside call {other} on rank {1 - rank}, " in text
+
+
+def in_order(ctx: Context, memory: Any, turns: bool) -> None:
+    """Two steps of two layers with documents, in the right order, then a check."""
+    with (
+        not_compared(memory),
+        mock.patch.object(gather_by_heads, "WHOLE_BYTES", 0 if turns else gather_by_heads.WHOLE_BYTES),
+    ):
+        for _ in range(3):
+            outs = [layer() for layer in two_layers(ctx)]
+            for out in reversed(outs):
+                out.sum().backward()
+        agreement.agree(ctx.group, {"checkpoint": "one"})
+        calls = call_numbers._calls(ctx.group)
+        assert calls.count == 12 and not calls.problem and not calls.unread
+
+
+@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads, messages_by_hops])
+def test_calls_in_one_order_pass(pool: Pool, memory: Any) -> None:
+    """By turns, too, with several sections."""
+    for turns in (False, True):
+        pool.run(in_order, memory, turns, size=4)
+
+
+def as_on_a_gpu(*inputs: Any, **options: Any) -> None:
+    """`agree` for tensors of a GPU: a repeated call is not compared."""
+    _agree(*inputs[:3], torch.device("cuda"), **options)
+
+
+_agree = agreement.agree
+
+
+def left_before_the_first_message(ctx: Context) -> list[str]:
+    """Rank 0 has no memory for the result of its second call, whose caller goes on to a third."""
+    texts = []
+    with (
+        forgotten(),
+        copy_engine(),
+        mock.patch.object(agreement, "agree", as_on_a_gpu),
+        mock.patch.object(peer_memory, "TIMEOUT_S", 1.0),
+    ):
+        ringflash.set_agreement_check("changed")
+        layer, _ = two_layers(ctx)
+        layer()
+        empty = mock.patch.object(torch, "empty_like", mock.Mock(side_effect=MemoryError("no memory left")))
+        for _ in range(2):
+            try:
+                if ctx.rank == 0 and not texts:
+                    with empty:
+                        layer()
+                layer()
+            except Exception as error:
+                texts.append(f"{type(error).__name__}: {error}")
+    return texts
+
+
+def test_an_error_before_the_first_message_is_remembered(pool: Pool) -> None:
+    """The rank's next call is not taken for the present one of the others."""
+    first, second = pool.run(left_before_the_first_message, size=2)
+    assert first[0] == "MemoryError: no memory left" and second[0].startswith("RuntimeError: barrier ")
+    for text in (first[1], second[1]):
+        assert text.startswith("ValueError: all ranks of the group must make the same call, got errors in calls ")
+        assert (
+            "1, the last in call 2 after 0 messages (rank 0), 1, the last in call 2 after 1 messages (rank 1)" in text
+        )
+
+
+def not_joined(ctx: Context) -> tuple[str, str, int]:
+    """A rank in error is not answered: its peers repeat a call, which they do not compare."""
+    cuda, answer = torch.device("cuda"), mock.Mock(side_effect=RuntimeError("no answer from some of 2 ranks"))
+    with forgotten():
+        agreement.agree(ctx.group, {"a": 1}, device=cuda)
+        with mock.patch.object(agreement, "_exchange", answer):
+            with pytest.raises(ValueError) as raised:
+                agreement.agree(ctx.group, {"a": 1}, ValueError("q must be shorter"), device=cuda)
+            with pytest.raises(RuntimeError):
+                agreement.agree(ctx.group, {"a": 1}, device=cuda)
+    return str(raised.value), str(raised.value.__cause__), answer.call_count
+
+
+def test_an_error_that_no_peer_hears_is_raised_on_its_rank(pool: Pool) -> None:
+    """With what became of the comparison; and the rank's next call is compared, since the peers are in this one."""
+    want = "q must be shorter", "no answer from some of 2 ranks", 2
+    assert pool.run(not_joined, size=2) == [want] * 2
+
+
+def another_version(ctx: Context) -> str:
+    version = "0.0.9" if ctx.rank else ringflash.__version__
+    with forgotten(), mock.patch.object(agreement, "_version", lambda: version), pytest.raises(ValueError) as raised:
+        two_layers(ctx)[0]()
+    return str(raised.value)
+
+
+def test_versions_are_compared(pool: Pool) -> None:
+    """Messages are as long as this version's constants say."""
+    for text in pool.run(another_version, size=2):
+        assert f"got ringflash {ringflash.__version__} (rank 0), 0.0.9 (rank 1); install one version" in text

@@ -1,0 +1,61 @@
+"""What the thread that writes checkpoints removes, and when. One process."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+
+from ringflash.lightning.writing import CheckpointWriter
+from ringflash.safe_files import check_together
+
+
+@pytest.fixture
+def writer() -> Iterator[CheckpointWriter]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    writer = CheckpointWriter(timedelta(minutes=1))
+    yield writer
+    writer.close()
+    dist.destroy_process_group()
+
+
+def save(writer: CheckpointWriter, path: Path) -> None:
+    writer.save({"state_dict": {"weight": torch.ones(3)}}, {"global_step": 1}, path)
+
+
+def test_older_checkpoint_is_removed_after_the_newer_one(writer: CheckpointWriter, tmp_path: Path) -> None:
+    older, newer = tmp_path / "older.ckpt", tmp_path / "newer.ckpt"
+    save(writer, older)
+    save(writer, newer)
+    writer.remove(older)
+    writer.finish()
+    assert [path.name for path in tmp_path.iterdir()] == [newer.name]
+    check_together(newer)
+
+
+def test_older_checkpoint_outlives_a_newer_one_that_failed(
+    writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ModelCheckpoint` asks for the removal before it can know."""
+    older, newer = tmp_path / "older.ckpt", tmp_path / "newer.ckpt"
+    save(writer, older)
+    writer.finish()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    save(writer, newer)
+    writer.remove(older)
+    with pytest.raises(RuntimeError, match="a checkpoint must be written in full, got OSError on rank 0: .*No space"):
+        writer.finish()
+    check_together(older)
+    assert not newer.exists()
