@@ -85,7 +85,7 @@ class Backward:
             dk, dv: as k, v, of one dtype. `accumulate`: fp32, added to; otherwise fp32 or as k, overwritten.
         """
         check_gradients(k, dk, dv, accumulate)
-        hop = _hop(mask, k.device)
+        hop = hop_of(mask, k.device)
         group = self._group(k, hop)
         if not accumulate and group < self.q.shape[2] // k.shape[2]:  # the heads of a group meet in fp32
             with summed(dk, dv) as totals:
@@ -106,7 +106,7 @@ class Backward:
             postprocess(self.dq, out, self.softmax_scale)
         return out
 
-    def _group(self, k: torch.Tensor, hop: _Hop) -> int:
+    def _group(self, k: torch.Tensor, hop: Hop) -> int:
         """Query heads that one CTA walks for a tile of keys: all that share them, or one.
 
         All: K, V, dK and dV move once for the group. But there must be tiles enough to keep the SMs busy to the end.
@@ -127,7 +127,7 @@ class Backward:
         limit = _L2_BYTES_OF_A_SECTION // (num_rows * self.q.shape[3] * 2 * self.q.element_size())
         return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
 
-    def _in_step(self, hop: _Hop, group: int) -> bool:
+    def _in_step(self, hop: Hop, group: int) -> bool:
         """Whether it matters that CTAs are at the same query block; `deterministic` cannot have it."""
         return not self.deterministic and hop.num_rows * self.q.shape[3] * 8 * group > _L2_BYTES_OF_A_GROUP
 
@@ -136,7 +136,7 @@ class Backward:
         k: torch.Tensor,
         v: torch.Tensor,
         mask: Mask,
-        hop: _Hop,
+        hop: Hop,
         group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
@@ -163,7 +163,7 @@ class Backward:
         )  # fmt: skip
         variant = (head_dim, self.q.dtype, dk.dtype, hop.has_bounds, self.dq_apart, accumulate)
         if tiles.wide:
-            stores = [_tile(x, 64, 64) for x in keys[2:]]
+            stores = [row_tile(x, 64, 64) for x in keys[2:]]
             _WIDE(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
@@ -183,7 +183,7 @@ class Backward:
 
     def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
         """dQ of a hop by itself."""
-        hop = _hop(mask, k.device, transposed=True)  # seen from the queries: its rows are the keys
+        hop = hop_of(mask, k.device, transposed=True)  # seen from the queries: its rows are the keys
         tiles, choices = self.tiles, self.tiles.queries
         batch, _, num_heads, head_dim = self.q.shape
         # The heads of a group read the same keys.
@@ -195,7 +195,7 @@ class Backward:
         _QUERIES(
             (head_dim, self.q.dtype, hop.has_bounds), num_works,
             *queries.q, *keys[0], *keys[1], *queries.dout,
-            _descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
+            block_descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
@@ -203,7 +203,7 @@ class Backward:
             EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held, BOUNDS=hop.has_bounds,
         )  # fmt: skip
 
-    def _bounds(self, hop: _Hop) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bounds(self, hop: Hop) -> tuple[torch.Tensor, torch.Tensor]:
         """Tensors for the kernels' pointers; without bounds they are not read."""
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
@@ -213,8 +213,8 @@ class Backward:
             tiles = self.tiles
             q, dout = (_tiles(cut(x, 1, (start, stop)), tiles.pieces) for x in (self.q, self.dout))
             columns = () if tiles.wide else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
-            dq = [_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
-            stats = _descriptor(self.stats, (1, 2, 64))
+            dq = [block_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
+            stats = block_descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))
         return self._views[start, stop]
 
@@ -278,7 +278,7 @@ def summed(dk: torch.Tensor, dv: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         dv.copy_(totals[1])
 
 
-def clear_unseen(hop: _Hop, dk: torch.Tensor, dv: torch.Tensor) -> None:
+def clear_unseen(hop: Hop, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """Zero the gradients of the keys outside of a hop's rectangle."""
     for unseen in (slice(0, hop.k_start), slice(hop.k_stop, dk.shape[1])):
         if unseen.start < unseen.stop:
@@ -297,7 +297,7 @@ class _Queries(NamedTuple):
     dq: _Pieces
 
 
-class _Hop(NamedTuple):
+class Hop(NamedTuple):
     """A mask as the kernels take it: a rectangle, and which of its rows see a key (see `Problem`)."""
 
     min_row: int
@@ -325,7 +325,7 @@ class _Hop(NamedTuple):
         return not self.has_bounds and self.first_shift == -_FAR and self.stop_shift == _FAR
 
 
-def _hop(mask: Mask, device: torch.device, *, transposed: bool = False, aligned: tuple[int, int] = (4, 1)) -> _Hop:
+def hop_of(mask: Mask, device: torch.device, *, transposed: bool = False, aligned: tuple[int, int] = (4, 1)) -> Hop:
     """`mask` by keys (the rows that see each key), or, `transposed`, by queries (the keys that each row sees).
 
     Args:
@@ -337,12 +337,12 @@ def _hop(mask: Mask, device: torch.device, *, transposed: bool = False, aligned:
     return mask._cache[key]  # type: ignore[return-value]
 
 
-def _new_hop(mask: Mask, device: torch.device, transposed: bool, aligned: tuple[int, int]) -> _Hop:
+def _new_hop(mask: Mask, device: torch.device, transposed: bool, aligned: tuple[int, int]) -> Hop:
     second = None if transposed else _second_band(mask)
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     if (len(mask.regions) > 1 and second is None) or region.k_start % aligned[1]:
         side = mask if transposed else _kept_transpose(mask)
-        return _Hop(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device))
+        return Hop(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device))
     region = region.transposed() if transposed else region
     q_start, q_stop, k_start, k_stop, lower, upper = region
     # The copy engine reads the statistics from multiples of 16 bytes on.
@@ -355,7 +355,7 @@ def _new_hop(mask: Mask, device: torch.device, transposed: bool, aligned: tuple[
     if second is not None:
         assert second.upper is not None
         q_stop, k_stop, second_shift = second.q_stop, second.k_stop, corner - second.upper
-    return _Hop(min_row, q_start, q_stop, k_start, k_stop, first_shift, split, second_shift, stop_shift, False, ())
+    return Hop(min_row, q_start, q_stop, k_start, k_stop, first_shift, split, second_shift, stop_shift, False, ())
 
 
 def _second_band(mask: Mask) -> Region | None:
@@ -378,7 +378,7 @@ def _kept_transpose(mask: Mask) -> Mask:
     return mask._cache["transposed"]  # type: ignore[return-value]
 
 
-def _tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Descriptor of `rows` rows of one head of x (batch, seqlen, heads, head_dim)."""
     # Rows beside columns: the copy engine takes a box as two-dimensional slices.
     (batch, seqlen, heads, head_dim), (of_batch, of_row, of_head, _) = x.shape, x.stride()
@@ -387,14 +387,14 @@ def _tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 def _tiles(x: torch.Tensor, columns: tuple[int, ...], rows: int = 64) -> _Pieces:
     """Descriptors of so many rows of one head of x and each piece of its columns."""
-    return _padded([_tile(x, rows, n) for n in columns])
+    return _padded([row_tile(x, rows, n) for n in columns])
 
 
 def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
     return [*descriptors, None][:2]
 
 
-def _descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+def block_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     return _described(x, x.shape, x.stride()[:-1], block)
 
 

@@ -7,7 +7,7 @@ one step EARLIER, so that neither waits for the other's dS of this step. The ste
 zeros. The consumers take turns: one may start a step when the other has its S or, by head size, has finished its
 exp, which keeps one in exp while the other feeds the tensor cores; left to themselves they settle in step or out of
 step by accident of the instruction schedule (15% apart at head_dim 64). dQ leaves by TMA reduce-add, unscaled, in
-fp32, its columns permuted within 32 (see `_interleave`; the postprocess kernel undoes it).
+fp32, its columns permuted within 32 (see `interleave`; the postprocess kernel undoes it).
 """
 
 from ringflash_kernels.hopper.backward.problem import NUMBER, Problem, receive_number, send_number, slot_of
@@ -114,7 +114,7 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
 
 
 @gluon.jit
-def _interleave(x, N: gl.constexpr):
+def interleave(x, N: gl.constexpr):
     """Columns (j, t, e) of each 32 stored as (t, j, e), sizes 4, 4, 2: a thread's eight values become neighbours.
 
     No data moves between threads, and the stores to shared memory are 16 bytes wide without bank conflicts.
@@ -123,13 +123,13 @@ def _interleave(x, N: gl.constexpr):
 
 
 @gluon.jit
-def _take_turn(token, W: gl.constexpr):
+def take_turn(token, W: gl.constexpr):
     """Wait until the other consumer has passed its turn to consumer W."""
     named_barrier(token, 8 + W, 256, False)
 
 
 @gluon.jit
-def _pass_turn(token, W: gl.constexpr):
+def pass_turn(token, W: gl.constexpr):
     """Let the other consumer start a step."""
     named_barrier(token, 9 - W, 256, True)
 
@@ -147,7 +147,7 @@ def _dq_columns(sm, half: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _dq_mma(sm, buffer, W: gl.constexpr):
+def dq_mma(sm, buffer, W: gl.constexpr):
     """dQ = dS K over both consumers' keys, the columns of consumer W."""
     k = _dq_columns(sm, 0, W)
     N: gl.constexpr = k.shape[1]
@@ -158,7 +158,7 @@ def _dq_mma(sm, buffer, W: gl.constexpr):
 
 
 @gluon.jit
-def _dq_staging(sm, W: gl.constexpr):
+def dq_staging(sm, W: gl.constexpr):
     """Where consumer W stages its columns of dQ."""
     if W == 0:
         staged = sm.dq0
@@ -192,7 +192,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         dout1 = sm.dout1.index(slot).reshape([64, R])
 
     # S^T = K Q^T and dP^T = V dO^T
-    _take_turn(step, W)
+    take_turn(step, W)
     mbarrier.wait(sm.q_full.index(slot), parity)
     s = warpgroup_mma(k, q0.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if R:
@@ -205,7 +205,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     lse = stats.slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(2 if R else 1, deps=(s,))
     if sm.TURN_BEFORE_EXP:
-        _pass_turn(step, W)
+        pass_turn(step, W)
     if masked:  # a second, masked loop would make ptxas spill in the first
         rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
         if problem.BOUNDS:
@@ -218,7 +218,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     p0 = gl.convert_layout(p_bits, operand)
     delta = stats.slice(1, 1, dim=0).load(s_layout)
     if not sm.TURN_BEFORE_EXP:
-        _pass_turn(step, W)
+        pass_turn(step, W)
 
     # dV += P^T dO, dQ of the previous block; the wait also keeps ptxas from moving exp behind the wgmma wait
     if sm.WITH_DQ:
@@ -231,7 +231,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         p1 = gl.convert_layout(p_bits, operand1)
         dv1 = warpgroup_mma(p1, dout1, dv1, is_async=True)
     if sm.WITH_DQ:
-        dq = _dq_mma(sm, last, W)
+        dq = dq_mma(sm, last, W)
 
     # dS = P (dP - delta), dK += dS^T Q
     ds = (p * (dp - delta)).to(dtype)
@@ -241,11 +241,11 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         ds1 = gl.convert_layout(ds, operand1)
         dk1 = warpgroup_mma(ds1, q1, dk1, is_async=True)
     if sm.WITH_DQ:
-        staged = _dq_staging(sm, W)
+        staged = dq_staging(sm, W)
         tma_store_wait(0)
         sm.ds.index(current * 2 + W).store(ds)
         dq = warpgroup_mma_wait(2 if R else 1, deps=(dq,))
-        staged.store(_interleave(dq, staged.shape[1]))
+        staged.store(interleave(dq, staged.shape[1]))
         fence_async_shared()
         mbarrier.arrive(sm.ds_full.index(current), count=1)
         tma_reduce_add(dq_desc, [dq_row, (C // 2 if R == 0 else C) * W], staged)
@@ -258,28 +258,28 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
 
 
 @gluon.jit
-def _last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
+def last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
     """dQ of a tile's last block, the one before `step`."""
     last, parity = slot_of(step - 1, 2)
     mbarrier.wait(sm.ds_full.index(last), parity)
-    dq = _dq_mma(sm, last, W)
+    dq = dq_mma(sm, last, W)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    staged = _dq_staging(sm, W)
+    staged = dq_staging(sm, W)
     tma_store_wait(0)
-    staged.store(_interleave(dq, staged.shape[1]))
+    staged.store(interleave(dq, staged.shape[1]))
     fence_async_shared()
     tma_reduce_add(dq_desc, [dq_row, (sm.SPLIT // 2 if sm.REST == 0 else sm.SPLIT) * W], staged)
     tma_store_wait(0)
 
 
 @gluon.jit
-def _halves(x, D: gl.constexpr):
+def halves(x, D: gl.constexpr):
     """Left and right half of the columns; stays within a thread."""
     return x.reshape([64, 2, D // 2]).permute([0, 2, 1]).split()
 
 
 @gluon.jit
-def _send(sm, desc, coord, staged):
+def send(sm, desc, coord, staged):
     """Add a staged fp32 tile to dK or dV, or store it there."""
     if sm.ACCUMULATE:
         tma_reduce_add(desc, coord, staged)
@@ -294,14 +294,14 @@ def _write_piece(sm, desc, x, coord, column, W: gl.constexpr):
     tma_store_wait(0)
     staged.reshape([64, 32]).store(x)
     fence_async_shared()
-    _send(sm, desc, [coord[0], coord[1], coord[2], column], staged)
+    send(sm, desc, [coord[0], coord[1], coord[2], column], staged)
 
 
 @gluon.jit
 def _write_pieces(sm, desc0, desc1, x0, x1, coord, W: gl.constexpr):
     """Add or store dK or dV in its two pieces of 64 and 32 columns (fp32: three of 32), staged in this consumer's V."""
     if desc1.dtype == gl.float32:
-        left, right = _halves(x0, 64)
+        left, right = halves(x0, 64)
         _write_piece(sm, desc1, left, coord, 0, W)
         _write_piece(sm, desc1, right, coord, 32, W)
         _write_piece(sm, desc1, x1, coord, 64, W)
@@ -321,18 +321,18 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, W: gl.constexpr):
     D: gl.constexpr = sm.SPLIT
     dtype: gl.constexpr = sm.v0.dtype
     at = [coord[0], coord[1], coord[2], 0]
-    spare = _dq_staging(sm, W)
+    spare = dq_staging(sm, W)
     if dk_desc.dtype == gl.float32:
         left = sm.v0.index(W)._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         right = spare._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         at_right = [coord[0], coord[1], coord[2], D // 2]
         for which in gl.static_range(2):
-            x, y = _halves(dk if which else dv, D)
+            x, y = halves(dk if which else dv, D)
             left.reshape([64, D // 2]).store(x)
             right.reshape([64, D // 2]).store(y)
             fence_async_shared()
-            _send(sm, dk_desc if which else dv_desc, at, left)
-            _send(sm, dk_desc if which else dv_desc, at_right, right)
+            send(sm, dk_desc if which else dv_desc, at, left)
+            send(sm, dk_desc if which else dv_desc, at_right, right)
             tma_store_wait(0)
     else:
         dk_staged = spare._reinterpret(dtype, [1, 1, 64, D], dk_desc.layout)
@@ -355,7 +355,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
     step = 0
     round = 0
     if W == 1:
-        _pass_turn(step, W)
+        pass_turn(step, W)
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
@@ -404,7 +404,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                     block = problem.next_block(block, start, stop)
                 head_row += problem.dq_rows
             if sm.WITH_DQ:
-                _last_dq(sm, dq_desc, step, dq_row, W)
+                last_dq(sm, dq_desc, step, dq_row, W)
         if (not sm.ACCUMULATE) | (start < stop):
             coord = [batch, kv_head, key + W * 64]
             dk0 = dk0 * problem.softmax_scale
@@ -417,7 +417,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
         round += 1
     if W == 0:
-        _take_turn(step, W)  # no barrier is left half full
+        take_turn(step, W)  # no barrier is left half full
 
 
 @gluon.jit

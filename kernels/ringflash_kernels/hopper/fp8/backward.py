@@ -9,16 +9,14 @@ S is recomputed from the operands of the forward, so that rows of P sum to 1. Wh
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, Rows, check_products
 from ringflash_kernels.hopper.backward import host
-from ringflash_kernels.hopper.backward.host import _descriptor, _Hop, _hop, _L2_BYTES_OF_A_GROUP, _tile
-from ringflash_kernels.hopper.backward.order import Works
+from ringflash_kernels.hopper.backward.host import Hop, block_descriptor, hop_of, row_tile
+from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.compat import TensorDescriptor
-from ringflash_kernels.hopper.descriptors import cut, misaligned
+from ringflash_kernels.hopper.descriptors import cut
 from ringflash_kernels.hopper.fp8.backward_keys import backward_keys
 from ringflash_kernels.hopper.fp8.backward_operands import (
     Keys,
@@ -45,7 +43,6 @@ class Backward:
         products: a key of `fp8_reference.PRODUCTS`.
         row_max: as lse, the largest score of each row in natural units, or more. With "fp8" it keeps P of long rows
             from rounding to 0; without, P below 2^-17 does.
-        num_sms: CTAs of a launch; default one for each tile.
     Raises:
         NotImplementedError: `deterministic`, or head_dim 256, without "bf16".
     """
@@ -60,7 +57,6 @@ class Backward:
         softmax_scale: float,
         dlse: torch.Tensor | None = None,
         deterministic: bool = False,
-        num_sms: int | None = None,
         products: str = "bf16",
         row_max: torch.Tensor | None = None,
     ) -> None:
@@ -70,10 +66,10 @@ class Backward:
         dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
         if products == "bf16":
             self._pass: _Dequantised | _Products = _Dequantised(
-                dout, rows, out, lse, softmax_scale, dlse, deterministic, num_sms
+                dout, rows, out, lse, softmax_scale, dlse, deterministic
             )
         else:
-            self._pass = _Products(dout, q, rows, out, lse, softmax_scale, dlse, num_sms, products, row_max)
+            self._pass = _Products(dout, q, rows, out, lse, softmax_scale, dlse, products, row_max)
 
     def add(
         self,
@@ -124,13 +120,12 @@ class _Dequantised:
         softmax_scale: float,
         dlse: torch.Tensor | None,
         deterministic: bool,
-        num_sms: int | None,
     ) -> None:
         scale = softmax_scale / dout.shape[-1]
         self.softmax_scale, self._lse = softmax_scale, lse
         self._backward = host.Backward(
             dout.to(torch.bfloat16), dequantised(rows), out, lse, softmax_scale=scale, dlse=dlse,
-            deterministic=deterministic, num_sms=num_sms,
+            deterministic=deterministic,
         )  # fmt: skip
 
     @property
@@ -161,12 +156,11 @@ class _Products(host.Backward):
         lse: torch.Tensor,
         softmax_scale: float,
         dlse: torch.Tensor | None,
-        num_sms: int | None,
         products: str,
         row_max: torch.Tensor | None,
     ) -> None:
-        self.tiles = host.BACKWARD_TILES[q.shape[-1]]
-        self.q, self.softmax_scale, self.deterministic, self.num_sms = q, softmax_scale, False, num_sms
+        self.tiles = BACKWARD_TILES[q.shape[-1]]
+        self.q, self.softmax_scale, self.deterministic = q, softmax_scale, False
         self.products, self._rows = products, rows
         self._given = dout, out, lse, dlse, row_max if products == "fp8" else None
         self.clock = q.new_empty(1, dtype=torch.int32)
@@ -185,7 +179,7 @@ class _Products(host.Backward):
         """See `Backward.add_records`."""
         if self.dq is None:
             self._prepare(records.shape[2])
-        hop = _hop(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
+        hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
         group = self._group(dk, hop)
         if not accumulate and not self._stores(hop, group, dk):
             with host.summed(dk, dv) as totals:
@@ -194,12 +188,10 @@ class _Products(host.Backward):
         if not accumulate:
             host.clear_unseen(hop, dk, dv)
         if hop.num_rows:
-            keys = Keys(
-                records, dk.shape[-1], self.maxima, mode=self.products, softmax_scale=self.softmax_scale
-            )
+            keys = Keys(records, dk.shape[-1], self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
             self._launch(records, keys, mask, hop, group, dk, dv, accumulate)
 
-    def _stores(self, hop: _Hop, group: int, dk: torch.Tensor) -> bool:
+    def _stores(self, hop: Hop, group: int, dk: torch.Tensor) -> bool:
         """Whether each tile of dK and dV leaves its CTA once."""
         blocks = -(-hop.num_rows // BLOCK_Q) * group
         return group == self.q.shape[2] // dk.shape[2] and (self.products != "fp8" or blocks <= _PROMOTE)
@@ -209,7 +201,7 @@ class _Products(host.Backward):
         records: torch.Tensor,
         keys: Keys,
         mask: Mask,
-        hop: _Hop,
+        hop: Hop,
         group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
@@ -218,18 +210,17 @@ class _Products(host.Backward):
         batch, _, num_heads, head_dim = self.q.shape
         num_groups = batch * num_heads // group
         heads_together = self._section(num_groups, hop.num_rows)
-        works = Works(num_groups, heads_together, BLOCK_K, BLOCK_Q)
-        num_tiles = -(-hop.num_keys // works.tile)
+        num_tiles = -(-hop.num_keys // BLOCK_K)
         first, blocks = hop.k_start // BLOCK_K, records.shape[1]
         k8, v8, _ = parts(cut(records, 1, (first, blocks)), head_dim)
         k = cut(keys.k, 1, (hop.k_start, keys.k.shape[1]))
         columns = head_dim // 2 if dk.dtype == torch.float32 else head_dim
-        stores = [_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
+        stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
         fp8_gradients = self.products == "fp8"
         _KEYS(
-            (head_dim, dk.dtype, hop.has_bounds, fp8_gradients, accumulate, _PROMOTE), self._num_ctas(mask, hop, works),
-            *self._query_tiles(hop), _tile(k, 64, head_dim), _key_tile(k8), _key_tile(v8),
-            _descriptor(self.stats, (1, 2, 64)), _descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)), *stores,
+            (head_dim, dk.dtype, hop.has_bounds, fp8_gradients, accumulate, _PROMOTE), num_tiles * num_groups,
+            *self._query_tiles(hop), row_tile(k, 64, head_dim), _key_tile(k8), _key_tile(v8),
+            block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)), *stores,
             self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],
             keys.scales[:, :, first:], blocks,
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
@@ -240,19 +231,19 @@ class _Products(host.Backward):
             BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
         )  # fmt: skip
 
-    def _query_tiles(self, hop: _Hop) -> tuple[TensorDescriptor, ...]:
+    def _query_tiles(self, hop: Hop) -> tuple[TensorDescriptor, ...]:
         """Descriptors of Q and dO, for S and dP and for dK and dV."""
         head_dim, rows = self.q.shape[3], (hop.q_start, hop.q_stop)
         x = self.operands
-        q8, dout8 = (_tile(cut(y, 1, rows), 64, head_dim) for y in (self._rows.values, x.dout8))
+        q8, dout8 = (row_tile(cut(y, 1, rows), 64, head_dim) for y in (self._rows.values, x.dout8))
         if self.products == "fp8":
             padded = (hop.q_start, -(-hop.q_stop // BLOCK_Q) * BLOCK_Q)
-            q1, dout1 = (_descriptor(cut(y, 3, padded), (1, 1, head_dim, 64)) for y in (x.q1, x.dout1))
+            q1, dout1 = (block_descriptor(cut(y, 3, padded), (1, 1, head_dim, 64)) for y in (x.q1, x.dout1))
         else:
-            q1, dout1 = (_tile(cut(y, 1, rows), 64, head_dim) for y in (x.q1, x.dout1))
+            q1, dout1 = (row_tile(cut(y, 1, rows), 64, head_dim) for y in (x.q1, x.dout1))
         return q8, q1, dout8, dout1
 
 
 def _key_tile(x: torch.Tensor) -> TensorDescriptor:
     """Descriptor of 64 keys of one record's k8 or v8: (batch, num_blocks, num_kv_heads, 128, head_dim)."""
-    return _descriptor(x.transpose(1, 2), (1, 1, 1, 64, x.shape[-1]))
+    return block_descriptor(x.transpose(1, 2), (1, 1, 1, 64, x.shape[-1]))

@@ -11,14 +11,14 @@ What the rows and tiles are scaled by is in `backward_operands`.
 """
 
 from ringflash_kernels.hopper.backward.keys import (
-    _dq_mma,
-    _dq_staging,
-    _halves,
-    _interleave,
-    _last_dq,
-    _pass_turn,
-    _send,
-    _take_turn,
+    dq_mma,
+    dq_staging,
+    halves,
+    interleave,
+    last_dq,
+    pass_turn,
+    send,
+    take_turn,
 )
 from ringflash_kernels.hopper.backward.problem import NUMBER, Problem, receive_number, send_number, slot_of
 from ringflash_kernels.hopper.compat import (
@@ -44,13 +44,6 @@ class Scales:
     q_blocks: gl.tensor
     tile_ptr: gl.tensor
     k_blocks: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, q_ptr, q_blocks, tile_ptr, k_blocks):
-        self.q_ptr = q_ptr
-        self.q_blocks = q_blocks
-        self.tile_ptr = tile_ptr
-        self.k_blocks = k_blocks
 
 
 @aggregate
@@ -84,44 +77,14 @@ class Shared:
     TURN_BEFORE_EXP: gl.constexpr
     ACCUMULATE: gl.constexpr
 
-    @gluon.constexpr_function
-    def __init__(
-        self, q0, q1, dout0, dout1, k0, k1, k8, v8, stats, ds, dq0, dq1, spare, kv_full, kv_empty, q_full, q_empty, ds_full,
-        begin, SPLIT, REST, STAGES, FP8_GRADIENTS, PROMOTE, TURN_BEFORE_EXP, ACCUMULATE,
-    ):  # fmt: skip
-        self.q0 = q0
-        self.q1 = q1
-        self.dout0 = dout0
-        self.dout1 = dout1
-        self.k0 = k0
-        self.k1 = k1
-        self.k8 = k8
-        self.v8 = v8
-        self.stats = stats
-        self.ds = ds
-        self.dq0 = dq0
-        self.dq1 = dq1
-        self.spare = spare
-        self.kv_full = kv_full
-        self.kv_empty = kv_empty
-        self.q_full = q_full
-        self.q_empty = q_empty
-        self.ds_full = ds_full
-        self.begin = begin
-        self.SPLIT = gl.constexpr(SPLIT)
-        self.REST = gl.constexpr(REST)
-        self.STAGES = gl.constexpr(STAGES)
-        self.FP8_GRADIENTS = gl.constexpr(FP8_GRADIENTS)
-        self.PROMOTE = gl.constexpr(PROMOTE)
-        self.TURN_BEFORE_EXP = gl.constexpr(TURN_BEFORE_EXP)
-        self.ACCUMULATE = gl.constexpr(ACCUMULATE)
-
 
 @gluon.jit
 def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc):
     """Producer: K and V of each tile, then Q and dO, each twice, and their statistics block by block."""
     key_bytes: gl.constexpr = k_desc.block_type.nbytes + k8_desc.block_type.nbytes + v8_desc.block_type.nbytes
-    query_bytes: gl.constexpr = 2 * (q0_desc.block_type.nbytes + q1_desc.block_type.nbytes) + stats_desc.block_type.nbytes
+    query_bytes: gl.constexpr = (
+        2 * (q0_desc.block_type.nbytes + q1_desc.block_type.nbytes) + stats_desc.block_type.nbytes
+    )
     step = 0
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
@@ -194,7 +157,9 @@ def _second(sm, tile):
 
 
 @gluon.jit
-def _step(sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, key, seen, masked, dq_row, W: gl.constexpr):
+def _step(
+    sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, key, seen, masked, dq_row, W: gl.constexpr
+):
     """One block of queries: P, dV, dS, dK of this block, dQ of the one before, at `dq_row`."""
     C: gl.constexpr = sm.SPLIT
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
@@ -208,7 +173,7 @@ def _step(sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, ke
 
     # S^T = K Q^T and dP^T = V dO^T
     s_scale = gl.load(scale_ptr + block) * scales[0]
-    _take_turn(step, W)
+    take_turn(step, W)
     mbarrier.wait(sm.q_full.index(slot), parity)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -217,7 +182,7 @@ def _step(sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, ke
     reference = stats.slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(1, deps=(s,))
     if sm.TURN_BEFORE_EXP:
-        _pass_turn(step, W)
+        pass_turn(step, W)
     if masked:  # a second, masked loop would make ptxas spill in the first
         rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
         if problem.BOUNDS:
@@ -229,23 +194,23 @@ def _step(sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, ke
     p_operand = _as_operand(p, sm)
     delta = stats.slice(1, 1, dim=0).load(s_layout)
     if not sm.TURN_BEFORE_EXP:
-        _pass_turn(step, W)
+        pass_turn(step, W)
 
     # dV += P^T dO, dQ of the previous block; the wait also keeps ptxas from moving exp behind the wgmma wait
     mbarrier.wait(sm.ds_full.index(last), last_parity)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     dv = warpgroup_mma(p_operand, _second(sm, sm.dout1.index(slot)), dv, is_async=True)
-    dq = _dq_mma(sm, last, W)
+    dq = dq_mma(sm, last, W)
 
     # dS = P (dP - delta), dK += dS^T Q
     ds = p * (dp * scales[1] - delta * scales[2])
     ds_operand = _as_operand(ds, sm)
     dk = warpgroup_mma(ds_operand, _second(sm, sm.q1.index(slot)), dk, is_async=True)
-    staged = _dq_staging(sm, W)
+    staged = dq_staging(sm, W)
     tma_store_wait(0)
     sm.ds.index(current * 2 + W).store(ds.to(sm.ds.dtype))
     dq = warpgroup_mma_wait(1, deps=(dq,))
-    staged.store(_interleave(dq, staged.shape[1]))
+    staged.store(interleave(dq, staged.shape[1]))
     fence_async_shared()
     mbarrier.arrive(sm.ds_full.index(current), count=1)
     tma_reduce_add(dq_desc, [dq_row, C // 2 * W], staged)
@@ -262,16 +227,16 @@ def _write(sm, desc, x, coord, W: gl.constexpr):
     """Add or store dK or dV of this consumer's 64 keys (fp32: in halves), staged in its dQ buffer and a spare one."""
     D: gl.constexpr = sm.SPLIT
     if desc.dtype == gl.float32:
-        left, right = _halves(x, D)
+        left, right = halves(x, D)
         for which in gl.static_range(2):
-            place = sm.spare.index(W) if which else _dq_staging(sm, W)
+            place = sm.spare.index(W) if which else dq_staging(sm, W)
             staged = place._reinterpret(gl.float32, [1, 1, 64, D // 2], desc.layout)
             tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
             staged.reshape([64, D // 2]).store(right if which else left)
             fence_async_shared()
-            _send(sm, desc, [coord[0], coord[1], coord[2], which * (D // 2)], staged)
+            send(sm, desc, [coord[0], coord[1], coord[2], which * (D // 2)], staged)
     else:
-        staged = _dq_staging(sm, W)._reinterpret(desc.dtype, [1, 1, 64, D], desc.layout)
+        staged = dq_staging(sm, W)._reinterpret(desc.dtype, [1, 1, 64, D], desc.layout)
         tma_store_wait(0)
         staged.reshape([64, D]).store(x.to(desc.dtype))
         fence_async_shared()
@@ -295,7 +260,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
     step = 0
     round = 0
     if W == 1:
-        _pass_turn(step, W)
+        pass_turn(step, W)
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
@@ -345,14 +310,14 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                     block = problem.next_block(block, start, stop)
                 head_row += problem.dq_rows
                 scale_ptr += scales.q_blocks
-            _last_dq(sm, dq_desc, step, dq_row, W)
+            last_dq(sm, dq_desc, step, dq_row, W)
         if (not sm.ACCUMULATE) | (start < stop):
             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
             tma_store_wait(0)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
         round += 1
     if W == 0:
-        _take_turn(step, W)  # no barrier is left half full
+        take_turn(step, W)  # no barrier is left half full
 
 
 @gluon.jit

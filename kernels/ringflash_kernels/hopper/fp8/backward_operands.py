@@ -101,7 +101,12 @@ def _query_operands(
     q_at = q_ptr + batch * q_batch + row[:, None] * q_row + head * q_head + column[None, :]
     q = tl.load(q_at, mask=loaded, other=0.0).to(tl.float32)
     at = rows_ptr + batch_head * 4 * padded + row
-    reference, delta, size, weight = tl.load(at), tl.load(at + padded), tl.load(at + 2 * padded), tl.load(at + 3 * padded)
+    reference, delta, size, weight = (
+        tl.load(at),
+        tl.load(at + padded),
+        tl.load(at + 2 * padded),
+        tl.load(at + 3 * padded),
+    )
     dout *= (448.0 / tl.maximum(size, 1e-30))[:, None]
     flat = (batch * seqlen + row[:, None]) * num_heads * D + head * D + column[None, :]
     tl.store(dout8_ptr + flat, dout.to(tl.float8e4nv), mask=loaded)
