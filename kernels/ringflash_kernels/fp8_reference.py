@@ -9,9 +9,9 @@ q, k and v are rounded to e4m3 by blocks of rows, the probabilities block by blo
                bits on every rank.
     records    a block of 128 keys of one head in one piece of memory: k, v and their scales. This is what travels.
 
-P is rounded relative to the largest score m of its row *within the block of keys*: P' = 2^(s - m + OFFSET), between 2^-10
-and 2^OFFSET. So a key that outweighs all others flushes those of its own block only, and each row's P' has the same bits
-on every rank too. The sum over a block is scaled by 2^m and by V's scale where it is added to O, in fp32.
+P is rounded relative to the largest score m of its row *within the block of keys*: P' = 2^(s - m + OFFSET), between
+2^-10 and 2^OFFSET. So a key that outweighs all others flushes those of its own block only, and P' too has the same bits
+on every rank. The sum over a block is scaled by 2^m and by the scale of v when it is added to O, in fp32.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -42,14 +43,14 @@ _MAX_SCORES = 1 << 20  # elements of one block of the score matrix
 
 
 class Rows(NamedTuple):
-    """Quantised q: (batch, seqlen_q, num_heads, head_dim) in e4m3, and (batch, num_heads, num_blocks) scales in fp32."""
+    """Quantised q: values as q in e4m3, scales (batch, num_heads, num_blocks) in fp32."""
 
     values: torch.Tensor
     scales: torch.Tensor
 
 
 class Keys(NamedTuple):
-    """Records taken apart: k and v (batch, num_blocks * 128, num_kv_heads, head_dim), scales (batch, num_blocks, num_kv_heads)."""
+    """Unpacked records: k, v (batch, num_blocks * 128, num_kv_heads, head_dim), scales (batch, num_blocks, heads)."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -58,7 +59,7 @@ class Keys(NamedTuple):
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why this implementation cannot take the call; None when it can."""
+    """Return why this implementation cannot take the call; None when it can."""
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype} (fp16, bf16 or fp32)"
     if q.shape[-1] not in HEAD_DIMS:
@@ -145,9 +146,10 @@ def quantise_kv(
 ) -> torch.Tensor:
     """Records of k and v: what a rank publishes and the kernels read.
 
-    A record is the tile of k8 (128 keys, head_dim) | the tile of v8 | in fp32 the scale of k, that of v, the latter's
-    logarithm to base 2 and its inverse | zeros up to 128 bytes. The forward's tile of v8 is transposed, (head_dim, 128 keys), with the keys of every
-    16 in KEY_ORDER; the backward's is (128 keys, head_dim). Keys that pad the last block are zeros.
+    A record is the tile of k8 (128 keys, head_dim) | the tile of v8 | in fp32 the scale of k, that of v, the logarithm
+    of the latter to base 2 and its inverse | zeros up to 128 bytes. The tile of v8 of the forward is transposed,
+    (head_dim, 128 keys), with the keys of every 16 in KEY_ORDER; that of the backward is (128 keys, head_dim). Keys
+    that pad the last block are zeros.
 
     Args:
         k, v: (batch, seqlen_k, num_kv_heads, head_dim).
@@ -223,7 +225,7 @@ def forward_rows(
         out.copy_(state)
 
 
-def blocks(q8: torch.Tensor, mask: Mask):
+def blocks(q8: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Blocks of query rows with a visible key: rows, columns from the beginning of a record, visibility of each pair.
 
     Columns go on to the end of the last record; nobody sees the keys that pad it.
@@ -241,7 +243,7 @@ def blocks(q8: torch.Tensor, mask: Mask):
 
 
 def scores_of(rows: Rows, records: torch.Tensor, queries: slice, keys: slice, softmax_scale: float) -> torch.Tensor:
-    """Scaled scores in units of log 2, exact for the rounded operands: (batch, num_kv_heads, group, rows, keys), fp64."""
+    """Scaled scores in units of log 2: (batch, num_kv_heads, group, rows, keys), fp64, exact for rounded operands."""
     head_dim, num_kv_heads = rows.values.shape[-1], records.shape[2]
     q = rows.values[:, queries].double()
     index = torch.arange(queries.start, queries.stop, device=q.device) // BLOCK_Q
@@ -252,7 +254,7 @@ def scores_of(rows: Rows, records: torch.Tensor, queries: slice, keys: slice, so
 
 
 def _values(records: torch.Tensor, rows: Rows, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """v8 and its scales (batch, num_kv_heads, num_blocks), in fp64."""
+    """Return v8 and its scales (batch, num_kv_heads, num_blocks), in fp64."""
     head_dim = rows.values.shape[-1]
     found = unpack(records[:, keys.start // BLOCK_K : keys.stop // BLOCK_K], head_dim, for_backward=False)
     return found.v.double(), found.v_scales.double().transpose(1, 2)
@@ -261,7 +263,7 @@ def _values(records: torch.Tensor, rows: Rows, keys: slice) -> tuple[torch.Tenso
 def _attend(
     scores: torch.Tensor, visible: torch.Tensor, v8: torch.Tensor, v_scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (batch, rows, num_heads, head_dim) and lse (batch, num_heads, rows) of scores in units of log 2, -inf hidden."""
+    """Return out (batch, rows, num_heads, head_dim) and lse of scores in units of log 2, -inf where hidden."""
     scores = scores.unflatten(-1, (-1, BLOCK_K))  # batch, kv head, group, row, block, key
     largest = scores.amax(-1, keepdim=True)
     p = torch.exp2(scores - torch.where(largest == -math.inf, 0.0, largest) + OFFSET)
@@ -276,7 +278,7 @@ def _attend(
 
 
 def _weighted_values(p: torch.Tensor, v8: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """p v: (batch, rows, num_kv_heads, group, head_dim), where a NaN in v reaches only the rows that see it."""
+    """Return p v: (batch, rows, num_kv_heads, group, head_dim), where a NaN in v reaches only the rows that see it."""
     broken = ~v8.isfinite()
     out = torch.einsum("bhgij,bjhd->bihgd", p, v8.masked_fill(broken, 0.0))
     if broken.any():

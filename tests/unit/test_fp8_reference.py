@@ -46,7 +46,8 @@ def test_rotation_keeps_products_and_can_be_undone(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("largest", "scale"), [(448.0, 1.0), (448.1, 2.0), (1.0, 2.0**-8), (1.75, 2.0**-8), (1.76, 2.0**-7), (0.0, 2.0**-60)]
+    ("largest", "scale"),
+    [(448.0, 1.0), (448.1, 2.0), (1.0, 2.0**-8), (1.75, 2.0**-8), (1.76, 2.0**-7), (0.0, 2.0**-60)],
 )
 def test_scales_are_the_smallest_powers_of_two(largest: float, scale: float) -> None:
     assert fp8_reference.power_of_two(torch.tensor([largest])).item() == scale

@@ -134,7 +134,7 @@ class Tile(NamedTuple):
     end_seen: int
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """What a warpgroup knows of its query rows: Q, the keys [start, stop) that each sees, the scale of exp2."""
 
     q: tuple
@@ -702,7 +702,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
             if not V.tiles.stage_in_q:
                 load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, V)
         q_empty = barriers.q_empty.index(W)
-        rows = Rows(matrices(q_tiles(shared, W, V), V), start, stop, problem.scale)
+        rows = QueryRows(matrices(q_tiles(shared, W, V), V), start, stop, problem.scale)
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, OFFSET, TAIL_BYTES
-from ringflash_kernels.fp8_reference import Rows as QuantisedRows
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, OFFSET, TAIL_BYTES, Rows
 from ringflash_kernels.hopper.compat import (
     TensorDescriptor,
     gl,
@@ -35,6 +34,7 @@ from ringflash_kernels.hopper.compat import (
 )
 from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, tile_descriptor, tile_layout
 from ringflash_kernels.hopper.forward.host import (
+    Launch,
     band_of,
     check_state,
     count_sms,
@@ -46,7 +46,7 @@ from ringflash_kernels.hopper.forward.host import (
 from ringflash_kernels.hopper.forward.kernel import (
     Pointers,
     Problem,
-    Rows,
+    QueryRows,
     attend_nothing,
     decode,
     hide,
@@ -375,7 +375,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
         q_block = gl.minimum(row, problem.seqlen_q - 1) // BM
         q_scale = gl.load(q_scales.first + batch * q_scales.stride_b + head * q_scales.stride_h + q_block)
         q_empty = barriers.q_empty.index(W)
-        rows = Rows(matrices(q_tiles(shared, W, V), V), start, stop, q_scale * problem.scale)
+        rows = QueryRows(matrices(q_tiles(shared, W, V), V), start, stop, q_scale * problem.scale)
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
@@ -458,19 +458,11 @@ def forward_fp8(
 # ---------------------------------------------------------------------------------------------------------- host
 
 
-class Launch(NamedTuple):
-    """A kernel launch: what tells its compiled variant apart, number of programs, arguments of `forward_fp8`."""
-
-    variant: tuple
-    num_programs: int
-    arguments: tuple
-
-
 _LAUNCHER = Launcher(forward_fp8)
 
 
 def forward(
-    rows: QuantisedRows,
+    rows: Rows,
     records: torch.Tensor,
     mask: Mask,
     softmax_scale: float,
@@ -505,7 +497,7 @@ def forward(
 
 
 def plan(
-    rows: QuantisedRows,
+    rows: Rows,
     records: torch.Tensor,
     mask: Mask,
     softmax_scale: float,

@@ -10,7 +10,7 @@ from ringflash_kernels.mask import Mask
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why this implementation cannot take the call; None when it can.
+    """Return why this implementation cannot take the call; None when it can.
 
     Raises:
         RuntimeError: as that of `hopper`.
