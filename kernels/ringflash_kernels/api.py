@@ -130,6 +130,8 @@ def begin_backward(
     softmax_scale: float | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
+    fp8_backward: str | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> BackwardPass:
     """What all hops of one backward pass share: delta = rowsum(dout * out) - dlse, and the dq accumulator.
 
@@ -137,10 +139,31 @@ def begin_backward(
         dout: as q. out: as q, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64),
             of the whole attention.
         deterministic: equal bits on repeat.
+        fp8_backward: products of the backward in e4m3, for impl "hopper_fp8" and "reference_fp8" only, which always
+            take the scores from the operands of their forward: "bf16" (default) none, "fp8_scores" dout v^T,
+            "fp8" also those that give dk and dv.
+        row_max: as lse, the largest score of each row or a little more. With "fp8" it keeps the probabilities of
+            rows of more than some 100,000 like keys from rounding to 0.
     """
     backward = implementation(impl, q, q, q).Backward
+    options = _fp8_options(impl, lse, fp8_backward, row_max)
     scale = _scale(q, softmax_scale)
-    return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic)
+    return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic, **options)
+
+
+def _fp8_options(
+    impl: str, lse: torch.Tensor, fp8_backward: str | None, row_max: torch.Tensor | None
+) -> dict[str, object]:
+    """Arguments of an FP8 backward alone; ValueError if another implementation would have to ignore them."""
+    for name, value in (("fp8_backward", fp8_backward), ("row_max", row_max)):
+        if value is not None and impl not in _ROUNDED:
+            raise ValueError(f"{name} must be left out with impl={impl!r}, got one; use impl='hopper_fp8'.")
+    if row_max is not None and (row_max.shape != lse.shape or row_max.dtype != lse.dtype):
+        raise ValueError(
+            f"row_max must be {tuple(lse.shape)} in {lse.dtype}, got {tuple(row_max.shape)} in {row_max.dtype}; "
+            "leave it out."
+        )
+    return {} if impl not in _ROUNDED else {"products": fp8_backward or "bf16", "row_max": row_max}
 
 
 def attention_backward(
@@ -158,6 +181,8 @@ def attention_backward(
     softmax_scale: float | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
+    fp8_backward: str | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `attention_forward` in one call.
 
@@ -172,8 +197,9 @@ def attention_backward(
     mask = _mask_of(q, k, mask, causal, window_size)
     implementation(impl, q, k, v)
     backward = begin_backward(
-        dout, q, out, lse, impl=impl, softmax_scale=softmax_scale, dlse=dlse, deterministic=deterministic
-    )
+        dout, q, out, lse, impl=impl, softmax_scale=softmax_scale, dlse=dlse, deterministic=deterministic,
+        fp8_backward=fp8_backward, row_max=row_max,
+    )  # fmt: skip
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     backward.add(k, v, mask, dk, dv, accumulate=False)
     return backward.finish(), dk, dv

@@ -385,7 +385,7 @@ class Backward:
         if self.products == "fp8_scores":
             factor = size / LARGEST
             q1 = (q * _of_rows(factor)).bfloat16().double()
-            return _Queries(lse * log2e, relative, e4m3(scaled), dout.bfloat16().double(), q1, factor, None)
+            return _Queries(lse * log2e, relative, rounded_to_e4m3(scaled), dout.bfloat16().double(), q1, factor, None)
         weight = torch.where(seen, size * torch.exp(row_max - torch.where(seen, lse, 0.0)), 0.0)
         total, largest_delta, largest_q = (
             _largest_of_group(x.abs(), num_kv_heads) for x in (weight, relative, q.abs().amax(-1).transpose(1, 2))
@@ -395,10 +395,10 @@ class Backward:
         share = (weight / of_heads).sqrt().nan_to_num(0.0)
         reference = torch.where(share > 0, row_max * log2e - math.log2(LARGEST_P) - share.log2(), math.inf)
         of_q = share * (LARGEST / largest_q.repeat_interleave(group, 1).unsqueeze(-1))
-        return _Queries(
-            reference, relative, e4m3(scaled), e4m3(scaled * _of_rows(share)), e4m3(q * _of_rows(of_q)),
-            share * of_heads / (LARGEST * LARGEST_P), torch.stack([total, largest_delta, largest_q]),
-        )  # fmt: skip
+        maxima = torch.stack([total, largest_delta, largest_q])
+        dout1, q1 = rounded_to_e4m3(scaled * _of_rows(share)), rounded_to_e4m3(q * _of_rows(of_q))
+        factor = share * of_heads / (LARGEST * LARGEST_P)
+        return _Queries(reference, relative, rounded_to_e4m3(scaled), dout1, q1, factor, maxima)
 
     def _gains(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
         """2^g of each key (batch, keys, num_kv_heads), and what sums for dK and for dV are multiplied by."""
@@ -433,8 +433,8 @@ class Backward:
         dp = torch.einsum("bihgd,bjhd->bhgij", dout, v)
         ds = p * (dp - delta) / gain.permute(0, 2, 1)[:, :, None, None]
         ds = ds.masked_fill(hidden, 0.0)
-        low = e4m3 if self.products == "fp8" else bf16
-        grad_q = torch.einsum("bhgij,bjhd->bihgd", bf16(ds), k * gain.unsqueeze(-1)).flatten(2, 3)
+        low = rounded_to_e4m3 if self.products == "fp8" else rounded_to_bf16
+        grad_q = torch.einsum("bhgij,bjhd->bihgd", rounded_to_bf16(ds), k * gain.unsqueeze(-1)).flatten(2, 3)
         grad_k = torch.einsum("bhgij,bihgd->bjhd", low(ds), q1) * of_dk
         return grad_q, grad_k, torch.einsum("bhgij,bihgd->bjhd", low(p), dout1) * of_dv
 
@@ -465,12 +465,12 @@ def check_products(products: str, head_dim: int, deterministic: bool) -> None:
         )
 
 
-def e4m3(x: torch.Tensor) -> torch.Tensor:
+def rounded_to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """x rounded to e4m3, saturating: the same dtype."""
     return x.float().clamp(-LARGEST, LARGEST).to(E4M3).to(x.dtype)
 
 
-def bf16(x: torch.Tensor) -> torch.Tensor:
+def rounded_to_bf16(x: torch.Tensor) -> torch.Tensor:
     """x rounded to bf16: the same dtype."""
     return x.to(torch.bfloat16).to(x.dtype)
 
@@ -481,5 +481,9 @@ def _of_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _largest_of_group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """The largest finite value of the query heads that share keys: (batch, num_kv_heads) of (batch, num_heads, rows)."""
+    """The largest finite value of the query heads that share keys: (batch, num_kv_heads).
+
+    Args:
+        x: (batch, num_heads, rows).
+    """
     return x.masked_fill(~x.isfinite(), 0.0).amax(-1).unflatten(1, (num_kv_heads, -1)).amax(-1)

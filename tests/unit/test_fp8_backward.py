@@ -5,14 +5,15 @@ import math
 import pytest
 import torch
 
-from ringflash_kernels import fp8_reference
+from ringflash_kernels import attention_backward, attention_forward, fp8_reference
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, PRODUCTS, Backward
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.oracle import attention
 
 _NAMES = ("dq", "dk", "dv")
 # Root mean square of the error, as a share of the gradient's, that three bits of significand leave.
-_LIMITS = {"normal": 0.075, "outliers": 0.12}
+# Fewer columns of a head spread an outlier less.
+_LIMITS = {(128, "normal"): 0.07, (128, "outliers"): 0.12, (64, "normal"): 0.075, (64, "outliers"): 0.13}
 
 
 def _tensors(kind: str, seqlen: int, head_dim: int) -> list[torch.Tensor]:
@@ -43,17 +44,16 @@ def _error(x: torch.Tensor, exact: torch.Tensor) -> float:
     return float((x.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("kind", _LIMITS)
-def test_errors_of_gradients(kind, causal, head_dim):
+@pytest.mark.parametrize("head_dim, kind", _LIMITS)
+def test_errors_of_gradients(head_dim, kind, causal):
     q, k, v, dout = _tensors(kind, 640, head_dim)
     mask = Mask.band(640, 640, causal=causal)
     exact = attention(*(x.double() for x in (q, k, v)), mask, head_dim**-0.5, dout=dout.double())
     out, lse = _forward(q, k, v, mask)
     for products in PRODUCTS:
         for name, x in _gradients(q, k, v, dout, out, lse, mask, products).items():
-            assert _error(x, exact[name]) <= _LIMITS[kind], (products, name)
+            assert _error(x, exact[name]) <= _LIMITS[head_dim, kind], (products, name)
 
 
 def test_gradients_of_what_was_rounded():
@@ -90,7 +90,7 @@ def _equal_keys(row_max: bool) -> dict[str, torch.Tensor]:
 def test_probabilities_of_long_rows_are_kept():
     _, _, _, dout = _tensors("normal", BLOCK_K, 64)
     exact = dout.double().sum((1, 2), keepdim=True).expand(1, BLOCK_K, 1, 64) / (1 << 20)
-    assert _error(_equal_keys(True)["dv"], exact) <= 0.03
+    assert _error(_equal_keys(True)["dv"], exact) <= 0.05
     assert not _equal_keys(False)["dv"].any(), "they round to 0 where the largest score is not known"
 
 
@@ -147,3 +147,27 @@ def test_refusals(products, head_dim, deterministic, error, message):
     q = torch.zeros(1, 64, 1, head_dim, dtype=torch.bfloat16)
     with pytest.raises(error, match=message):
         Backward(q, q, q, torch.zeros(1, 1, 64), softmax_scale=1.0, products=products, deterministic=deterministic)
+
+
+def _call(impl: str, **options) -> tuple[torch.Tensor, ...]:
+    q, k, v, dout = _tensors("normal", 128, 64)
+    out, lse = attention_forward(q, k, v, impl=impl, causal=True)
+    return attention_backward(dout, q, k, v, out, lse, impl=impl, causal=True, **options)
+
+
+def test_the_products_are_chosen_by_name():
+    """They differ from one another, and "bf16" is the default."""
+    default, bf16, scores, fp8 = (_call("reference_fp8", fp8_backward=x) for x in (None, *PRODUCTS))
+    assert all(map(torch.equal, default, bf16))
+    assert not torch.equal(bf16[0], scores[0]) and not torch.equal(scores[1], fp8[1])
+
+
+@pytest.mark.parametrize("option", [{"fp8_backward": "fp8"}, {"row_max": torch.zeros(1, 2, 128)}], ids=str)
+def test_other_implementations_do_not_ignore_the_choice(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))} must be left out with impl='reference', got one; use"):
+        _call("reference", **option)
+
+
+def test_row_maxima_must_fit():
+    with pytest.raises(ValueError, match="row_max must be .*, got .*; leave it out"):
+        _call("reference_fp8", fp8_backward="fp8", row_max=torch.zeros(1, 2, 64))

@@ -19,8 +19,8 @@ from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import cut
 from ringflash_kernels.hopper.fp8.backward_keys import backward_keys
 from ringflash_kernels.hopper.fp8.backward_operands import (
-    Keys,
-    Queries,
+    KeyOperands,
+    QueryOperands,
     add_rotated_back,
     dequantised,
     parts,
@@ -35,7 +35,7 @@ _PROMOTE = 64  # blocks of 64 queries whose products the tensor cores add up the
 _KEYS = Launcher(backward_keys)
 
 
-class Backward:
+class Fp8Backward:
     """Gradients of one attention call, set of keys by set of keys; see `api.begin_backward`.
 
     Args:
@@ -133,7 +133,7 @@ class _Dequantised:
         return self._backward.dq
 
     def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
-        keys = Keys(records, dk.shape[-1], self._lse, mode="bf16", softmax_scale=self.softmax_scale)
+        keys = KeyOperands(records, dk.shape[-1], self._lse, mode="bf16", softmax_scale=self.softmax_scale)
         rotated = torch.zeros_like(dk, dtype=torch.float32, memory_format=torch.contiguous_format)
         values = dv if dv.dtype == torch.float32 else torch.empty_like(rotated)
         if not accumulate:
@@ -168,15 +168,15 @@ class _Products(host.Backward):
         self.dq = self.factor = None
 
     def _prepare(self, num_kv_heads: int) -> None:
-        """What all sets of keys share; not known before the first is how many query heads share a head of keys."""
+        """Make the operands of the query side, once the first keys tell how many query heads share each of theirs."""
         dout, out, lse, dlse, row_max = self._given
         q = self.q if self.q.stride(-1) == 1 else self.q.contiguous()
         rows, self.maxima, self.dq = statistics(dout, q, out, lse, dlse, row_max, num_kv_heads)
-        self.operands = Queries(dout, q, rows, self.maxima, fp8_gradients=self.products == "fp8")
+        self.operands = QueryOperands(dout, q, rows, self.maxima, fp8_gradients=self.products == "fp8")
         self.stats, self.factor = self.operands.stats, self.operands.factor
 
     def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
-        """See `Backward.add_records`."""
+        """See `Fp8Backward.add_records`."""
         if self.dq is None:
             self._prepare(records.shape[2])
         hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
@@ -188,18 +188,18 @@ class _Products(host.Backward):
         if not accumulate:
             host.clear_unseen(hop, dk, dv)
         if hop.num_rows:
-            keys = Keys(records, dk.shape[-1], self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
+            keys = KeyOperands(records, dk.shape[-1], self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
             self._launch(records, keys, mask, hop, group, dk, dv, accumulate)
 
     def _stores(self, hop: Hop, group: int, dk: torch.Tensor) -> bool:
-        """Whether each tile of dK and dV leaves its CTA once."""
+        """True if each tile of dK and dV leaves its CTA once."""
         blocks = -(-hop.num_rows // BLOCK_Q) * group
         return group == self.q.shape[2] // dk.shape[2] and (self.products != "fp8" or blocks <= _PROMOTE)
 
     def _launch(
         self,
         records: torch.Tensor,
-        keys: Keys,
+        keys: KeyOperands,
         mask: Mask,
         hop: Hop,
         group: int,
@@ -220,7 +220,8 @@ class _Products(host.Backward):
         _KEYS(
             (head_dim, dk.dtype, hop.has_bounds, fp8_gradients, accumulate, _PROMOTE), num_tiles * num_groups,
             *self._query_tiles(hop), row_tile(k, 64, head_dim), _key_tile(k8), _key_tile(v8),
-            block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)), *stores,
+            block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
+            *stores,
             self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],
             keys.scales[:, :, first:], blocks,
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,

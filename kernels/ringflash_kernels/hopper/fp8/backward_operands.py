@@ -238,7 +238,7 @@ def statistics(
     return rows, maxima, dq
 
 
-class Queries:
+class QueryOperands:
     """Operands of the query side; rows of dout1 and q1, where they are e4m3, are in KEY_ORDER.
 
     dout8: (batch, seqlen_q, num_heads, head_dim), e4m3. dout1, q1: of dV and dK, (batch, num_heads, head_dim, padded
@@ -265,7 +265,7 @@ class Queries:
         )  # fmt: skip
 
 
-class Keys:
+class KeyOperands:
     """Operands of the key side that records do not hold, of all their keys.
 
     k, v: (batch, num_blocks * 128, num_kv_heads, head_dim), bf16, k times 2^g; v for the mode "bf16" only.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ringflash_kernels.fp8_reference import HEAD_DIMS
@@ -37,3 +39,10 @@ def forward(
 
     rows, records = quantise.quantise_q(q), quantise.quantise_kv(k, v, for_backward=False)
     forward.forward(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms)
+
+
+def Backward(*args: Any, **kwargs: Any) -> Any:
+    """Begin the gradients of one attention; see `api.begin_backward`."""
+    from ringflash_kernels.hopper.fp8 import backward
+
+    return backward.Fp8Backward(*args, **kwargs)
