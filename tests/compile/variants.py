@@ -15,6 +15,7 @@ import torch
 from ringflash_kernels.hopper import gather_scatter
 from ringflash_kernels.hopper.backward import host as backward
 from ringflash_kernels.hopper.forward import host as forward
+from ringflash_kernels.hopper.fp8 import backward as fp8_backward
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
@@ -37,6 +38,8 @@ def production_launches() -> list[Launch]:
         _forward(recorder, 128, "band", torch.float16)
         _backward(recorder, 128, "band", torch.float16)
         _exchange(recorder, 128)
+        for head_dim, products in ((64, "fp8_scores"), (64, "fp8"), (128, "fp8_scores"), (128, "fp8"), (256, "bf16")):
+            _fp8_backward(recorder, head_dim, products)
     return list(recorder.launches.values())
 
 
@@ -135,6 +138,18 @@ def _backward(
     dk, dv = (torch.empty(k.shape, dtype=out_dtype) for _ in range(2))
     run.add(k, k, _MASKS[mask], dk, dv, accumulate=accumulate)
     run.finish()
+
+
+def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
+    q, k = _operands(head_dim, torch.bfloat16)
+    lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
+    for mask, keys, dtype in (("band", k, torch.float32), ("bounds", k, torch.float32), ("band", q, q.dtype)):
+        accumulate = dtype == torch.float32
+        recorder.variant = f"hd{head_dim} {products} {mask}" + ("" if accumulate else " store")
+        run = fp8_backward.Fp8Backward(q, q, q, lse, softmax_scale=1.0, products=products)
+        dk, dv = (torch.empty(keys.shape, dtype=dtype) for _ in range(2))
+        run.add(keys, keys, _MASKS[mask], dk, dv, accumulate=accumulate)
+        run.finish()
 
 
 def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = gather_scatter) -> None:

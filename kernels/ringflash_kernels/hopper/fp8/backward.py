@@ -228,7 +228,8 @@ class _Products(host.Backward):
             dk.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
             int(self._in_step(hop, group)), self.clock, 1.0, 1.0,
-            STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE, TURN_BEFORE_EXP=self.tiles.turn_before_exp,
+            STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE, KV_IN_REGISTERS=self.tiles.kv_in_registers,
+            TURN_BEFORE_EXP=self.tiles.turn_before_exp,
             BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
         )  # fmt: skip
 

@@ -74,6 +74,7 @@ class Shared:
     STAGES: gl.constexpr
     FP8_GRADIENTS: gl.constexpr
     PROMOTE: gl.constexpr
+    KV_IN_REGISTERS: gl.constexpr
     TURN_BEFORE_EXP: gl.constexpr
     ACCUMULATE: gl.constexpr
 
@@ -257,6 +258,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
     C: gl.constexpr = sm.SPLIT
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 32 if sm.FP8_GRADIENTS else 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 4)
     step = 0
     round = 0
     if W == 1:
@@ -278,8 +280,12 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
             fence_async_shared()
             mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
             step += 1
-            k = sm.k8.index(W).reshape([64, C])
-            v = sm.v8.index(W).reshape([64, C])
+            if sm.KV_IN_REGISTERS:  # less shared memory is read
+                k = sm.k8.index(W).reshape([64, C]).load(operand)
+                v = sm.v8.index(W).reshape([64, C]).load(operand)
+            else:
+                k = sm.k8.index(W).reshape([64, C])
+                v = sm.v8.index(W).reshape([64, C])
             if problem.BOUNDS:  # read once a tile: in the loop the addresses would take more registers
                 seen = problem.rows_seeing(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)))
             else:
@@ -344,7 +350,8 @@ def backward_keys(
     first_ptr, stop_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles,
     heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, scale_log2,
     softmax_scale,
-    STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, TURN_BEFORE_EXP: gl.constexpr,
+    STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
+    TURN_BEFORE_EXP: gl.constexpr,
     BOUNDS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
@@ -388,7 +395,7 @@ def backward_keys(
         gl.allocate_shared_memory(half, [4, 64, 64], ds_layout),
         dq.index(0), dq.index(1), spare,
         kv_full, kv_empty, q_full, q_empty, ds_full, begin,
-        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, TURN_BEFORE_EXP, ACCUMULATE,
+        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,
     )  # fmt: skip
     problem = Problem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
