@@ -42,6 +42,13 @@ KNOWN_SPILLS = {
     "backward_keys hd128 bfloat16 bounds store": 4,
     "backward_keys hd128 bfloat16 bounds deterministic": 2,
     "backward_keys hd128 float16 band": 4,
+    # Scalars, most of them where dK and dV leave the registers every 64 blocks: these instructions are in the loop too.
+    "backward_keys_fp8 hd128 fp8 band": 21,
+    "backward_keys_fp8 hd128 fp8 bounds": 31,
+    "backward_keys_fp8 hd128 fp8 band store": 22,
+    "backward_keys_fp8 hd128 fp8_scores band": 3,
+    "backward_keys_fp8 hd128 fp8_scores bounds": 3,
+    "backward_keys_fp8 hd128 fp8_scores band store": 5,
 }
 
 

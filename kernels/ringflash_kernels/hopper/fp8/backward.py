@@ -17,7 +17,7 @@ from ringflash_kernels.hopper.backward.host import Hop, block_descriptor, hop_of
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import cut
-from ringflash_kernels.hopper.fp8.backward_keys import backward_keys
+from ringflash_kernels.hopper.fp8.backward_keys import backward_keys_fp8
 from ringflash_kernels.hopper.fp8.backward_operands import (
     KeyOperands,
     QueryOperands,
@@ -32,7 +32,7 @@ from ringflash_kernels.mask import Mask
 
 _PROMOTE = 64  # blocks of 64 queries whose products the tensor cores add up themselves: their sums have 13 bits
 
-_KEYS = Launcher(backward_keys)
+_KEYS = Launcher(backward_keys_fp8)
 
 
 class Fp8Backward:

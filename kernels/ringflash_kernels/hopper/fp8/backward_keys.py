@@ -299,7 +299,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                 mbarrier.wait(sm.q_full.index(slot), parity)
                 block = receive_number(sm.begin.index(slot))
                 for _ in range(start, stop):
-                    if sm.FP8_GRADIENTS:
+                    if sm.FP8_GRADIENTS and sm.ACCUMULATE:
                         if kept == sm.PROMOTE:
                             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
                             dk = gl.zeros([64, C], gl.float32, layout)
@@ -344,7 +344,7 @@ def _consume_second(sm, problem, scales, dq_desc, dk_desc, dv_desc):
         "stop_shift", "in_step", "clock_ptr",
     ]
 )  # fmt: skip
-def backward_keys(
+def backward_keys_fp8(
     q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc, dq_desc, dk_desc, dv_desc,
     q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks,
     first_ptr, stop_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles,
