@@ -16,12 +16,12 @@ class Launcher:
         specialised: let triton specialise on the values of integers and pointers (equal to 1, multiples of 16).
     """
 
-    def __init__(self, kernel: Any, *, specialised: bool = False) -> None:
-        self._kernel, self._specialised = kernel, specialised
+    def __init__(self, kernel: Any, *, specialised: bool = False, num_warps: int = 4) -> None:
+        self._kernel, self._specialised, self._num_warps = kernel, specialised, num_warps
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, variant: Hashable, num_programs: int, *args: Any, **constants: Any) -> None:
-        """Launch with 4 warps.
+        """Launch.
 
         Args:
             variant: key that differs whenever triton would compile differently: dtypes, boxes of descriptors, which

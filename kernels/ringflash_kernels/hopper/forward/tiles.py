@@ -33,6 +33,7 @@ class ForwardTiles:
     stage_in_q: bool = False
     block_m: int = 64
     rescale_late: bool = False
+    aligned: bool = False
 
     @property
     def rows(self) -> int:
