@@ -32,6 +32,7 @@ _MODULES = {
 
 IMPLS = tuple(_MODULES)
 _AUTOMATIC = ("hopper", "flash2", "reference")  # the choices of "auto", fastest first
+_ROUNDED = ("hopper_fp8", "reference_fp8")  # not exact: never proposed in place of another
 
 
 class BackwardPass(Protocol):
@@ -140,8 +141,14 @@ def begin_backward(
         dout: as q. out: as q, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64),
             of the whole attention.
         deterministic: repeat a call with equal bits.
+        fp8_backward: products of the backward in e4m3, only for impl "hopper_fp8" and "reference_fp8", which always
+            take the scores from the operands of their forward: "bf16" (default) none, "fp8_scores" dout v^T,
+            "fp8" also those that give dk and dv.
+        row_max: as lse, the largest score of each row or a little more. With "fp8" it keeps the probabilities of
+            rows of more than some 100,000 similar keys from rounding to 0.
     """
     backward = implementation(impl, q, q, q).begin_backward
+    options = _fp8_options(impl, lse, fp8_backward, row_max)
     scale = _scale(q, softmax_scale)
     return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic, **options)
 

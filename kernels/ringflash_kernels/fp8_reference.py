@@ -293,7 +293,7 @@ PRODUCTS = ("bf16", "fp8_scores", "fp8")
 LARGEST_P = 256.0  # of the P' that is rounded to e4m3
 
 
-class Backward:
+class Fp8ReferenceBackward:
     """Gradients of one attention, set of keys by set of keys; see `api.begin_backward`.
 
     S comes from the operands of the forward. `products` names what else is rounded to e4m3, beside bf16 for the rest:
@@ -449,6 +449,9 @@ class _Queries(NamedTuple):
     q1: torch.Tensor
     factor: torch.Tensor
     maxima: torch.Tensor | None
+
+
+begin_backward = Fp8ReferenceBackward
 
 
 def check_products(products: str, head_dim: int, deterministic: bool) -> None:

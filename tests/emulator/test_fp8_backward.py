@@ -45,7 +45,7 @@ def _gradients(
     if whole_groups:
         module.host._MANY_TILES = module.host.SMS = 1
     results = []
-    for backward in (module.Fp8Backward, fp8_reference.Backward):
+    for backward in (module.Fp8Backward, fp8_reference.Fp8ReferenceBackward):
         run = backward(dout, q, out, lse, **options)
         dtype = torch.float32 if accumulate else q.dtype
         dk, dv = (torch.full(x.shape, 0.5, dtype=dtype) for x in (k, v))
@@ -146,7 +146,7 @@ def test_hops_add_up(products):
     module.quantise_q, module.quantise_kv = fp8_reference.quantise_q, fp8_reference.quantise_kv
     run, whole = (
         backward(dout, q, out, lse, softmax_scale=shape.scale, products=products)
-        for backward in (module.Fp8Backward, fp8_reference.Backward)
+        for backward in (module.Fp8Backward, fp8_reference.Fp8ReferenceBackward)
     )
     dk, dv, whole_dk, whole_dv = torch.zeros(4, *k.shape)
     for start, stop in ((0, 128), (128, 256), (256, 300)):

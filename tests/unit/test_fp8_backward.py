@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringflash_kernels import attention_backward, attention_forward, fp8_reference
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, PRODUCTS, Backward
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, PRODUCTS, Fp8ReferenceBackward
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.oracle import attention
 
@@ -34,7 +34,7 @@ def _forward(q, k, v, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _gradients(q, k, v, dout, out, lse, mask: Mask, products: str, **options) -> dict[str, torch.Tensor]:
-    run = Backward(dout, q, out, lse, softmax_scale=q.shape[-1] ** -0.5, products=products, **options)
+    run = Fp8ReferenceBackward(dout, q, out, lse, softmax_scale=q.shape[-1] ** -0.5, products=products, **options)
     dk, dv = (torch.zeros(x.shape) for x in (k, v))
     run.add(k, v, mask, dk, dv)
     return dict(zip(_NAMES, (run.finish(), dk, dv), strict=True))
@@ -100,7 +100,7 @@ def test_sets_of_keys_add_up(products):
     mask = Mask.band(256, 256, causal=True)
     out, lse = _forward(q, k, v, mask)
     whole = _gradients(q, k, v, dout, out, lse, mask, products)
-    run = Backward(dout, q, out, lse, softmax_scale=0.125, products=products)
+    run = Fp8ReferenceBackward(dout, q, out, lse, softmax_scale=0.125, products=products)
     dk, dv = torch.zeros(2, *k.shape)
     for start in (0, 128):
         keys = slice(start, start + 128)
@@ -146,7 +146,9 @@ def test_nan_reaches_the_keys_that_a_row_sees(products):
 def test_refusals(products, head_dim, deterministic, error, message):
     q = torch.zeros(1, 64, 1, head_dim, dtype=torch.bfloat16)
     with pytest.raises(error, match=message):
-        Backward(q, q, q, torch.zeros(1, 1, 64), softmax_scale=1.0, products=products, deterministic=deterministic)
+        Fp8ReferenceBackward(
+            q, q, q, torch.zeros(1, 1, 64), softmax_scale=1.0, products=products, deterministic=deterministic
+        )
 
 
 def _call(impl: str, **options) -> tuple[torch.Tensor, ...]:

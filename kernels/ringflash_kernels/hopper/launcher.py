@@ -14,6 +14,7 @@ class Launcher:
     Args:
         kernel: a Gluon or Triton function.
         specialised: let triton specialise on the values of integers and pointers (equal to 1, multiples of 16).
+        num_warps: warps of a program.
     """
 
     def __init__(self, kernel: Any, *, specialised: bool = False, num_warps: int = 4) -> None:
@@ -38,7 +39,7 @@ class Launcher:
             launch, names = compiled
             launch[num_programs, 1, 1](*args, *(constants[name] for name in names))
             return
-        compiled = self._kernel[num_programs,](*args, **constants, num_warps=4)
+        compiled = self._kernel[num_programs,](*args, **constants, num_warps=self._num_warps)
         if hasattr(compiled, "packed_metadata"):  # false for the recorder and the emulator of the tests
             names = [parameter.name for parameter in self._kernel.params][len(args) :]
             self._compiled[key] = compiled, names

@@ -450,7 +450,7 @@ def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexp
 
 @gluon.jit
 def normalizer(row_sum, row_max, rows, V: gl.constexpr):
-    """Return 1 / l and lse of every row, from the lanes' sums."""
+    """Return 1 / l and lse of every row, from the lanes' sums; NaN stays NaN."""
     S_LAYOUT: gl.constexpr = V.score_layout
     LN2: gl.constexpr = 0.6931471805599453
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import torch
 
+from ringflash_kernels.api import device_guard
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, Rows, check_products
 from ringflash_kernels.hopper.backward import host
-from ringflash_kernels.hopper.backward.host import Hop, block_descriptor, hop_of, row_tile
+from ringflash_kernels.hopper.backward.host import HopRectangle, block_descriptor, hop_of, row_tile
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import cut
@@ -27,7 +28,7 @@ from ringflash_kernels.hopper.fp8.backward_operands import (
     statistics,
 )
 from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
-from ringflash_kernels.hopper.launcher import Launcher, on
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
 _PROMOTE = 64  # blocks of 64 queries whose products the tensor cores add up themselves: their sums have 13 bits
@@ -93,14 +94,14 @@ class Fp8Backward:
         Args:
             records: (batch, num_blocks, num_kv_heads, record_bytes) of `quantise_kv` for the backward.
         """
-        with on(dk.device):
+        with device_guard(dk.device):
             self._pass.add(records, mask, dk, dv, accumulate)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dq: see `api.BackwardPass`."""
         out = host.place_of_dq(self.q, out)
         dq = self._pass.dq.unflatten(0, (self.q.shape[0], -1)).transpose(1, 2)
-        with on(self.q.device):
+        with device_guard(self.q.device):
             scale = self.softmax_scale / self.q.shape[-1]
             add_rotated_back(dq, out, scale, factor=self._pass.factor, interleaved=True)
         return out
@@ -123,7 +124,7 @@ class _Dequantised:
     ) -> None:
         scale = softmax_scale / dout.shape[-1]
         self.softmax_scale, self._lse = softmax_scale, lse
-        self._backward = host.Backward(
+        self._backward = host.HopperBackward(
             dout.to(torch.bfloat16), dequantised(rows), out, lse, softmax_scale=scale, dlse=dlse,
             deterministic=deterministic,
         )  # fmt: skip
@@ -144,7 +145,7 @@ class _Dequantised:
             dv.copy_(values)
 
 
-class _Products(host.Backward):
+class _Products(host.HopperBackward):
     """S and dP, and with "fp8" also dV and dK, in e4m3."""
 
     def __init__(
@@ -191,7 +192,7 @@ class _Products(host.Backward):
             keys = KeyOperands(records, dk.shape[-1], self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
             self._launch(records, keys, mask, hop, group, dk, dv, accumulate)
 
-    def _stores(self, hop: Hop, group: int, dk: torch.Tensor) -> bool:
+    def _stores(self, hop: HopRectangle, group: int, dk: torch.Tensor) -> bool:
         """True if each tile of dK and dV leaves its CTA once."""
         blocks = -(-hop.num_rows // BLOCK_Q) * group
         return group == self.q.shape[2] // dk.shape[2] and (self.products != "fp8" or blocks <= _PROMOTE)
@@ -201,7 +202,7 @@ class _Products(host.Backward):
         records: torch.Tensor,
         keys: KeyOperands,
         mask: Mask,
-        hop: Hop,
+        hop: HopRectangle,
         group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
@@ -233,7 +234,7 @@ class _Products(host.Backward):
             BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
         )  # fmt: skip
 
-    def _query_tiles(self, hop: Hop) -> tuple[TensorDescriptor, ...]:
+    def _query_tiles(self, hop: HopRectangle) -> tuple[TensorDescriptor, ...]:
         """Descriptors of Q and dO, for S and dP and for dK and dV."""
         head_dim, rows = self.q.shape[3], (hop.q_start, hop.q_stop)
         x = self.operands

@@ -13,14 +13,20 @@ What the rows and tiles are scaled by is in `backward_operands`.
 from ringflash_kernels.hopper.backward.keys import (
     dq_mma,
     dq_staging,
-    halves,
-    interleave,
     last_dq,
     pass_turn,
     send,
     take_turn,
 )
-from ringflash_kernels.hopper.backward.problem import NUMBER, Problem, receive_number, send_number, slot_of
+from ringflash_kernels.hopper.backward.problem import (
+    NUMBER,
+    BackwardProblem,
+    halves,
+    interleave,
+    receive_number,
+    send_number,
+    slot_of,
+)
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -354,7 +360,7 @@ def backward_keys_fp8(
     TURN_BEFORE_EXP: gl.constexpr,
     BOUNDS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
+    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `BackwardProblem`.
 
     With FP8_GRADIENTS dK and dV must be fp32 and added to, unless no tile has more than PROMOTE blocks.
     """
@@ -397,7 +403,7 @@ def backward_keys_fp8(
         kv_full, kv_empty, q_full, q_empty, ds_full, begin,
         D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,
     )  # fmt: skip
-    problem = Problem(
+    problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
         group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr, scale_log2,
         softmax_scale, BOUNDS, 64, 2 * 64,

@@ -41,7 +41,7 @@ def forward(
     forward.forward(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms)
 
 
-def Backward(*args: Any, **kwargs: Any) -> Any:
+def begin_backward(*args: Any, **kwargs: Any) -> Any:
     """Begin the gradients of one attention; see `api.begin_backward`."""
     from ringflash_kernels.hopper.fp8 import backward
 
