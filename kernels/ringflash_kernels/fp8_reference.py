@@ -197,9 +197,19 @@ def forward(
     out: torch.Tensor,
     lse: torch.Tensor,
     acc: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there."""
-    forward_rows(quantise_q(q), quantise_kv(k, v, for_backward=False), mask, softmax_scale, out=out, lse=lse, acc=acc)
+    forward_rows(
+        quantise_q(q),
+        quantise_kv(k, v, for_backward=False),
+        mask,
+        softmax_scale,
+        out=out,
+        lse=lse,
+        acc=acc,
+        row_max=row_max,
+    )
 
 
 def forward_rows(
@@ -211,15 +221,22 @@ def forward_rows(
     out: torch.Tensor,
     lse: torch.Tensor,
     acc: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> None:
     """`forward` of quantised operands: key j of the mask is row j % 128 of record j // 128."""
     if acc is None:
         out.zero_()
         lse.fill_(-math.inf)
+        if row_max is not None:
+            row_max.fill_(-math.inf)
     state = out.to(lse.dtype) if acc is None else acc
     for queries, keys, visible in blocks(rows.values, mask):
         scores = scores_of(rows, records, queries, keys, softmax_scale)
-        part, part_lse = _attend(scores.masked_fill(~visible, -math.inf), visible, *_values(records, rows, keys))
+        scores = scores.masked_fill(~visible, -math.inf)
+        if row_max is not None:
+            largest = scores.amax(-1).flatten(1, 2) * math.log(2.0)
+            row_max[..., queries] = torch.maximum(row_max[..., queries], largest.to(row_max.dtype))
+        part, part_lse = _attend(scores, visible, *_values(records, rows, keys))
         merge_(state[:, queries], lse[..., queries], part, part_lse.to(lse.dtype))
     if state is not out:
         out.copy_(state)
@@ -306,7 +323,7 @@ class Backward:
     factors of rows and blocks, and why nothing saturates: `hopper.fp8.backward_operands`.
 
     Args:
-        row_max: (batch, num_heads, seqlen_q), the largest score of each row in natural units, or more.
+        row_max: (batch, num_heads, seqlen_q), the largest score of each row in natural units or more, for "fp8" only.
     """
 
     def __init__(
@@ -322,7 +339,7 @@ class Backward:
         products: str = "bf16",
         row_max: torch.Tensor | None = None,
     ) -> None:
-        check_products(products, q.shape[-1], deterministic)
+        check_products(products, q.shape[-1], deterministic, row_max)
         self.q, self.softmax_scale, self.products = q, softmax_scale, products
         self._rows = quantise_q(q)
         delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
@@ -451,7 +468,7 @@ class _Queries(NamedTuple):
     maxima: torch.Tensor | None
 
 
-def check_products(products: str, head_dim: int, deterministic: bool) -> None:
+def check_products(products: str, head_dim: int, deterministic: bool, row_max: torch.Tensor | None) -> None:
     """Raise ValueError or NotImplementedError unless such gradients can be computed."""
     if products not in PRODUCTS:
         raise ValueError(f"fp8_backward must be one of {PRODUCTS}, got {products!r}; use 'bf16'.")
@@ -462,6 +479,11 @@ def check_products(products: str, head_dim: int, deterministic: bool) -> None:
     if products != "bf16" and deterministic:
         raise NotImplementedError(
             f"deterministic must be False with fp8_backward={products!r}, got True; use fp8_backward='bf16'."
+        )
+    if products == "fp8" and row_max is None:
+        raise ValueError(
+            "row_max must be given with fp8_backward='fp8', or probabilities of long rows would round to 0, got None; "
+            "pass what attention_forward writes there."
         )
 
 

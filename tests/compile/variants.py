@@ -152,7 +152,7 @@ def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
     for mask, keys, dtype in (("band", k, torch.float32), ("bounds", k, torch.float32), ("band", q, q.dtype)):
         accumulate = dtype == torch.float32
         recorder.variant = f"hd{head_dim} {products} {mask}" + ("" if accumulate else " store")
-        run = fp8_backward.Fp8Backward(q, q, q, lse, softmax_scale=1.0, products=products)
+        run = fp8_backward.Fp8Backward(q, q, q, lse, softmax_scale=1.0, products=products, row_max=lse)
         dk, dv = (torch.empty(keys.shape, dtype=dtype) for _ in range(2))
         run.add(keys, keys, _MASKS[mask], dk, dv, accumulate=accumulate)
         run.finish()

@@ -41,8 +41,8 @@ class Fp8Backward:
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
         products: a key of `fp8_reference.PRODUCTS`.
-        row_max: as lse, the largest score of each row in natural units, or more. With "fp8" it keeps P of long rows
-            from rounding to 0; without, P below 2^-17 does.
+        row_max: as lse, the largest score of each row in natural units or a little more, for "fp8" only: it keeps P of
+            long rows from rounding to 0.
     Raises:
         NotImplementedError: `deterministic`, or head_dim 256, without "bf16".
     """
@@ -60,7 +60,7 @@ class Fp8Backward:
         products: str = "bf16",
         row_max: torch.Tensor | None = None,
     ) -> None:
-        check_products(products, q.shape[-1], deterministic)
+        check_products(products, q.shape[-1], deterministic, row_max)
         self.q, self.softmax_scale = q, softmax_scale
         rows = quantise_q(q)
         dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
@@ -162,7 +162,7 @@ class _Products(host.Backward):
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, False
         self.products, self._rows = products, rows
-        self._given = dout, out, lse, dlse, row_max if products == "fp8" else None
+        self._given = dout, out, lse, dlse, row_max if products == "fp8" and row_max is not None else lse
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views = {}
         self.dq = self.factor = None

@@ -33,12 +33,13 @@ def forward(
     lse: torch.Tensor,
     acc: torch.Tensor | None = None,
     num_sms: int | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use, default all."""
     from ringflash_kernels.hopper.fp8 import forward, quantise
 
     rows, records = quantise.quantise_q(q), quantise.quantise_kv(k, v, for_backward=False)
-    forward.forward(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms)
+    forward.forward(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms, row_max=row_max)
 
 
 def Backward(*args: Any, **kwargs: Any) -> Any:
