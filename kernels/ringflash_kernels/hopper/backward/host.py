@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.backward.keys import backward_keys
 from ringflash_kernels.hopper.backward.preprocess import postprocess, preprocess
 from ringflash_kernels.hopper.backward.queries import backward_queries
@@ -22,7 +23,7 @@ from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES, SMS, STEPS_O
 from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, misaligned
-from ringflash_kernels.hopper.launcher import Launcher, on
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask, Region
 
 _FAR = 1 << 29  # an open side of a band
@@ -62,7 +63,7 @@ class Backward:
         self.dout = dout if misaligned(dout) is None else dout.clone(memory_format=torch.contiguous_format)
         out = out if out.stride(-1) == 1 else out.contiguous()
         self.dq_apart = deterministic or self.tiles.wide
-        with on(q.device):
+        with device_guard(q.device):
             self.stats, self.dq = preprocess(self.dout, out, lse, dlse)
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views: dict[tuple[int, int], _Queries] = {}
@@ -99,7 +100,7 @@ class Backward:
                 if unseen.start < unseen.stop:
                     dk[:, unseen] = dv[:, unseen] = 0
         if hop.num_rows:
-            with on(k.device):
+            with device_guard(k.device):
                 self._add_keys(k, v, mask, hop, group, dk, dv, accumulate)
                 if self.dq_apart:
                     self._add_queries(k, v, mask)
@@ -114,7 +115,7 @@ class Backward:
                 f"out must be {tuple(q.shape)} in {q.dtype} with unit last stride, got {tuple(out.shape)} in "
                 f"{out.dtype} with strides {out.stride()}; leave it out."
             )
-        with on(q.device):
+        with device_guard(q.device):
             postprocess(self.dq, out, self.softmax_scale)
         return out
 
@@ -309,16 +310,13 @@ class _Hop(NamedTuple):
 
 def _hop(mask: Mask, device: torch.device, *, transposed: bool = False) -> _Hop:
     """`mask` by keys (the rows that see each key), or, `transposed`, by queries (the keys that each row sees)."""
-    key = ("hop", device, transposed)
-    if key not in mask._cache:
-        mask._cache[key] = _new_hop(mask, device, transposed)
-    return mask._cache[key]  # type: ignore[return-value]
+    return mask.cached(("hop", device, transposed), lambda: _new_hop(mask, device, transposed))
 
 
 def _new_hop(mask: Mask, device: torch.device, transposed: bool) -> _Hop:
     second = None if transposed else _second_band(mask)
     if len(mask.regions) > 1 and second is None:
-        side = mask if transposed else _kept_transpose(mask)
+        side = mask if transposed else mask.cached("transposed", mask.transposed)
         return _Hop(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device))
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     region = region.transposed() if transposed else region
@@ -347,13 +345,6 @@ def _second_band(mask: Mask) -> Region | None:
     if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
         return None
     return below
-
-
-def _kept_transpose(mask: Mask) -> Mask:
-    """mask.transposed(), made once."""
-    if "transposed" not in mask._cache:
-        mask._cache["transposed"] = mask.transposed()
-    return mask._cache["transposed"]  # type: ignore[return-value]
 
 
 def _tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

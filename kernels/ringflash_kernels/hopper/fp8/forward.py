@@ -73,7 +73,7 @@ from ringflash_kernels.hopper.forward.kernel import (
     visible_keys,
 )
 from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
-from ringflash_kernels.hopper.launcher import Launcher, on
+from ringflash_kernels.hopper.launcher import Launcher, device_guard
 from ringflash_kernels.mask import Mask
 
 _LN2 = math.log(2.0)
@@ -490,7 +490,7 @@ def forward(
     settle(out, lse, acc, slice(0, first))
     settle(out, lse, acc, slice(stop, q8.shape[1]))
     if first < stop:
-        with on(q8.device):
+        with device_guard(q8.device):
             launch = plan(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc,
                           num_sms=num_sms or count_sms(q8.device), counter=tile_counter(q8.device))  # fmt: skip
             _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
