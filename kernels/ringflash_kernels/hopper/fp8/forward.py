@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from ringflash_kernels.api import device_guard
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, OFFSET, TAIL_BYTES, Rows
 from ringflash_kernels.hopper.compat import (
     TensorDescriptor,
@@ -73,7 +74,7 @@ from ringflash_kernels.hopper.forward.kernel import (
     visible_keys,
 )
 from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
-from ringflash_kernels.hopper.launcher import Launcher, device_guard
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
 _LN2 = math.log(2.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ringflash_kernels.api import device_guard
 from ringflash_kernels.fp8_reference import (
     BLOCK_K,
     BLOCK_Q,
@@ -19,7 +20,7 @@ from ringflash_kernels.fp8_reference import (
     sign_bits,
 )
 from ringflash_kernels.hopper.compat import gl, gluon
-from ringflash_kernels.hopper.launcher import Launcher, device_guard
+from ringflash_kernels.hopper.launcher import Launcher
 
 _SMALLEST = gl.constexpr(127 + SMALLEST_EXPONENT)
 _NUM_TAIL = gl.constexpr(TAIL_BYTES // 4)
