@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape
 
 from benchmarks.environment import ROOT
-from benchmarks.write_tables import RESULTS
+from benchmarks.quotes import RESULTS
 from ringflash.attention.schedule import Schedule, build
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
@@ -33,6 +33,7 @@ def figures() -> dict[str, str]:
     drawn = {"zigzag.svg": zigzag(), "forward.svg": timeline(backward=False), "backward.svg": timeline(backward=True)}
     for path in sorted(RESULTS.glob("loss_curves_*.json")):
         drawn[f"{path.stem}.svg"] = loss_curves(json.loads(path.read_text()))
+    drawn["ring_8xh200.svg"] = ring_beside_peers([*_results("ring_8xh200"), *_results("ring_8xh200_32k")])
     for path in sorted(RESULTS.glob("timeline_*.json")):
         drawn[f"{path.stem}.svg"] = measured_timeline(json.loads(path.read_text()))
     for path in sorted(RESULTS.glob("kernels_*.json")):
@@ -43,8 +44,12 @@ def figures() -> dict[str, str]:
     return drawn
 
 
+def _results(name: str) -> list[dict]:
+    return json.loads((RESULTS / f"{name}.json").read_text())["results"]
+
+
 def zigzag() -> str:
-    """Who computes which pair of chunks, and on which step: 4 ranks, causal."""
+    """Pairs of chunks by the rank and step that compute them: 4 ranks, causal."""
     cell, left, top = 44, 120, 60
     parts = [text(left + 4 * cell, 20, f"keys, in {2 * CP_SIZE} chunks of the whole sequence", anchor="middle")]
     for i in range(2 * CP_SIZE):
@@ -103,7 +108,7 @@ def timeline(*, backward: bool) -> str:
 
 
 def measured_timeline(result: dict) -> str:
-    """What one rank's device did in a forward and backward, by kind."""
+    """Timeline of one rank's device in a forward and backward, by kind of work."""
     lanes = {"kernel": ("forward", "backward"), "messages": ("message",), "waits": ("wait",), "the rest": ("other",)}
     colors = {"forward": STEP_COLORS[0], "backward": STEP_COLORS[1], "message": MESSAGE, "wait": INK, "other": GRADIENT}
     left, top, width, row, spans = 90, 30, 760, 34, result["spans"]
@@ -121,7 +126,7 @@ def measured_timeline(result: dict) -> str:
 
 
 def loss_curves(result: dict) -> str:
-    """Loss by step for each number of ranks, the wider the fewer ranks: what lies behind shows at the edges."""
+    """Loss by step for each number of ranks; fewer ranks have wider lines, so that hidden curves show at the edges."""
     losses, left, top, width, height = result["losses"], 60, 30, 620, 260
     highest = max(max(curve) for curve in losses.values())
     parts = [text(left, 18, f"training loss by step, {result['precision']}, {result['environment']['device']}")]
@@ -136,6 +141,36 @@ def loss_curves(result: dict) -> str:
             text(left + 10 + 110 * i, top + height + 28, f"cp={size}"),
         ]
     return document(left + width + 20, top + height + 44, parts)
+
+
+def ring_beside_peers(results: Sequence[dict]) -> str:
+    """Percent of the ideal by tokens a GPU: forward and backward on eight GPUs, ours and the peers'."""
+    kind = ", 32/8 heads of 128, causal"
+    rows = [row for row in results if row["row"].endswith(kind) and row["pass"] == "forward + backward"]
+    names = [name for name in rows[0]["percent"] if "graph" not in name.lower()]
+    colors = dict(zip(names, (*STEP_COLORS, MESSAGE), strict=True))
+    left, top, height, bar = 50, 34, 220, 34
+    group = bar * len(names) + 30
+    width = group * len(rows)
+    parts = [text(left, 18, "percent of the ideal, forward and backward, eight H200s, 32/8 heads of 128, causal")]
+    for level in range(0, 101, 20):
+        y = top + height * (1 - level / 100)
+        parts += [line(left, y, left + width, y, "#dddddd"), text(left - 8, y + 4, str(level), size=12, anchor="end")]
+    for i, row in enumerate(rows):
+        for j, name in enumerate(names):
+            x, tall = left + group * i + bar * j + 15, height * row["percent"][name] / 100
+            parts.append(rect(x, top + height - tall, bar - 4, tall, colors[name]))
+            parts.append(
+                text(x + bar / 2 - 2, top + height - tall - 5, f"{row['percent'][name]:.0f}", size=12, anchor="middle")
+            )
+        tokens = int(row["row"].split()[0]) // 1024
+        parts.append(
+            text(left + group * (i + 0.5), top + height + 20, f"{tokens}k tokens a GPU", size=12, anchor="middle")
+        )
+    for i, name in enumerate(names):
+        x, y = left + 230 * (i % 3), top + height + 44 + 20 * (i // 3)
+        parts += [circle(x, y, colors[name]), text(x + 10, y + 4, name, size=12)]
+    return document(left + width + 20, top + height + 80, parts)
 
 
 def by_length(results: Sequence[dict], direction: str) -> str:

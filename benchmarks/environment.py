@@ -1,4 +1,4 @@
-"""What a figure was measured on: every result file begins with this."""
+"""Machine, versions, command and commit of a measurement: the head of every result file."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def describe(*packages: str) -> dict[str, str]:
 
 
 def _script() -> str:
-    """What was run, as it is named in a clone."""
+    """The running script, as a path in a clone."""
     path = Path(sys.argv[0]).resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def _commit() -> str:
-    """The checkout's commit; RINGFLASH_COMMIT where the sources were copied without their history."""
+    """The checkout's commit, "-dirty" if files differ from it. RINGFLASH_COMMIT for sources without their history."""
     if "RINGFLASH_COMMIT" in os.environ:
         return os.environ["RINGFLASH_COMMIT"]
     try:
-        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -158,7 +158,7 @@ def ring_over(transport: str, setting: Setting) -> Built:
 class OwnKeys:
     """An exchange that sends nothing: every hop works on the rank's own K/V. Wrong results in the kernels' own time."""
 
-    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor, call: object) -> None:
         self.kv = k, v
 
     def arrive(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,8 +171,8 @@ class OwnKeys:
 class OwnGradients(OwnKeys):
     """The same in the backward: dK and dV of every hop are added to the rank's own."""
 
-    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor) -> None:
-        super().__init__(transport, hops, k, v)
+    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor, call: object) -> None:
+        super().__init__(transport, hops, k, v, call)
         self.total = buffer("dkv.own", (2, *k.shape), state_dtype(k.dtype), k.device).zero_()
 
     def gradients_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -290,7 +290,7 @@ def plans(
     model, windows = model_of(config)
     kept = asdict(memory)
     installed = find_spec("liger_kernel") is not None
-    kept["liger"] = model.takes_liger and (installed if memory.liger == "auto" else memory.liger)
+    kept["liger"] = model.liger is not None and (installed if memory.liger == "auto" else memory.liger)
     visible = {
         seqlen: visible_fraction(seqlen, windows, document_bounds(seqlen, document_tokens)) for seqlen in lengths
     }

@@ -1,4 +1,4 @@
-"""Write the tables of docs/numerics.md, docs/performance.md and docs/plan.md from the committed results.
+"""Write the tables and quoted figures of README.md and docs/ from the committed results.
 
 python -m benchmarks.write_tables
 """
@@ -6,35 +6,52 @@ python -m benchmarks.write_tables
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.environment import ROOT
+from benchmarks.quotes import RESULTS, quoted
+from benchmarks.summaries import SUMMARIES
 
-RESULTS = ROOT / "benchmarks" / "results"
-NUMERICS, PERFORMANCE, PLAN = (ROOT / "docs" / f"{name}.md" for name in ("numerics", "performance", "plan"))
 BESIDE = ("out", "dq", "dk", "dv")
 KERNELS = ("hopper", "fa4", "flash2")
 BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
 
 
-def main() -> None:
-    """Replace every table whose markers are on a page."""
-    for path in sorted(RESULTS.glob("multi_gpu_*.json")):
-        result = json.loads(path.read_text())
-        table = beside_table if path.stem.startswith("multi_gpu_beside") else multi_gpu_table
-        replace(NUMERICS, path.stem, table(result))
-    for path in sorted(RESULTS.glob("kernel_errors_*.json")):
-        replace(NUMERICS, path.stem, errors_table(json.loads(path.read_text())))
-    for path in sorted(RESULTS.glob("kernels_*.json")):
-        replace(PERFORMANCE, path.stem, kernel_table(json.loads(path.read_text())))
-    for path in sorted(RESULTS.glob("ring_*.json")):
-        replace(PERFORMANCE, path.stem, ring_table(json.loads(path.read_text())))
-    for path in sorted(RESULTS.glob("training_*.json")):
-        result = json.loads(path.read_text())
-        if path.stem.startswith("training_whole"):
-            replace(PERFORMANCE, path.stem, steps_tables(result))
+def main(root: Path = ROOT) -> None:
+    """Replace every table between markers, and every quoted figure."""
+    for page, name, table in tables():
+        replace(root / page, name, table)
+    for page in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
+        text = page.read_text()
+        if quoted(text) != text:
+            page.write_text(quoted(text))
+
+
+def tables() -> Iterator[tuple[str, str, str]]:
+    """Page, name and text of every table."""
+    for name, result in _of_results("multi_gpu_*"):
+        write = beside_table if name.startswith("multi_gpu_beside") else multi_gpu_table
+        yield "docs/numerics.md", name, write(result)
+    for name, result in _of_results("kernel_errors_*"):
+        yield "docs/numerics.md", name, errors_table(result)
+    for name, result in _of_results("kernels_*"):
+        yield "docs/measurements.md", name, kernel_table(result)
+    for name, result in _of_results("ring_*"):
+        yield "docs/measurements.md", name, ring_table(result)
+    for name, result in _of_results("training_*"):
+        if name.startswith("training_whole"):
+            yield "docs/measurements.md", name, steps_tables(result)
         else:
-            replace(PLAN, path.stem, training_table(result))
+            yield "docs/plan.md", name, training_table(result)
+    for page, summaries in SUMMARIES.items():
+        for name, summary in summaries.items():
+            yield page, name, summary()
+
+
+def _of_results(pattern: str) -> Iterator[tuple[str, dict]]:
+    for path in sorted(RESULTS.glob(f"{pattern}.json")):
+        yield path.stem, json.loads(path.read_text())
 
 
 def replace(page: Path, name: str, table: str) -> None:
@@ -105,15 +122,15 @@ def kernel_table(result: dict) -> str:
         ratios = [f"{ours / row['tflops'][peer]:.2f}" if peer in row["tflops"] else "" for peer in peers]
         rows.append(f"| {row['row']} | {row['pass']} | {ours:.0f} | {' | '.join(ratios)} |")
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "triton", "flash-attn-4", "cudnn"))
-    device, commit = about.get("device", about.get("gpu")), about["commit"][:7]
+    device, commit = about.get("device", about.get("gpu")), about["commit"]
     source = f"`{about['command']}` on {device}, {versions}, commit {commit}."
     head = ["| heads, length | pass | TFLOP/s | / flash-attn-4 | / cuDNN |", "|---|---|---|---|---|"]
     return "\n".join([source, "", *head, *rows])
 
 
 def ring_table(result: dict) -> str:
-    """What every contender reaches of the ideal."""
-    about = result["environment"]
+    """Percent of the ideal that every contender reaches."""
+    about, notes = result["environment"], [result.get("about", ""), _untimed(result["results"])]
     names = list(dict.fromkeys(name for row in result["results"] for name in row["percent"]))
     rows = [
         f"| {row['row']} | {row['pass']} | {row['ideal_ms']:.2f} | "
@@ -121,12 +138,24 @@ def ring_table(result: dict) -> str:
         + " |"
         for row in result["results"]
     ]
+    versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "triton"))
     source = (
-        f"`torchrun {about['command']}` on {about['device']}, torch {about['torch']}, triton {about['triton']}, "
-        f"NCCL {about['nccl']}, commit {about['commit']}. {result.get('about', '')}".rstrip()
+        f"`torchrun --nproc-per-node {result['ranks']} {about['command']}` on {about['device']}, {versions}, "
+        f"NCCL {about['nccl']}, commit {about['commit']}. {' '.join(filter(None, notes))}".rstrip()
     )
     head = [f"| | pass | ideal, ms | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
     return "\n".join([source, "", *head, *rows])
+
+
+def _untimed(results: list[dict]) -> str:
+    """The rows whose ideal is of our kernel only."""
+    rows = list(dict.fromkeys(row["row"] for row in results if not any("flash-attn-4" in name for name in row["ms"])))
+    if not rows:
+        return ""
+    every = len(rows) == len({row["row"] for row in results})
+    which = "every row" if every else f"rows of {' and '.join(row.split(', ')[-1] for row in rows)}"
+    around = " and Ulysses is around it" if any("Ulysses" in row["percent"] for row in results) else ""
+    return f"flash-attn-4 was not timed in {which}: the ideal is of our kernel{around}."
 
 
 def training_table(result: dict) -> str:
@@ -154,7 +183,7 @@ def training_table(result: dict) -> str:
 
 
 def steps_tables(result: dict) -> str:
-    """What `benchmarks/train_steps.py` measured of each length beside its plan, and the parts of a step."""
+    """Measurements of `benchmarks/train_steps.py` by length beside the plan, and the parts of a step."""
     lengths = list(dict.fromkeys(step["seqlen"] for step in result["steps"] if step["kind"] == "timed"))
     of_kind = {
         kind: {seqlen: [x for x in result["steps"] if (x["kind"], x["seqlen"]) == (kind, seqlen)] for seqlen in lengths}
@@ -168,7 +197,7 @@ def steps_tables(result: dict) -> str:
     versions = ", ".join(f"{name} {result[name]}" for name in packages)
     source = (
         f"`torchrun --nproc-per-node {result['ranks']} {result['command']}` on {result['device']}, {versions}, commit "
-        f"{result['commit']}. {result['about']} The model was built in {result['built_seconds']:.0f} s."
+        f"{result['commit']}. The model was built in {result['built_seconds']:.0f} s."
     )
     head = [
         "| tokens | s of each step | planned then | tokens/s a GPU | MFU | GiB | planned then | ring waits, ms |",
@@ -199,7 +228,7 @@ def _steps_row(steps: list[dict], waits: list[dict], plan: dict | None) -> str:
 
 
 def _parts_table(steps: list[dict]) -> list[str]:
-    """Seconds and percent of each part of the steps that were traced; nothing where none was."""
+    """Seconds and percent of each part of the steps that were traced; empty if none was."""
     traced = [step for step in steps if "parts" in step]
     if not traced:
         return []

@@ -13,7 +13,13 @@ check_count() {
 }
 
 # Sets dry_run, recipe and flags from [--dry-run] [recipe.yaml] [flags of the recipe]; DRY_RUN=1 is --dry-run.
+# Refuses a recipe that is not there, also where nothing is to run. --help prints the head of the launcher.
 read_arguments() {
+  if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '2,/^#SBATCH\|^[^#]/{/^# \|^#$/s/^# \{0,1\}//p}' "launch/${0##*/}"
+    echo "flags of the recipe: python -m recipes.lightning.train fit --help, from the repository's root"
+    exit
+  fi
   DRY_RUN=${DRY_RUN:-0}
   check_count DRY_RUN 0 1
   dry_run=$DRY_RUN
@@ -21,6 +27,10 @@ read_arguments() {
   if [[ ${1:-} == --dry-run ]]; then dry_run=1; shift; fi
   if [[ ${1:-} == *.yaml ]]; then recipe=$1; shift; fi
   flags=("$@")
+  if [[ ! -f $recipe ]]; then
+    echo "the recipe must be a file, got $recipe, looked for from $PWD; correct the path." >&2
+    exit 2
+  fi
 }
 
 # Refuses a checkpoint by name where a run may be started more than once: each start would begin there, and lose the steps
@@ -69,9 +79,6 @@ train() {
   if ((dry_run)); then
     show OMP_NUM_THREADS PYTHONPATH PET_MAX_RESTARTS PET_SIGNALS_TO_HANDLE TORCH_DISABLE_SHARE_RDZV_TCP_STORE \
       -- "${command[@]}"
-  elif [[ ! -f $recipe ]]; then
-    echo "the recipe must be a file, got $recipe, looked for from $PWD; correct the path." >&2
-    exit 2
   else
     supervise ask_workers deaf "${command[@]}"
   fi

@@ -16,6 +16,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/common.sh
+read_arguments "$@"
 
 NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-}}
 for name in NNODES NODE_RANK RDZV_ENDPOINT; do
@@ -27,7 +28,6 @@ done
 check_count NNODES 1
 check_count NODE_RANK 0 $((NNODES - 1))
 
-read_arguments "$@"
 set_environment
 rendezvous=(--nnodes "$NNODES" --rdzv_id "${RDZV_ID:-ringflash}" --rdzv_backend c10d
   --rdzv_endpoint "$RDZV_ENDPOINT" --rdzv_conf "is_host=$((NODE_RANK == 0))")

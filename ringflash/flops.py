@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ringflash.commands.plan.shape import ModelShape
 from ringflash.huggingface.layers import attention_modules
 from ringflash.sequence.mask import cut_into_chunks
 
@@ -37,7 +36,7 @@ PEAK_TFLOPS = (
 
 
 class Multiplied(NamedTuple):
-    """What multiplies a token, as `ModelShape` has it of the models it describes."""
+    """Parameters that multiply a token, and features of a layer's queries; the mean of both if values are narrower."""
 
     matmul_parameters: float
     q_size: float
@@ -107,18 +106,20 @@ def multiplied(model: nn.Module) -> Multiplied | None:
     return Multiplied(total, *sizes) if len(sizes) == 1 else None
 
 
-def training_flops(
-    shape: ModelShape | Multiplied, windows: Sequence[int | Chunk | None], bounds: Sequence[int]
-) -> float:
+def training_flops(counted: Multiplied, windows: Sequence[int | Chunk | None], bounds: Sequence[int]) -> float:
     """Of forward and backward over one sequence.
 
     Args:
         windows: as `layer_windows`.
         bounds: of the documents in the sequence, from 0 to its length.
     """
+    return 6.0 * counted.matmul_parameters * bounds[-1] + 12.0 * counted.q_size * seen_pairs(windows, bounds)
+
+
+def seen_pairs(windows: Sequence[int | Chunk | None], bounds: Sequence[int]) -> int:
+    """Pairs of a query and a key it sees, over all layers; arguments as `training_flops`."""
     pairs = {window: _pairs(window, tuple(bounds)) for window in set(windows)}
-    attention = 12.0 * shape.q_size * sum(pairs[window] for window in windows)
-    return 6.0 * shape.matmul_parameters * bounds[-1] + attention
+    return sum(pairs[window] for window in windows)
 
 
 def _pairs(window: int | Chunk | None, bounds: tuple[int, ...]) -> int:

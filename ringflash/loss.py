@@ -9,6 +9,7 @@ the loss over the ranks is that mean.
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import cast
 
 import torch
@@ -18,6 +19,8 @@ from ringflash.comm.group import Group, resolve
 from ringflash.sequence.padding import IGNORE_INDEX
 
 CHUNK_LOGITS = 1 << 27  # logits alive at a time: 512 MiB in fp32
+
+_COUNTED, _GIVEN, _INVALID = range(3)  # how a rank states the number of tokens
 
 
 def count_tokens(labels: torch.Tensor, group: Group) -> torch.Tensor:
@@ -56,23 +59,27 @@ def cross_entropy(
         weight: (vocab_size, hidden_size), output embedding.
         labels: (...), int64, this rank's shard of the shifted labels; -100 is no label.
         group: ranks that share the sequence; None for one process.
-        num_tokens: labelled tokens of the whole sequence; default `count_tokens(labels, group)`.
+        num_tokens: labelled tokens of the whole sequence, the same on all ranks of the group: an int, or a tensor of
+            one integer. Default: counted.
         chunk_tokens: tokens whose logits are alive together; default as many as make 512 MiB in fp32.
         logit_scale: of models that scale their logits (Granite, Cohere).
     Returns:
         loss: scalar, fp32 (fp64 for fp64). A shard without labels contributes 0, with zero gradients.
     Raises:
-        ValueError: shapes that do not fit; a weight that is still sharded; a chunk without tokens; fewer than 0 tokens.
+        ValueError: shapes that do not fit; a weight that is still sharded; a chunk without tokens; a number of tokens
+            that is negative, no integer, or not the same on all ranks (tensors on GPUs: a device-side assertion).
+            An error of one rank is raised on every rank.
         RuntimeError: a label that is neither -100 nor in the vocabulary; a device-side assertion on GPUs.
     Numerics: softmax, loss and the sum over tokens in fp32; the gradient of weight is summed over chunks in fp32.
     """
-    _check(hidden, weight, labels, chunk_tokens)
     resolved = resolve(group)
-    if num_tokens is None:
-        num_tokens = count_tokens(labels, group)
-    elif isinstance(num_tokens, int) and num_tokens < 0:
-        raise ValueError(f"num_tokens must be 0 or more, got {num_tokens}; leave it out to have the labels counted.")
-    count = torch.as_tensor(num_tokens, device=hidden.device).clamp(min=1)
+    try:
+        _check(hidden, weight, labels, chunk_tokens)
+        _check_num_tokens(num_tokens)
+    except ValueError:
+        _gather_counts(labels, 0, _INVALID, resolved)  # the other ranks wait for this one: they raise, too
+        raise
+    count = _agreed_count(labels, num_tokens, resolved).clamp(min=1)
     cp_size = 1 if resolved is None else resolved.size()
     chunk = chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])
     dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -127,6 +134,59 @@ def shift_labels(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -
     if cu_seqlens is not None:
         labels[:, cu_seqlens[1:].long() - 1] = IGNORE_INDEX
     return labels
+
+
+def _agreed_count(
+    labels: torch.Tensor, num_tokens: torch.Tensor | int | None, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Return the labelled tokens of the whole sequence, counted or given, once all ranks state it alike.
+
+    Raises:
+        ValueError: on every rank, if the ranks' numbers differ, one is negative, or one rank has an error. For tensors
+            on GPUs, and while compiling, an assertion on the device, which no host waits for.
+    """
+    counted = num_tokens is None
+    mine = (labels != IGNORE_INDEX).sum() if num_tokens is None else num_tokens
+    kinds, values = _gather_counts(labels, mine, _COUNTED if counted else _GIVEN, group).unbind(1)
+    agreed = (kinds == kinds[0]).all() & (kinds[0] != _INVALID) & (values >= 0).all()
+    if not counted:
+        agreed = agreed & (values == values[0]).all()
+    if labels.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(agreed, "num_tokens must be 0 or more and the same on every rank of the group")
+    elif not agreed:
+        raise ValueError(_disagreement(kinds.tolist(), values.tolist()))
+    return values.sum() if counted else values[0]
+
+
+def _gather_counts(
+    labels: torch.Tensor, mine: torch.Tensor | int, kind: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Return how each rank states the number of tokens, and its number: (cp_size, 2), int64.
+
+    Every rank sends the same message whatever it states, so that no two ranks can wait for different ones.
+    """
+    rank, size = (0, 1) if group is None else (group.rank(), group.size())
+    table = torch.zeros(size, 2, dtype=torch.int64, device=labels.device)
+    table[rank, 0] = kind
+    table[rank, 1] = mine.reshape(()) if isinstance(mine, torch.Tensor) else mine
+    if group is not None:
+        dist.all_reduce(table, group=group)
+    return table
+
+
+def _disagreement(kinds: list[int], values: list[int]) -> str:
+    if _INVALID in kinds:
+        ranks = [rank for rank, kind in enumerate(kinds) if kind == _INVALID]
+        return f"arguments of cross_entropy must be valid on every rank, got an error on ranks {ranks}; see there."
+    if len(set(kinds)) > 1:
+        ranks = [rank for rank, kind in enumerate(kinds) if kind == _COUNTED]
+        return f"num_tokens must be given on all ranks of the group or on none, got none on ranks {ranks}; add it."
+    if len(set(values)) > 1:
+        return (
+            f"num_tokens must be the same on all ranks of the group, got {values} in rank order; pass the labelled "
+            "tokens of the whole sequence."
+        )
+    return f"num_tokens must be 0 or more, got {values[0]}; leave it out to have the labels counted."
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -214,3 +274,19 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chu
             f"labels must have the shape of hidden without its last dimension {tuple(hidden.shape[:-1])}, "
             f"got {tuple(labels.shape)}; shard the shifted labels as the tokens."
         )
+
+
+def _check_num_tokens(num_tokens: object) -> None:
+    if isinstance(num_tokens, torch.Tensor):
+        kind = num_tokens.dtype
+        valid = not (kind.is_floating_point or kind.is_complex or kind == torch.bool) and num_tokens.numel() == 1
+        got = f"{kind} of shape {tuple(num_tokens.shape)}"
+    else:
+        valid = num_tokens is None or isinstance(num_tokens, int | Integral) and not isinstance(num_tokens, bool)
+        got = repr(num_tokens)
+    if not valid:
+        raise ValueError(
+            f"num_tokens must be an integer or a tensor of one, got {got}; leave it out to have the labels counted."
+        )
+    if isinstance(num_tokens, int | Integral) and int(num_tokens) < 0:
+        raise ValueError(f"num_tokens must be 0 or more, got {num_tokens}; leave it out to have the labels counted.")

@@ -1,7 +1,7 @@
 """Exact attention on one device: forward and backward with log-sum-exp, resumable, over interval masks.
 
-`api` is the contract, `reference` its specification; `portable` and `hopper` are faster implementations
-that never import one another.
+`api` is the contract and `reference` its specification. `flash2`, `flash4` and `hopper` are faster implementations,
+which never import one another.
 """
 
 from ringflash_kernels.api import (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
@@ -277,6 +278,16 @@ def collect(
         total = torch.where(has[:, None, None, None], total + partial, total)
     dk.copy_(total[..., 0, :])
     dv.copy_(total[..., 1, :])
+
+
+def device_guard(device: torch.device) -> AbstractContextManager:
+    """Make `device` the current GPU inside the context: launches, streams and events go to the current one.
+
+    Does nothing for a CPU, or if `device` is current already, which is cheaper than `torch.cuda.device`.
+    """
+    if device.index is None or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:

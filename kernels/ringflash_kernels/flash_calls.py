@@ -56,17 +56,18 @@ def calls(mask: Mask, batch: int = 1) -> list[Call]:
 
     Not in a batch of several sequences: the operator knows documents in a single one alone.
     """
-    key = ("calls", batch > 1)
-    if key not in mask._cache:
-        runs: list[_Run] = []
-        for region in (piece for whole in mask.regions for piece in _pieces(whole)):
-            longer = runs[-1].joined(region) if runs and batch == 1 else None
-            if longer is not None:
-                runs[-1] = longer
-            else:
-                runs.append(_Run.of(region))
-        mask._cache[key] = [run.call() for run in runs]
-    return mask._cache[key]  # type: ignore[return-value]
+    return mask.cached(("calls", batch > 1), lambda: _new_calls(mask, joined=batch == 1))
+
+
+def _new_calls(mask: Mask, *, joined: bool) -> list[Call]:
+    runs: list[_Run] = []
+    for region in (piece for whole in mask.regions for piece in _pieces(whole)):
+        longer = runs[-1].joined(region) if runs and joined else None
+        if longer is not None:
+            runs[-1] = longer
+        else:
+            runs.append(_Run.of(region))
+    return [run.call() for run in runs]
 
 
 Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call, float], tuple[torch.Tensor, torch.Tensor]]

@@ -16,13 +16,15 @@ positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Region(NamedTuple):
@@ -93,7 +95,7 @@ class Mask:
     seqlen_q: int
     seqlen_k: int
     regions: tuple[Region, ...]
-    _cache: dict[object, object] = field(default_factory=dict, repr=False, compare=False, hash=False)
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     @classmethod
     def of(cls, seqlen_q: int, seqlen_k: int, regions: Iterable[Region]) -> Mask:
@@ -160,11 +162,28 @@ class Mask:
             ValueError: the visible keys of a row are not one interval, or begin before those of a row above.
             RuntimeError: see `check_capture`.
         """
-        key = ("bounds", torch.device(device))
+        device = torch.device(device)
+
+        def make() -> tuple[torch.Tensor, torch.Tensor]:
+            check_capture(device)
+            start, stop = self._host_bounds()
+            return start.to(device), stop.to(device)
+
+        return self.cached(("bounds", device), make)
+
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what `make` returned on the first call with this key. Kernels keep tables of a mask this way.
+
+        Args:
+            key: begins with a name that no other caller uses; the mask itself is implied.
+        """
         if key not in self._cache:
-            check_capture(torch.device(device))
-            self._cache[key] = tuple(x.to(device) for x in self._host_bounds())
-        return self._cache[key]  # type: ignore[return-value]
+            self._cache[key] = make()
+        return self._cache[key]
+
+    def is_cached(self, key: Hashable) -> bool:
+        """True after the first call of `cached` with this key."""
+        return key in self._cache
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """Visibility of every pair: (seqlen_q, seqlen_k), bool. For the reference and for tests."""

@@ -35,8 +35,7 @@ from ringflash.comm import agreement, call_numbers, cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import PointToPoint, choose_transport, message_memory, open_transport
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation, state_dtype
-from ringflash_kernels.hopper.launcher import on
+from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, device_guard, implementation, state_dtype
 
 _Result = TypeVar("_Result")
 
@@ -63,7 +62,7 @@ def _on_their_device(function: Callable[..., _Result]) -> Callable[..., _Result]
 
     @wraps(function)
     def on_device(*inputs: Any) -> _Result:
-        with on(inputs[0].device):
+        with device_guard(inputs[0].device):
             return function(*inputs)
 
     return on_device

@@ -223,11 +223,11 @@ class Headwise:
 
     def _is_first(self, way: str, gathered: Gathered) -> bool:
         """Whether a mask is new to this kernel: the second section must then find what the first one keeps with it."""
-        return self._kernel(way, gathered) not in self.gathering.mask._cache
+        return not self.gathering.mask.is_cached(self._kernel(way, gathered))
 
     def _met(self, way: str, gathered: Gathered) -> None:
         """From now on, it is not."""
-        self.gathering.mask._cache[self._kernel(way, gathered)] = True
+        self.gathering.mask.cached(self._kernel(way, gathered), lambda: True)
 
     def _kernel(self, way: str, gathered: Gathered) -> tuple[object, ...]:
         return "headwise", way, self.impl, self.deterministic, gathered.head_dim, gathered.device

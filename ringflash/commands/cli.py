@@ -1,6 +1,7 @@
 """The command `ringflash`; each subcommand is a module with `add_arguments(parser)` and `run(options)`.
 
-A subcommand is imported when it is asked for, so that one does not need what another does.
+A subcommand is imported when it is asked for, so that one does not need what another does. That of the benchmarks is
+beside the package in a clone, and in no wheel.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 
 from jsonargparse import ArgumentParser
 
+import ringflash
 from ringflash.console import status_of
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
-    "bench": ("ringflash.bench.command", "How fast are kernels and ring, beside their peers and a baseline"),
+    "bench": ("benchmarks.command", "How fast are kernels and ring, beside their peers and a baseline"),
     "doctor": ("ringflash.commands.doctor.command", "Is this machine, and every host of the job, fit for a long run"),
     "plan": ("ringflash.commands.plan.command", "Will it fit, how long is a step, and what to change"),
     "verify": ("ringflash.verify.command", "Does a training over the ring learn what it learns on one device"),
 }
+
+ROOT = Path(ringflash.__file__).parents[1]
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -36,26 +42,44 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
-    options = _parser(wanted=args[0] if args else "").parse_args(args)
-    module = import_module(COMMANDS[options.subcommand][0])
+    wanted = args[0] if args else ""
     try:
-        return module.run(options[options.subcommand])
+        options = _parser(wanted).parse_args(args)
+        return _module(options.subcommand).run(options[options.subcommand])
     except BrokenPipeError:
         raise
     except (ValueError, RuntimeError, NotImplementedError, ImportError, OSError) as error:
-        print(f"ringflash {options.subcommand}: {error}", file=sys.stderr)
+        print(f"ringflash {wanted}: {error}", file=sys.stderr)
     except Exception:  # a mistake of ours, which must not pass for a finding: Python's own status is 1
         traceback.print_exc()
     return 2
+
+
+def _module(name: str) -> ModuleType:
+    """Import a subcommand.
+
+    Raises:
+        RuntimeError: a command of the benchmarks in an installed package.
+    """
+    module = COMMANDS[name][0]
+    if not module.startswith("ringflash."):
+        if not (ROOT / module.replace(".", "/")).with_suffix(".py").is_file():
+            raise RuntimeError(
+                f"benchmarks must be beside the package, got none in {ROOT}; run ringflash {name} from a clone of the "
+                "repository, with pip install -e."
+            )
+        if str(ROOT) not in sys.path:  # a script's own folder is there, not that of its package
+            sys.path.insert(0, str(ROOT))
+    return import_module(module)
 
 
 def _parser(wanted: str) -> ArgumentParser:
     """All subcommands by name and help, and the arguments of the one that is wanted."""
     parser = ArgumentParser(prog="ringflash", description="Exact ring attention: look before the long run.")
     commands = parser.add_subcommands()
-    for name, (module, help_line) in COMMANDS.items():
+    for name, (_, help_line) in COMMANDS.items():
         command = ArgumentParser(description=help_line)
         if name == wanted:
-            import_module(module).add_arguments(command)
+            _module(name).add_arguments(command)
         commands.add_subcommand(name, command, help=help_line)
     return parser

@@ -12,6 +12,7 @@ import sys
 from contextlib import ExitStack
 from math import isfinite
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -19,7 +20,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ringflash.console import status_of
 from ringflash.data.files import TokenFiles
 from ringflash.data.prepare import prepare
-from ringflash.data.sources import SUFFIXES
+from ringflash.data.sources import SUFFIXES, BadLines
+
+_LEFT_OUT = {"num_empty": "empty documents left out", "num_bad": "bad lines skipped"}
+_COUNTS = ("num_tokens", "num_documents", *_LEFT_OUT)
 
 _STDERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -61,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument(
         "--suffix", action="append", help=f"ending of the files to take from folders; repeatable ({' '.join(SUFFIXES)})"
     )
+    making.add_argument(
+        "--bad-lines", choices=get_args(BadLines), default="error",
+        help="lines and rows that hold no document: stop at the first, or skip and count them (%(default)s)",
+    )  # fmt: skip
     making.add_argument("--shard-mib", type=_mib, default=64, help="MiB of input for each token file (%(default)s)")
     cores = len(os.sched_getaffinity(0))  # of this job, not of the host
     making.add_argument("--processes", type=int, default=cores, help="default one for each core (%(default)s)")
@@ -91,16 +99,18 @@ def _prepare(options: argparse.Namespace) -> None:
         try:
             header = prepare(
                 options.inputs, options.out, tokenizer=options.tokenizer, text_field=options.text_field,
-                suffixes=options.suffix or SUFFIXES, shard_bytes=int(options.shard_mib * (1 << 20)),
-                num_processes=options.processes, on_shard=show,
+                suffixes=options.suffix or SUFFIXES, bad_lines=options.bad_lines,
+                shard_bytes=int(options.shard_mib * (1 << 20)), num_processes=options.processes, on_shard=show,
             )  # fmt: skip
         except OSError as error:
             raise RuntimeError(
                 f"inputs must be readable and {options.out} a folder that can be written, got {error}; "
                 "run the same command again once they are, and it goes on."
             ) from error
-    num_tokens, num_documents = (sum(getattr(x, n) for x in header.shards) for n in ("num_tokens", "num_documents"))
-    print(f"{options.out}: {num_tokens:,} tokens of {header.dtype} in {num_documents:,} documents")
+    total = {name: sum(getattr(shard, name) for shard in header.shards) for name in _COUNTS}
+    left_out = [f"{total[name]:,} {words}" for name, words in _LEFT_OUT.items() if total[name]]
+    written = f"{total['num_tokens']:,} tokens of {header.dtype} in {total['num_documents']:,} documents"
+    print(f"{options.out}: " + "; ".join([written, *left_out]))
 
 
 def _check(options: argparse.Namespace) -> None:

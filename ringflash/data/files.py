@@ -42,12 +42,14 @@ class TokenFiles:
     def corrupt_shards(self, first: int = 0, step: int = 1) -> list[str]:
         """Names of the shards whose content is not what the header says, of the shards first, first + step, ...
 
-        Reads them whole; several ranks share the work by their rank and number.
+        Their checksum is another, or a token is outside the vocabulary. Reads them whole; several ranks share the work
+        by their rank and number.
         """
+        chosen = list(zip(self.header.shards, self._tokens, strict=True))[first::step]
         return [
             shard.name
-            for shard in self.header.shards[first::step]
-            if checksum(self.folder / shard.name) != shard.sha256
+            for shard, tokens in chosen
+            if checksum(self.folder / shard.name) != shard.sha256 or tokens.max(initial=0) >= self.header.vocab_size
         ]
 
     def check(self) -> None:
@@ -95,9 +97,10 @@ def checksum(path: Path) -> str:
 
 
 def raise_for(folder: Path, corrupt: list[str]) -> None:
-    """Raise TokenFileError where there are corrupt shards."""
+    """Raise TokenFileError if there are corrupt shards."""
     if corrupt:
         raise TokenFileError(
-            f"shards in {folder} must have the checksums of their header, got others in {', '.join(corrupt)}; "
+            f"shards in {folder} must have the checksums and the vocabulary of their header, got others in "
+            f"{', '.join(corrupt)}; "
             "copy them again, or prepare the files again."
         )

@@ -12,10 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +26,7 @@ VERSION = 1
 HEADER = "header.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 BOUND = np.dtype("<i8")
+MAX_VOCAB_SIZE = 1 << 32  # of the widest dtype
 
 Tokens = list[int] | np.ndarray
 
@@ -35,12 +37,19 @@ class TokenFileError(ValueError):
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens."""
+    """One file of tokens.
+
+    Args:
+        num_empty: documents without text that were left out.
+        num_bad: lines and rows that could not be read and were skipped, as `prepare` was told to.
+    """
 
     name: str
     num_tokens: int
     num_documents: int
     sha256: str
+    num_empty: int = 0
+    num_bad: int = 0
 
     def bounds_at(self, dtype: str) -> int:
         """Where the ends of the documents start in the file, bytes."""
@@ -151,12 +160,31 @@ def read_header(folder: Path) -> Header:
     shards = content.get("shards")
     entries = tuple(_build(Shard, entry, path) for entry in shards) if isinstance(shards, list) else shards
     header: Header = _build(Header, {**content, "shards": entries}, path)
+    if not 0 < header.vocab_size <= MAX_VOCAB_SIZE:
+        raise TokenFileError(
+            f"vocab_size in {path} must be from 1 to {MAX_VOCAB_SIZE}, got {header.vocab_size}; prepare them again."
+        )
+    _check_names([shard.name for shard in header.shards], path)
     if header.dtype != dtype_for(header.vocab_size):
         raise TokenFileError(
             f"{path} must have dtype {dtype_for(header.vocab_size)} for a vocabulary of {header.vocab_size}, "
             f"got {header.dtype}; prepare the files again."
         )
     return header
+
+
+def _check_names(names: list[str], path: Path) -> None:
+    """Raise TokenFileError unless the shards are some files of the folder itself, each named once."""
+    if not names:
+        raise TokenFileError(f"shards in {path} must name a file at least, got none; prepare the files again.")
+    for name in names:
+        if not re.fullmatch(r"[^/\\\0]+", name) or name in (".", ".."):
+            raise TokenFileError(
+                f"name in {path} must be that of a file in the same folder, got {name!r}; prepare the files again."
+            )
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise TokenFileError(f"shards in {path} must be named once each, got {twice} again; prepare the files again.")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -167,7 +195,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:  # of JSON and of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8; of lists in lists without end
         raise TokenFileError(f"{path} must be JSON, got {error}; prepare the files again.") from error
     if not isinstance(content, dict):
         raise TokenFileError(f"{path} must be an object, got {type(content).__name__}; prepare the files again.")
@@ -184,12 +212,13 @@ _TYPES = {"int": (int, "an int"), "str": (str, "a string"), "tuple[Shard, ...]":
 
 
 def _build(kind: type, content: Any, path: Path) -> Any:
-    """A dataclass from JSON, of exactly its fields, each of its type."""
+    """Return a dataclass from JSON with exactly its fields, each of its type; those with defaults may be missing."""
     rules = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
-    if not isinstance(content, dict) or content.keys() != rules.keys():
+    required = {field.name for field in fields(kind) if field.default is MISSING}
+    if not isinstance(content, dict) or not required <= content.keys() <= rules.keys():
         got = sorted(content) if isinstance(content, dict) else content
         raise TokenFileError(f"{path} must have the keys {sorted(rules)}, got {got}; prepare the files again.")
-    for name, (rule, words) in rules.items():
+    for name, (rule, words) in ((name, rules[name]) for name in content):
         if type(content[name]) is not rule or (rule is int and content[name] < 0):
             raise TokenFileError(
                 f"{name} in {path} must be {words}, not negative, got {content[name]!r}; prepare the files again."

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import get_args
 
 from ringflash.data import tokenizers
 from ringflash.data.files import checksum
@@ -40,7 +41,16 @@ from ringflash.data.format import (
     write_json,
     write_shard,
 )
-from ringflash.data.sources import SUFFIXES, Document, Piece, cut_into_shards, documents, find_files
+from ringflash.data.sources import (
+    SUFFIXES,
+    BadLines,
+    Document,
+    LeftOut,
+    Piece,
+    cut_into_shards,
+    documents,
+    find_files,
+)
 
 PLAN = "plan.json"
 _BATCH_BYTES, _BATCH_DOCUMENTS = 1 << 20, 512
@@ -63,6 +73,7 @@ class Job:
     pieces: list[Piece]
     tokenizer: str
     text_field: str
+    bad_lines: BadLines
 
     @property
     def entry_path(self) -> Path:
@@ -82,6 +93,7 @@ def prepare(
     tokenizer: str = "bytes",
     text_field: str = "text",
     suffixes: Iterable[str] = SUFFIXES,
+    bad_lines: BadLines = "error",
     shard_bytes: int = 64 << 20,
     num_processes: int = 1,
     on_shard: OnShard = lambda done, total: None,
@@ -92,6 +104,8 @@ def prepare(
         inputs: files, and folders searched for files that end in one of the suffixes.
         tokenizer: "bytes", or the folder of a Hugging Face tokenizer.
         text_field: of JSONL and parquet.
+        bad_lines: "error" refuses a line or a row that holds no document, with its place; "skip" counts it in the
+            header (`Shard.num_bad`), as empty documents always are (`num_empty`).
         shard_bytes: of input for each file of tokens.
         on_shard: told the bytes of input done and in all, first with what an earlier run has done.
     Raises:
@@ -100,7 +114,9 @@ def prepare(
     """
     _check_positive(shard_bytes=shard_bytes, num_processes=num_processes)
     out, files, loaded = Path(out), find_files(inputs, tuple(suffixes)), _loaded(tokenizer)
-    plan = _fingerprint(files, loaded, text_field, shard_bytes)
+    if bad_lines not in get_args(BadLines):
+        raise ValueError(f"bad_lines must be 'error' or 'skip', got {bad_lines!r}; 'error' is the default.")
+    plan = _fingerprint(files, loaded, text_field, shard_bytes, bad_lines)
     out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         finished = read_header(out) if (out / HEADER).exists() else None
@@ -109,7 +125,7 @@ def prepare(
         else:
             _claim(out, plan)
         shards = enumerate(cut_into_shards(files, shard_bytes))
-        jobs = [Job(out / f"{i:05}.bin", pieces, tokenizer, text_field) for i, pieces in shards]
+        jobs = [Job(out / f"{i:05}.bin", pieces, tokenizer, text_field, bad_lines) for i, pieces in shards]
         known = {} if finished is None else {out / shard.name: shard for shard in finished.shards}
         entries = _write_missing(jobs, known, num_processes, on_shard)
         _check_documents(entries)
@@ -168,9 +184,11 @@ def _write(jobs: list[Job], num_processes: int) -> Iterator[tuple[Job, Shard]]:
 
 
 def _write_one(job: Job) -> Shard:
-    tokenizer = _loaded(job.tokenizer)
-    found = (tokens for batch in _batches(documents(job.pieces, job.text_field)) for tokens in tokenizer.encode(batch))
-    entry = write_shard(job.path, found, tokenizer.vocab_size)
+    tokenizer, left_out = _loaded(job.tokenizer), LeftOut()
+    found = documents(job.pieces, job.text_field, left_out, job.bad_lines)
+    encoded = (tokens for batch in _batches(found) for tokens in tokenizer.encode(batch))
+    written = write_shard(job.path, encoded, tokenizer.vocab_size)
+    entry = replace(written, num_empty=left_out.empty, num_bad=left_out.bad)
     write_json(job.entry_path, entry)
     return entry
 
@@ -207,9 +225,12 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _fingerprint(files: list[Path], tokenizer: tokenizers.Tokenizer, text_field: str, shard_bytes: int) -> str:
+def _fingerprint(
+    files: list[Path], tokenizer: tokenizers.Tokenizer, text_field: str, shard_bytes: int, bad_lines: BadLines
+) -> str:
     found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    content = json.dumps([VERSION, found, tokenizer.checksum, text_field, shard_bytes])
+    options = [text_field, shard_bytes, *([bad_lines] if bad_lines != "error" else [])]
+    content = json.dumps([VERSION, found, tokenizer.checksum, *options])
     return hashlib.sha256(content.encode()).hexdigest()
 
 

@@ -8,13 +8,41 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 _LINES = (".jsonl", ".ndjson")  # two names of one format
 SUFFIXES = (".txt", *_LINES, ".parquet")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+
+
+BadLines = Literal["error", "skip"]
+
+_SKIP = "or skip such lines with --bad-lines skip"
+
+
+class BadLineError(Exception):
+    """A line of JSONL or a row of parquet that holds no document: what it lacks, and the remedy.
+
+    `place` is set by the reader of the file, which finds it only for an error that is shown.
+    """
+
+    place: Callable[[], str]
+
+    def __init__(self, text: str, remedy: str) -> None:
+        super().__init__(text)
+        self.remedy = remedy
+
+
+@dataclass
+class LeftOut:
+    """Counts of what a shard's input held beside its documents."""
+
+    empty: int = 0
+    bad: int = 0
 
 
 class Document(NamedTuple):
@@ -50,8 +78,8 @@ def find_files(inputs: Iterable[str | Path], suffixes: Iterable[str] = SUFFIXES)
         chosen = sorted(p for p in below if p.is_file() and (p.name.endswith(tuple(suffixes)) or p == path))
         for p in chosen:
             found.setdefault(p.resolve(), p.parent.resolve() / p.name if p.suffix in SUFFIXES else p.resolve())
-    names = sorted(path for path in found.values() if path.stat().st_size)
-    if not names:
+    names = sorted(path for path in found.values() if path.stat().st_size or _is_text(path))  # empty texts are counted
+    if not any(path.stat().st_size for path in names):
         raise ValueError(
             f"inputs must hold a file that is not empty, and in a folder ends in {' or '.join(suffixes)}, got none; "
             "name others."
@@ -59,6 +87,10 @@ def find_files(inputs: Iterable[str | Path], suffixes: Iterable[str] = SUFFIXES)
     if compressed := [path for path in names if path.suffix in _COMPRESSED]:
         raise ValueError(f"inputs must not be compressed, got {compressed[0]}; decompress it first.")
     return names
+
+
+def _is_text(path: Path) -> bool:
+    return path.suffix not in (*_LINES, ".parquet")
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -103,48 +135,80 @@ def _pieces(path: Path, shard_bytes: int) -> Iterator[Piece]:
         yield Piece(path, 0, size, size)
 
 
-def documents(pieces: Iterable[Piece], text_field: str) -> Iterator[Document]:
-    """The documents of a shard; empty ones are left out.
+def documents(
+    pieces: Iterable[Piece], text_field: str, left_out: LeftOut, bad_lines: BadLines = "error"
+) -> Iterator[Document]:
+    """Yield the documents of a shard; empty ones are left out and counted, and so are bad lines if they may be.
 
+    Args:
+        left_out: where both are counted.
     Raises:
         ValueError: a line or a row without a text; with its place.
     """
-    for piece in pieces:
-        if piece.path.suffix in _LINES:
-            found = _jsonl(piece, text_field)
-        elif piece.path.suffix == ".parquet":
-            found = _rows(piece, text_field)
+    for found in (found for piece in pieces for found in _documents_in(piece, text_field)):
+        if isinstance(found, Document):
+            if found.text:
+                yield found
+            else:
+                left_out.empty += 1
+        elif bad_lines == "skip":
+            left_out.bad += 1
         else:
-            found = iter([Document(str(piece.path), piece.path.read_bytes())])
-        yield from (document for document in found if document.text)
+            raise ValueError(f"{found} in {found.place()}; {found.remedy}.") from found
 
 
-def _jsonl(piece: Piece, field: str) -> Iterator[Document]:
-    """Of the lines that start in the piece."""
+def _documents_in(piece: Piece, field: str) -> Iterator[Document | BadLineError]:
+    if piece.path.suffix in _LINES:
+        yield from _jsonl(piece, field)
+    elif piece.path.suffix == ".parquet":
+        yield from _rows(piece, field)
+    else:
+        yield Document(str(piece.path), piece.path.read_bytes())
+
+
+def _jsonl(piece: Piece, field: str) -> Iterator[Document | BadLineError]:
+    """Yield a document, or its error, for each line that starts in the piece."""
     with piece.path.open("rb") as file:
         if piece.start:
             file.seek(piece.start - 1)
             file.readline()
         while (at := file.tell()) < piece.stop:
-            place, line = f"{piece.path} at byte {at}", file.readline()
-            if line.strip():
-                yield _document(place, field, _parsed(place, line))
+            line = file.readline()
+            if not line.strip():
+                continue
+            try:
+                yield _document(str(piece.path), field, _parsed(line))
+            except BadLineError as problem:
+                problem.place = partial(_line_at, piece.path, at)
+                yield problem
 
 
-def _parsed(place: str, line: bytes) -> Any:
+def _line_at(path: Path, at: int) -> str:
+    """The file and the number, from 1, of the line that starts at a byte."""
+    with path.open("rb") as file:
+        ends = sum(file.read(min(1 << 20, at - start)).count(b"\n") for start in range(0, at, 1 << 20))
+    return f"{path}, line {1 + ends}"
+
+
+def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:  # of JSON and of UTF-8
-        raise ValueError(f"line must be JSON in UTF-8, got {error} in {place}; correct the file.") from error
+    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8; of lists in lists without end
+        raise BadLineError(f"line must be JSON in UTF-8, got {error}", f"correct the file, {_SKIP}") from error
 
 
-def _rows(piece: Piece, field: str) -> Iterator[Document]:
+def _rows(piece: Piece, field: str) -> Iterator[Document | BadLineError]:
     file = _parquet(piece.path)
     if field not in file.schema_arrow.names:
         raise ValueError(f"parquet must have a column {field!r}, got {file.schema_arrow.names} in {piece.path}; "
                          "name one with --text-field.")  # fmt: skip
     for row, text in enumerate(_column(file, piece, field)):
-        yield _document(f"{piece.path}, row {row} of row group {piece.start}", field, {field: text})
+        place = f"{piece.path}, row {row} of row group {piece.start}"
+        try:
+            yield _document(place, field, {field: text})
+        except BadLineError as problem:
+            problem.place = partial(str, place)
+            yield problem
 
 
 def _column(file: Any, piece: Piece, field: str) -> Iterator[Any]:
@@ -175,11 +239,11 @@ def _parquet(path: Path) -> Any:
 def _document(place: str, field: str, row: Any) -> Document:
     text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        raise ValueError(
-            f"every document must have a string in {field!r}, got {text!r} in {place}; "
-            "name the field with --text-field, or correct the file."
+        raise BadLineError(
+            f"every document must have a string in {field!r}, got {text!r}",
+            f"name the field with --text-field, correct the file, {_SKIP}",
         )
     try:
         return Document(place, text.encode())
     except UnicodeEncodeError as error:
-        raise ValueError(f"text must be Unicode, got {error} in {place}; correct the file.") from error
+        raise BadLineError(f"text must be Unicode, got {error}", f"correct the file, {_SKIP}") from error

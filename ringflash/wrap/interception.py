@@ -45,6 +45,7 @@ class Calls:
     Args:
         root: what errors call the module.
         whole: attend within this process, as the module did before it was wrapped.
+        generated: a transformers model within the module generated tokens off the ring in the last forward.
         trace: where calls are kept, if they are.
         key: of `_known`; text, since torch.compile takes a number that has changed for a variable one.
     """
@@ -52,6 +53,7 @@ class Calls:
     options: Options
     root: str
     called: bool = False
+    generated: bool = False
     whole: bool = False
     trace: list[Call] | None = None
     key: str = field(default_factory=map(str, count()).__next__, init=False)
@@ -64,7 +66,9 @@ class Calls:
 
     def check_called(self) -> None:
         """Raise RuntimeError at the end of the first forward if nothing was intercepted in it."""
-        if not self.called:
+        if self.generated:
+            self.generated = False
+        elif not self.called:
             raise RuntimeError(
                 f"{self.root} must call scaled_dot_product_attention, RingAttention or a transformers model, got no "
                 "such call in its forward; its attention cannot be seen, and would stay within each rank's shard."
@@ -97,13 +101,12 @@ class Interception(TorchFunctionMode):
         super().__init__()
         self.calls, self.layer = calls, layer
         self.recomputation = _recomputation()
-        self.generated = False  # by a transformers model off the ring
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """The function's result; inside an attention nothing is intercepted again."""
         kwargs = kwargs or {}
         if is_generating():
-            self.generated = True
+            self.calls.generated = True
             return func(*args, **kwargs)
         kind = _kind(func)
         if func is F.scaled_dot_product_attention:

@@ -5,6 +5,9 @@ gloo, 2 to 4 CPU processes, fp64.
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,6 +43,34 @@ def averaged_loss(ctx: Context, num_labelled: int) -> None:
 def test_ranks_average_to_the_mean_token_loss(pool: Pool, size: int, num_labelled: int) -> None:
     """With one labelled token, every rank but the first has none."""
     pool.run(averaged_loss, num_labelled, size=size)
+
+
+def message_of(ctx: Context, by_rank: list[Any]) -> str:
+    """The ValueError of a call whose ranks name these numbers of tokens; "" if there is none."""
+    hidden, weight, labels = torch.ones(1, 4, 8), torch.ones(19, 8), torch.ones(1, 4, dtype=torch.int64)
+    try:
+        cross_entropy(hidden, weight, labels, group=ctx.group, num_tokens=by_rank[ctx.rank])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "by_rank, messages",
+    [
+        ([8, torch.tensor(8)], ["", ""]),
+        ([8, 7], [r"num_tokens must be the same .* got \[8, 7\] in rank order"] * 2),
+        ([-1, torch.tensor(5)], ["num_tokens must be 0 or more, got -1", r"valid on every rank, .* on ranks \[0\]"]),
+        ([torch.tensor(-3)] * 2, ["num_tokens must be 0 or more, got -3"] * 2),
+        ([8, None], [r"must be given on all ranks of the group or on none, got none on ranks \[1\]"] * 2),
+        ([None, float("nan")], [r"valid on every rank, .* on ranks \[1\]", "integer or a tensor of one, got nan"]),
+    ],
+)
+def test_numbers_of_tokens_are_refused_on_every_rank(pool: Pool, by_rank: list[Any], messages: list[str]) -> None:
+    """And the next call is unharmed: no rank has left a message behind."""
+    got = pool.run(message_of, by_rank, size=2)
+    assert all(re.search(want, text) if want else not text for want, text in zip(messages, got, strict=True)), got
+    assert pool.run(message_of, [8, 8], size=2) == ["", ""]
 
 
 def spread_of_nan(ctx: Context, case: Case, name: str) -> None:

@@ -197,7 +197,7 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch, head_dim):
     launch = launcher.__call__
 
     @contextmanager
-    def on(device):
+    def guard(device):
         current.append(device)
         yield
         current.pop()
@@ -206,7 +206,7 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch, head_dim):
         places.append(tuple(current))
         launch(*args, **constants)
 
-    monkeypatch.setattr(module, "on", on)
+    monkeypatch.setattr(module, "device_guard", guard)
     monkeypatch.setattr(launcher, "__call__", noted)
     q, k, v, dout = inputs(MASKS["three keys"], Shape(head_dim))
     run = module.Backward(dout, q, q, torch.zeros(1, 2, 67), softmax_scale=1.0)

@@ -136,6 +136,7 @@ REFUSALS: dict[str, Refusal] = {
         "ValueError", "must all require grad or none", lambda c, a: a.update(q=a["q"].requires_grad_())
     ),
     "scale": Refusal("ValueError", "softmax_scale must be positive and finite, got 0.0", _set(softmax_scale=0.0)),
+    "scale_no_number": Refusal("ValueError", "positive and finite, got nan; leave", _set(softmax_scale=float("nan"))),
     "scale_without_end": Refusal(
         "ValueError", "softmax_scale must be positive and finite, got inf", _set(softmax_scale=float("inf"))
     ),

@@ -12,7 +12,7 @@ import math
 import pytest
 import torch
 
-from ringflash_kernels import Mask, attention_forward, fp8_reference
+from ringflash_kernels import attention_forward, fp8_reference
 from tests.kernels.test_hopper_forward import MASKS
 
 pytestmark = [

@@ -30,7 +30,7 @@ CASES = [
     for causal in (True, False)
 ]
 OTHERS = ("flash2", "fa4")
-NOISE = 1.02
+NOISE = 1.02  # of a mean; the ring has shown 1.0004 at most, and a ring that rounds 1.28 at least
 GRADED = ("out", "dq", "dk", "dv")
 
 Tensors = dict[str, torch.Tensor]

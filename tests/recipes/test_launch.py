@@ -18,6 +18,7 @@ from ringflash.lightning.checkpoints import newest_checkpoint
 from tests.recipes.launching import ROOT, run, run_ranks, write_text
 
 LAUNCH = ROOT / "launch"
+RECIPE = "recipes/lightning/128k_cp8_8gpus.yaml"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 SCRIPTS = [*sorted(LAUNCH.glob("*.sh")), LAUNCH / "slurm.sbatch", ROOT / "tests" / "recipes" / "two_hosts.sh"]
 
@@ -116,16 +117,30 @@ def test_counts_that_are_none_are_refused(name: str, value: str) -> None:
         run(["launch/host.sh"], **known)
 
 
-def test_a_recipe_that_is_not_there_is_refused() -> None:
+@pytest.mark.parametrize("dry", ["0", "1"])
+@pytest.mark.parametrize("launcher", ["local.sh", "host.sh", "slurm.sbatch"])
+def test_a_recipe_that_is_not_there_is_refused(launcher: str, dry: str) -> None:
+    """A dry run too: it must not show a command that would fail."""
+    place = {"NNODES": "1", "NODE_RANK": "0", "RDZV_ENDPOINT": "a:1", "NPROC": "1", "OMP_NUM_THREADS": "1"}
     with pytest.raises(AssertionError, match="status 2:\nthe recipe must be a file, got nowhere.yaml, looked for from"):
-        run(["launch/local.sh", "nowhere.yaml"], NPROC="1")
+        run(["bash", f"launch/{launcher}", "nowhere.yaml"], DRY_RUN=dry, **place)
+
+
+@pytest.mark.parametrize("launcher", ["local.sh", "host.sh", "slurm.sbatch"])
+def test_help_names_the_options_and_variables_of_the_launcher(launcher: str, tmp_path: Path) -> None:
+    """From any folder; and where the recipe's own flags are listed."""
+    command = ["bash", "-c", f"cd {tmp_path} && bash {LAUNCH / launcher} --help"]
+    shown = run(command)
+    for word in ("recipe.yaml", "dry-run" if launcher != "slurm.sbatch" else "DRY_RUN", "train fit --help"):
+        assert word in shown
+    assert ("MAX_RESTARTS" in shown) == (launcher != "slurm.sbatch") and "#" not in shown and "SBATCH" not in shown
 
 
 def test_slurm_dry_run() -> None:
     """One host script for each node, from the newest checkpoint; the user's flags come last."""
-    shown = dry_run("bash", "launch/slurm.sbatch", "a.yaml", "--trainer.max_steps", "3", SLURM_NNODES="4")
+    shown = dry_run("bash", "launch/slurm.sbatch", RECIPE, "--trainer.max_steps", "3", SLURM_NNODES="4")
     assert "NNODES=4 MAX_RESTARTS=3 RDZV_ENDPOINT=localhost:29500 RDZV_ID=" in shown
-    assert "srun --kill-on-bad-exit=1 launch/host.sh a.yaml --ckpt_path auto --trainer.max_steps 3" in shown
+    assert f"srun --kill-on-bad-exit=1 launch/host.sh {RECIPE} --ckpt_path auto --trainer.max_steps 3" in shown
 
 
 @pytest.mark.parametrize("flag", [("--ckpt_path", "runs/a.ckpt"), ("--ckpt_path=null",)], ids=str)
@@ -133,11 +148,11 @@ def test_a_checkpoint_that_every_start_would_begin_from_is_refused(flag: tuple[s
     """A job that is queued again, or started again after a crash, would lose the steps since."""
     value = flag[-1].removeprefix("--ckpt_path=")
     with pytest.raises(AssertionError, match=f"must be auto where SLURM may queue the job again, got {value}: "):
-        dry_run("bash", "launch/slurm.sbatch", "a.yaml", *flag)
+        dry_run("bash", "launch/slurm.sbatch", RECIPE, *flag)
     with pytest.raises(AssertionError, match=f"must be auto where MAX_RESTARTS is 2, got {value}: .* auto finds it"):
         dry_run("launch/local.sh", *flag, NPROC="2", MAX_RESTARTS="2")
     assert value in dry_run("launch/local.sh", *flag, NPROC="2")
-    assert "--ckpt_path auto" in dry_run("bash", "launch/slurm.sbatch", "a.yaml", "--ckpt_path", "auto")
+    assert "--ckpt_path auto" in dry_run("bash", "launch/slurm.sbatch", RECIPE, "--ckpt_path", "auto")
 
 
 def test_kubernetes_dry_run() -> None:

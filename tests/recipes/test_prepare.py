@@ -278,12 +278,15 @@ def test_two_runs_at_a_time_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', "line must be JSON in UTF-8, got .* in .*a.jsonl at byte 14; correct the file"),
-        (b'{"text": "\xff"}', "line must be JSON in UTF-8, got .* at byte 14"),
-        (b'{"body": "a"}', "every document must have a string in 'text', got None in .* at byte 14; name the field"),
+        (b'{"text": "a"', "line must be JSON in UTF-8, got .* in .*a.jsonl, line 2; correct the file, or skip"),
+        (b'{"text": "\xff"}', "line must be JSON in UTF-8, got .* in .*a.jsonl, line 2; "),
+        (
+            b'{"body": "a"}',
+            "every document must have a string in 'text', got None in .*a.jsonl, line 2; name the field",
+        ),
         (b'{"text": 1}', "every document must have a string in 'text', got 1 in"),
         (b'["text"]', "every document must have a string in 'text', got None in"),
-        (b'{"text": "\\ud800"}', "text must be Unicode, got .* at byte 14; correct the file"),
+        (b'{"text": "\\ud800"}', "text must be Unicode, got .* in .*a.jsonl, line 2; correct the file"),
     ],
 )
 def test_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
@@ -294,10 +297,67 @@ def test_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.json"]  # nothing half written takes room
 
 
+BAD_LINES = [
+    b'{"text": "a"',
+    b'{"text": "\xff"}',
+    b'{"body": 1}',
+    b'{"text": null}',
+    b'{"text": "\\ud800"}',
+    b"[" * 99999,
+]
+
+
+@pytest.mark.parametrize("shard_bytes", [20, 1 << 20])
+def test_bad_lines_are_skipped_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shard_bytes: int
+) -> None:
+    """Beside empty documents, over one shard or many; a line of white space is neither."""
+    lines = [b'{"text": "a"}', b'{"text": ""}', *BAD_LINES, b"  ", b'{"text": "b"}', b'{"text": ""}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "b.txt").write_bytes(b"")
+    arguments = ["prepare", str(tmp_path), "--out", str(tmp_path / "out"), "--shard-mib", str(shard_bytes / (1 << 20))]
+    assert main([*arguments, "--bad-lines", "skip", "--processes", "1"]) == 0
+    assert (
+        "4 tokens of uint16 in 2 documents; 3 empty documents left out; 6 bad lines skipped" in capsys.readouterr().out
+    )
+    assert read_all(tmp_path / "out") == as_bytes(["a", "b"])
+    assert main([*arguments, "--processes", "1"]) == 1
+    assert "out must be of the same inputs, tokenizer and options" in capsys.readouterr().err
+
+
+def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
+    """A row without text is a bad line of parquet."""
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra ringflash[parquet] is not installed")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": ["a", None, "", "b"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="string in 'text', got None in .*a.parquet, row 1 of row group 0; name the"):
+        prepare([tmp_path / "a.parquet"], tmp_path / "refused")
+    (shard,) = prepare([tmp_path / "a.parquet"], tmp_path / "out", bad_lines="skip").shards
+    assert (shard.num_documents, shard.num_empty, shard.num_bad) == (2, 1, 1)
+
+
+def test_another_word_for_bad_lines_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="bad_lines must be 'error' or 'skip', got 'ignore'"):
+        prepare([write_inputs(tmp_path / "in")], tmp_path / "out", bad_lines="ignore")  # type: ignore[arg-type]
+
+
+def test_a_changed_input_of_the_same_size_is_another(tmp_path: Path) -> None:
+    """An interrupted run must not go on with shards of the text before."""
+    path = write_jsonl(tmp_path / "a.jsonl", ["ab"])
+    prepare([path], tmp_path / "out")
+    before = path.stat()
+    write_jsonl(path, ["ba"])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert path.stat().st_size == before.st_size
+    with pytest.raises(ValueError, match="out must be of the same inputs, tokenizer and options"):
+        prepare([path], tmp_path / "out")
+
+
 def test_bad_line_is_named_from_another_process(tmp_path: Path) -> None:
     """The error crosses over with its message."""
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "b"}\n{"text": 1}\n')
-    with pytest.raises(ValueError, match="every document must have a string in 'text', got 1 in .* at byte 14"):
+    with pytest.raises(ValueError, match="every document must have a string in 'text', got 1 in .*a.jsonl, line 2"):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out", num_processes=2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,19 @@ HARMS = {
         "must have dtype uint16 for a vocabulary of 257, got uint32",
     ),
     "wrong_vocabulary": (edit(lambda h: h.update(vocab_size=10**6)), "must have dtype uint32 .* got uint16"),
+    "outside": (
+        edit(lambda h: h["shards"][0].update(name="../00000.bin")),
+        "name in .*header.json must be that of a file in the same folder, got '../00000.bin'; prepare",
+    ),
+    "folder_itself": (edit(lambda h: h["shards"][0].update(name="..")), "a file in the same folder, got '..'"),
+    "no_name": (edit(lambda h: h["shards"][0].update(name="")), "a file in the same folder, got ''"),
+    "zero_byte": (edit(lambda h: h["shards"][0].update(name="0\0")), r"a file in the same folder, got '0\\x00'"),
+    "twice": (edit(lambda h: h["shards"].append(h["shards"][0])), "must be named once each, got 00000.bin again"),
+    "none": (edit(lambda h: h.update(shards=[])), "shards in .* must name a file at least, got none"),
+    "no_vocabulary": (edit(lambda h: h.update(vocab_size=0)), "vocab_size in .* must be from 1 to 4294967296, got 0"),
+    "endless_vocabulary": (edit(lambda h: h.update(vocab_size=1 << 33, dtype="uint32")), "must be from 1 to 42949"),
+    "endless": (lambda f: (f / "header.json").write_text("[" * 200_000), "header.json must be JSON, got .*recursion"),
+    "more_keys": (edit(lambda h: h["shards"][0].update(size=3)), r"must have the keys .*, got \[.*'size'\]"),
     "no_shard": (lambda f: (f / "00001.bin").unlink(), "00001.bin must have 24 bytes .*, got no file; copy it whole"),
     "cut_shard": (overwrite("00000.bin", lambda x: x[:-1]), "00000.bin must have 24 bytes for 4 tokens .* got 23"),
     "long_shard": (overwrite("00001.bin", lambda x: x + b"\0"), "00001.bin must have 24 bytes .*, got 25"),
@@ -60,6 +74,7 @@ HARMS = {
         overwrite("00000.bin", lambda x: x[:8] + x[16:] + x[8:16]),
         "must have bounds that rise from 0 to 4, got others",
     ),
+    "empty_document": (overwrite("00000.bin", lambda x: x[:8] + bytes([4]) + x[9:]), "bounds that rise from 0 to 4"),
     "short_bounds": (overwrite("00000.bin", lambda x: x[:16] + bytes([2]) + x[17:]), "bounds that rise from 0 to 4"),
 }
 
@@ -87,6 +102,34 @@ def test_no_changed_byte_passes_the_check(folder: Path, name: str, byte: int) ->
     overwrite(name, lambda x: x[:byte] + bytes([x[byte] ^ 1]) + x[byte + 1 :])(folder)
     with pytest.raises(TokenFileError, match=f"(shards in .* got others in {name}|{name} must have bounds)"):
         TokenFiles(folder).check()
+
+
+@pytest.mark.parametrize("vocab_size", [7, 9])
+def test_a_token_outside_the_vocabulary_is_named_by_the_check(folder: Path, vocab_size: int) -> None:
+    """The checksum cannot tell: the header states both."""
+    edit(lambda h: h.update(vocab_size=vocab_size))(folder)
+    with pytest.raises(TokenFileError, match="checksums and the vocabulary of their header, got others in 00001.bin"):
+        TokenFiles(folder).check()
+    edit(lambda h: h.update(vocab_size=10))(folder)
+    TokenFiles(folder).check()
+
+
+def test_a_header_without_the_newer_counts_is_read(folder: Path) -> None:
+    """Files prepared before empty documents and bad lines were counted."""
+    edit(lambda h: [shard.pop(name) for shard in h["shards"] for name in ("num_empty", "num_bad")])(folder)
+    assert read_all(folder) == DOCUMENTS
+
+
+def test_a_file_has_its_name_only_once_its_content_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power failure may leave a whole name on half a file."""
+    done: list[str] = []
+    for name in ("fsync", "replace"):
+        made = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, made=made: (done.append(name), made(*args)))
+    write_tokens(tmp_path, DOCUMENTS, 3)
+    assert done == ["fsync", "replace"] * 2
 
 
 def test_unharmed_files_are_read(folder: Path) -> None:

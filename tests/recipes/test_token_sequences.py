@@ -117,6 +117,18 @@ def test_every_token_is_seen_once_in_an_epoch(
         assert sorted(seen) == [token for document in documents for token in document]
 
 
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    """Each of all sequences; another seed has others."""
+
+    def epochs(seed: int) -> list[list[int]]:
+        drawn = iter(SampleOrder(50, seed=seed, dp_rank=0, dp_size=1, first=0))
+        return [[next(drawn) for _ in range(50)] for _ in range(3)]
+
+    orders = epochs(0) + epochs(1)
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len(set(map(tuple, orders))) == 6
+
+
 @SHARED
 @given(DOCUMENTS, UNITS, st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.integers(0, 99))
 def test_another_world_size_continues_the_same_order(

@@ -23,9 +23,9 @@ RTOL = 1e-10
 
 
 def readme_diff() -> list[str]:
-    """Its lines."""
-    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return block.splitlines()
+    """Lines of the first diff, which is of a LightningModule."""
+    blocks = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return blocks[0].splitlines()
 
 
 def apply(diff: list[str], text: str) -> str:

@@ -12,9 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from benchmarks import command
+from benchmarks.compare import changes, read_results
 from benchmarks.ring_contenders import PROBES
-from ringflash.bench import command
-from ringflash.bench.results import changes, read_results
+from ringflash.commands import cli
 from ringflash.commands.cli import main
 from tests.recipes.launching import ROOT
 
@@ -170,12 +171,17 @@ def test_a_stopped_command_is_no_finding(monkeypatch: pytest.MonkeyPatch, capsys
         assert main(["bench", str(COMMITTED)]) == 141
 
 
-def test_an_installation_without_the_scripts_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("arguments", [["ring", "--toy"], [str(COMMITTED)], ["--help"]], ids=str)
+def test_an_installation_without_the_benchmarks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    monkeypatch.setattr(command, "ROOT", tmp_path)
-    assert main(["bench", "ring", "--toy"]) == 2
-    assert "run ringflash bench from a clone" in capsys.readouterr().err
+    """A wheel has none; the other commands run."""
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    assert main(["bench", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert f"ringflash bench: benchmarks must be beside the package, got none in {tmp_path}; run ringflash" in said
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--help"])
 
 
 def test_results_of_an_earlier_run_are_not_shown_as_new(

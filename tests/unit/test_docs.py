@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import draw_figures, write_tables
+from benchmarks import draw_figures, quotes, write_tables
 from tests.helpers.examples import example, torchrun
 from tests.recipes.launching import ROOT
 
@@ -24,14 +25,43 @@ def test_figures_are_those_the_code_draws(name: str) -> None:
     assert (draw_figures.FIGURES / name).read_text() == draw_figures.figures()[name]
 
 
-def test_tables_are_those_of_the_committed_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NUMERICS", "PERFORMANCE", "PLAN"):
-        page = getattr(write_tables, name)
-        (tmp_path / page.name).write_text(page.read_text())
-        monkeypatch.setattr(write_tables, name, tmp_path / page.name)
-    write_tables.main()
-    for page in tmp_path.iterdir():
-        assert page.read_text() == (ROOT / "docs" / page.name).read_text()
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages, with their tables and quoted figures written anew."""
+    root = tmp_path_factory.mktemp("pages")
+    for page in PAGES:
+        (root / page.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        (root / page.relative_to(ROOT)).write_text(page.read_text())
+    write_tables.main(root)
+    return root
+
+
+@pytest.mark.parametrize("name", [f"{page.relative_to(ROOT)}" for page in PAGES])
+def test_tables_and_figures_are_those_of_the_committed_results(name: str, written: Path) -> None:
+    """`make figures` writes them anew."""
+    assert (written / name).read_text() == (ROOT / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("7.0<!-- a::steps::kind=timed::seconds::.1f --> s", "2.5<!-- a::steps::kind=timed::seconds::.1f --> s"),
+        ("of 9%<!-- a::worst::lse::.0% -->.", "of 50%<!-- a::worst::lse::.0% -->."),
+    ],
+)
+def test_a_quoted_figure_that_aged_is_written_anew(
+    text: str, want: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [{"kind": "warm_up", "seconds": 9.0}, {"kind": "timed", "seconds": 2.5}, {"kind": "waits", "seconds": 1.0}]
+    (tmp_path / "a.json").write_text(json.dumps({"steps": steps, "worst": {"lse": 0.5}}))
+    monkeypatch.setattr(quotes, "RESULTS", tmp_path)
+    assert quotes.quoted(text) == want
+    with pytest.raises(ValueError, match="must name a committed figure"):
+        quotes.quoted("1<!-- a::nothing::.1f -->")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_whole_steps_are_written_beside_their_plan() -> None:
@@ -69,8 +99,9 @@ def test_loop_of_ones_own_has_the_losses_of_one_process(tmp_path: Path) -> None:
 
 
 def test_diff_of_wrapping_is_that_of_the_readme() -> None:
-    (shown,) = re.findall(r"```diff\n.*?```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert shown in (ROOT / "docs" / "wrapping.md").read_text()
+    """The first of the README's diffs."""
+    shown = re.findall(r"```diff\n.*?```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown[0] in (ROOT / "docs" / "wrapping.md").read_text()
 
 
 def test_links_lead_to_files() -> None:

@@ -14,6 +14,7 @@ import ringflash
 from ringflash.attention import custom_op
 from ringflash.comm import cuda_graphs
 from ringflash.comm.transport import buffer, buffers, peer_memory
+from ringflash.comm.transport.message_memory import MessageMemory
 from ringflash.comm.transport.peer_memory import SymmetricMemory
 from ringflash_kernels.flash_calls import calls
 from ringflash_kernels.hopper.forward import host
@@ -99,6 +100,19 @@ def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: SymmetricMe
     assert [held.nbytes for held in cuda_graphs.held_tensors()] == [16]
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_captured_areas_of_messages_outlive_their_growth(capture: Capture, captured: bool) -> None:
+    memory = MessageMemory(mock.Mock(rank=0), CPU)
+    memory.reserve("kv", 16)
+    old = memory._areas["kv"]
+    capture.on = captured
+    views = memory.keep("views", ("kv",), lambda: ["of the area"])
+    capture.on = False
+    memory.reserve("kv", 32)
+    assert {id(thing) for thing in cuda_graphs._held.values()} == ({id(views), id(old)} if captured else set())
+    assert memory.keep("views", ("kv",), lambda: ["of the new one"]) is not views
+
+
 class Compiled:
     """A kernel that notes its launches."""
 
@@ -156,7 +170,7 @@ def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPa
     """Calls outside of the graph would find it before a replay has filled it."""
     device, mask = torch.device("cuda", 0), Mask.documents([0, 3, 9])
     if what == "tiles":  # those of another head_dim are there
-        mask._cache["bounds", device] = mask.bounds()
+        mask.cached(("bounds", device), mask.bounds)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="a mask must have been used by such a call before .*; run the call once"):
         if what == "bounds":

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
@@ -51,6 +52,14 @@ def test_an_upstream_factor_reaches_the_gradients() -> None:
     hidden, weight, labels = draw()
     ours = results(3 * cross_entropy(hidden, weight, labels, group=None), hidden, weight)
     assert_close(ours, results(3 * plain(hidden, weight, labels), hidden, weight))
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_a_factor_on_the_logits_reaches_loss_and_gradients(chunk_tokens: int | None) -> None:
+    """Of models that scale their logits."""
+    hidden, weight, labels = draw()
+    ours = cross_entropy(hidden, weight, labels, group=None, chunk_tokens=chunk_tokens, logit_scale=0.3)
+    assert_close(results(ours, hidden, weight), results(plain(0.3 * hidden, weight, labels), hidden, weight))
 
 
 def test_bf16_within_what_torch_loses() -> None:
@@ -185,9 +194,35 @@ def test_a_chunk_without_tokens_is_refused(call: Any, chunk: int) -> None:
         call(*draw(), chunk_tokens=chunk, **({"group": None} if call is cross_entropy else {}))
 
 
-def test_a_negative_number_of_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_tokens must be 0 or more, got -100; leave it out"):
-        cross_entropy(*draw(), group=None, num_tokens=-100)
+@pytest.mark.parametrize(
+    "num_tokens, message",
+    [
+        (-1, "num_tokens must be 0 or more, got -1; leave it out"),
+        (torch.tensor(-1), "num_tokens must be 0 or more, got -1; leave it out"),
+        (17.0, "num_tokens must be an integer or a tensor of one, got 17.0; leave it out"),
+        (float("nan"), "got nan"),
+        (torch.tensor(17.0), r"got torch.float32 of shape \(\)"),
+        (True, "got True"),
+        (torch.tensor(True), "got torch.bool"),
+        (torch.tensor([8, 9]), r"got torch.int64 of shape \(2,\)"),
+        ("17", "got '17'"),
+    ],
+)
+def test_a_number_of_tokens_that_is_no_count_is_refused(num_tokens: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(*draw(), group=None, num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [34, np.int64(34), torch.tensor(34), torch.tensor([34], dtype=torch.int32)])
+def test_every_form_of_a_count_is_the_same_number(num_tokens: Any) -> None:
+    assert torch.equal(*(cross_entropy(*draw(), group=None, num_tokens=n) for n in (num_tokens, 34)))
+
+
+def test_no_token_in_the_sequence_is_a_count() -> None:
+    """A step of padding only: a loss of 0, not of 0 / 0."""
+    hidden, weight, labels = draw()
+    loss = cross_entropy(hidden, weight, torch.full_like(labels, -100), group=None, num_tokens=0)
+    assert float(loss.detach()) == 0
 
 
 @pytest.mark.parametrize("label", [-1, -7, VOCAB])

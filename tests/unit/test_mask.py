@@ -106,3 +106,18 @@ def test_rows_that_see_earlier_keys_than_the_rows_above_are_refused() -> None:
         Mask.of(2, 5, [Region(0, 1, 2, 4), Region(1, 2, 0, 5)]).dense()
     gap = Mask.of(3, 5, [Region(0, 1, 0, 4), Region(2, 3, 2, 5)])
     assert gap.dense().sum(1).tolist() == [4, 0, 3]
+
+
+def test_what_is_cached_is_made_once_for_a_key_and_is_not_part_of_the_value() -> None:
+    mask, made = Mask.band(4, 4, causal=True), iter(range(5))
+    assert [mask.cached(key, lambda: next(made)) for key in ("a", "b", "a", "b")] == [0, 1, 0, 1]
+    assert mask.is_cached("a") and not mask.is_cached("c")
+    other = Mask.band(4, 4, causal=True)
+    assert other == mask and hash(other) == hash(mask) and not other.is_cached("a")
+
+
+def test_a_failed_attempt_is_not_cached() -> None:
+    mask = Mask.band(4, 4)
+    with pytest.raises(ZeroDivisionError):
+        mask.cached("a", lambda: 1 // 0)
+    assert mask.cached("a", lambda: 2) == 2

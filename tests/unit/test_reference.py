@@ -172,3 +172,15 @@ def test_gradients_that_do_not_fit_are_refused(change: dict[str, Any], message: 
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, **change}
     with pytest.raises(ValueError, match=message):
         attention_backward(**given, impl="reference")
+
+
+@pytest.mark.parametrize("name", ["v", "dout"])
+def test_nan_reaches_dq_and_dk_of_pairs_that_see_it_and_no_others(name: str) -> None:
+    """Row 5 of v is seen by rows 5 to 7, which see keys 3 to 7; row 5 of dout sees keys 3 to 5. 0 * NaN is NaN."""
+    q, k, v, dout, _ = draw()
+    (v if name == "v" else dout)[:, 5] = float("nan")
+    result = gradients(q, k, v, dout, causal=True, window_size=(2, 0))
+    rows, keys = ([5, 6, 7], [3, 4, 5, 6, 7]) if name == "v" else ([5], [3, 4, 5])
+    for gradient, want in (("dq", rows), ("dk", keys)):
+        broken = result[gradient].isnan().flatten(2).any(-1).any(0)
+        assert broken.nonzero().flatten().tolist() == want, gradient

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,13 +43,6 @@ class Launcher:
         if hasattr(compiled, "packed_metadata"):  # neither recorded nor emulated
             names = [parameter.name for parameter in self._kernel.params][len(args) :]
             self._compiled[key] = compiled, names
-
-
-def on(device: torch.device) -> AbstractContextManager:
-    """Make `device` the current one, where triton launches, unless it is."""
-    if device.index is None or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
 
 
 def _found_in(x: Any) -> Hashable:

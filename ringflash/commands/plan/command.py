@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -13,78 +12,71 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
-from ringflash.commands.plan.job import Job, Precision
+from ringflash.commands.plan.job import Checkpointing, Job, Precision
 from ringflash.commands.plan.machine import GIB, GPUS, Machine, Rates
 from ringflash.commands.plan.memory import worst_moment
 from ringflash.commands.plan.read import model_of
-from ringflash.commands.plan.search import bytes_of_a_host, cheapest_change, fewest_gpus, fits, longest_sequence
+from ringflash.commands.plan.search import (
+    CHANGES,
+    bytes_of_a_host,
+    cheapest_change,
+    fewest_gpus,
+    fits,
+    longest_sequence,
+)
 from ringflash.commands.plan.timing import step_time
 from ringflash.console import console
-from ringflash.flops import Chunk, visible_pairs
+from ringflash.flops import Chunk, seen_pairs, visible_pairs
 from ringflash.huggingface.weights import laid_over, read_config
 from ringflash.memory import Memory
-from ringflash.sequence.mask import cut_into_chunks
 
+_MEMORY = [field.name for field in fields(Memory)]
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
+_SWITCH: dict[str, Any] = {"type": bool, "nargs": "?", "const": True}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "seqlen": {"type": str, "help": "tokens of a sequence: 1048576, 1024k or 1m"},
+    "gpus": {"type": int, "help": "GPUs in all; null is as many as the recipe has share a sequence, or 8"},
+    "gpus_per_host": {"type": int, "default": 8, "help": "GPUs of a host"},
+    "gpu": {"choices": list(GPUS), "default": "H200", "help": "kind of GPU"},
+    "cp": {"type": int, "help": "GPUs that share a sequence; null is the recipe's, else all"},
+    "window": {"type": int, "help": "keys to the left that a query sees; null is the model's own"},
+    "visible": {
+        "type": float, "default": 1.0, "help": "part of the causal and windowed pairs that packed documents leave",
+    },
+    "network_gbytes": {"type": float, "default": 50.0, "help": "GB/s of a GPU's NIC"},
+    "host_gbytes": {"type": float, "default": 50.0, "help": "GB/s between GPU and host"},
+    "host_memory_gib": {"type": float, "help": "GiB of a host's memory; null is not compared"},
+    "precision": {
+        "choices": list(get_args(Precision)),
+        "help": "weights in fp32, or in bf16; null is the recipe's, else bf16-mixed",
+    },
+    "checkpointing": {
+        "choices": list(get_args(Checkpointing)),
+        "help": "what a layer keeps (docs/memory.md); null is the recipe's, else attention_kept",
+    },
+    "mlp_tile_tokens": {
+        "type": int, "help": "tokens whose MLP is computed at a time, 0 is all; null is the recipe's, else 0",
+    },
+    "offload_checkpoints": _SWITCH | {"help": "keep checkpoints on the host; null is the recipe's, else false"},
+    "liger": _SWITCH | {"help": "count Liger's kernels; null is whether the recipe has them (auto has), else false"},
+    "accumulates": _SWITCH | {"help": "a step has several sequences in turn; null is the recipe's, else false"},
+    "offload_optimizer": _SWITCH | {"default": False, "help": "keep and step the optimizer on the host (DeepSpeed)"},
+    "rates": {
+        "type": dict[str, float], "default": {},
+        "help": 'assumptions to replace, as {"products": 0.6}; the plan prints all',
+    },
+    "json": {"action": "store_true", "help": "print for machines"},
+}  # fmt: skip
+
+
 def add_arguments(parser: ArgumentParser) -> None:
-    """The model, the sequence, the machine, and the options of the recipe."""
-    parser.add_argument(
-        "model",
-        type=Path,
-        nargs="+",
-        help="checkpoint directory or config.json; or a recipe (.yaml) and those laid over it, with a length",
-    )
-    parser.add_argument("--seqlen", type=str, help="tokens of a sequence: 1048576, 1024k or 1m")
-    parser.add_argument(
-        "--gpus", type=int, help="GPUs in all; null is as many as the recipe has share a sequence, or 8"
-    )
-    parser.add_argument("--gpus_per_host", type=int, default=8, help="GPUs of a host")
-    parser.add_argument("--gpu", choices=list(GPUS), default="H200", help="kind of GPU")
-    parser.add_argument("--cp", type=int, help="GPUs that share a sequence; null is the recipe's, else all")
-    parser.add_argument("--window", type=int, help="keys to the left that a query sees; null is the model's own")
-    parser.add_argument(
-        "--visible", type=float, default=1.0, help="part of the causal and windowed pairs that packed documents leave"
-    )
-    parser.add_argument("--network_gbytes", type=float, default=50.0, help="GB/s of a GPU's NIC")
-    parser.add_argument("--host_gbytes", type=float, default=50.0, help="GB/s between GPU and host")
-    parser.add_argument("--host_memory_gib", type=float, help="GiB of a host's memory; null is not compared")
-    parser.add_argument(
-        "--precision",
-        choices=list(get_args(Precision)),
-        help="weights in fp32, or in bf16; null is the recipe's, else bf16-mixed",
-    )
-    parser.add_argument(
-        "--checkpointing",
-        choices=["none", "attention_kept", "full"],
-        help="what a layer keeps (docs/memory.md); null is the recipe's, else attention_kept",
-    )
-    parser.add_argument(
-        "--mlp_tile_tokens",
-        type=int,
-        help="tokens whose MLP is computed at a time, 0 is all; null is the recipe's, else 0",
-    )
-    parser.add_argument("--offload_checkpoints", action="store_true", help="keep checkpoints in the host's memory")
-    parser.add_argument(
-        "--liger", type=bool, help="count Liger's kernels; null is whether the recipe has them (auto has), else false"
-    )
-    parser.add_argument(
-        "--accumulates",
-        type=bool,
-        help="whether a step has several sequences in turn; null is the recipe's, else false",
-    )
-    parser.add_argument("--offload_optimizer", action="store_true", help="keep and step the optimizer on the host")
-    parser.add_argument(
-        "--ring", choices=["flat", "double"], default="flat", help="how K/V come to another host; ringflash does flat"
-    )
-    parser.add_argument(
-        "--rates",
-        type=dict[str, float],
-        default={},
-        help='assumptions to replace, as {"linear": 0.6}; the plan prints all',
-    )
-    parser.add_argument("--json", action="store_true", help="print for machines")
+    """Add the model, the sequence, the machine, and the options of the recipe."""
+    words = "checkpoint directory or config.json; or a recipe (.yaml) and those laid over it, with a length"
+    parser.add_argument("model", type=Path, nargs="+", help=words)
+    for name, keywords in _OPTIONS.items():
+        parser.add_argument(f"--{name}", **keywords)
 
 
 def run(options: Namespace) -> int:
@@ -127,12 +119,24 @@ def make_plan(job: Job, machine: Machine) -> dict[str, Any]:
 
 
 def _remedy(job: Job, machine: Machine) -> dict[str, Any]:
-    remedy: dict[str, Any] = {"gpus": fewest_gpus(job, machine)}
+    gpus = fewest_gpus(job, machine)
+    remedy: dict[str, Any] = {"gpus": gpus, "cp": gpus and gpus // job.dp_size}
     cheapest = cheapest_change(job, machine)
     if cheapest is not None:
         names, changed = cheapest
-        remedy |= {"changes": list(names), "seconds": step_time(changed, machine).step}
+        change = {key: value for name in names for key, value in CHANGES[name].items()}
+        remedy |= {"changes": list(names), "seconds": step_time(changed, machine).step, **_flags(change)}
     return remedy
+
+
+def _flags(change: dict[str, object]) -> dict[str, str]:
+    """The change as flags of this command, and of the recipes' training; AdamW on the host is another recipe's."""
+    written = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in change.items()}
+    below = {"precision": "trainer", **dict.fromkeys(_MEMORY, "model.memory")}
+    return {
+        "plan_flags": " ".join(f"--{name} {value}" for name, value in written.items()),
+        "train_flags": " ".join(f"--{below[x]}.{x} {value}" for x, value in written.items() if x in below),
+    }
 
 
 class _Named(NamedTuple):
@@ -147,18 +151,19 @@ class _Named(NamedTuple):
 
 def _job(options: Namespace, named: _Named, gpus: int) -> Job:
     config = named.config
-    names = ("checkpointing", "mlp_tile_tokens", "liger", "accumulates")
-    given = {name: options[name] for name in names if options[name] is not None}
-    memory = named.memory | given | ({"offload_checkpoints": True} if options.offload_checkpoints else {})
+    names = (*_MEMORY, "accumulates")
+    memory = named.memory | {name: options[name] for name in names if options[name] is not None}
     asked = _tokens(options.seqlen) if options.seqlen else named.seqlen
     if asked is None:
         raise ValueError("--seqlen must be given with a configuration, got none; a recipe has its own.")
     cp_size = (named.cp_size or gpus) if options.cp is None else options.cp
     shape, windows = model_of(config)
     if options.window is not None:
+        if options.window < 0:
+            raise ValueError(f"--window must be 0 or more, got {options.window}; leave it out for none.")
         windows = [options.window]
     liger = memory.get("liger")  # auto counts as installed
-    memory["liger"] = shape.takes_liger if liger == "auto" else bool(liger)
+    memory["liger"] = shape.liger is not None if liger == "auto" else bool(liger)
     return Job(
         shape,
         asked,
@@ -167,7 +172,6 @@ def _job(options: Namespace, named: _Named, gpus: int) -> Job:
         visible_fraction=options.visible * visible_fraction(asked, windows),
         precision=options.precision or named.precision or "bf16-mixed",
         offload_optimizer=options.offload_optimizer,
-        ring=options.ring,
         **memory,
     )
 
@@ -183,7 +187,7 @@ def _model(paths: list[Path]) -> _Named:
     try:
         recipe: dict[str, Any] = {}
         for path in paths:
-            recipe = _laid_over(recipe, dict(yaml.safe_load(path.read_text())))
+            recipe = lay_over(recipe, dict(yaml.safe_load(path.read_text())))
         model, data = recipe["model"], recipe["data"]
         memory = {"checkpointing": "none", **model.get("memory", {})}
         pretrained = model.get("pretrained")
@@ -213,7 +217,7 @@ def _model(paths: list[Path]) -> _Named:
 
 
 def _check_memory(memory: dict[str, Any], path: Path) -> None:
-    unknown = sorted(set(memory) - {field.name for field in fields(Memory)})
+    unknown = sorted(set(memory) - set(_MEMORY))
     if unknown:
         raise ValueError(f"memory must have the keys of recipes/lightning, got {unknown[0]!r} in {path}; remove it.")
     if memory.get("liger") not in (None, True, False, "auto"):
@@ -236,12 +240,12 @@ def _check_numbers(named: _Named, path: Path) -> None:
             raise ValueError(f"{name} must be an integer, got {value!r} in {path}; write it in digits.")
 
 
-def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Keys of both; where both have one, that above, mappings key by key."""
+def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of both recipes; of a key in both the value above, mappings key by key."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        merged[key] = _laid_over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        merged[key] = lay_over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
     return merged
 
 
@@ -251,21 +255,9 @@ def visible_fraction(seqlen: int, windows: Sequence[int | Chunk | None], bounds:
     Args:
         bounds: of the documents in the sequence, from 0 to its length; without them it is one.
     """
-    whole = sum(_in_window(seqlen, window) for window in windows) / len(windows)
-    if bounds is None or len(bounds) == 2:
-        return whole
-    lengths = [stop - start for start, stop in pairwise(bounds)]
-    return sum(visible_fraction(n, windows) * visible_pairs(n) for n in lengths) / visible_pairs(seqlen)
-
-
-def _in_window(seqlen: int, window: int | Chunk | None) -> float:
-    """Part of a sequence's causal pairs that lie in a window of so many keys to the left, or in chunks."""
-    if isinstance(window, Chunk):
-        bounds = cut_into_chunks((0, seqlen), window.size)
-        return sum(visible_pairs(stop - start) for start, stop in pairwise(bounds)) / visible_pairs(seqlen)
-    if window is not None and window < 0:
-        raise ValueError(f"--window must be 0 or more, got {window}; leave it out for none.")
-    return visible_pairs(seqlen, window) / visible_pairs(seqlen) if seqlen else 1.0  # which is refused later
+    if not seqlen:
+        return 1.0  # a length that is refused later
+    return seen_pairs(windows, bounds or (0, seqlen)) / (len(windows) * visible_pairs(seqlen))
 
 
 def _tokens(text: str) -> int:
@@ -344,8 +336,11 @@ def _verdict(plan: dict[str, Any]) -> list[str]:
     if "changes" in remedy:
         changes = ", and ".join(remedy["changes"])
         lines.append(f"cheapest change: {changes}; a step then takes {remedy['seconds']:.1f} s")
+        lines.append(f"  to plan it, add:  {remedy['plan_flags']}")
+        if remedy["train_flags"]:
+            lines.append(f"  to train so, add: {remedy['train_flags']}")
     if remedy["gpus"]:
-        lines.append(f"unchanged it fits over {remedy['gpus']} GPUs")
+        lines.append(f"unchanged it fits over {remedy['gpus']} GPUs: --gpus {remedy['gpus']} --cp {remedy['cp']}")
     if len(lines) == 1:
         remedy = (
             "shorten the sequence"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ringflash.commands.plan.read import Shape
+from ringflash.commands.plan.read import Layers, ReadShape
 
 Checkpointing = Literal["none", "attention_kept", "full"]
 Precision = Literal["bf16-mixed", "bf16-true"]
-Ring = Literal["flat", "double"]
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,9 @@ class Job:
         mlp_tile_tokens: tokens whose MLP is computed at a time; 0 is all.
         liger: Liger's norms, rotary embedding and SwiGLU, which keep less than transformers' own.
         accumulates: a step has several sequences one after another; gradients of the first ones are kept meanwhile.
-        ring: between hosts: "flat" reads every K/V from its owner over the reader's own NIC; "double" brings each
-            once to every host and passes it on inside. ringflash has "flat"; "double" is for comparison.
     """
 
-    model: Shape
+    model: ReadShape
     seqlen: int
     cp_size: int
     dp_size: int = 1
@@ -44,7 +41,6 @@ class Job:
     mlp_tile_tokens: int = 0
     liger: bool = False
     accumulates: bool = False
-    ring: Ring = "flat"
 
     def __post_init__(self) -> None:
         if self.checkpointing not in get_args(Checkpointing):
@@ -57,12 +53,12 @@ class Job:
                 "checkpointing must be 'attention_kept' or 'full' with offload_checkpoints, got 'none'; there are no "
                 "checkpoints to offload."
             )
-        if self.liger and not self.model.takes_liger:
+        if self.liger and self.model.liger is None:
             raise NotImplementedError(
                 f"liger must be false for a plan of {self.model.family}, got true; what its kernels keep there "
                 "is not counted."
             )
-        if self.mlp_tile_tokens > 0 and not self.model.takes_tiles:
+        if self.mlp_tile_tokens > 0 and not self.model.tiled_parameters:
             raise NotImplementedError(
                 f"mlp_tile_tokens must be 0 for {self.model.family}, got {self.mlp_tile_tokens}; MLPs of gate_proj, "
                 "up_proj and down_proj are tiled, and experts that transformers stacks."
@@ -81,6 +77,12 @@ class Job:
                 f"seqlen must be divisible by 2 * cp_size ({step}), got {self.seqlen}; "
                 f"pad to {-(-max(self.seqlen, 1) // step) * step}."
             )
+
+    @property
+    def layers(self) -> Layers:
+        """What the model's layers keep and move, with Liger or without."""
+        fused = self.model.liger if self.liger else None
+        return self.model.plain if fused is None else fused
 
     @property
     def world_size(self) -> int:

@@ -6,6 +6,9 @@ nothing.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,11 +29,15 @@ _NAME = "kept"  # with "flash" in it transformers would look for a package
 
 
 class Kept(NamedTuple):
-    """Bytes a token of one layer: in all, of its MLP alone, and of what tiles leave out; inputs of both not counted."""
+    """Bytes a token of one layer: in all, of its MLP alone, of what tiles leave out, and of the layer's own input.
+
+    Of the MLP and the tiles inputs are not counted. The layer's input is 0 if its first norm keeps a copy instead.
+    """
 
     layer: float
     mlp: float
     tiled: float
+    input: float
 
 
 class Seen(NamedTuple):
@@ -46,7 +53,7 @@ class Seen(NamedTuple):
 def see_layers(model: nn.Module) -> Seen:
     """What every decoder layer keeps, and computes.
 
-    Without checkpointing, tiles or Liger; of what is kept, rotary angles, which all share, are not counted.
+    Without checkpointing or tiles; of what is kept, rotary angles, which all share, are not counted.
 
     Args:
         model: a causal language model on the meta device, in bf16.
@@ -78,6 +85,41 @@ def see_layers(model: nn.Module) -> Seen:
     return Seen([count.kept for count in counts], counter.get_total_flops() / (2 * TOKENS), max(keys), passed)
 
 
+@contextmanager
+def with_liger(model: nn.Module) -> Iterator[None]:
+    """Let modules keep and move what they do with Liger: norms and MLPs in one kernel, rotary embedding in place."""
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    gated = [module for module in model.modules() if hasattr(module, "gate_proj") and hasattr(module, "act_fn")]
+    family = vars(sys.modules[type(model).__module__])
+    rotate = family["apply_rotary_pos_emb"]
+    for norm in norms:
+        norm.forward = partial(_Fused.apply, norm.weight)
+    for mlp in gated:
+        mlp.forward = lambda x, mlp=mlp: mlp.down_proj(_Fused.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+    family["apply_rotary_pos_emb"] = lambda q, k, *_, **__: (q.neg(), k.neg())
+    try:
+        yield
+    finally:
+        family["apply_rotary_pos_emb"] = rotate
+        for module in (*norms, *gated):
+            vars(module).pop("forward", None)  # which counting may have taken off
+
+
+class _Fused(torch.autograd.Function):
+    """One kernel that reads two tensors and writes one, as large as the second, and keeps both for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return torch.add(b, a)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        of_a = torch.add(grad, b) if a.shape == b.shape else torch.zeros_like(a)
+        return of_a, torch.add(grad, a if a.shape == b.shape else b)
+
+
 def _backward(body: nn.Module, out: Tensor) -> None:
     """To every parameter that trains."""
     trained = [parameter for parameter in body.parameters() if parameter.requires_grad]
@@ -107,6 +149,7 @@ class _Count:
     def __init__(self, layer: nn.Module, passes: Passes) -> None:
         self._passes = passes
         self.storages: dict[int, torch.UntypedStorage] = {}
+        self._inputs = set[int]()
         self._shared = {p.untyped_storage()._cdata for p in layer.parameters()}
         self._mlp, self._tiled = _Part(), _Part()
         self._at_work: list[tuple[_Part, set[int]]] = []  # and its inputs
@@ -131,11 +174,13 @@ class _Count:
     def kept(self) -> Kept:
         """By token."""
         whole = sum(storage.nbytes() for storage in self.storages.values())
-        return Kept(*(num_bytes // TOKENS for num_bytes in (whole, self._mlp.num_bytes, self._tiled.num_bytes)))
+        own = sum(self.storages[key].nbytes() for key in self._inputs & self.storages.keys())
+        return Kept(*(num_bytes // TOKENS for num_bytes in (whole, self._mlp.num_bytes, self._tiled.num_bytes, own)))
 
     def _counted(self, forward: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._shared |= {x.untyped_storage()._cdata for x in _tensors(kwargs.get("position_embeddings"))}
+            self._inputs = {x.untyped_storage()._cdata for x in _tensors(args[:1])}
             with saved_tensors_hooks(self._keep, lambda x: x):
                 return forward(*args, **kwargs)
 

@@ -40,29 +40,29 @@ class Rates:
     """Parts of the peaks that are reached. Every one is printed with a plan, and can be set.
 
     Args:
-        linear, linear_with_liger: of the peak FLOP/s, matrix products of the layers, with what lies between them; of
-            families that formulas count.
-        products: of the peak FLOP/s, matrix products alone; of models that are read.
-        passes: of the memory's GB/s, what reads and writes between the products; likewise.
+        products: of the peak FLOP/s, matrix products of the layers and the head.
+        passes: of the memory's GB/s, what is read and written between the products.
         attention_forward, attention_backward: of the peak FLOP/s, the attention kernels on visible work.
-        nvlink: of the links' GB/s, messages inside a host.
+        copies: of the links' GB/s, what the copy engine moves inside a host.
+        nvlink: of the links' GB/s, NCCL's messages inside a host.
+        network: of a NIC's GB/s, NCCL's messages between hosts.
         optimizer: of the memory's GB/s, what a step of AdamW must read and write; it moves more.
         host_seconds: for the host to give out a layer's work, forward and backward: what a short step takes at least.
         reserved_bytes: CUDA context, NCCL, libraries' workspaces.
         fragmentation: of what is allocated, lost between blocks (with expandable segments).
-    Source: attention, benchmarks/results/kernels_h200.json (head_dim 128, 8k to 128k tokens); linear, the steps in
-        docs/plan.md; products and passes, those of experts there; optimizer, its part of the same steps; nvlink, NCCL
-        between two H200s (266 of 450 GB/s; copies reach 366); host_seconds, steps of 16,384 tokens on 4 H200s, 36
-        layers checkpointed under Lightning and FSDP2; the others are not measured yet.
+    Source: attention, benchmarks/results/kernels_h200.json (head_dim 128, 8k to 128k tokens); products and passes, the
+        steps in docs/plan.md, and optimizer its part of them; copies and nvlink, two H200s (366 and 266 of 450 GB/s);
+        host_seconds, steps of 16,384 tokens on 4 H200s, 36 layers checkpointed under Lightning and FSDP2; the others
+        are not measured yet.
     """
 
-    linear: float = 0.45
-    linear_with_liger: float = 0.60
-    products: float = 0.65
-    passes: float = 0.47
+    products: float = 0.68
+    passes: float = 0.32
     attention_forward: float = 0.64
     attention_backward: float = 0.59
+    copies: float = 0.8
     nvlink: float = 0.6
+    network: float = 0.6
     optimizer: float = 0.23
     host_seconds: float = 0.033
     reserved_bytes: int = int(3.0 * GIB)

@@ -27,7 +27,6 @@ from ringflash.comm.transport import MessageMemory, SymmetricMemory
 from ringflash.commands.plan.job import Job
 from ringflash.commands.plan.kept import Kept
 from ringflash.commands.plan.machine import Machine
-from ringflash.commands.plan.read import ReadShape
 from ringflash.loss import CHUNK_LOGITS
 
 BF16, FP32 = 2, 4
@@ -87,11 +86,9 @@ def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
 
 
 def checkpoint_bytes(job: Job) -> int:
-    """What the backward of one layer needs of its forward."""
+    """What the backward of one layer needs of its forward, the mean of all layers."""
     if job.checkpointing == "none":
-        if isinstance(job.model, ReadShape):
-            return int(job.local_tokens * job.model.kept_mean.layer) - _tiled_away(job, job.model.kept_mean)
-        return activation_bytes(job)
+        return _kept_bytes(job, job.layers.kept_mean)
     return layer_input_bytes(job) + (_attention_kept(job) if job.checkpointing == "attention_kept" else 0)
 
 
@@ -101,22 +98,11 @@ def layer_input_bytes(job: Job) -> int:
 
 
 def activation_bytes(job: Job) -> int:
-    """What autograd keeps of one layer of a transformers model without checkpointing.
+    """What autograd keeps of the layer that keeps most, without checkpointing; rotary angles, shared, not counted.
 
-    Each norm its input in fp32 and its result twice (before and after the weight), those of q and k once, attention
-    q, k, v, out and lse, the MLP four tensors of its width; a tile's MLP is computed again and keeps its input alone.
-    Liger's norms keep input and result, its SwiGLU three tensors.
-    Not counted: the rotary angles, which all layers share, and one number for each norm and token. Of a model that was
-    read these numbers are counted: it is what the layer that keeps most was seen to keep.
+    A tile's MLP is computed again and keeps only its input.
     """
-    model, tokens = job.model, job.local_tokens
-    if isinstance(model, ReadShape):
-        return int(tokens * model.kept.layer) - _tiled_away(job, model.kept)
-    norms = 2 * _norm_bytes(job)
-    if model.qk_norm:
-        norms += tokens * (model.q_size + model.kv_size) * (BF16 if job.liger else FP32 + BF16)
-    attention = tokens * ((2 * model.q_size + 2 * model.kv_size) * BF16 + model.num_heads * FP32)
-    return norms + attention + _mlp_bytes(job)
+    return _kept_bytes(job, job.layers.kept)
 
 
 def layer_bytes(job: Job, *, one_host: bool = False) -> int:
@@ -125,18 +111,13 @@ def layer_bytes(job: Job, *, one_host: bool = False) -> int:
     First the MLP's, then its norm's, which without Liger makes three tensors in fp32; then attention's, whose own
     are left by then. `one_host`: as `transport_bytes`.
     """
-    model, tokens = job.model, job.local_tokens
-    kept = 0 if job.checkpointing == "none" else activation_bytes(job)
+    model, tokens, layers = job.model, job.local_tokens, job.layers
+    kept = 0 if job.checkpointing == "none" else activation_bytes(job) - int(tokens * layers.kept.input)
     if job.checkpointing == "attention_kept":
         kept -= _attention_kept(job)
-    if job.checkpointing != "none" and job.liger:
-        kept -= layer_input_bytes(job)  # the first norm's
-    tile = min(job.tile_tokens or tokens, tokens)
-    if isinstance(model, ReadShape):
-        mlp = _mlp_bytes(job) + (int(2 * tile * model.kept.tiled) if job.tile_tokens else 0)
-    else:
-        mlp = tile * model.intermediate_size * BF16 * (3 + (4 if job.tile_tokens else 0))
-    if job.tile_tokens:  # sums over tiles, and of experts a tile's gradients
+    mlp = _mlp_bytes(job)
+    if job.tile_tokens:  # a tile's own, sums over tiles, and of experts a tile's gradients
+        mlp += int(2 * min(job.tile_tokens, tokens) * layers.kept.tiled)
         mlp += model.tiled_parameters * FP32 + min(model.tiled_parameters, model.expert_parameters) * BF16
     norm = tokens * model.hidden_size * (BF16 if job.liger else 3 * FP32) - _mlp_bytes(job)
     attention = attention_work_bytes(job, one_host=one_host) - _mlp_bytes(job) - _norm_bytes(job)
@@ -149,8 +130,8 @@ def attention_work_bytes(job: Job, *, one_host: bool = False) -> int:
     `one_host`: as `transport_bytes`. Where keys are gathered by heads dQ is in fp32 for two sections, else for all.
     """
     model, summed = job.model, job.model.q_size
-    if job.cp_size > 1 and (one_host or _by_heads(job)):
-        summed = sum(taking_turns(_sections(job).backward)) * model.q_size // model.num_kv_heads
+    if job.cp_size > 1 and (one_host or by_heads(job)):
+        summed = sum(taking_turns(sections_at_a_time(job).backward)) * model.q_size // model.num_kv_heads
     return job.local_tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)
 
 
@@ -166,7 +147,7 @@ def transport_bytes(job: Job, *, one_host: bool = False) -> int:
         return 0
     model, rows = job.model, job.local_tokens
     shard = 2 * rows * model.kv_size
-    if not one_host and not _by_heads(job):
+    if not one_host and not by_heads(job):
         return shard * (3 * BF16 + 4 * FP32) + rows * model.q_size * FP32
     turns = (SymmetricMemory if one_host else MessageMemory).turns
     return max(_gathered_keys(job, rank, turns) for rank in (0, job.cp_size - 1))
@@ -183,7 +164,7 @@ def host_bytes(job: Job) -> int:
     return checkpoints + (3 * FP32 * job.model.parameters // job.world_size if job.offload_optimizer else 0)
 
 
-def _by_heads(job: Job) -> bool:
+def by_heads(job: Job) -> bool:
     """Whether NCCL gathers by heads."""
     arriving = job.seqlen - job.local_tokens
     held = buffer_bytes(_shape(job), job.model.num_heads, job.seqlen, arriving, _pairs(job), torch.bfloat16)
@@ -194,7 +175,7 @@ def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
     """The buffers of a rank of a zigzag layout: the first sees most keys, to the last most return."""
     chunks, seen, returning = 2 * job.cp_size, 2 * job.cp_size - rank, job.cp_size - 1 + rank
     head = 2 * job.seqlen * job.model.head_dim
-    sections, keys = _sections(job), head * job.model.num_kv_heads
+    sections, keys = sections_at_a_time(job), head * job.model.num_kv_heads
     if not gathered_whole(_shape(job), job.seqlen, torch.bfloat16):
         keys = keys // job.cp_size + sum(shared_turns(sections, buffers)) * head * seen // chunks
     turns = stages_of(_shape(job), job.model.num_heads, job.seqlen, _pairs(job), torch.bfloat16, sections.backward)
@@ -203,7 +184,7 @@ def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
     return NUMBER_BYTES + keys * BF16 + gradients * FP32
 
 
-def _sections(job: Job) -> Sections:
+def sections_at_a_time(job: Job) -> Sections:
     """KV heads that are gathered at a time."""
     return sections_of(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16)
 
@@ -241,15 +222,13 @@ def _norm_bytes(job: Job) -> int:
 
 def _mlp_bytes(job: Job) -> int:
     """Of one MLP, its input not counted."""
-    if isinstance(job.model, ReadShape):
-        kept = job.model.kept
-        return int(job.local_tokens * (kept.mlp - (kept.tiled if job.tile_tokens else 0)))
-    return 0 if job.tile_tokens else (3 if job.liger else 4) * job.local_tokens * job.model.intermediate_size * BF16
+    kept = job.layers.kept
+    return int(job.local_tokens * (kept.mlp - (kept.tiled if job.tile_tokens else 0)))
 
 
-def _tiled_away(job: Job, kept: Kept) -> int:
-    """What tiles leave out of a layer."""
-    return int(job.local_tokens * kept.tiled) if job.tile_tokens else 0
+def _kept_bytes(job: Job, kept: Kept) -> int:
+    """Of a layer, without what tiles leave out."""
+    return int(job.local_tokens * (kept.layer - (kept.tiled if job.tile_tokens else 0)))
 
 
 def _loss(job: Job) -> int:

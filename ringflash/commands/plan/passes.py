@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 _PRODUCTS = {operator.__name__ for operator in flop_registry} | {"_grouped_mm", "_scaled_grouped_mm"}
 _NOTHING_MOVED = {"_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_LOOKED_UP = {"embedding", "embedding_dense_backward"}  # a row a token, and the head's gradient beside it
 _NOTHING_READ = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "zero_", "fill_"}
 
 
@@ -36,7 +37,7 @@ class Passes(TorchDispatchMode):
         """Runs the operator, and counts."""
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
-        if not (func.is_view or name in _PRODUCTS or name in _NOTHING_MOVED):
+        if not (func.is_view or name in _PRODUCTS | _NOTHING_MOVED | _LOOKED_UP):
             read = {} if name in _NOTHING_READ else {id(x): x for x in _tensors((args, kwargs))}
             self.num_bytes += sum(map(_num_bytes, (*read.values(), *_tensors(out))))
         return out

@@ -10,26 +10,41 @@ import torch
 from torch import nn
 
 from ringflash import huggingface
-from ringflash.commands.plan.kept import Kept, see_layers
+from ringflash.commands.plan.kept import Kept, Seen, see_layers, with_liger
 from ringflash.commands.plan.passes import Passed
-from ringflash.commands.plan.shape import FAMILIES, ModelShape, shape_of, windows_of
 from ringflash.flops import Chunk, layer_windows, multiplied
 from ringflash.memory.tiles import modules_to_tile
+
+_WITH_LIGER = ("llama", "mistral", "qwen2", "qwen3")  # whose layers `kept.with_liger` can stand for
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What the layers of a model keep and move, with Liger's kernels or without.
+
+    Args:
+        kept, kept_mean: bytes a token of the layer that keeps most, and of all layers the mean.
+        passed: bytes a token of a layer that are read and written between the products.
+    """
+
+    kept: Kept
+    kept_mean: Kept
+    passed: Passed
 
 
 @dataclass(frozen=True)
 class ReadShape:
-    """A decoder whose layers may differ; the names that `ModelShape` has mean what they mean there.
+    """A decoder whose layers may differ.
 
     Args:
         parameters: of the whole model, all experts included.  layer_parameters: of the largest layer.
         expert_parameters: of all experts of the largest layer.  tiled_parameters: of what tiles compute there.
+        embedding_parameters: of the output embedding.  root_parameters: of all that is in no layer.
         matmul_parameters: that multiply a token, of experts those it is sent to.
         computed_parameters: that the model's code multiplies; more where it computes experts for tokens of others.
         layer_matrix_parameters: of the first that lie in layers, the mean of a layer.
         head_dim: of keys, to which narrower values are padded.  mean_size: features that FLOPs count.
-        kept, kept_mean: bytes a token of the layer that keeps most, and of all layers the mean.
-        passed: bytes a token of a layer that are read and written between the products.
+        plain, liger: the layers as transformers has them, and with Liger; None for a model that no plan has with it.
     """
 
     family: str
@@ -49,16 +64,8 @@ class ReadShape:
     computed_parameters: float
     layer_matrix_parameters: float
     mean_size: float
-    kept: Kept
-    kept_mean: Kept
-    passed: Passed
-
-    takes_liger = False  # what its kernels keep of other layers is not counted
-
-    @property
-    def takes_tiles(self) -> bool:
-        """Whether it has MLPs or experts that can be tiled."""
-        return self.tiled_parameters > 0
+    plain: Layers
+    liger: Layers | None
 
     @property
     def q_size(self) -> int:
@@ -73,11 +80,7 @@ class ReadShape:
     @property
     def assumptions(self) -> list[str]:
         """What a plan takes for granted of such a model; docs/plan.md has the steps that were measured."""
-        found = [
-            f"what autograd keeps of {self.family}'s layers is read off the model, and the MLP's gradients are taken "
-            "for as large as what it keeps",
-            "without Liger",
-        ]
+        found = ["the MLP's gradients are as large as what it keeps for the backward"]
         if self.expert_parameters:
             found += [
                 "products of experts run at the rate of all, and what sorts tokens by experts at that of passes",
@@ -91,24 +94,19 @@ class ReadShape:
         return found
 
 
-Shape = ModelShape | ReadShape
-
-
-def model_of(config: Mapping[str, Any]) -> tuple[Shape, list[int | Chunk | None]]:
-    """What `shape_of` and `windows_of` say of the families they know, of others what their model says.
+def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | Chunk | None]]:
+    """Build a model without memory and read it; with the window of every layer.
 
     Raises:
         NotImplementedError: a model that a ring cannot run, or whose parameters cannot be placed.
         ValueError: a configuration that transformers does not take.
     """
-    if config.get("model_type") in FAMILIES:
-        return shape_of(config), list(windows_of(config))
     model = _empty(config)
     return read_shape(model), layer_windows(model.config)
 
 
 def read_shape(model: Any) -> ReadShape:
-    """Of a causal language model on the meta device."""
+    """Read a causal language model on the meta device."""
     config, layers = model.config, list(model.model.layers)
     if (counted := multiplied(model)) is None:
         raise NotImplementedError(
@@ -117,6 +115,7 @@ def read_shape(model: Any) -> ReadShape:
         )
     try:
         kept, executed, (kv_heads, head_dim), passed = see_layers(model)
+        fused = _see_with_liger(model) if config.model_type in _WITH_LIGER else None
     except NotImplementedError:  # of the plug
         raise
     except Exception as error:  # the model is transformers' code
@@ -146,10 +145,19 @@ def read_shape(model: Any) -> ReadShape:
         computed_parameters=max(matmul, executed + head) if executed + head > 1.01 * matmul else matmul,
         layer_matrix_parameters=(matmul - head) / len(layers),
         mean_size=counted.q_size,
-        kept=max(kept, key=lambda x: x.layer),
-        kept_mean=Kept(*(sum(values) / len(kept) for values in zip(*kept, strict=True))),
-        passed=passed,
+        plain=_layers(kept, passed),
+        liger=None if fused is None else _layers(fused.layers, fused.passed),
     )
+
+
+def _see_with_liger(model: Any) -> Seen:
+    with with_liger(model):
+        return see_layers(model)
+
+
+def _layers(kept: list[Kept], passed: Passed) -> Layers:
+    mean = Kept(*(sum(values) / len(kept) for values in zip(*kept, strict=True)))
+    return Layers(max(kept, key=lambda x: x.layer), mean, passed)
 
 
 def _empty(config: Mapping[str, Any]) -> Any:

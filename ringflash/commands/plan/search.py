@@ -96,6 +96,6 @@ def _saves(job: Job, change: dict[str, object]) -> bool:
         return False
     if "mlp_tile_tokens" in change and job.mlp_tile_tokens:
         return False
-    if ("mlp_tile_tokens" in change and not job.model.takes_tiles) or ("liger" in change and not job.model.takes_liger):
+    if ("mlp_tile_tokens" in change and not job.model.tiled_parameters) or ("liger" in change and not job.model.liger):
         return False
     return any(getattr(job, key) != value for key, value in change.items())

@@ -7,11 +7,13 @@ beside is exposed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from ringflash.commands.plan.job import Job
 from ringflash.commands.plan.machine import Machine
-from ringflash.commands.plan.memory import BF16, FP32, layer_input_bytes
-from ringflash.loss import CHUNK_LOGITS
+from ringflash.commands.plan.memory import BF16, FP32, by_heads, layer_input_bytes, sections_at_a_time
+
+_LOGIT_BYTES = 14  # of the loss, for each logit: in bf16, in fp32 as a logarithm, and the gradient; read and written
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,7 @@ def step_time(job: Job, machine: Machine) -> StepTime:
     padded = job.model.q_size / job.model.mean_size
     forward = padded * attention_flops(job) / (peak * rates.attention_forward)
     backward = 2.5 * padded * attention_flops(job) / (peak * rates.attention_backward)
-    dense = rates.linear_with_liger if job.liger else rates.linear
-    products = dense if job.model.passed is None else rates.products
-    linear = job.model.computed_parameters / job.model.matmul_parameters * linear_flops(job) / (peak * products)
+    linear = job.model.computed_parameters / job.model.matmul_parameters * linear_flops(job) / (peak * rates.products)
     parts = {
         "attention forward": forward,
         "attention backward": backward,
@@ -76,23 +76,15 @@ def _layer_share(job: Job) -> float:
 
 
 def _passed_bytes(job: Job) -> float:
-    """What operators between the products read and write on one GPU, where the rate of those does not include it."""
-    model, tokens = job.model, job.local_tokens
-    if model.passed is None:
-        return 0.0
+    """Bytes that operators between the products read and write on one GPU."""
+    model, tokens, passed = job.model, job.local_tokens, job.layers.passed
     times = 1 if job.checkpointing == "none" else 2
-    layer = times * model.passed.forward + model.passed.backward
+    layer = times * passed.forward + passed.backward
     sums = 0.0
     if job.tile_tokens:
-        layer += model.passed.tiled if job.checkpointing == "none" else 0.0
+        layer += passed.tiled if job.checkpointing == "none" else 0.0
         sums = -(-tokens // job.tile_tokens) * model.tiled_parameters * (BF16 + 2 * FP32)
-    loss = tokens * model.vocab_size * 14 + -(-tokens * model.vocab_size // CHUNK_LOGITS) * _head_sums(job)
-    return model.num_layers * (tokens * layer + sums) + loss + _sharded_bytes(job)
-
-
-def _head_sums(job: Job) -> int:
-    """Of a chunk of the loss: gradients of the head's weight, read and written in fp32."""
-    return job.model.embedding_parameters * 2 * FP32
+    return model.num_layers * (tokens * layer + sums) + tokens * model.vocab_size * _LOGIT_BYTES + _sharded_bytes(job)
 
 
 def _sharded_bytes(job: Job) -> float:
@@ -105,37 +97,51 @@ def _sharded_bytes(job: Job) -> float:
 
 
 def _ring_exposed(job: Job, machine: Machine, forward: float, backward: float) -> float:
-    """What a hop's messages take beyond the hop's kernel, over all hops of all layers."""
-    hops = job.cp_size - 1
-    if hops == 0:
+    """Seconds in which attention's kernels wait for messages, over all layers.
+
+    By heads, the first section's keys and the last one's gradients have no kernel beside them; those of every other
+    section have the kernel of its neighbour. By hops, every message but the last has the kernel of a hop.
+    """
+    if job.cp_size == 1:
         return 0.0
-    shard = 2 * job.local_tokens * job.model.kv_size
-    far = _far_hops(job, machine)
-    exposed = 0.0
-    for kernel, num_bytes in ((forward, shard * BF16), (backward, shard * (BF16 + FP32))):
-        kernel /= job.model.num_layers * job.cp_size
-        near = num_bytes / (machine.gpu.nvlink_gbytes * machine.rates.nvlink * 1e9)
-        away = num_bytes / (machine.network_gbytes * machine.rates.nvlink * 1e9)
-        if job.ring == "double":  # a host's hops hide one message from the next host
-            inside = min(job.cp_size, machine.gpus_per_host)
-            exposed += hops * max(0.0, near - kernel) + far / inside * max(0.0, away - inside * kernel)
-        else:
-            exposed += (hops - far) * max(0.0, near - kernel) + far * max(0.0, away - kernel)
-    return exposed * job.model.num_layers
+    layers, one_host = job.model.num_layers, machine.keeps_on_a_host(job.cp_size)
+    keys = 2 * (job.seqlen - job.local_tokens) * job.model.kv_size * BF16  # rank 0 sees those of all others
+    gradients = keys * FP32 // BF16  # the last rank owns what all others see
+    arrive, leave = (_seconds_moved(job, machine, num_bytes) for num_bytes in (keys, gradients))
+    if not one_host and not by_heads(job):
+        hops = job.cp_size - 1
+        return layers * sum(max(0.0, message - kernel / layers * hops / job.cp_size)
+                            for message, kernel in ((arrive, forward), (arrive + leave, backward)))  # fmt: skip
+    sections = sections_at_a_time(job)
+    ahead = 1 / len(sections.forward)
+    exposed = ahead * arrive + max(0.0, (1 - ahead) * (arrive - forward / layers))
+    ahead = 1 / len(sections.backward)
+    return layers * (exposed + ahead * (arrive + leave) + max(0.0, (1 - ahead) * (arrive + leave - backward / layers)))
 
 
-def _far_hops(job: Job, machine: Machine) -> int:
-    """Hops on which some rank reads from another host, whom the others wait for."""
-    return 0 if machine.keeps_on_a_host(job.cp_size) else job.cp_size - 1
+def _seconds_moved(job: Job, machine: Machine, num_bytes: float) -> float:
+    """Seconds until a rank has these bytes of all other ranks; those of its host and those of others beside them."""
+    rates, others = machine.rates, job.cp_size - 1
+    if machine.keeps_on_a_host(job.cp_size):
+        return num_bytes / (machine.gpu.nvlink_gbytes * rates.copies * 1e9)
+    near = gcd(job.cp_size, machine.gpus_per_host) - 1  # of the host that has fewest ranks of a ring
+    return (
+        num_bytes
+        / others
+        * max(
+            near / (machine.gpu.nvlink_gbytes * rates.nvlink * 1e9),
+            (others - near) / (machine.network_gbytes * rates.network * 1e9),
+        )
+    )
 
 
 def _parameters_exposed(job: Job, machine: Machine, work: float) -> float:
     """Layers gathered twice in bf16 and their gradients scattered in fp32, beside the layers' work."""
     if job.world_size == 1:
         return 0.0
-    bandwidth = machine.gpu.nvlink_gbytes if machine.num_hosts == 1 else machine.network_gbytes
+    near, far = machine.gpu.nvlink_gbytes * machine.rates.nvlink, machine.network_gbytes * machine.rates.network
     num_bytes = job.model.parameters * (2 * BF16 + FP32) * (job.world_size - 1) / job.world_size
-    seconds = num_bytes / (bandwidth * machine.rates.nvlink * 1e9)
+    seconds = num_bytes / ((near if machine.num_hosts == 1 else far) * 1e9)
     first_and_last = seconds / job.model.num_layers  # nothing runs beside the first gather and the last scatter
     return first_and_last + max(0.0, seconds - work)
 

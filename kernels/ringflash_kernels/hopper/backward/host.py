@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.backward.keys import backward_keys
 from ringflash_kernels.hopper.backward.preprocess import postprocess, preprocess
 from ringflash_kernels.hopper.backward.queries import backward_queries
@@ -23,7 +24,7 @@ from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES, SMS, STEPS_O
 from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, misaligned
-from ringflash_kernels.hopper.launcher import Launcher, on
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask, Region
 
 _FAR = 1 << 29  # an open side of a band
@@ -63,7 +64,7 @@ class Backward:
         self.dout = dout if misaligned(dout) is None else dout.clone(memory_format=torch.contiguous_format)
         out = out if out.stride(-1) == 1 else out.contiguous()
         self.dq_apart = deterministic or self.tiles.wide
-        with on(q.device):
+        with device_guard(q.device):
             self.stats, self.dq = preprocess(self.dout, out, lse, dlse)
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views: dict[tuple[int, int], _Queries] = {}
@@ -94,7 +95,7 @@ class Backward:
         if not accumulate:
             clear_unseen(hop, dk, dv)
         if hop.num_rows:
-            with on(k.device):
+            with device_guard(k.device):
                 self._add_keys(k, v, mask, hop, group, dk, dv, accumulate)
                 if self.dq_apart:
                     self._add_queries(k, v, mask)
@@ -102,7 +103,7 @@ class Backward:
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given, unit last stride."""
         out = place_of_dq(self.q, out)
-        with on(self.q.device):
+        with device_guard(self.q.device):
             postprocess(self.dq, out, self.softmax_scale)
         return out
 
@@ -332,16 +333,14 @@ def hop_of(mask: Mask, device: torch.device, *, transposed: bool = False, aligne
         aligned: multiples at which the rectangle begins, by row and by key.
     """
     key = ("hop", device, transposed, aligned)
-    if key not in mask._cache:
-        mask._cache[key] = _new_hop(mask, device, transposed, aligned)
-    return mask._cache[key]  # type: ignore[return-value]
+    return mask.cached(key, lambda: _new_hop(mask, device, transposed, aligned))
 
 
 def _new_hop(mask: Mask, device: torch.device, transposed: bool, aligned: tuple[int, int]) -> Hop:
     second = None if transposed else _second_band(mask)
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     if (len(mask.regions) > 1 and second is None) or region.k_start % aligned[1]:
-        side = mask if transposed else _kept_transpose(mask)
+        side = mask if transposed else mask.cached("transposed", mask.transposed)
         return Hop(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device))
     region = region.transposed() if transposed else region
     q_start, q_stop, k_start, k_stop, lower, upper = region
@@ -369,13 +368,6 @@ def _second_band(mask: Mask) -> Region | None:
     if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
         return None
     return below
-
-
-def _kept_transpose(mask: Mask) -> Mask:
-    """mask.transposed(), made once."""
-    if "transposed" not in mask._cache:
-        mask._cache["transposed"] = mask.transposed()
-    return mask._cache["transposed"]  # type: ignore[return-value]
 
 
 def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

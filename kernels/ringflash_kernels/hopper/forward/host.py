@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import torch
 
+from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import cut, misaligned, tile_descriptor
 from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.hopper.forward.kernel import ForwardVariant, forward_kernel
 from ringflash_kernels.hopper.forward.tiles import FORWARD_TILES, ForwardTiles
-from ringflash_kernels.hopper.launcher import Launcher, on
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 30  # farther than any band reaches; sums with a row number stay within int32
@@ -103,7 +104,7 @@ def forward(
     settle(out, lse, acc, slice(0, first))
     settle(out, lse, acc, slice(stop, q.shape[1]))
     if first < stop:
-        with on(q.device):
+        with device_guard(q.device):
             launch = plan(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc,
                           num_sms=num_sms or count_sms(q.device), counter=tile_counter(q.device))  # fmt: skip
             _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
@@ -269,26 +270,28 @@ def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple
     Columns: tile, first visible key, first key of the rows' common part, its end, end of the visible keys.
     """
     key = ("forward_tiles", torch.device(device), rows_per_tile, rows)
-    if key not in mask._cache:
-        check_capture(device)
-        start, stop = (bound[slice(*rows)] for bound in mask.bounds(device))
-        empty = start == stop
+    return mask.cached(key, lambda: _new_tile_table(mask, device, rows_per_tile, rows))
 
-        def extreme(values: torch.Tensor, of_empty: int, of_padding: int, reduce: str) -> torch.Tensor:
-            values = values.masked_fill(empty, of_empty)
-            values = torch.nn.functional.pad(values, (0, -len(values) % rows_per_tile), value=of_padding)
-            return getattr(values.view(-1, rows_per_tile), reduce)(1)
 
-        first_key = extreme(start, _FAR, _FAR, "amin")
-        last_start = extreme(start, _FAR, 0, "amax")
-        first_stop = extreme(stop, 0, _FAR, "amin")
-        end_key = extreme(stop, 0, 0, "amax")
-        first_key = torch.minimum(first_key, end_key)
-        order = torch.argsort(end_key - first_key, descending=True, stable=True)
-        columns = (torch.arange(len(order), device=device), first_key, last_start, first_stop, end_key)
-        table = torch.stack([column.int() for column in columns], 1)[order]
-        mask._cache[key] = torch.nn.functional.pad(table, (0, 3)).contiguous()
-    return mask._cache[key]  # type: ignore[return-value]
+def _new_tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> torch.Tensor:
+    check_capture(device)
+    start, stop = (bound[slice(*rows)] for bound in mask.bounds(device))
+    empty = start == stop
+
+    def extreme(values: torch.Tensor, of_empty: int, of_padding: int, reduce: str) -> torch.Tensor:
+        values = values.masked_fill(empty, of_empty)
+        values = torch.nn.functional.pad(values, (0, -len(values) % rows_per_tile), value=of_padding)
+        return getattr(values.view(-1, rows_per_tile), reduce)(1)
+
+    first_key = extreme(start, _FAR, _FAR, "amin")
+    last_start = extreme(start, _FAR, 0, "amax")
+    first_stop = extreme(stop, 0, _FAR, "amin")
+    end_key = extreme(stop, 0, 0, "amax")
+    first_key = torch.minimum(first_key, end_key)
+    order = torch.argsort(end_key - first_key, descending=True, stable=True)
+    columns = (torch.arange(len(order), device=device), first_key, last_start, first_stop, end_key)
+    table = torch.stack([column.int() for column in columns], 1)[order]
+    return torch.nn.functional.pad(table, (0, 3)).contiguous()
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from ringflash_kernels.api import device_guard
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, Rows, check_products
 from ringflash_kernels.hopper.backward import host
 from ringflash_kernels.hopper.backward.host import Hop, block_descriptor, hop_of, row_tile
@@ -27,7 +28,7 @@ from ringflash_kernels.hopper.fp8.backward_operands import (
     statistics,
 )
 from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
-from ringflash_kernels.hopper.launcher import Launcher, on
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
 _PROMOTE = 64  # blocks of 64 queries whose products the tensor cores add up themselves: their sums have 13 bits
@@ -93,14 +94,14 @@ class Fp8Backward:
         Args:
             records: (batch, num_blocks, num_kv_heads, record_bytes) of `quantise_kv` for the backward.
         """
-        with on(dk.device):
+        with device_guard(dk.device):
             self._pass.add(records, mask, dk, dv, accumulate)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dq: see `api.BackwardPass`."""
         out = host.place_of_dq(self.q, out)
         dq = self._pass.dq.unflatten(0, (self.q.shape[0], -1)).transpose(1, 2)
-        with on(self.q.device):
+        with device_guard(self.q.device):
             scale = self.softmax_scale / self.q.shape[-1]
             add_rotated_back(dq, out, scale, factor=self._pass.factor, interleaved=True)
         return out

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from ringflash_kernels.api import device_guard
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, OFFSET, TAIL_BYTES, Rows
 from ringflash_kernels.hopper.compat import (
     TensorDescriptor,
@@ -73,7 +74,7 @@ from ringflash_kernels.hopper.forward.kernel import (
     visible_keys,
 )
 from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
-from ringflash_kernels.hopper.launcher import Launcher, on
+from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
 _LN2 = math.log(2.0)
@@ -515,7 +516,7 @@ def forward(
     if row_max is not None and acc is None:
         row_max[..., :first] = row_max[..., stop:] = -math.inf
     if first < stop:
-        with on(q8.device):
+        with device_guard(q8.device):
             launch = plan(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max,
                           num_sms=num_sms or count_sms(q8.device), counter=tile_counter(q8.device))  # fmt: skip
             _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)

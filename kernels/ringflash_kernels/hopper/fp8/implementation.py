@@ -8,7 +8,10 @@ import torch
 
 from ringflash_kernels.fp8_reference import HEAD_DIMS
 from ringflash_kernels.hopper import implementation as exact
+from ringflash_kernels.hopper.implementation import collect, publish
 from ringflash_kernels.mask import Mask
+
+__all__ = ["collect", "forward", "publish", "unsupported"]
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ringflash_kernels.api import device_guard
 from ringflash_kernels.fp8_reference import (
     BLOCK_K,
     BLOCK_Q,
@@ -19,7 +20,7 @@ from ringflash_kernels.fp8_reference import (
     sign_bits,
 )
 from ringflash_kernels.hopper.compat import gl, gluon
-from ringflash_kernels.hopper.launcher import Launcher, on
+from ringflash_kernels.hopper.launcher import Launcher
 
 _SMALLEST = gl.constexpr(127 + SMALLEST_EXPONENT)
 _NUM_TAIL = gl.constexpr(TAIL_BYTES // 4)
@@ -234,7 +235,7 @@ def quantise_q(q: torch.Tensor) -> Rows:
     values = torch.empty(q.shape, dtype=E4M3, device=q.device)
     scales = torch.empty(batch, num_heads, num_blocks, device=q.device)
     warps = _WARPS[head_dim]
-    with on(q.device):
+    with device_guard(q.device):
         _ROWS[warps](
             head_dim, num_blocks * num_heads * batch,
             q, values, scales, seqlen, num_heads, num_blocks, *q.stride()[:3], *values.stride()[:3],
@@ -258,7 +259,7 @@ def quantise_kv(
         out = torch.empty(batch, num_blocks, num_heads, record_bytes(head_dim), dtype=torch.uint8, device=k.device)
     values, tails = out.view(E4M3), out.view(torch.float32)[..., -TAIL_BYTES // 4 :]
     warps = _WARPS[head_dim]
-    with on(k.device):
+    with device_guard(k.device):
         _RECORDS[warps](
             (head_dim, for_backward), 2 * num_blocks * num_heads * batch,
             k, v, values, tails, seqlen, num_heads, num_blocks, *k.stride()[:3], *v.stride()[:3],

@@ -1,4 +1,7 @@
-"""ringflash bench: run a benchmark, or show one that was run, and compare it with a baseline."""
+"""ringflash bench: run a benchmark, or show one that was run, and compare it with a baseline.
+
+run (bench_kernels.py or bench_ring.py, in processes of its own)  ->  results (JSON)  ->  compare, show, plot
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
-from ringflash.bench.results import Change, Measured, changes, gone, read_results
+from benchmarks.compare import Change, Measured, changes, gone, read_results
 from ringflash.console import console
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 _BAR = 40
 _MOST_TOYS = 64
 
@@ -81,14 +84,12 @@ def run(options: Namespace) -> int:
 
 
 def _measure(options: Namespace, out: Path) -> Path:
-    """Run a script of benchmarks/; where its results are.
+    """Run a script of benchmarks/, and return where its results are.
 
     Raises:
-        RuntimeError: an installation without the scripts, or a run that failed.
+        RuntimeError: a run that failed.
     """
     script = ROOT / "benchmarks" / f"bench_{options.what}.py"
-    if not script.exists():
-        raise RuntimeError(f"{script} must be there, got an installed package; run ringflash bench from a clone.")
     rounds, before = 5 if options.rounds is None else options.rounds, _written(out)
     arguments = [str(script), "--rows", options.rows, "--rounds", str(rounds), "--json", str(out.resolve())]
     command = [sys.executable]

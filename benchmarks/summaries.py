@@ -1,0 +1,251 @@
+"""Tables that sum up several committed results: those of README.md, and the first ones of docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from functools import cache
+from math import prod
+from typing import Any
+
+from benchmarks.quotes import RESULTS
+
+PEERS = ("flash-attn-4", "cuDNN")
+COPY_ENGINE, GRAPH, NCCL = "ringflash, copy_engine", "ringflash, copy_engine, CUDA graph", "ringflash, nccl"
+PASSES = ("forward", "forward + backward")
+AIMS = {  # of eight GPUs, percent of the ideal, forward and both passes
+    ("4096", COPY_ENGINE): (80, 85),
+    ("8192", COPY_ENGINE): (93, 94),
+    ("32768", COPY_ENGINE): (97, 98),
+    ("65536", COPY_ENGINE): None,
+    ("131072", COPY_ENGINE): (98.5, 99),
+    ("8192", NCCL): (85, 90),
+    ("131072", NCCL): (97, 98),
+}
+CASES = {
+    "multi_gpu_hopper_2xh200": "`hopper`, two H200s",
+    "multi_gpu_hopper_4xh200": "`hopper`, four H200s",
+    "multi_gpu_shared_8ranks_1xh200": "`hopper`, eight ranks on one H200",
+    "multi_gpu_shared_fp16_8ranks_1xh200": "`hopper`, eight ranks on one H200",
+    "multi_gpu_million_8ranks_1xh200": "`hopper`, 1,048,576 tokens, eight ranks on one H200",
+    "multi_gpu_random_2xh200": "`hopper`, random calls, two H200s",
+    "multi_gpu_flash2": "`flash2`, two H200s",
+}
+TRAINED = ("training_whole_8xh200", "training_whole_1m_4xh200", "training_whole_2xh200", "training_whole_1xh200")
+STEP_HEAD = ("H200s", "tokens", "s a step", "MFU", "GiB in use of 140")
+
+
+def errors(names: Iterable[str] = tuple(CASES)) -> str:
+    """Largest error of each set of cases, as a part of its budget."""
+    tensors = ("out", "lse", "dq", "dk", "dv")
+    rows = []
+    for name in names:
+        result = _load(name)
+        dtype = {"bfloat16": "bf16", "float16": "fp16"}[result["dtype"]]
+        cells = [_limited(result["worst"][tensor]["max"]) for tensor in tensors]
+        rows.append([f"{CASES[name]}, {dtype}", f"{result['num_cases']}", *cells, result["commit"]])
+    return _table(["largest error / budget", "cases", *(f"`{x}`" for x in tensors), "commit"], rows)
+
+
+def errors_in_short() -> str:
+    """Largest errors without those of like machines and dtypes."""
+    return errors(name for name in CASES if not name.endswith(("4xh200", "fp16_8ranks_1xh200")))
+
+
+def _limited(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio <= 1 else f"**{ratio:.2f}**"
+
+
+def kernels() -> str:
+    """Geometric means of our speed over that of the peers, and the least, by head_dim."""
+    rows = []
+    for label, passes in _compared().items():
+        cells = [f"{_mean(x, peer):.2f} ({_least(x, peer):.2f})" for x in passes.values() for peer in PEERS]
+        rows.append([label, f"{len(passes['forward'])}", *cells])
+    head = ["head_dim", "rows", *(f"{x} / {peer}" for x in ("forward", "backward") for peer in PEERS)]
+    commit = _load("kernels_h200")["environment"]["commit"]
+    return f"One H200, commit {commit}; geometric mean, in brackets the least row:\n\n" + _table(head, rows)
+
+
+def kernels_line() -> str:
+    """Geometric means over flash-attn-4 by head_dim, of 8k tokens and more."""
+    means = [
+        f"{label}: {_mean(passes['forward'], PEERS[0]):.2f} / {_mean(passes['backward'], PEERS[0]):.2f} "
+        f"({len(passes['forward'])} rows)"
+        for label, passes in _compared().items()
+        if "2k" not in label
+    ]
+    return f"head_dim {'; '.join(means)}. Commit {_load('kernels_h200')['environment']['commit']}."
+
+
+def _compared() -> dict[str, dict[str, list[dict]]]:
+    """TFLOP/s of the rows that peers were timed on, by head_dim and pass."""
+    groups: dict[str, dict[str, list[dict]]] = {}
+    for row in _load("kernels_h200")["results"]:
+        if PEERS[0] in row["tflops"]:
+            head_dim, tokens, *_ = row["row"].removeprefix("hd").split()
+            label = f"{head_dim}, 2k tokens" if tokens == "2k" else head_dim
+            groups.setdefault(label, {}).setdefault(row["pass"], []).append(row["tflops"])
+    return groups
+
+
+def _ratios(rows: Iterable[dict], peer: str) -> list[float]:
+    return [row["ringflash"] / row[peer] for row in rows]
+
+
+def _mean(rows: list[dict], peer: str) -> float:
+    return prod(_ratios(rows, peer)) ** (1 / len(rows))
+
+
+def _least(rows: list[dict], peer: str) -> float:
+    return min(_ratios(rows, peer))
+
+
+def kernel_aims() -> str:
+    """Aims of the kernels, and what was reached."""
+    groups = _compared()
+    rows = {
+        row["row"]: row["tflops"]["ringflash"] for row in _load("kernels_h200")["results"] if row["pass"] != "forward"
+    }
+    wide = [
+        rows[f"hd192 16k x 1, 16/16, {mask}"] / rows[f"hd128 16k x 1, 16/16, {mask}"] for mask in ("causal", "full")
+    ]
+    reached = [
+        ["head_dim 64 backward, mean over flash-attn-4", f"{_mean(groups['64']['backward'], PEERS[0]):.3f}", "1.0"],
+        [
+            "head_dim 64 forward, least row over flash-attn-4",
+            f"{_least(groups['64']['forward'], PEERS[0]):.3f}",
+            "0.95",
+        ],
+        ["head_dim 192 backward, part of head_dim 128's TFLOP/s", " and ".join(f"{x:.2f}" for x in wide), "0.85"],
+    ]
+    return _table(["missed aim", "reached", "aim"], reached)
+
+
+def kernel_errors() -> str:
+    """Mean errors of our kernels over those of flash-attn-4."""
+    cases = _load("kernel_errors_1xh200")["cases"].values()
+    found = {
+        tensor: [case["hopper"][tensor]["mean"] / case["fa4"][tensor]["mean"] for case in cases]
+        for tensor in ("out", "lse", "dq", "dk", "dv")
+    }
+    rows = [
+        [f"`{tensor}`", f"{prod(ratios) ** (1 / len(ratios)):.3f}", f"{min(ratios):.3f}", f"{max(ratios):.3f}"]
+        for tensor, ratios in found.items()
+    ]
+    return _table(["mean error / flash-attn-4's", "geometric mean of the cases", "least", "largest"], rows)
+
+
+def ring() -> str:
+    """Percent of the ideal on eight GPUs, beside the peers."""
+    columns = {
+        "4k": ("ring_8xh200", "4096", "causal"),
+        "8k": ("ring_8xh200", "8192", "causal"),
+        "32k": ("ring_8xh200_32k", "32768", "causal"),
+        "128k, four GPUs": ("ring_4xh200_128k", "131072", "causal"),
+        "128k, window 8,192": ("ring_8xh200_128k", "131072", "window"),
+        "128k, documents": ("ring_8xh200_128k", "131072", "documents"),
+    }
+    names = {
+        "copy engine": COPY_ENGINE,
+        "copy engine, CUDA graph": GRAPH,
+        "copy engine, striped": "ringflash, copy_engine, striped",
+        "NCCL": NCCL,
+        "Ulysses": "Ulysses",
+        "ring-flash-attention": "ring-flash-attention",
+        "torch context_parallel (MHA)": "torch context_parallel (MHA)",
+    }
+    rows = [[label, *(_both(*column, name) for column in columns.values())] for label, name in names.items()]
+    return _table(["tokens a GPU", *columns], rows)
+
+
+def aims() -> str:
+    """Percent of the ideal by the number of GPUs, in brackets from a CUDA graph, beside the aims for eight."""
+    machines = {
+        "2 GPUs": ("ring_2xh200",),
+        "4 GPUs": ("ring_4xh200", "ring_4xh200_128k"),
+        "8 GPUs": ("ring_8xh200", "ring_8xh200_32k"),
+    }
+    rows = []
+    for (tokens, name), aim in AIMS.items():
+        label = f"{int(tokens) // 1024}k" + (", NCCL" if name == NCCL else "")
+        cells = []
+        for files in machines.values():
+            found = [_both(file, tokens, "causal", name) for file in files]
+            graphs = [_both(file, tokens, "causal", GRAPH) for file in files if name == COPY_ENGINE]
+            cells.append(" ".join([*filter(None, found), *(f"({x})" for x in graphs if x)]))
+        reached = _percents(machines["8 GPUs"], tokens, name)
+        missed = aim and reached and any(x < y for x, y in zip(reached, aim, strict=True))
+        goal = " / ".join(f"{x:g}" for x in aim) if aim else ""
+        rows.append([label, *cells, goal + (", missed" if missed else ", not measured" if aim and not reached else "")])
+    return _table(["tokens a GPU", *machines, "aim for 8 GPUs"], rows)
+
+
+def _percents(files: Iterable[str], tokens: str, name: str) -> list[float]:
+    return [x for file in files for kind in PASSES for x in _percent(file, tokens, "causal", kind, name)]
+
+
+def _percent(file: str, tokens: str, mask: str, kind: str, name: str) -> list[float]:
+    wanted = f"{tokens} tokens a rank, 32/8 heads of 128, {mask}"
+    rows = [row for row in _load(file)["results"] if (row["row"], row["pass"]) == (wanted, kind)]
+    return [row["percent"][name] for row in rows if name in row["percent"]]
+
+
+def _both(file: str, tokens: str, mask: str, name: str) -> str:
+    return " / ".join(f"{x:.0f}" for kind in PASSES for x in _percent(file, tokens, mask, kind, name))
+
+
+def training() -> str:
+    """The longest step of Qwen3-8B on each number of GPUs, with the parts that nothing hides."""
+    rows = []
+    for result, steps in _longest():
+        parts = steps[-1]["parts"]
+        exposed = [f"{parts[name]:.1f}" for name in ("communication", "host copies", "idle")]
+        rows.append([*_step(result, steps[-1]), *exposed, "first" if len(steps) == 1 else "second", result["commit"]])
+    head = [*STEP_HEAD, "exposed communication, s", "exposed copies, s", "idle, s", "step of its length", "commit"]
+    return _table(head, rows)
+
+
+def training_in_short() -> str:
+    """The longest step of Qwen3-8B on each number of GPUs."""
+    rows = [
+        [*_step(result, steps[-1]), f"{steps[-1]['parts']['communication']:.1f}", result["commit"]]
+        for result, steps in _longest()
+    ]
+    return _table([*STEP_HEAD, "exposed communication, s", "commit"], rows)
+
+
+def _longest() -> Iterator[tuple[dict, list[dict]]]:
+    """Each result with its timed steps of the longest sequence."""
+    for name in TRAINED:
+        result = _load(name)
+        timed = [step for step in result["steps"] if step["kind"] == "timed"]
+        yield result, [step for step in timed if step["seqlen"] == max(other["seqlen"] for other in timed)]
+
+
+def _step(result: dict, step: dict) -> list[str]:
+    figures = f"{step['seconds']:.1f}", f"{step['mfu_percent']:.1f}%", f"{step['device_gib']:.0f}"
+    return [f"{result['ranks']}", f"{step['seqlen']:,}", *figures]
+
+
+@cache
+def _load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+SUMMARIES = {
+    "README.md": {"errors": errors_in_short, "kernels_line": kernels_line, "training": training_in_short},
+    "docs/performance.md": {
+        "kernel_means": kernels,
+        "kernel_aims": kernel_aims,
+        "ring_aims": aims,
+        "ring_beside": ring,
+        "training_steps": training,
+    },
+    "docs/numerics.md": {"errors": errors, "errors_beside": kernel_errors},
+}

@@ -1,0 +1,23 @@
+"""The commit that a result file names. One process, git, no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks import environment
+
+
+def test_a_checkout_with_changes_is_named_dirty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.delenv("RINGFLASH_COMMIT", raising=False)
+    (tmp_path / "file").write_text("1")
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    for command in (["init", "-q"], ["add", "file"], [*author, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    clean = environment.describe()["commit"]
+    assert len(clean) == 7
+    (tmp_path / "file").write_text("2")
+    assert environment.describe()["commit"] == f"{clean}-dirty"
