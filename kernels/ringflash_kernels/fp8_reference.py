@@ -347,7 +347,7 @@ class Backward:
         if dlse is not None:
             delta, size = delta - dlse, size + dlse.abs()
         self._given = dout.double(), lse.double(), (lse if row_max is None else row_max).double(), delta, size
-        self._queries: _Queries | None = None
+        self._queries: _QuerySide | None = None
         self.dq = torch.zeros_like(q, dtype=torch.float64)
 
     def add(
@@ -388,21 +388,23 @@ class Backward:
         dq = rotate_back(self.dq * factor * self.softmax_scale)
         return dq.to(self.q.dtype) if out is None else out.copy_(dq)
 
-    def _operands(self, num_kv_heads: int) -> _Queries:
+    def _operands(self, num_kv_heads: int) -> _QuerySide:
         dout, lse, row_max, delta, size = self._given
         q, log2e = self.q.double(), math.log2(math.e)
         if self.products == "bf16":
             scales = self._rows.scales.repeat_interleave(BLOCK_Q, -1)[..., : q.shape[1]].transpose(1, 2).unsqueeze(-1)
             dout = dout.bfloat16().double()
             rounded = rotate_back(self._rows.values.float() * scales).double()
-            return _Queries(lse * log2e, delta, dout, dout, rounded, torch.ones_like(size), None)
+            return _QuerySide(lse * log2e, delta, dout, dout, rounded, torch.ones_like(size), None)
         seen = lse != -math.inf
         relative = torch.where(seen & (size != 0), delta * (LARGEST / size), 0.0)
         scaled = dout * _of_rows(torch.where(size > 0, LARGEST / size, 0.0))
         if self.products == "fp8_scores":
             factor = size / LARGEST
             q1 = (q * _of_rows(factor)).bfloat16().double()
-            return _Queries(lse * log2e, relative, rounded_to_e4m3(scaled), dout.bfloat16().double(), q1, factor, None)
+            return _QuerySide(
+                lse * log2e, relative, rounded_to_e4m3(scaled), dout.bfloat16().double(), q1, factor, None
+            )
         weight = torch.where(seen, size * torch.exp(row_max - torch.where(seen, lse, 0.0)), 0.0)
         total, largest_delta, largest_q = (
             _largest_of_group(x.abs(), num_kv_heads) for x in (weight, relative, q.abs().amax(-1).transpose(1, 2))
@@ -415,7 +417,7 @@ class Backward:
         maxima = torch.stack([total, largest_delta, largest_q])
         dout1, q1 = rounded_to_e4m3(scaled * _of_rows(share)), rounded_to_e4m3(q * _of_rows(of_q))
         factor = share * of_heads / (LARGEST * LARGEST_P)
-        return _Queries(reference, relative, rounded_to_e4m3(scaled), dout1, q1, factor, maxima)
+        return _QuerySide(reference, relative, rounded_to_e4m3(scaled), dout1, q1, factor, maxima)
 
     def _gains(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
         """2^g of each key (batch, keys, num_kv_heads), and what sums for dK and for dV are multiplied by."""
@@ -433,7 +435,7 @@ class Backward:
     def _block(
         self, records: torch.Tensor, rows: slice, cols: slice, visible: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a block of rows adds to dq, before its factors, and to dk and dv."""
+        """Return what a block of rows adds to dq, before its factors, and to dk and dv."""
         assert self._queries is not None
         x, num_kv_heads = self._queries, records.shape[2]
         found = unpack(records[:, cols.start // BLOCK_K : cols.stop // BLOCK_K], self.q.shape[-1], for_backward=True)
@@ -456,7 +458,7 @@ class Backward:
         return grad_q, grad_k, torch.einsum("bhgij,bihgd->bjhd", low(p), dout1) * of_dv
 
 
-class _Queries(NamedTuple):
+class _QuerySide(NamedTuple):
     """The query side in fp64: reference of P, delta, dO of dP, dO of dV, Q of dK, factor of dQ; maxima of groups."""
 
     reference: torch.Tensor

@@ -38,7 +38,7 @@ from ringflash_kernels.hopper.compat import (
 
 @aggregate
 class Scales:
-    """Where scales are: of q, (batch, num_heads, q_blocks); of tiles, (batch, num_kv_heads, k_blocks, 8)."""
+    """Addresses of scales: those of q (batch, num_heads, q_blocks), of tiles (batch, num_kv_heads, k_blocks, 8)."""
 
     q_ptr: gl.tensor
     q_blocks: gl.tensor
@@ -47,7 +47,7 @@ class Scales:
 
 
 @aggregate
-class Shared:
+class Fp8KeysShared:
     """Shared memory of a CTA, and the choices every role needs; q1 and dout1 are the operands of dK and dV."""
 
     q0: gl.shared_memory_descriptor
@@ -382,7 +382,7 @@ def backward_keys_fp8(
         spare = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
     else:
         spare = dq
-    sm = Shared(
+    sm = Fp8KeysShared(
         gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 64, D], q0_desc.layout),
         gl.allocate_shared_memory(q1_desc.dtype, [STAGES] + q1_desc.block_type.shape, q1_desc.layout),
         gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 64, D], dout0_desc.layout),
