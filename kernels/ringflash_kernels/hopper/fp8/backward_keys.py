@@ -17,7 +17,6 @@ from ringflash_kernels.hopper.backward.keys import (
     interleave,
     last_dq,
     pass_turn,
-    send,
     take_turn,
 )
 from ringflash_kernels.hopper.backward.problem import NUMBER, Problem, receive_number, send_number, slot_of
@@ -29,7 +28,6 @@ from ringflash_kernels.hopper.compat import (
     mbarrier,
     tma_load,
     tma_reduce_add,
-    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -76,7 +74,6 @@ class Fp8KeysShared:
     PROMOTE: gl.constexpr
     KV_IN_REGISTERS: gl.constexpr
     TURN_BEFORE_EXP: gl.constexpr
-    ACCUMULATE: gl.constexpr
 
 
 @gluon.jit
@@ -225,28 +222,21 @@ def _step(
 
 @gluon.jit
 def _write(sm, desc, x, coord, W: gl.constexpr):
-    """Add or store dK or dV of this consumer's 64 keys (fp32: in halves), staged in its dQ buffer and a spare one."""
+    """Add dK or dV of this consumer's 64 keys in halves, staged in its dQ buffer and a spare one."""
     D: gl.constexpr = sm.SPLIT
-    if desc.dtype == gl.float32:
-        left, right = halves(x, D)
-        for which in gl.static_range(2):
-            place = sm.spare.index(W) if which else dq_staging(sm, W)
-            staged = place._reinterpret(gl.float32, [1, 1, 64, D // 2], desc.layout)
-            tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
-            staged.reshape([64, D // 2]).store(right if which else left)
-            fence_async_shared()
-            send(sm, desc, [coord[0], coord[1], coord[2], which * (D // 2)], staged)
-    else:
-        staged = dq_staging(sm, W)._reinterpret(desc.dtype, [1, 1, 64, D], desc.layout)
-        tma_store_wait(0)
-        staged.reshape([64, D]).store(x.to(desc.dtype))
+    left, right = halves(x, D)
+    for which in gl.static_range(2):
+        place = sm.spare.index(W) if which else dq_staging(sm, W)
+        staged = place._reinterpret(gl.float32, [1, 1, 64, D // 2], desc.layout)
+        tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
+        staged.reshape([64, D // 2]).store(right if which else left)
         fence_async_shared()
-        tma_store(desc, [coord[0], coord[1], coord[2], 0], staged)
+        tma_reduce_add(desc, [coord[0], coord[1], coord[2], which * (D // 2)], staged)
 
 
 @gluon.jit
 def _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W: gl.constexpr):
-    """Add or store dK and dV, each times its scale."""
+    """Add dK and dV, each times its scale."""
     tma_store_wait(0)
     _write(sm, dv_desc, dv * gl.load(tile_ptr + 4), coord, W)
     _write(sm, dk_desc, dk * gl.load(tile_ptr + 3), coord, W)
@@ -299,7 +289,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                 mbarrier.wait(sm.q_full.index(slot), parity)
                 block = receive_number(sm.begin.index(slot))
                 for _ in range(start, stop):
-                    if sm.FP8_GRADIENTS and sm.ACCUMULATE:
+                    if sm.FP8_GRADIENTS:
                         if kept == sm.PROMOTE:
                             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
                             dk = gl.zeros([64, C], gl.float32, layout)
@@ -317,7 +307,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                 head_row += problem.dq_rows
                 scale_ptr += scales.q_blocks
             last_dq(sm, dq_desc, step, dq_row, W)
-        if (not sm.ACCUMULATE) | (start < stop):
+        if start < stop:
             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
             tma_store_wait(0)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
@@ -352,11 +342,11 @@ def backward_keys_fp8(
     softmax_scale,
     STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_BEFORE_EXP: gl.constexpr,
-    BOUNDS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    BOUNDS: gl.constexpr,
 ):  # fmt: skip
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
 
-    With FP8_GRADIENTS dK and dV must be fp32 and added to, unless no tile has more than PROMOTE blocks.
+    dK and dV are fp32 and added to.
     """
     D: gl.constexpr = k_desc.block_type.shape[3]
     half: gl.constexpr = k_desc.dtype
@@ -395,7 +385,7 @@ def backward_keys_fp8(
         gl.allocate_shared_memory(half, [4, 64, 64], ds_layout),
         dq.index(0), dq.index(1), spare,
         kv_full, kv_empty, q_full, q_empty, ds_full, begin,
-        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,
+        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP,
     )  # fmt: skip
     problem = Problem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
