@@ -181,6 +181,33 @@ def ours_in_fp8(with_quantiser: bool) -> Contender:
     return Contender(name, {"forward": build_forward})
 
 
+def ours_in_fp8_backward(products: str) -> Contender:
+    """Our FP8 backward with the rounding of its operands, by its choice of products."""
+    from ringflash_kernels.fp8_reference import HEAD_DIMS
+    from ringflash_kernels.hopper.fp8.backward import Fp8Backward
+    from ringflash_kernels.hopper.fp8.forward import forward
+    from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
+
+    def build_backward(x: Inputs) -> Run | None:
+        largest_head_dim = 256 if products == "bf16" else 128
+        if x.row.kind == "hop" or x.row.head_dim not in HEAD_DIMS or x.row.head_dim > largest_head_dim:
+            return None
+        out, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+        row_max = torch.empty_like(x.lse)
+        operands = quantise_q(x.q), quantise_kv(x.k, x.v, for_backward=False)
+        forward(*operands, x.mask, x.scale, out=out, lse=x.lse, row_max=row_max)
+
+        def run() -> torch.Tensor:
+            options = {"softmax_scale": x.scale, "products": products, "row_max": row_max}
+            backward = Fp8Backward(x.dout, x.q, out, x.lse, **options)
+            backward.add(x.k, x.v, x.mask, dk, dv, accumulate=False)
+            return backward.finish()
+
+        return run
+
+    return Contender(f"ringflash FP8, {products}", {"backward": build_backward})
+
+
 def flash_attn_4() -> Contender:
     """flash-attn-4's CuTe DSL kernels; causal and full only."""
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -233,6 +260,9 @@ def contenders() -> Iterator[Contender]:
         "ours_without_state": ours_without_state,
         "ours_in_fp8": lambda: ours_in_fp8(with_quantiser=False),
         "ours_in_fp8, quantiser": lambda: ours_in_fp8(with_quantiser=True),
+        "ours_in_fp8_backward, bf16": lambda: ours_in_fp8_backward("bf16"),
+        "ours_in_fp8_backward, fp8_scores": lambda: ours_in_fp8_backward("fp8_scores"),
+        "ours_in_fp8_backward, fp8": lambda: ours_in_fp8_backward("fp8"),
         "flash_attn_4": flash_attn_4,
         "cudnn": cudnn,
     }

@@ -95,6 +95,7 @@ def attention_forward(
     acc: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(softmax_scale * q k^T) v over the visible pairs, and the log-sum-exp of the scores.
 
@@ -114,6 +115,8 @@ def attention_forward(
         acc: as q, fp32 (fp64 for fp64): output of the earlier calls; needs `lse`.
         out: tensor to write the result to, in the dtype of q or of acc; may be acc itself. Default: a new one, as q.
         lse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64): updated in place with `acc`, overwritten without.
+        row_max: as lse, tensor to write the largest score of each row or a little more to, for `begin_backward`;
+            updated in place with `acc`. Only for impl "hopper_fp8" and "reference_fp8".
     Returns:
         out: as q.  lse: (batch, num_heads, seqlen_q), natural log. A row that sees no key is 0 and -inf.
     Raises:
@@ -128,7 +131,8 @@ def attention_forward(
     if lse is None:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
     _check_state(q, out, lse, acc)
-    implementation(impl, q, k, v).forward(q, k, v, mask, _scale(q, softmax_scale), out=out, lse=lse, acc=acc)
+    state = {} if row_max is None else {"row_max": _checked_row_max(impl, lse, row_max)}
+    implementation(impl, q, k, v).forward(q, k, v, mask, _scale(q, softmax_scale), out=out, lse=lse, acc=acc, **state)
     return out, lse
 
 
@@ -154,8 +158,8 @@ def begin_backward(
         fp8_backward: products of the backward in e4m3, only for impl "hopper_fp8" and "reference_fp8", which always
             take the scores from the operands of their forward: "bf16" (default) none, "fp8_scores" dout v^T,
             "fp8" also those that give dk and dv.
-        row_max: as lse, the largest score of each row or a little more. With "fp8" it keeps the probabilities of
-            rows of more than some 100,000 similar keys from rounding to 0.
+        row_max: what `attention_forward` wrote there. "fp8" needs it: without, probabilities of long rows would
+            round to 0.
     """
     backward = implementation(impl, q, q, q).begin_backward
     options = _fp8_options(impl, lse, fp8_backward, row_max)
@@ -166,16 +170,24 @@ def begin_backward(
 def _fp8_options(
     impl: str, lse: torch.Tensor, fp8_backward: str | None, row_max: torch.Tensor | None
 ) -> dict[str, object]:
-    """Arguments of an FP8 backward alone; ValueError if another implementation would have to ignore them."""
-    for name, value in (("fp8_backward", fp8_backward), ("row_max", row_max)):
-        if value is not None and impl not in _ROUNDED:
-            raise ValueError(f"{name} must be left out with impl={impl!r}, got one; use impl='hopper_fp8'.")
-    if row_max is not None and (row_max.shape != lse.shape or row_max.dtype != lse.dtype):
-        raise ValueError(
-            f"row_max must be {tuple(lse.shape)} in {lse.dtype}, got {tuple(row_max.shape)} in {row_max.dtype}; "
-            "leave it out."
-        )
+    """Arguments of an FP8 backward; ValueError if another implementation would have to ignore them."""
+    if fp8_backward is not None and impl not in _ROUNDED:
+        raise ValueError(f"fp8_backward must be left out with impl={impl!r}, got one; use impl='hopper_fp8'.")
+    if row_max is not None:
+        _checked_row_max(impl, lse, row_max)
     return {} if impl not in _ROUNDED else {"products": fp8_backward or "bf16", "row_max": row_max}
+
+
+def _checked_row_max(impl: str, lse: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
+    """Return it if the implementation uses it, and it is as lse."""
+    if impl not in _ROUNDED:
+        raise ValueError(f"row_max must be left out with impl={impl!r}, got one; use impl='hopper_fp8'.")
+    if (row_max.shape, row_max.dtype, row_max.stride()) != (lse.shape, lse.dtype, lse.stride()):
+        raise ValueError(
+            f"row_max must be {tuple(lse.shape)} in {lse.dtype} with the strides of lse, got {tuple(row_max.shape)} in "
+            f"{row_max.dtype} with strides {row_max.stride()}; make it with torch.empty_like(lse)."
+        )
+    return row_max
 
 
 def attention_backward(

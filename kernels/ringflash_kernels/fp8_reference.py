@@ -197,9 +197,19 @@ def forward(
     out: torch.Tensor,
     lse: torch.Tensor,
     acc: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there."""
-    forward_rows(quantise_q(q), quantise_kv(k, v, for_backward=False), mask, softmax_scale, out=out, lse=lse, acc=acc)
+    forward_rows(
+        quantise_q(q),
+        quantise_kv(k, v, for_backward=False),
+        mask,
+        softmax_scale,
+        out=out,
+        lse=lse,
+        acc=acc,
+        row_max=row_max,
+    )
 
 
 def forward_rows(
@@ -211,15 +221,22 @@ def forward_rows(
     out: torch.Tensor,
     lse: torch.Tensor,
     acc: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> None:
     """`forward` of quantised operands: key j of the mask is row j % 128 of record j // 128."""
     if acc is None:
         out.zero_()
         lse.fill_(-math.inf)
+        if row_max is not None:
+            row_max.fill_(-math.inf)
     state = out.to(lse.dtype) if acc is None else acc
     for queries, keys, visible in blocks(rows.values, mask):
         scores = scores_of(rows, records, queries, keys, softmax_scale)
-        part, part_lse = _attend(scores.masked_fill(~visible, -math.inf), visible, *_values(records, rows, keys))
+        scores = scores.masked_fill(~visible, -math.inf)
+        if row_max is not None:
+            largest = scores.amax(-1).flatten(1, 2) * math.log(2.0)
+            row_max[..., queries] = torch.maximum(row_max[..., queries], largest.to(row_max.dtype))
+        part, part_lse = _attend(scores, visible, *_values(records, rows, keys))
         merge_(state[:, queries], lse[..., queries], part, part_lse.to(lse.dtype))
     if state is not out:
         out.copy_(state)
@@ -306,7 +323,7 @@ class Fp8ReferenceBackward:
     factors of rows and blocks, and why nothing saturates: `hopper.fp8.backward_operands`.
 
     Args:
-        row_max: (batch, num_heads, seqlen_q), the largest score of each row in natural units, or more.
+        row_max: (batch, num_heads, seqlen_q), the largest score of each row in natural units or more, for "fp8" only.
     """
 
     def __init__(
@@ -322,7 +339,7 @@ class Fp8ReferenceBackward:
         products: str = "bf16",
         row_max: torch.Tensor | None = None,
     ) -> None:
-        check_products(products, q.shape[-1], deterministic)
+        check_products(products, q.shape[-1], deterministic, row_max)
         self.q, self.softmax_scale, self.products = q, softmax_scale, products
         self._rows = quantise_q(q)
         delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
@@ -330,7 +347,7 @@ class Fp8ReferenceBackward:
         if dlse is not None:
             delta, size = delta - dlse, size + dlse.abs()
         self._given = dout.double(), lse.double(), (lse if row_max is None else row_max).double(), delta, size
-        self._queries: _Queries | None = None
+        self._queries: _QuerySide | None = None
         self.dq = torch.zeros_like(q, dtype=torch.float64)
 
     def add(
@@ -371,21 +388,23 @@ class Fp8ReferenceBackward:
         dq = rotate_back(self.dq * factor * self.softmax_scale)
         return dq.to(self.q.dtype) if out is None else out.copy_(dq)
 
-    def _operands(self, num_kv_heads: int) -> _Queries:
+    def _operands(self, num_kv_heads: int) -> _QuerySide:
         dout, lse, row_max, delta, size = self._given
         q, log2e = self.q.double(), math.log2(math.e)
         if self.products == "bf16":
             scales = self._rows.scales.repeat_interleave(BLOCK_Q, -1)[..., : q.shape[1]].transpose(1, 2).unsqueeze(-1)
             dout = dout.bfloat16().double()
             rounded = rotate_back(self._rows.values.float() * scales).double()
-            return _Queries(lse * log2e, delta, dout, dout, rounded, torch.ones_like(size), None)
+            return _QuerySide(lse * log2e, delta, dout, dout, rounded, torch.ones_like(size), None)
         seen = lse != -math.inf
         relative = torch.where(seen & (size != 0), delta * (LARGEST / size), 0.0)
         scaled = dout * _of_rows(torch.where(size > 0, LARGEST / size, 0.0))
         if self.products == "fp8_scores":
             factor = size / LARGEST
             q1 = (q * _of_rows(factor)).bfloat16().double()
-            return _Queries(lse * log2e, relative, rounded_to_e4m3(scaled), dout.bfloat16().double(), q1, factor, None)
+            return _QuerySide(
+                lse * log2e, relative, rounded_to_e4m3(scaled), dout.bfloat16().double(), q1, factor, None
+            )
         weight = torch.where(seen, size * torch.exp(row_max - torch.where(seen, lse, 0.0)), 0.0)
         total, largest_delta, largest_q = (
             _largest_of_group(x.abs(), num_kv_heads) for x in (weight, relative, q.abs().amax(-1).transpose(1, 2))
@@ -398,7 +417,7 @@ class Fp8ReferenceBackward:
         maxima = torch.stack([total, largest_delta, largest_q])
         dout1, q1 = rounded_to_e4m3(scaled * _of_rows(share)), rounded_to_e4m3(q * _of_rows(of_q))
         factor = share * of_heads / (LARGEST * LARGEST_P)
-        return _Queries(reference, relative, rounded_to_e4m3(scaled), dout1, q1, factor, maxima)
+        return _QuerySide(reference, relative, rounded_to_e4m3(scaled), dout1, q1, factor, maxima)
 
     def _gains(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
         """2^g of each key (batch, keys, num_kv_heads), and what sums for dK and for dV are multiplied by."""
@@ -416,7 +435,7 @@ class Fp8ReferenceBackward:
     def _block(
         self, records: torch.Tensor, rows: slice, cols: slice, visible: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a block of rows adds to dq, before its factors, and to dk and dv."""
+        """Return what a block of rows adds to dq, before its factors, and to dk and dv."""
         assert self._queries is not None
         x, num_kv_heads = self._queries, records.shape[2]
         found = unpack(records[:, cols.start // BLOCK_K : cols.stop // BLOCK_K], self.q.shape[-1], for_backward=True)
@@ -439,7 +458,7 @@ class Fp8ReferenceBackward:
         return grad_q, grad_k, torch.einsum("bhgij,bihgd->bjhd", low(p), dout1) * of_dv
 
 
-class _Queries(NamedTuple):
+class _QuerySide(NamedTuple):
     """The query side in fp64: reference of P, delta, dO of dP, dO of dV, Q of dK, factor of dQ; maxima of groups."""
 
     reference: torch.Tensor
@@ -454,7 +473,7 @@ class _Queries(NamedTuple):
 begin_backward = Fp8ReferenceBackward
 
 
-def check_products(products: str, head_dim: int, deterministic: bool) -> None:
+def check_products(products: str, head_dim: int, deterministic: bool, row_max: torch.Tensor | None) -> None:
     """Raise ValueError or NotImplementedError unless such gradients can be computed."""
     if products not in PRODUCTS:
         raise ValueError(f"fp8_backward must be one of {PRODUCTS}, got {products!r}; use 'bf16'.")
@@ -465,6 +484,11 @@ def check_products(products: str, head_dim: int, deterministic: bool) -> None:
     if products != "bf16" and deterministic:
         raise NotImplementedError(
             f"deterministic must be False with fp8_backward={products!r}, got True; use fp8_backward='bf16'."
+        )
+    if products == "fp8" and row_max is None:
+        raise ValueError(
+            "row_max must be given with fp8_backward='fp8', or probabilities of long rows would round to 0, got None; "
+            "pass what attention_forward writes there."
         )
 
 

@@ -45,10 +45,8 @@ KNOWN_SPILLS = {
     # Scalars, most of them where dK and dV leave the registers every 64 blocks: these instructions are in the loop too.
     "backward_keys_fp8 hd128 fp8 band": 21,
     "backward_keys_fp8 hd128 fp8 bounds": 31,
-    "backward_keys_fp8 hd128 fp8 band store": 22,
     "backward_keys_fp8 hd128 fp8_scores band": 3,
     "backward_keys_fp8 hd128 fp8_scores bounds": 3,
-    "backward_keys_fp8 hd128 fp8_scores band store": 5,
 }
 
 

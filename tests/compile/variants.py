@@ -149,12 +149,12 @@ def _backward(
 def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
     q, k = _operands(head_dim, torch.bfloat16)
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
-    for mask, keys, dtype in (("band", k, torch.float32), ("bounds", k, torch.float32), ("band", q, q.dtype)):
-        accumulate = dtype == torch.float32
-        recorder.variant = f"hd{head_dim} {products} {mask}" + ("" if accumulate else " store")
-        run = fp8_backward.Fp8Backward(q, q, q, lse, softmax_scale=1.0, products=products)
-        dk, dv = (torch.empty(keys.shape, dtype=dtype) for _ in range(2))
-        run.add(keys, keys, _MASKS[mask], dk, dv, accumulate=accumulate)
+    for mask in ("band", "bounds"):
+        recorder.variant = f"hd{head_dim} {products} {mask}"
+        row_max = lse if products == "fp8" else None
+        run = fp8_backward.Fp8Backward(q, q, q, lse, softmax_scale=1.0, products=products, row_max=row_max)
+        dk, dv = (torch.empty(k.shape) for _ in range(2))
+        run.add(k, k, _MASKS[mask], dk, dv)
         run.finish()
 
 

@@ -10,6 +10,7 @@ import torch
 from ringflash_kernels import fp8_reference
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
+from tests.emulator.host import cuda_properties
 from tests.emulator.oracle import MASKS, Shape, inputs
 
 _CAUSAL = MASKS["causal, ragged"]
@@ -24,21 +25,16 @@ def _gradients(
     emulator: Emulator | None = None,
     accumulate: bool = True,
     with_dlse: bool = False,
-    with_row_max: bool = False,
     whole_groups: bool = False,
     promote: int = 128,
 ):
     """dq, dk, dv of the kernels and of the specification."""
     q, k, v, dout = inputs(mask, shape)
-    out, lse = torch.empty_like(q), torch.empty(shape.batch, shape.num_heads, mask.seqlen_q)
-    fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse)
-    options: dict = dict(softmax_scale=shape.scale, products=products)
+    out, (lse, row_max) = torch.empty_like(q), torch.empty(2, shape.batch, shape.num_heads, mask.seqlen_q)
+    fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
+    options: dict = dict(softmax_scale=shape.scale, products=products, row_max=row_max)
     if with_dlse:
         options["dlse"] = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1))
-    if with_row_max:
-        scores = torch.einsum("bihd,bjhd->bhij", q.float(), k.float().repeat_interleave(q.shape[2] // k.shape[2], 2))
-        scores = (scores * shape.scale).masked_fill(~mask.dense(), -1e3)
-        options["row_max"] = scores.amax(-1) + 0.3  # those of the rounded operands are as much larger at most
     module = (emulator or Emulator()).load("fp8.backward")
     module.quantise_q, module.quantise_kv = fp8_reference.quantise_q, fp8_reference.quantise_kv
     module._PROMOTE = promote
@@ -90,7 +86,7 @@ def test_stored_gradients(products, num_heads):
 @pytest.mark.parametrize("products", fp8_reference.PRODUCTS)
 def test_gradient_through_lse(products):
     mask = MASKS["causal, rows that see nothing"]
-    _assert_equal(*_gradients(mask, Shape(), products, with_dlse=True, with_row_max=products == "fp8"))
+    _assert_equal(*_gradients(mask, Shape(), products, with_dlse=True))
 
 
 @pytest.mark.parametrize("promote", [2, 4])
@@ -140,12 +136,12 @@ def test_hops_add_up(products):
     """Keys in three hops give the gradients of one call."""
     mask, shape = Mask.band(200, 300, causal=True), Shape()
     q, k, v, dout = inputs(mask, shape)
-    out, lse = torch.empty_like(q), torch.empty(1, 2, 200)
-    fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse)
+    out, (lse, row_max) = torch.empty_like(q), torch.empty(2, 1, 2, 200)
+    fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
     module = Emulator().load("fp8.backward")
     module.quantise_q, module.quantise_kv = fp8_reference.quantise_q, fp8_reference.quantise_kv
     run, whole = (
-        backward(dout, q, out, lse, softmax_scale=shape.scale, products=products)
+        backward(dout, q, out, lse, softmax_scale=shape.scale, products=products, row_max=row_max)
         for backward in (module.Fp8Backward, fp8_reference.Fp8ReferenceBackward)
     )
     dk, dv, whole_dk, whole_dv = torch.zeros(4, *k.shape)
@@ -154,3 +150,22 @@ def test_hops_add_up(products):
         run.add(*(x[:, start:stop] for x in (k, v)), hop, dk[:, start:stop], dv[:, start:stop])
     whole.add(k, v, mask, whole_dk, whole_dv)
     _assert_equal((run.finish(), dk, dv), (whole.finish(), whole_dk, whole_dv))
+
+
+@pytest.mark.parametrize("mask", ["causal, ragged", "documents", "rectangle inside", "causal, rows that see nothing"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_largest_scores(mask, resume):
+    """The forward keeps a bound of each row's largest score that is at most a factor of two above."""
+    mask, shape = MASKS[mask], Shape()
+    q, k, v, _ = inputs(mask, shape)
+    operands = fp8_reference.quantise_q(q), fp8_reference.quantise_kv(k, v, for_backward=False)
+    exact, got = (torch.full((1, 2, mask.seqlen_q), 0.5) for _ in range(2))
+    state = {"out": torch.zeros(q.shape), "lse": torch.zeros(exact.shape)}
+    acc = torch.zeros(q.shape) if resume else None
+    fp8_reference.forward_rows(*operands, mask, shape.scale, acc=acc, row_max=exact, **state)
+    with cuda_properties(num_sms=2):
+        Emulator().load("fp8.forward").forward(*operands, mask, shape.scale, acc=acc, row_max=got, num_sms=2, **state)
+    empty = exact == -torch.inf
+    assert torch.equal(got == -torch.inf, empty)
+    above = (got - exact)[~empty]
+    assert above.min() >= -1e-5 and above.max() <= 0.7

@@ -27,14 +27,15 @@ def _tensors(kind: str, seqlen: int, head_dim: int) -> list[torch.Tensor]:
     return [x.bfloat16() for x in tensors]
 
 
-def _forward(q, k, v, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = torch.empty_like(q), torch.empty(q.shape[0], q.shape[2], q.shape[1])
-    fp8_reference.forward(q, k, v, mask, q.shape[-1] ** -0.5, out=out, lse=lse)
-    return out, lse
+def _forward(q, k, v, mask: Mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return out, lse and row_max."""
+    out, (lse, row_max) = torch.empty_like(q), torch.empty(2, q.shape[0], q.shape[2], q.shape[1])
+    fp8_reference.forward(q, k, v, mask, q.shape[-1] ** -0.5, out=out, lse=lse, row_max=row_max)
+    return out, lse, row_max
 
 
-def _gradients(q, k, v, dout, out, lse, mask: Mask, products: str, **options) -> dict[str, torch.Tensor]:
-    run = Fp8ReferenceBackward(dout, q, out, lse, softmax_scale=q.shape[-1] ** -0.5, products=products, **options)
+def _gradients(q, k, v, dout, out, lse, row_max, mask: Mask, products: str) -> dict[str, torch.Tensor]:
+    run = Fp8ReferenceBackward(dout, q, out, lse, softmax_scale=q.shape[-1] ** -0.5, products=products, row_max=row_max)
     dk, dv = (torch.zeros(x.shape) for x in (k, v))
     run.add(k, v, mask, dk, dv)
     return dict(zip(_NAMES, (run.finish(), dk, dv), strict=True))
@@ -50,9 +51,9 @@ def test_errors_of_gradients(head_dim, kind, causal):
     q, k, v, dout = _tensors(kind, 640, head_dim)
     mask = Mask.band(640, 640, causal=causal)
     exact = attention(*(x.double() for x in (q, k, v)), mask, head_dim**-0.5, dout=dout.double())
-    out, lse = _forward(q, k, v, mask)
+    state = _forward(q, k, v, mask)
     for products in PRODUCTS:
-        for name, x in _gradients(q, k, v, dout, out, lse, mask, products).items():
+        for name, x in _gradients(q, k, v, dout, *state, mask, products).items():
             assert _error(x, exact[name]) <= _LIMITS[head_dim, kind], (products, name)
 
 
@@ -70,37 +71,29 @@ def test_gradients_of_what_was_rounded():
     q8, k8, v8 = (values * scales.unsqueeze(-1) for values, scales in rounded)
     exact = attention(q8, k8, v8, mask, 64**-1.5, dout=dout.double())
     exact["dq"], exact["dk"] = (64 * fp8_reference.rotate_back(exact[name]).double() for name in ("dq", "dk"))
-    got = _gradients(q, k, v, dout, exact["out"].bfloat16(), exact["lse"].float(), mask, "bf16")
+    got = _gradients(q, k, v, dout, exact["out"].bfloat16(), exact["lse"].float(), None, mask, "bf16")
     for name in _NAMES:
         assert _error(got[name], exact[name]) <= 4e-3, name
 
 
-def _equal_keys(row_max: bool) -> dict[str, torch.Tensor]:
-    """Gradients of queries that see 2^20 equal keys, for the first block of them; the lse is made up."""
-    q, _, v, dout = _tensors("normal", BLOCK_K, 64)
-    k = torch.ones(1, BLOCK_K, 1, 64).bfloat16()
-    out, lse = _forward(q, k, v, Mask.full(BLOCK_K, BLOCK_K))
-    largest = lse - math.log(BLOCK_K)
-    return _gradients(
-        q, k, v, dout, out, largest + math.log(1 << 20), Mask.full(BLOCK_K, BLOCK_K), "fp8",
-        row_max=largest if row_max else None,
-    )  # fmt: skip
-
-
 def test_probabilities_of_long_rows_are_kept():
-    _, _, _, dout = _tensors("normal", BLOCK_K, 64)
+    """Queries see 2^20 equal keys, of which this is the first block; the lse is made up."""
+    q, _, v, dout = _tensors("normal", BLOCK_K, 64)
+    k, mask = torch.ones(1, BLOCK_K, 1, 64).bfloat16(), Mask.full(BLOCK_K, BLOCK_K)
+    out, _, row_max = _forward(q, k, v, mask)
     exact = dout.double().sum((1, 2), keepdim=True).expand(1, BLOCK_K, 1, 64) / (1 << 20)
-    assert _error(_equal_keys(True)["dv"], exact) <= 0.05
-    assert not _equal_keys(False)["dv"].any(), "they round to 0 where the largest score is not known"
+    for largest, kept in ((row_max, True), (row_max + math.log(1 << 20), False)):
+        dv = _gradients(q, k, v, dout, out, row_max + math.log(1 << 20), largest, mask, "fp8")["dv"]
+        assert _error(dv, exact) <= 0.05 if kept else not dv.any()
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_sets_of_keys_add_up(products):
     q, k, v, dout = _tensors("normal", 256, 64)
     mask = Mask.band(256, 256, causal=True)
-    out, lse = _forward(q, k, v, mask)
-    whole = _gradients(q, k, v, dout, out, lse, mask, products)
-    run = Fp8ReferenceBackward(dout, q, out, lse, softmax_scale=0.125, products=products)
+    state = _forward(q, k, v, mask)
+    whole = _gradients(q, k, v, dout, *state, mask, products)
+    run = Fp8ReferenceBackward(dout, q, *state[:2], softmax_scale=0.125, products=products, row_max=state[2])
     dk, dv = torch.zeros(2, *k.shape)
     for start in (0, 128):
         keys = slice(start, start + 128)
@@ -116,9 +109,9 @@ def test_gradients_follow_the_scale_of_dout(products, scale):
     """Nothing overflows or rounds to 0 in a backward of a loss that is scaled."""
     q, k, v, dout = _tensors("normal", 128, 64)
     mask = Mask.band(128, 128, causal=True)
-    out, lse = _forward(q, k, v, mask)
-    plain = _gradients(q, k, v, dout, out, lse, mask, products)
-    scaled = _gradients(q, k, v, dout * 2.0 ** round(math.log2(scale)), out, lse, mask, products)
+    state = _forward(q, k, v, mask)
+    plain = _gradients(q, k, v, dout, *state, mask, products)
+    scaled = _gradients(q, k, v, dout * 2.0 ** round(math.log2(scale)), *state, mask, products)
     for name in _NAMES:
         assert _error(scaled[name].double() / 2.0 ** round(math.log2(scale)), plain[name].double()) <= 4e-3, name
 
@@ -127,10 +120,10 @@ def test_gradients_follow_the_scale_of_dout(products, scale):
 def test_nan_reaches_the_keys_that_a_row_sees(products):
     q, k, v, dout = _tensors("normal", 256, 64)
     mask = Mask.documents([0, 128, 256])
-    out, lse = _forward(q, k, v, mask)
-    clean = _gradients(q, k, v, dout, out, lse, mask, products)
+    state = _forward(q, k, v, mask)
+    clean = _gradients(q, k, v, dout, *state, mask, products)
     dout[0, 200, 1, 3] = math.nan
-    broken = _gradients(q, k, v, dout, out, lse, mask, products)
+    broken = _gradients(q, k, v, dout, *state, mask, products)
     assert broken["dk"][0, 128:201].isnan().all() and broken["dq"][0, 200, 1].isnan().all()
     assert torch.equal(broken["dq"][0, :128], clean["dq"][0, :128])
 
@@ -140,6 +133,7 @@ def test_nan_reaches_the_keys_that_a_row_sees(products):
     [
         ("int8", 64, False, ValueError, "fp8_backward must be one of .*, got 'int8'; use 'bf16'"),
         ("fp8", 256, False, NotImplementedError, "head_dim must be at most 128 .*, got 256; use fp8_backward='bf16'"),
+        ("fp8", 64, False, ValueError, "row_max must be given .*, got None; pass what attention_forward writes"),
         ("fp8_scores", 64, True, NotImplementedError, "deterministic must be False .*, got True; use fp8_backward="),
     ],
 )
@@ -153,7 +147,9 @@ def test_refusals(products, head_dim, deterministic, error, message):
 
 def _call(impl: str, **options) -> tuple[torch.Tensor, ...]:
     q, k, v, dout = _tensors("normal", 128, 64)
-    out, lse = attention_forward(q, k, v, impl=impl, causal=True)
+    row_max = torch.empty(1, 2, 128) if options.get("fp8_backward") == "fp8" and impl != "reference" else None
+    out, lse = attention_forward(q, k, v, impl=impl, causal=True, row_max=row_max)
+    options = {"row_max": row_max} | options
     return attention_backward(dout, q, k, v, out, lse, impl=impl, causal=True, **options)
 
 
@@ -171,5 +167,20 @@ def test_other_implementations_do_not_ignore_the_choice(option):
 
 
 def test_row_maxima_must_fit():
-    with pytest.raises(ValueError, match="row_max must be .*, got .*; leave it out"):
+    with pytest.raises(ValueError, match="row_max must be .*, got .*; make it with torch.empty_like"):
         _call("reference_fp8", fp8_backward="fp8", row_max=torch.zeros(1, 2, 64))
+
+
+def test_the_forward_keeps_the_largest_scores():
+    """Over one set of keys or two; rows that see nothing have -inf."""
+    q, k, v, _ = _tensors("normal", 256, 64)
+    mask = Mask.of(256, 256, [Region(64, 256, 0, 256)])
+    row_max = torch.empty(1, 2, 256)
+    attention_forward(q, k, v, impl="reference_fp8", mask=mask, row_max=row_max)
+    scores = torch.einsum("bihd,bjd->bhij", q.float(), k[:, :, 0].float()) / 8
+    assert (row_max[..., :64] == -math.inf).all()
+    torch.testing.assert_close(row_max[..., 64:], scores.amax(-1)[..., 64:], rtol=0, atol=0.2)
+    state = {"out": torch.empty(q.shape), "lse": torch.empty_like(row_max), "row_max": torch.empty_like(row_max)}
+    attention_forward(q, k[:, :128], v[:, :128], impl="reference_fp8", **state)
+    attention_forward(q, k[:, 128:], v[:, 128:], impl="reference_fp8", acc=state["out"], **state)
+    assert torch.equal(state["row_max"][..., 64:], row_max[..., 64:])

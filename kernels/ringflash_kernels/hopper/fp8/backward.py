@@ -42,8 +42,8 @@ class Fp8Backward:
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
         products: a key of `fp8_reference.PRODUCTS`.
-        row_max: as lse, the largest score of each row in natural units, or more. With "fp8" it keeps P of long rows
-            from rounding to 0; without, P below 2^-17 does.
+        row_max: as lse, the largest score of each row in natural units or a little more, for "fp8" only: it keeps P of
+            long rows from rounding to 0.
     Raises:
         NotImplementedError: `deterministic`, or head_dim 256, without "bf16".
     """
@@ -61,7 +61,7 @@ class Fp8Backward:
         products: str = "bf16",
         row_max: torch.Tensor | None = None,
     ) -> None:
-        check_products(products, q.shape[-1], deterministic)
+        check_products(products, q.shape[-1], deterministic, row_max)
         self.q, self.softmax_scale = q, softmax_scale
         rows = quantise_q(q)
         dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
@@ -163,7 +163,7 @@ class _Products(host.HopperBackward):
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, False
         self.products, self._rows = products, rows
-        self._given = dout, out, lse, dlse, row_max if products == "fp8" else None
+        self._given = dout, out, lse, dlse, row_max if products == "fp8" and row_max is not None else lse
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views = {}
         self.dq = self.factor = None
@@ -180,34 +180,24 @@ class _Products(host.HopperBackward):
         """See `Fp8Backward.add_records`."""
         if self.dq is None:
             self._prepare(records.shape[2])
-        hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
-        group = self._group(dk, hop)
-        if not accumulate and not self._stores(hop, group, dk):
+        if not accumulate:
             with host.summed(dk, dv) as totals:
                 self.add(records, mask, *totals, True)
             return
-        if not accumulate:
-            host.clear_unseen(hop, dk, dv)
+        hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
         if hop.num_rows:
             keys = KeyOperands(records, dk.shape[-1], self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
-            self._launch(records, keys, mask, hop, group, dk, dv, accumulate)
-
-    def _stores(self, hop: HopRectangle, group: int, dk: torch.Tensor) -> bool:
-        """True if each tile of dK and dV leaves its CTA once."""
-        blocks = -(-hop.num_rows // BLOCK_Q) * group
-        return group == self.q.shape[2] // dk.shape[2] and (self.products != "fp8" or blocks <= _PROMOTE)
+            self._launch(records, keys, hop, dk, dv)
 
     def _launch(
         self,
         records: torch.Tensor,
         keys: KeyOperands,
-        mask: Mask,
         hop: HopRectangle,
-        group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
-        accumulate: bool,
     ) -> None:
+        group = self._group(dk, hop)
         batch, _, num_heads, head_dim = self.q.shape
         num_groups = batch * num_heads // group
         heads_together = self._section(num_groups, hop.num_rows)
@@ -215,11 +205,10 @@ class _Products(host.HopperBackward):
         first, blocks = hop.k_start // BLOCK_K, records.shape[1]
         k8, v8, _ = parts(cut(records, 1, (first, blocks)), head_dim)
         k = cut(keys.k, 1, (hop.k_start, keys.k.shape[1]))
-        columns = head_dim // 2 if dk.dtype == torch.float32 else head_dim
-        stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
+        stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, head_dim // 2) for x in (dk, dv)]
         fp8_gradients = self.products == "fp8"
         _KEYS(
-            (head_dim, dk.dtype, hop.has_bounds, fp8_gradients, accumulate, _PROMOTE), num_tiles * num_groups,
+            (head_dim, hop.has_bounds, fp8_gradients, _PROMOTE), num_tiles * num_groups,
             *self._query_tiles(hop), row_tile(k, 64, head_dim), _key_tile(k8), _key_tile(v8),
             block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
             *stores,
@@ -229,9 +218,11 @@ class _Products(host.HopperBackward):
             dk.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
             int(self._in_step(hop, group)), self.clock, 1.0, 1.0,
-            STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE, KV_IN_REGISTERS=self.tiles.kv_in_registers,
+            STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE,
+            # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
+            KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,
             TURN_BEFORE_EXP=self.tiles.turn_before_exp,
-            BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
+            BOUNDS=hop.has_bounds,
         )  # fmt: skip
 
     def _query_tiles(self, hop: HopRectangle) -> tuple[TensorDescriptor, ...]:

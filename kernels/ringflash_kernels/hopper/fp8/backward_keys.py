@@ -15,7 +15,6 @@ from ringflash_kernels.hopper.backward.keys import (
     dq_staging,
     last_dq,
     pass_turn,
-    send,
     take_turn,
 )
 from ringflash_kernels.hopper.backward.problem import (
@@ -35,7 +34,6 @@ from ringflash_kernels.hopper.compat import (
     mbarrier,
     tma_load,
     tma_reduce_add,
-    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -44,7 +42,7 @@ from ringflash_kernels.hopper.compat import (
 
 @aggregate
 class Scales:
-    """Where scales are: of q, (batch, num_heads, q_blocks); of tiles, (batch, num_kv_heads, k_blocks, 8)."""
+    """Addresses of scales: those of q (batch, num_heads, q_blocks), of tiles (batch, num_kv_heads, k_blocks, 8)."""
 
     q_ptr: gl.tensor
     q_blocks: gl.tensor
@@ -53,7 +51,7 @@ class Scales:
 
 
 @aggregate
-class Shared:
+class Fp8KeysShared:
     """Shared memory of a CTA, and the choices every role needs; q1 and dout1 are the operands of dK and dV."""
 
     q0: gl.shared_memory_descriptor
@@ -82,7 +80,6 @@ class Shared:
     PROMOTE: gl.constexpr
     KV_IN_REGISTERS: gl.constexpr
     TURN_BEFORE_EXP: gl.constexpr
-    ACCUMULATE: gl.constexpr
 
 
 @gluon.jit
@@ -231,28 +228,21 @@ def _step(
 
 @gluon.jit
 def _write(sm, desc, x, coord, W: gl.constexpr):
-    """Add or store dK or dV of this consumer's 64 keys (fp32: in halves), staged in its dQ buffer and a spare one."""
+    """Add dK or dV of this consumer's 64 keys in halves, staged in its dQ buffer and a spare one."""
     D: gl.constexpr = sm.SPLIT
-    if desc.dtype == gl.float32:
-        left, right = halves(x, D)
-        for which in gl.static_range(2):
-            place = sm.spare.index(W) if which else dq_staging(sm, W)
-            staged = place._reinterpret(gl.float32, [1, 1, 64, D // 2], desc.layout)
-            tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
-            staged.reshape([64, D // 2]).store(right if which else left)
-            fence_async_shared()
-            send(sm, desc, [coord[0], coord[1], coord[2], which * (D // 2)], staged)
-    else:
-        staged = dq_staging(sm, W)._reinterpret(desc.dtype, [1, 1, 64, D], desc.layout)
-        tma_store_wait(0)
-        staged.reshape([64, D]).store(x.to(desc.dtype))
+    left, right = halves(x, D)
+    for which in gl.static_range(2):
+        place = sm.spare.index(W) if which else dq_staging(sm, W)
+        staged = place._reinterpret(gl.float32, [1, 1, 64, D // 2], desc.layout)
+        tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
+        staged.reshape([64, D // 2]).store(right if which else left)
         fence_async_shared()
-        tma_store(desc, [coord[0], coord[1], coord[2], 0], staged)
+        tma_reduce_add(desc, [coord[0], coord[1], coord[2], which * (D // 2)], staged)
 
 
 @gluon.jit
 def _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W: gl.constexpr):
-    """Add or store dK and dV, each times its scale."""
+    """Add dK and dV, each times its scale."""
     tma_store_wait(0)
     _write(sm, dv_desc, dv * gl.load(tile_ptr + 4), coord, W)
     _write(sm, dk_desc, dk * gl.load(tile_ptr + 3), coord, W)
@@ -305,7 +295,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                 mbarrier.wait(sm.q_full.index(slot), parity)
                 block = receive_number(sm.begin.index(slot))
                 for _ in range(start, stop):
-                    if sm.FP8_GRADIENTS and sm.ACCUMULATE:
+                    if sm.FP8_GRADIENTS:
                         if kept == sm.PROMOTE:
                             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
                             dk = gl.zeros([64, C], gl.float32, layout)
@@ -323,7 +313,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                 head_row += problem.dq_rows
                 scale_ptr += scales.q_blocks
             last_dq(sm, dq_desc, step, dq_row, W)
-        if (not sm.ACCUMULATE) | (start < stop):
+        if start < stop:
             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
             tma_store_wait(0)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
@@ -358,11 +348,11 @@ def backward_keys_fp8(
     softmax_scale,
     STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_BEFORE_EXP: gl.constexpr,
-    BOUNDS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    BOUNDS: gl.constexpr,
 ):  # fmt: skip
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `BackwardProblem`.
 
-    With FP8_GRADIENTS dK and dV must be fp32 and added to, unless no tile has more than PROMOTE blocks.
+    dK and dV are fp32 and added to.
     """
     D: gl.constexpr = k_desc.block_type.shape[3]
     half: gl.constexpr = k_desc.dtype
@@ -388,7 +378,7 @@ def backward_keys_fp8(
         spare = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
     else:
         spare = dq
-    sm = Shared(
+    sm = Fp8KeysShared(
         gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 64, D], q0_desc.layout),
         gl.allocate_shared_memory(q1_desc.dtype, [STAGES] + q1_desc.block_type.shape, q1_desc.layout),
         gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 64, D], dout0_desc.layout),
@@ -401,7 +391,7 @@ def backward_keys_fp8(
         gl.allocate_shared_memory(half, [4, 64, 64], ds_layout),
         dq.index(0), dq.index(1), spare,
         kv_full, kv_empty, q_full, q_empty, ds_full, begin,
-        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,
+        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP,
     )  # fmt: skip
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,

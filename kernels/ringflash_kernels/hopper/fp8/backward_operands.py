@@ -1,8 +1,8 @@
 """Operands of the FP8 backward, and dQ from what it sums: each function is one launch.
 
-A row of queries i counts as w_i = n_i * P_i, n_i = |dO_i| + |dlse_i| and P_i its largest probability (1 where the
-forward's row maximum m_i is not known). Sums over rows, dV and dK, have one scale; so each of their two factors gets
-half of what is between w_i and the largest weight W of the heads that share them, h_i = sqrt(w_i / W):
+The row i of queries counts as w_i = n_i * exp(m_i - lse_i): n_i = |dO_i| + |dlse_i| times its largest probability, m_i
+being the row maximum of the forward. Sums over rows, dV and dK, have one scale; so each of their two factors gets half
+of what is between w_i and the largest weight W of the heads that share them, h_i = sqrt(w_i / W):
 
     dO8_i = 448 / n_i * dO_i                   P'_ij = 2^8 * h_i * exp(S_ij - m_i)
     delta'_i = 448 / n_i * delta_i             dS'_ij = 2^-g * P'_ij * (dO8_i V_j - delta'_i)
@@ -35,7 +35,7 @@ def _statistics(
     num_blocks, group,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head, q_batch, q_row, q_head,
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, max_batch, max_head, max_row,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_MAX: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -55,10 +55,7 @@ def _statistics(
         dlse = tl.load(dlse_ptr + batch * dlse_batch + head * dlse_head + row * dlse_row, mask=inside, other=0.0)
         delta -= dlse
         size += tl.abs(dlse)
-    if HAS_MAX:
-        largest = tl.load(max_ptr + batch * max_batch + head * max_head + row * max_row, mask=inside, other=0.0)
-    else:
-        largest = lse
+    largest = tl.load(max_ptr + batch * max_batch + head * max_head + row * max_row, mask=inside, other=0.0)
     seen = lse != float("-inf")
     weight = tl.where(seen, size * tl.exp2((largest - tl.where(seen, lse, 0.0)) * 1.4426950408889634), 0.0)
     relative = delta * (448.0 / tl.maximum(size, 1e-30))
@@ -209,7 +206,7 @@ def statistics(
     out: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
-    row_max: torch.Tensor | None,
+    row_max: torch.Tensor,
     num_kv_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Reference, delta', size and weight of each row, the maxima over rows, and the dQ accumulator.
@@ -227,13 +224,13 @@ def statistics(
     rows = out.new_empty(batch * num_heads, 4, num_blocks * BLOCK_Q, dtype=torch.float32)
     maxima = out.new_zeros(batch * num_kv_heads, 4, dtype=torch.float32)
     dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=torch.float32)
-    flags = dict(HAS_DLSE=dlse is not None, HAS_MAX=row_max is not None)
-    dlse, row_max = (lse if x is None else x for x in (dlse, row_max))
+    has_dlse = dlse is not None
+    dlse = lse if dlse is None else dlse
     _STATISTICS(
-        (head_dim, *flags.values()), num_blocks * batch * num_heads,
+        (head_dim, has_dlse), num_blocks * batch * num_heads,
         out, dout, q, lse, dlse, row_max, rows, maxima, dq, seqlen, num_blocks * BLOCK_Q, num_heads, num_blocks,
         num_heads // num_kv_heads, *out.stride()[:3], *dout.stride()[:3], *q.stride()[:3], *lse.stride(),
-        *dlse.stride(), *row_max.stride(), D=head_dim, ROWS=BLOCK_Q, **flags,
+        *dlse.stride(), *row_max.stride(), D=head_dim, ROWS=BLOCK_Q, HAS_DLSE=has_dlse,
     )  # fmt: skip
     return rows, maxima, dq
 

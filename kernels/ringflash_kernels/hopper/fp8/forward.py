@@ -89,6 +89,12 @@ class Fp8Variant:
     tiles: Fp8Tiles
     mask: str
     resume: bool
+    row_max: bool = False
+
+    @property
+    def slack(self) -> float:
+        """Largest lag of the reference behind the largest score, in log2 units; small if it stands for that score."""
+        return 1.0 if self.row_max else 16.0
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:
@@ -118,11 +124,12 @@ class Fp8Shared(NamedTuple):
 
 
 class QScales(NamedTuple):
-    """Scales of q, one for each block of rows."""
+    """Scales of q, one for each block of rows; and where the largest score of each row goes, as lse."""
 
     first: int
     stride_b: int
     stride_h: int
+    row_max: int
 
 
 # ------------------------------------------------------------------------------------------------------ producer
@@ -209,7 +216,7 @@ def softmax(s, reference, row_sum, key, rows, factor, MASKED: gl.constexpr, V: g
     """
     if MASKED:
         s = hide(s, key, rows, V)
-    SLACK: gl.constexpr = 16.0
+    SLACK: gl.constexpr = V.slack
     block_max = gl.max(s, 1) * factor
     new = gl.where(block_max - reference > SLACK, block_max, reference)
     if MASKED:
@@ -329,7 +336,7 @@ def step(
 
 @gluon.jit
 def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
-    """O (not yet divided), 1 / l and lse of a tile, and the next use of the ring."""
+    """O (not yet divided), 1 / l and lse of a tile, the next use of the ring, and the reference of each row."""
     n = tile.num_blocks
     acc, reference, row_sum = nothing_yet(V)
     take_turn(kv, W, V)
@@ -349,7 +356,18 @@ def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.con
     pass_turn(kv, W, V)
     mbarrier.arrive(q_empty, count=1)
     inverse, lse = normalizer(row_sum, reference, V)
-    return acc, inverse, lse, kv
+    return acc, inverse, lse, kv, reference
+
+
+@gluon.jit
+def store_row_max(reference, row_index, batch, head, problem, q_scales, V: gl.constexpr):
+    """Store the most that a row's largest score can be in natural units, or the earlier calls' if that is more."""
+    LN2: gl.constexpr = 0.6931471805599453
+    at = q_scales.row_max + batch * problem.lse_stride_b + head * problem.lse_stride_h + row_index
+    largest = (reference + V.slack) * LN2
+    if V.resume:
+        largest = gl.maximum(largest, gl.load(at, mask=row_index < problem.seqlen_q, other=0.0))
+    gl.store(at, largest, mask=row_index < problem.seqlen_q)
 
 
 @gluon.jit
@@ -380,8 +398,11 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
+            reference = lse
         else:
-            acc, factor, lse, kv = attend(rows, q_empty, tile, kv, shared, barriers, W, V)
+            acc, factor, lse, kv, reference = attend(rows, q_empty, tile, kv, shared, barriers, W, V)
+        if V.row_max:
+            store_row_max(reference, row + gl.arange(0, BM, layout=row_layout), batch, head, problem, q_scales, V)
         if V.resume:
             lse, weight, old_weight = merge_weights(lse, old_lse)
             factor = factor * weight
@@ -419,14 +440,14 @@ def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, V: gl.constexp
 
 @gluon.jit(
     do_not_specialize=[
-        "lse", "start", "stop", "table", "counter", "q_scales", "seqlen_q", "seqlen_k", "num_heads", "heads_per_kv",
-        "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b", "lse_stride_h",
-        "q_stride_b", "q_stride_h",
+        "lse", "start", "stop", "table", "counter", "q_scales", "row_max", "seqlen_q", "seqlen_k", "num_heads",
+        "heads_per_kv", "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b",
+        "lse_stride_h", "q_stride_b", "q_stride_h",
     ]
 )  # fmt: skip
 def forward_fp8(
     q_desc, k_desc, v_desc, tail_desc, o_desc, acc_desc,
-    lse, start, stop, table, counter, q_scales,
+    lse, start, stop, table, counter, q_scales, row_max,
     seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
     lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, scale,
     V: gl.constexpr,
@@ -435,7 +456,7 @@ def forward_fp8(
     problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
                       upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
     pointers = Pointers(lse, start, stop, table, counter)
-    q_scales = QScales(q_scales, q_stride_b, q_stride_h)
+    q_scales = QScales(q_scales, q_stride_b, q_stride_h, row_max)
     q = pair(q_desc, q_desc, V)
     o = pair(o_desc, o_desc, V)
     acc = pair(acc_desc, acc_desc, V)
@@ -472,6 +493,7 @@ def forward(
     lse: torch.Tensor,
     acc: torch.Tensor | None = None,
     num_sms: int | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> None:
     """Attention of quantised operands over the visible pairs of `mask`, continuing (acc, lse) where given.
 
@@ -481,6 +503,7 @@ def forward(
             j // 128. Any strides of the first three dimensions that are multiples of 128.
         out: as q, in a 16-bit dtype or fp32; every row is written. May be `acc`.
         lse, acc, num_sms: as `hopper.forward`.
+        row_max: as lse with its strides, written, with `acc` updated: at least the largest score of each row.
     Numerics: see `fp8_reference`; scores and sums in fp32, the sums of P V over a block have 13 bits.
     Source: FP8 operands and their layouts: Shah et al. 2024 (arXiv:2407.08608); P V summed in two levels: Zhang et al.
         2024 (SageAttention2, arXiv:2411.10958); P relative to its own block is ours.
@@ -490,9 +513,11 @@ def forward(
     first, stop = mask.q_span
     settle(out, lse, acc, slice(0, first))
     settle(out, lse, acc, slice(stop, q8.shape[1]))
+    if row_max is not None and acc is None:
+        row_max[..., :first] = row_max[..., stop:] = -math.inf
     if first < stop:
         with device_guard(q8.device):
-            launch = plan(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc,
+            launch = plan(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max,
                           num_sms=num_sms or count_sms(q8.device), counter=tile_counter(q8.device))  # fmt: skip
             _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
 
@@ -506,6 +531,7 @@ def plan(
     out: torch.Tensor,
     lse: torch.Tensor,
     acc: torch.Tensor | None,
+    row_max: torch.Tensor | None = None,
     num_sms: int,
     counter: torch.Tensor,
 ) -> Launch:
@@ -528,10 +554,10 @@ def plan(
         start, stop = (bound[slice(*span)] for bound in mask.bounds(rows.values.device))
     q8, q_scales = cut(rows.values, 1, span), cut(rows.scales, 2, (span[0] // BLOCK_Q, -(-end // BLOCK_Q)))
     records = cut(records, 1, (keys[0] // BLOCK_K, -(-keys[1] // BLOCK_K)))
-    out, lse, acc = cut(out, 1, span), cut(lse, 2, span), cut(acc, 1, span)
+    out, lse, acc, row_max = cut(out, 1, span), cut(lse, 2, span), cut(acc, 1, span), cut(row_max, 2, span)
     batch, seqlen_q, num_heads, head_dim = q8.shape
     num_kv_heads, seqlen_k = records.shape[2], keys[1] - keys[0]
-    variant = _variant(FP8_TILES[head_dim], kind, acc is not None)
+    variant = _variant(FP8_TILES[head_dim], kind, acc is not None, row_max is not None)
     if kind == "bounds":
         table = tile_table(mask, q8.device, variant.tiles.rows, span)
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
@@ -539,18 +565,18 @@ def plan(
     heads_per_kv = num_heads // num_kv_heads
     arguments = (
         *_descriptors(q8, records, out, out if acc is None else acc, variant.tiles),
-        lse, start, stop, table, counter, q_scales,
+        lse, start, stop, table, counter, q_scales, lse if row_max is None else row_max,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
         heads_per_kv * kv_heads_per_group(num_kv_heads, records.shape[1] * records.shape[3]),
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
         softmax_scale / head_dim / _LN2, variant,
     )  # fmt: skip
-    return Launch((head_dim, kind, acc is not None, out.dtype), min(num_sms, num_tiles), arguments)
+    return Launch((head_dim, kind, acc is not None, row_max is not None, out.dtype), min(num_sms, num_tiles), arguments)
 
 
 @functools.cache
-def _variant(tiles: Fp8Tiles, mask: str, resume: bool) -> Fp8Variant:
-    return Fp8Variant(tiles, mask, resume)
+def _variant(tiles: Fp8Tiles, mask: str, resume: bool, row_max: bool) -> Fp8Variant:
+    return Fp8Variant(tiles, mask, resume, row_max)
 
 
 def _descriptors(

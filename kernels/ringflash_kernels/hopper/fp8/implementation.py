@@ -8,7 +8,10 @@ import torch
 
 from ringflash_kernels.fp8_reference import HEAD_DIMS
 from ringflash_kernels.hopper import implementation as exact
+from ringflash_kernels.hopper.implementation import collect, publish
 from ringflash_kernels.mask import Mask
+
+__all__ = ["collect", "forward", "publish", "unsupported"]
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -33,12 +36,13 @@ def forward(
     lse: torch.Tensor,
     acc: torch.Tensor | None = None,
     num_sms: int | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use, default all."""
     from ringflash_kernels.hopper.fp8 import forward, quantise
 
     rows, records = quantise.quantise_q(q), quantise.quantise_kv(k, v, for_backward=False)
-    forward.forward(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms)
+    forward.forward(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms, row_max=row_max)
 
 
 def begin_backward(*args: Any, **kwargs: Any) -> Any:
