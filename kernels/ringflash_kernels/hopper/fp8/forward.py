@@ -84,7 +84,7 @@ _TAIL = gl.constexpr(TAIL_BYTES // 4)  # numbers in the tail of a record
 
 @dataclass(frozen=True)
 class Fp8Variant:
-    """What is fixed when a kernel is compiled; see `ForwardVariant`."""
+    """Choices that are fixed when a kernel is compiled; see `ForwardVariant`."""
 
     tiles: Fp8Tiles
     mask: str
@@ -556,7 +556,7 @@ def _variant(tiles: Fp8Tiles, mask: str, resume: bool) -> Fp8Variant:
 def _descriptors(
     q8: torch.Tensor, records: torch.Tensor, out: torch.Tensor, acc: torch.Tensor, tiles: Fp8Tiles
 ) -> tuple[TensorDescriptor, ...]:
-    """Of q, of k, v and tails in the records, of out and acc: boxes of one part of the head."""
+    """Descriptors of q, of k, v and tails in the records, of out and acc: boxes of one part of the head."""
     head_dim, columns = q8.shape[3], tiles.parts[0]
     size = BLOCK_K * head_dim
     values = records.view(q8.dtype)

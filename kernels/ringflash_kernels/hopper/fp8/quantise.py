@@ -36,7 +36,7 @@ def _columns_layout(head_dim, num_warps):
 
 @gluon.constexpr_function
 def _groups_layout(head_dim, num_warps):
-    """As `_columns_layout`, with a column of each sixteen in a thread, for (rows, groups of 16, 16 columns)."""
+    """One column of each sixteen in a thread, for (rows, groups of 16, 16 columns)."""
     groups = head_dim // 16
     return gl.BlockedLayout([1, groups, 16 // groups], [32 // groups, 1, groups], [num_warps, 1, 1], [2, 1, 0])
 
