@@ -33,7 +33,7 @@ from ringflash_kernels.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, tile_descriptor, tile_layout
+from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, tile_descriptor
 from ringflash_kernels.hopper.forward.host import (
     Launch,
     band_of,
@@ -99,11 +99,6 @@ class Fp8Variant:
     def acc_layouts(self) -> tuple[gl.NVMMADistributedLayout, ...]:
         """Registers that hold O of one warpgroup, for each part of the head."""
         return tuple(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32]) for columns in self.tiles.parts)
-
-    @property
-    def state_layout(self) -> gl.NVMMASharedLayout:
-        """Shared memory that holds one part of O of one warpgroup in fp32."""
-        return tile_layout(self.tiles.block_m, self.tiles.parts[0], torch.float32)
 
 
 class Fp8Shared(NamedTuple):

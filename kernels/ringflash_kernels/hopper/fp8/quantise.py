@@ -162,10 +162,7 @@ def store_tile(record, x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.
 def store_tail(tail, biased, WARPS: gl.constexpr):
     """All of a tail but the scale of k."""
     index = gl.arange(0, _NUM_TAIL, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    exponent = (biased - 127).to(gl.float32)
-    values = gl.where(index == 1, power_of_two(biased), gl.where(index == 2, exponent, 0.0))
-    values = gl.where(index == 3, power_of_two(254 - biased), values)
-    gl.store(tail + index, values, mask=index > 0)
+    gl.store(tail + index, gl.where(index == 1, power_of_two(biased), 0.0), mask=index > 0)
 
 
 @gluon.jit
