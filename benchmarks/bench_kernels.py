@@ -118,7 +118,7 @@ class Contender(NamedTuple):
 
 def ours() -> Contender:
     """This package's Hopper kernels."""
-    from ringflash_kernels.hopper.backward.host import Backward
+    from ringflash_kernels.hopper.backward.host import HopperBackward
     from ringflash_kernels.hopper.forward.host import forward
 
     def build_forward(x: Inputs) -> Run:
@@ -134,7 +134,7 @@ def ours() -> Contender:
         forward(x.q, x.k, x.v, x.mask, x.scale, out=out, lse=x.lse)
 
         def run() -> torch.Tensor:
-            backward = Backward(x.dout, x.q, out, x.lse, softmax_scale=x.scale)
+            backward = HopperBackward(x.dout, x.q, out, x.lse, softmax_scale=x.scale)
             backward.add(x.k, x.v, x.mask, dk, dv, accumulate=False)
             return backward.finish()
 

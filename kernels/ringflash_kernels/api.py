@@ -2,7 +2,7 @@
 
 `impl`  "reference"      eager, any device and dtype: the specification
         "flash2"         torch's FlashAttention-2 operators, CUDA, fp16 and bf16
-        "fa4"            flash-attn-4 where it is installed, compute capability 9.x and 10.x, fp16 and bf16
+        "fa4"            flash-attn-4 if it is installed, compute capability 9.x and 10.x, fp16 and bf16
         "hopper"         our kernels for compute capability 9.0, fp16 and bf16
         "hopper_fp8"     our kernels on operands rounded to e4m3: faster, not exact, only on request
         "reference_fp8"  eager, any device: the specification of hopper_fp8
@@ -31,7 +31,7 @@ _MODULES = {
 }
 
 IMPLS = tuple(_MODULES)
-_AUTOMATIC = ("hopper", "flash2", "reference")  # fastest first; what auto may choose
+_AUTOMATIC = ("hopper", "flash2", "reference")  # the choices of "auto", fastest first
 _ROUNDED = ("hopper_fp8", "reference_fp8")  # not exact: never proposed in place of another
 
 
@@ -52,15 +52,16 @@ class BackwardPass(Protocol):
 
         Args:
             k, v: (batch, seqlen_k, num_kv_heads, head_dim).
-            dk, dv: as k, v; any strides with unit last stride and, for TMA, multiples of 16 bytes. `accumulate`:
-                fp32 (fp64 for fp64), added to; otherwise in that dtype or in the dtype of k, overwritten.
+            dk, dv: shape of k, v; unit last stride, the others any multiples of 16 bytes (TMA needs that).
+            accumulate: add to dk and dv, which are fp32 (fp64 for fp64). Otherwise overwrite them; they may then
+                have the dtype of k as well.
         """
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q, summed over all calls of `add`.
+        """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q, summed over all calls of `add`.
 
         Args:
-            out: where to write it, as dq, any strides with unit last stride: a slice of heads, say. Default new.
+            out: tensor to write dq to, with unit last stride, for example a slice of heads. Default: a new one.
         """
 
 
@@ -85,10 +86,10 @@ def attention_forward(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(softmax_scale * q k^T) v over the visible pairs, and the log-sum-exp of the scores.
+    """Compute softmax(softmax_scale * q k^T) v over the visible pairs, and the log-sum-exp of the scores.
 
     With `acc` and `lse` the call resumes: they hold the attention over other keys, and the result covers
-    both. A ring of two hops:
+    both sets of keys. A ring of two hops:
 
         acc, lse = attention_forward(q, k0, v0, impl=impl, out=torch.empty_like(q, dtype=torch.float32))
         out, lse = attention_forward(q, k1, v1, impl=impl, acc=acc, lse=lse)
@@ -101,13 +102,13 @@ def attention_forward(
         causal, window_size: aligned at the bottom right; the window is (left, right), inclusive, -1 unlimited.
         softmax_scale: default head_dim ** -0.5.
         acc: as q, fp32 (fp64 for fp64): output of the earlier calls; needs `lse`.
-        out: where to write the result, in the dtype of q or of acc; may be acc itself. Default new, as q.
-        lse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64): updated in place with `acc`, written without.
+        out: tensor to write the result to, in the dtype of q or of acc; may be acc itself. Default: a new one, as q.
+        lse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64): updated in place with `acc`, overwritten without.
     Returns:
-        out: as q.  lse: (batch, num_heads, seqlen_q), natural log. A row that sees nothing is 0 and -inf.
+        out: as q.  lse: (batch, num_heads, seqlen_q), natural log. A row that sees no key is 0 and -inf.
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-        NotImplementedError: the implementation cannot take the inputs; names one that can.
+        ValueError: shapes, dtypes or devices do not fit together.
+        NotImplementedError: the implementation cannot take the inputs; the message names one that can.
     """
     check_inputs(q, k, v)
     mask = _mask_of(q, k, mask, causal, window_size)
@@ -132,14 +133,14 @@ def begin_backward(
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> BackwardPass:
-    """What all hops of one backward pass share: delta = rowsum(dout * out) - dlse, and the dq accumulator.
+    """Start a backward pass: compute delta = rowsum(dout * out) - dlse, which all hops share, and a dq of zeros.
 
     Args:
         dout: as q. out: as q, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64),
             of the whole attention.
-        deterministic: equal bits on repeat.
+        deterministic: repeat a call with equal bits.
     """
-    backward = implementation(impl, q, q, q).Backward
+    backward = implementation(impl, q, q, q).begin_backward
     scale = _scale(q, softmax_scale)
     return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic)
 
@@ -160,9 +161,9 @@ def attention_backward(
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `attention_forward` in one call.
+    """Compute the gradients of `attention_forward` in one call.
 
-    Args: as `attention_forward` and `begin_backward`.
+    Args: as for `attention_forward` and `begin_backward`.
     Returns:
         dq: as q.  dk, dv: as k, v.
     Raises:
@@ -185,26 +186,27 @@ def publish(
     k: torch.Tensor,
     v: torch.Tensor,
     area: torch.Tensor,
-    lines: torch.Tensor,
-    there: torch.Tensor,
+    head_offsets: torch.Tensor,
+    row_map: torch.Tensor,
     area_rows: int,
 ) -> None:
-    """Copy k and v side by side into `area`, where each head has its own place.
+    """Copy k and v, interleaved by row, into `area`, the memory from which other ranks pull them.
 
     Args:
         k, v: (batch, rows, num_kv_heads, head_dim).
         area: flat, dtype of k.
-        lines: (num_kv_heads, 2), int64: of each head, where its first row begins and how far apart its rows are;
-            multiples of 2 * head_dim.
-        there: (rows,), int32: the row of the area that each row goes to, of `area_rows` a sequence.
+        head_offsets: (num_kv_heads, 2), int64: element of the area at which each head begins, and the distance of
+            its rows; multiples of 2 * head_dim.
+        row_map: (rows,), int32: the row of the area that each row is copied to.
+        area_rows: rows of the area for one sequence of the batch.
     """
     fused = getattr(_module(impl), "publish", None)
     if fused is not None and k.stride(-1) == v.stride(-1) == 1:
-        fused(k, v, area, lines, there, area_rows)
+        fused(k, v, area, head_offsets, row_map, area_rows)
         return
     batch, head_dim = k.shape[0], k.shape[3]
-    rows = torch.arange(batch, device=k.device)[:, None] * area_rows + there
-    places = (lines[:, 0] + rows[..., None] * lines[:, 1]) // (2 * head_dim)
+    rows = torch.arange(batch, device=k.device)[:, None] * area_rows + row_map
+    places = (head_offsets[:, 0] + rows[..., None] * head_offsets[:, 1]) // (2 * head_dim)
     area.view(-1, 2, head_dim)[places] = torch.stack([k, v], dim=3)
 
 
@@ -213,18 +215,18 @@ def collect(
     own: torch.Tensor,
     others: torch.Tensor,
     sources: torch.Tensor,
-    most: int,
+    max_count: int,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """dk, dv = own + what the first of the others has + the second + ..., in this order, cast once: the sum over ranks.
+    """Sum gradients over ranks: dk, dv = own + part of the first other rank + the second + ..., cast once at the end.
 
     Args:
         own: (batch, any rows, heads, 2, head_dim), fp32 (fp64 for fp64), dk and dv side by side.
-        others: (any rows, heads, 2, head_dim), as own. Rows of one segment lie together: (others, batch, size).
-        sources: (4, rows), int32; of each row its place in own, that of the first sequence and the first other, the
-            size of its segment, and how many others have it.
-        most: of the last.
+        others: (any rows, heads, 2, head_dim), as own. The rows of a segment are (other ranks, batch, segment size).
+        sources: (4, rows), int32. For each row: its row in own; its row in others, for the first sequence and the
+            first other rank; the size of its segment; the number of other ranks that have a part of it.
+        max_count: largest of these numbers.
         dk, dv: (batch, rows, heads, head_dim), any dtype.
     """
     fused = getattr(_module(impl), "collect", None)
@@ -234,7 +236,7 @@ def collect(
     place, first, size, count = sources
     batch, total = own.shape[0], own[:, place]
     sequence = torch.arange(batch, device=own.device)[:, None]
-    for index in range(most):
+    for index in range(max_count):
         has = index < count
         partial = others[torch.where(has, first + (index * batch + sequence) * size, 0)]
         total = torch.where(has[:, None, None, None], total + partial, total)
@@ -245,7 +247,7 @@ def collect(
 def device_guard(device: torch.device) -> AbstractContextManager:
     """Make `device` the current GPU inside the context: launches, streams and events go to the current one.
 
-    Does nothing for a CPU, or if `device` is current already, which is cheaper than `torch.cuda.device`.
+    Do nothing for a CPU or if `device` is current already, which is cheaper than `torch.cuda.device`.
     """
     if device.index is None or device.index == torch.cuda.current_device():
         return nullcontext()
@@ -253,7 +255,7 @@ def device_guard(device: torch.device) -> AbstractContextManager:
 
 
 def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:
-    """The implementation `auto` stands for: the fastest that can take these inputs, and why."""
+    """Choose the implementation for "auto": the fastest that can take these inputs."""
     refused: list[str] = []
     for impl in _AUTOMATIC:
         problem = _module(impl).unsupported(q, k, v)
@@ -264,7 +266,7 @@ def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:
 
 
 def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ModuleType:
-    """The module of `impl`, once it is known to take these inputs."""
+    """Return the module of `impl` after checking that it can take these inputs."""
     if impl not in _MODULES:
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}; use 'auto' in ring_attention to have one chosen.")
     problem = _module(impl).unsupported(q, k, v)
@@ -276,7 +278,7 @@ def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
 
 
 def _is_able(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether it can take these inputs here; what keeps another one from running is no matter of the caller's."""
+    """True if `impl` can take these inputs here; an error in its environment counts as no."""
     try:
         return _module(impl).unsupported(q, k, v) is None
     except (RuntimeError, ImportError):
@@ -333,7 +335,7 @@ def _check_state(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, acc: tor
 def _check_gradients(
     dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
 ) -> None:
-    """Others would be broadcast, or read as what a kernel was compiled for."""
+    """Raise ValueError for a shape or dtype that would be broadcast, or misread by a kernel compiled for another."""
     state = state_dtype(q.dtype)
     of_rows = (q.shape[0], q.shape[2], q.shape[1])
     for name, x, shape, dtypes in (

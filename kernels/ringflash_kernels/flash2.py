@@ -1,6 +1,6 @@
-"""torch's own FlashAttention-2 operators, for CUDA devices without a kernel of ours.
+"""torch's FlashAttention-2 operators, for CUDA devices that our kernels do not support.
 
-They return the log-sum-exp but cannot resume: every region of a mask is one call, merged in fp32 outside.
+They return the log-sum-exp but cannot resume: each region of a mask is one call, and results are merged in fp32.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import torch
 
-from ringflash_kernels.flash_calls import Call, MergedBackward, merged_forward
+from ringflash_kernels.flash_calls import FlashCall, MergedBackward, merged_forward
 from ringflash_kernels.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why this implementation cannot take the call; None when it can."""
+    """Return the reason why this implementation cannot take the call, or None if it can."""
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype} (fp16 or bf16)"
     if q.shape[-1] > 256 or q.shape[-1] % 8:
@@ -44,21 +44,21 @@ def forward(
     merged_forward(_flash, q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc)
 
 
-class Backward(MergedBackward):
-    """Gradients of one attention, hop by hop; see `api.begin_backward`."""
+class Flash2Backward(MergedBackward):
+    """Gradients by torch's operator, hop by hop; see `api.begin_backward`."""
 
     def gradients(
-        self, k: torch.Tensor, v: torch.Tensor, call: Call
+        self, k: torch.Tensor, v: torch.Tensor, call: FlashCall
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv of one call."""
+        """Return dq, dk and dv of one operator call."""
         dq, dk, dv = self._flash(self.dout, self.out, k, v, call)
         if self.dlse is not None:
             lse_dq, lse_dk = self._lse_gradients(k, v, call)
             dq, dk = dq.float() + lse_dq, dk.float() + lse_dk
         return dq, dk, dv
 
-    def _lse_gradients(self, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """dq and dk through lse: dS = P dlse.
+    def _lse_gradients(self, k: torch.Tensor, v: torch.Tensor, call: FlashCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients dq and dk through lse: dS = P dlse.
 
         The operator computes dS = P (dout v^T - rowsum(dout * out)) and takes no dlse. With unit values, dlse as
         dout and zero out that is P dlse.
@@ -71,7 +71,7 @@ class Backward(MergedBackward):
         return dq, dk
 
     def _flash(
-        self, dout: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call
+        self, dout: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: FlashCall
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows = call.rows
         dout, q, out, lse = dout[:, rows], self.q[:, rows], out[:, rows], self.lse[..., rows]
@@ -89,8 +89,11 @@ class Backward(MergedBackward):
         return dq, dk, dv
 
 
+begin_backward = Flash2Backward
+
+
 def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, softmax_scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: FlashCall, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cum_q, cum_k, max_q, max_k = call.lengths(q.device)
     if call.is_packed:
@@ -105,7 +108,7 @@ def _flash(
 
 @contextlib.contextmanager
 def _deterministic(enabled: bool) -> Iterator[None]:
-    """torch's operator takes its order of accumulation from the global switch only."""
+    """Set torch's global switch for determinism: its operator has no argument for the order of accumulation."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -1,7 +1,7 @@
-"""flash-attn-4 (its CuTe kernels for compute capability 9.0 and 10.0), where it is installed.
+"""The flash-attn-4 package (its CuTe kernels for compute capability 9.0 and 10.0), if it is installed.
 
-It returns the log-sum-exp but cannot resume: every region of a mask is one call, merged in fp32 outside. Only
-on request: the package is a beta and its internal interface, which alone takes an lse gradient, may move.
+It returns the log-sum-exp but cannot resume: each region of a mask is one call, and results are merged in fp32.
+Used only on request: the package is a beta, and only its internal interface, which may change, takes a gradient of lse.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib.util
 
 import torch
 
-from ringflash_kernels.flash_calls import Call, MergedBackward, merged_forward
+from ringflash_kernels.flash_calls import FlashCall, MergedBackward, merged_forward
 from ringflash_kernels.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -19,7 +19,7 @@ _HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why this implementation cannot take the call; None when it can."""
+    """Return the reason why this implementation cannot take the call, or None if it can."""
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype} (fp16 or bf16)"
     if q.shape[-1] not in _HEAD_DIMS:
@@ -48,13 +48,13 @@ def forward(
     merged_forward(_flash, q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc)
 
 
-class Backward(MergedBackward):
-    """Gradients of one attention, hop by hop; see `api.begin_backward`."""
+class Flash4Backward(MergedBackward):
+    """Gradients by flash-attn-4, hop by hop; see `api.begin_backward`."""
 
     def gradients(
-        self, k: torch.Tensor, v: torch.Tensor, call: Call
+        self, k: torch.Tensor, v: torch.Tensor, call: FlashCall
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv of one call."""
+        """Return dq, dk and dv of one operator call."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
         rows = call.rows
@@ -71,8 +71,11 @@ class Backward(MergedBackward):
         return dq, dk, dv
 
 
+begin_backward = Flash4Backward
+
+
 def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, softmax_scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: FlashCall, softmax_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
@@ -83,7 +86,7 @@ def _flash(
     return (out.unsqueeze(0), lse.unsqueeze(0)) if call.is_packed else (out, lse)
 
 
-def _options(call: Call, device: torch.device) -> dict[str, object]:
+def _options(call: FlashCall, device: torch.device) -> dict[str, object]:
     """Window and document bounds in flash-attn-4's terms: None is unlimited."""
     left, right = (None if side < 0 else side for side in call.window)
     options: dict[str, object] = {"window_size_left": left, "window_size_right": right}

@@ -1,7 +1,7 @@
 """A mask as calls of a FlashAttention operator: one rectangle of rows and keys, one window, document bounds.
 
-What every implementation needs that cannot take a mask of several regions, nor resume: the calls, and the
-merging of their results in fp32.
+For implementations that can neither take a mask of several regions nor resume: the list of calls, and merging
+their results in fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ringflash_kernels.merge import merge_
 
 
 @dataclass
-class Call:
+class FlashCall:
     """One operator call.
 
     Args:
@@ -36,7 +36,7 @@ class Call:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the call holds several documents."""
+        """True if the call holds several documents."""
         return len(self.q_bounds) > 2
 
     def lengths(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
@@ -51,15 +51,15 @@ class Call:
         return *self._cum, max_q, max_k
 
 
-def calls(mask: Mask, batch: int = 1) -> list[Call]:
-    """The mask's regions as operator calls; runs of regions that continue one another share one.
+def calls(mask: Mask, batch: int = 1) -> list[FlashCall]:
+    """Return the mask's regions as operator calls; a run of regions that continue one another shares a call.
 
-    Not in a batch of several sequences: the operator knows documents in a single one alone.
+    In a batch of several sequences each region is a call: the operator supports documents only in a single sequence.
     """
     return mask.cached(("calls", batch > 1), lambda: _new_calls(mask, joined=batch == 1))
 
 
-def _new_calls(mask: Mask, *, joined: bool) -> list[Call]:
+def _new_calls(mask: Mask, *, joined: bool) -> list[FlashCall]:
     runs: list[_Run] = []
     for region in (piece for whole in mask.regions for piece in _pieces(whole)):
         longer = runs[-1].joined(region) if runs and joined else None
@@ -70,7 +70,7 @@ def _new_calls(mask: Mask, *, joined: bool) -> list[Call]:
     return [run.call() for run in runs]
 
 
-Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Call, float], tuple[torch.Tensor, torch.Tensor]]
+Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FlashCall, float], tuple[torch.Tensor, torch.Tensor]]
 
 
 def merged_forward(
@@ -85,18 +85,18 @@ def merged_forward(
     lse: torch.Tensor,
     acc: torch.Tensor | None,
 ) -> None:
-    """`api.attention_forward` by calls of `flash`, which returns (out, lse) of one call."""
+    """Compute `api.attention_forward` by calls of `flash`, which returns (out, lse) of one call."""
     if acc is None:
         out.zero_()
         lse.fill_(float("-inf"))
     todo = calls(mask, q.shape[0])
-    alone = acc is None and len(todo) == 1  # nothing to merge with: no need for a state that does not round
+    is_single = acc is None and len(todo) == 1  # nothing to merge with, so no fp32 state is needed
     state = acc
     if state is None:
-        state = out if alone or out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
+        state = out if is_single or out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
     for call in todo:
         part, part_lse = flash(q[:, call.rows], k[:, call.cols], v[:, call.cols], call, softmax_scale)
-        if alone:
+        if is_single:
             state[:, call.rows] = part
             lse[..., call.rows] = part_lse
         else:
@@ -106,7 +106,7 @@ def merged_forward(
 
 
 class MergedBackward:
-    """`api.begin_backward` by operator calls; subclasses give the gradients of one call."""
+    """Base class of `api.begin_backward` by operator calls; a subclass computes the gradients of one call."""
 
     def __init__(
         self,
@@ -124,9 +124,9 @@ class MergedBackward:
         self.dq = torch.zeros_like(q, dtype=torch.float32)
 
     def gradients(
-        self, k: torch.Tensor, v: torch.Tensor, call: Call
+        self, k: torch.Tensor, v: torch.Tensor, call: FlashCall
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv of one call; k and v are its rows alone."""
+        """Return dq, dk and dv of one call; k and v hold only its keys."""
         raise NotImplementedError
 
     def add(
@@ -139,7 +139,7 @@ class MergedBackward:
         *,
         accumulate: bool = True,
     ) -> None:
-        """Gradients of the pairs of `mask`: added to dk, dv and to the dq held here."""
+        """Add the gradients of the pairs of `mask` to dk, dv and self.dq."""
         total_k, total_v = (x if accumulate else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv))
         for call in calls(mask, k.shape[0]):
             part_q, part_k, part_v = self.gradients(k[:, call.cols], v[:, call.cols], call)
@@ -151,16 +151,16 @@ class MergedBackward:
             dv.copy_(total_v)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given."""
+        """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given."""
         return self.dq.to(self.q.dtype) if out is None else out.copy_(self.dq)
 
 
 def _pieces(region: Region) -> list[Region]:
-    """The region cut into rows that the operator's window can express.
+    """Cut the region into runs of rows that the operator's window can express.
 
-    It counts from the bottom right corner and takes a right side of seqlen_k or more for unlimited, which it
-    then sets to seqlen_k: too little for the top rows where there are more queries than keys. Rows bound on a
-    side are never more than the keys, so cutting where a bound begins or ends to bind is enough.
+    The window counts from the bottom right corner. The operator takes a right side of seqlen_k or more for unlimited
+    and sets it to seqlen_k, which is too little for the top rows if there are more queries than keys. No more rows
+    than keys are bound on a side, so it is enough to cut where a bound begins or ends to bind.
     """
     q_start, q_stop, k_start, k_stop, lower, upper = region
     if q_stop - q_start <= k_stop - k_start:
@@ -173,13 +173,13 @@ def _pieces(region: Region) -> list[Region]:
 
 
 class _Side(NamedTuple):
-    """One side of the window: its distance from the bottom right corner (None: open) and what it must reach across."""
+    """One side of the window: its distance from the bottom right corner (None: open), and the least it must reach."""
 
     distance: int | None
     across: int
 
     def joined(self, other: _Side) -> _Side | None:
-        """A side that is right for both: an open one may be closed at any distance that reaches across."""
+        """Return a side that is right for both, or None. An open side may close at any distance that reaches across."""
         distances = {side.distance for side in (self, other) if side.distance is not None}
         if len(distances) > 1:
             return None
@@ -197,17 +197,17 @@ class _Run:
 
     @classmethod
     def of(cls, region: Region) -> _Run:
-        """A run of one region; a closed side reaches as far as it says, an open one across the region."""
+        """Build a run of one region; an open side must reach across the region."""
         q_start, q_stop, k_start, k_stop, lower, upper = region
         left = _Side(None, k_stop - k_start) if lower is None else _Side(k_stop - q_stop - lower, 0)
         right = _Side(None, q_stop - q_start) if upper is None else _Side(q_stop - k_stop + upper, 0)
         return cls((region,), left, right)
 
     def joined(self, region: Region) -> _Run | None:
-        """This run and one more region; None where the operator needs another call for it.
+        """Return this run with one more region, or None if the operator needs another call for it.
 
-        Squares along one diagonal only: an open right side is seqlen_k of the longest document, and that of a
-        region with more queries than keys may need more.
+        Only squares along one diagonal are joined: the operator sets an open right side to seqlen_k of the longest
+        document, and a region with more queries than keys may need more.
         """
         last, other = self.regions[-1], _Run.of(region)
         if any(r.q_stop - r.q_start != r.k_stop - r.k_start for r in (last, region)):
@@ -217,11 +217,11 @@ class _Run:
             return None
         return _Run((*self.regions, region), left, right)
 
-    def call(self) -> Call:
-        """The run as one operator call."""
+    def call(self) -> FlashCall:
+        """Return the run as one operator call."""
         first, last = self.regions[0], self.regions[-1]
         window = tuple(-1 if side.distance is None else side.distance for side in (self.left, self.right))
         q_bounds = (0, *(region.q_stop - first.q_start for region in self.regions))
         k_bounds = (0, *(region.k_stop - first.k_start for region in self.regions))
         rows, cols = slice(first.q_start, last.q_stop), slice(first.k_start, last.k_stop)
-        return Call(rows, cols, (window[0], window[1]), q_bounds, k_bounds)
+        return FlashCall(rows, cols, (window[0], window[1]), q_bounds, k_bounds)

@@ -1,4 +1,4 @@
-"""The mask of one attention call: which key rows each query row sees.
+"""Mask of one attention call: the key rows that each query row sees.
 
 Every supported mask gives each query row one interval of visible keys, and, since the bounds never
 decrease from row to row, each key row one interval of queries that see it. A `Mask` is written as a
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Region(NamedTuple):
-    """Query rows i of [q_start, q_stop) see key rows j of [k_start, k_stop) where lower <= j - i <= upper.
+    """Query rows i of [q_start, q_stop) see key rows j of [k_start, k_stop) if lower <= j - i <= upper.
 
     `None` leaves that side of the band open.
     """
@@ -41,7 +41,7 @@ class Region(NamedTuple):
     upper: int | None = None
 
     def trimmed(self) -> Region | None:
-        """The smallest equal region, without bounds that do not bind; None where nothing is visible."""
+        """Return the smallest equal region, without bounds that do not bind, or None if nothing is visible."""
         q_start, q_stop, k_start, k_stop, lower, upper = self
         if upper is not None:
             q_start = max(q_start, k_start - upper)
@@ -59,7 +59,7 @@ class Region(NamedTuple):
         return Region(q_start, q_stop, k_start, k_stop, lower, upper)
 
     def transposed(self) -> Region:
-        """The same pairs with the roles of queries and keys exchanged."""
+        """Return the same pairs with the roles of queries and keys exchanged."""
         lower = None if self.upper is None else -self.upper
         upper = None if self.lower is None else -self.lower
         return Region(self.k_start, self.k_stop, self.q_start, self.q_stop, lower, upper)
@@ -99,20 +99,20 @@ class Mask:
 
     @classmethod
     def of(cls, seqlen_q: int, seqlen_k: int, regions: Iterable[Region]) -> Mask:
-        """A mask of the given regions, each trimmed, empty ones dropped."""
+        """Build a mask of these regions, each trimmed, empty ones dropped."""
         trimmed = (region.trimmed() for region in regions)
         return cls(seqlen_q, seqlen_k, tuple(region for region in trimmed if region is not None))
 
     @classmethod
     def full(cls, seqlen_q: int, seqlen_k: int) -> Mask:
-        """Every query sees every key."""
+        """Mask under which every query sees every key."""
         return cls.of(seqlen_q, seqlen_k, [Region(0, seqlen_q, 0, seqlen_k)])
 
     @classmethod
     def band(
         cls, seqlen_q: int, seqlen_k: int, *, causal: bool = False, window_size: tuple[int, int] = (-1, -1)
     ) -> Mask:
-        """Causal and/or sliding-window mask, aligned at the bottom right as FlashAttention does.
+        """Build a causal and/or sliding-window mask, aligned at the bottom right as FlashAttention does.
 
         Args:
             window_size: (left, right), inclusive, counted from the query's own position; -1 is unlimited.
@@ -127,14 +127,14 @@ class Mask:
     def documents(
         cls, cu_seqlens: Sequence[int], *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)
     ) -> Mask:
-        """Packed documents [cu_seqlens[i], cu_seqlens[i + 1]): no query sees another document."""
+        """Build the mask of packed documents [cu_seqlens[i], cu_seqlens[i + 1]): no query sees another document."""
         lower, upper = band_of(causal, window_size)
         regions = (Region(a, b, a, b, lower, upper) for a, b in pairwise(cu_seqlens))
         return cls.of(cu_seqlens[-1], cu_seqlens[-1], regions)
 
     @property
     def num_visible(self) -> int:
-        """Number of visible (query, key) pairs: attention costs 4 * head_dim FLOPs a pair and head forward."""
+        """Number of visible (query, key) pairs: a forward costs 4 * head_dim FLOPs per pair and head."""
         return sum(region.num_visible for region in self.regions)
 
     @cached_property
@@ -148,7 +148,7 @@ class Mask:
         return (min(r.k_start for r in self.regions), max(r.k_stop for r in self.regions)) if self.regions else (0, 0)
 
     def transposed(self) -> Mask:
-        """The mask seen from the keys: its bounds are the visible query interval of each key."""
+        """Mask with queries and keys exchanged: its bounds are the interval of queries that see each key."""
         regions = sorted(region.transposed() for region in self.regions)
         return Mask(self.seqlen_k, self.seqlen_q, tuple(regions))
 
@@ -157,9 +157,9 @@ class Mask:
 
         Returns:
             start, stop: (seqlen_q,), int32 on `device`, neither ever decreasing; start == stop for a row that
-            sees nothing. Computed once for a device and kept with the mask.
+            sees nothing. Computed once per device and cached with the mask.
         Raises:
-            ValueError: the visible keys of a row are not one interval, or begin before those of a row above.
+            ValueError: the visible keys of a row are not one interval, or begin before those of a previous row.
             RuntimeError: see `check_capture`.
         """
         device = torch.device(device)
@@ -172,21 +172,21 @@ class Mask:
         return self.cached(("bounds", device), make)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` returned on the first call with this key. Kernels keep tables of a mask this way.
+        """Return make(), called only the first time with this key. Kernels keep the tables that belong to a mask here.
 
         Args:
-            key: begins with a name that no other caller uses; the mask itself is implied.
+            key: begins with a name that only this caller uses; need not include the mask.
         """
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
 
     def is_cached(self, key: Hashable) -> bool:
-        """True after the first call of `cached` with this key."""
+        """True if `cached` has a value for this key."""
         return key in self._cache
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Visibility of every pair: (seqlen_q, seqlen_k), bool. For the reference and for tests."""
+        """Visibility of every pair: (seqlen_q, seqlen_k), bool. Used by the reference and by tests."""
         start, stop = self.bounds(device)
         columns = torch.arange(self.seqlen_k, device=device)
         return (columns >= start[:, None]) & (columns < stop[:, None])
@@ -210,9 +210,10 @@ class Mask:
 
 
 def check_capture(device: torch.device) -> None:
-    """Raise RuntimeError where something would be made, and kept with a mask, while a CUDA graph is captured.
+    """Raise RuntimeError if a CUDA graph is being captured on `device`. Call it before making a tensor to cache.
 
-    It would hold its values only once the graph is replayed, and calls outside of the graph would read it before.
+    A cached tensor made during capture has no values until the graph is replayed, but eager calls would already read
+    it.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -14,11 +14,11 @@ from ringflash_kernels.mask import Mask
 from ringflash_kernels.merge import merge_
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MAX_SCORES = 1 << 20  # elements of one block of the score matrix: several such blocks stay in a CPU's cache
+_MAX_SCORES = 1 << 20  # scores of one block of rows: several such blocks fit a CPU's cache
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why this implementation cannot take the call; None when it can."""
+    """Return the reason why this implementation cannot take the call, or None if it can."""
     return None if q.dtype in _DTYPES else f"dtype {q.dtype} (fp16, bf16, fp32 or fp64)"
 
 
@@ -54,8 +54,8 @@ def forward(
         out.copy_(state)
 
 
-class Backward:
-    """Gradients of one attention, hop by hop; see `api.begin_backward`."""
+class ReferenceBackward:
+    """Eager gradients of one attention, hop by hop; see `api.begin_backward`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Backward:
         dlse: torch.Tensor | None = None,
         deterministic: bool = False,
     ) -> None:
-        del deterministic  # every operation here is
+        del deterministic  # every operation here is deterministic
         dtype = state_dtype(q.dtype)
         self.q, self.lse, self.softmax_scale = q, lse, softmax_scale
         self.dout = dout.to(dtype)
@@ -87,7 +87,7 @@ class Backward:
         *,
         accumulate: bool = True,
     ) -> None:
-        """Gradients of the pairs of `mask`: added to dk, dv and to the dq held here."""
+        """Add the gradients of the pairs of `mask` to dk, dv and self.dq; see `BackwardPass.add` of `api`."""
         num_kv_heads = k.shape[2]
         grad_k, grad_v = (torch.zeros_like(x, dtype=self.dq.dtype) for x in (k, v))
         for rows, cols, visible in _blocks(self.q, mask):
@@ -104,8 +104,11 @@ class Backward:
             total.add_(part) if accumulate else total.copy_(part)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given."""
+        """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given."""
         return self.dq.to(self.q.dtype) if out is None else out.copy_(self.dq)
+
+
+begin_backward = ReferenceBackward
 
 
 def _blocks(q: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
@@ -128,13 +131,13 @@ def _scores(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Ten
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """exp(scores - lse), exactly zero where not visible, also in rows that see nothing or hold NaN."""
+    """exp(scores - lse), exactly zero for invisible pairs, also in rows that see nothing or hold NaN."""
     shift = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
     return torch.exp(scores - shift.unsqueeze(-1)).masked_fill(~visible, 0.0)
 
 
 def _weighted_values(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """p v: (batch, rows, num_heads, head_dim), where a NaN or infinity in v reaches only the rows that see it."""
+    """p v: (batch, rows, num_heads, head_dim). A NaN or infinity in v reaches only the rows that see it."""
     broken = ~torch.isfinite(v)
     out = torch.einsum("bhgij,bjhd->bihgd", p, v.to(p.dtype).masked_fill(broken, 0.0)).flatten(2, 3)
     if broken.any():

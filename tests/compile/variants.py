@@ -136,7 +136,7 @@ def _backward(
     q, k = _operands(head_dim, dtype)
     k = k if accumulate else q  # one KV head for each query head: stored without an fp32 buffer
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
-    run = backward.Backward(q, q, q, lse, softmax_scale=1 / math.sqrt(head_dim), deterministic=deterministic)
+    run = backward.HopperBackward(q, q, q, lse, softmax_scale=1 / math.sqrt(head_dim), deterministic=deterministic)
     out_dtype = torch.float32 if accumulate else out_dtype or dtype
     dk, dv = (torch.empty(k.shape, dtype=out_dtype) for _ in range(2))
     run.add(k, k, _MASKS[mask], dk, dv, accumulate=accumulate)

@@ -40,7 +40,7 @@ def _plant(fault: str, direction: str) -> None:
     if direction == "forward":
         original, reference.forward = reference.forward, fail
     else:
-        original, reference.Backward.add = reference.Backward.add, fail
+        original, reference.ReferenceBackward.add = reference.ReferenceBackward.add, fail
 
 
 @pytest.mark.parametrize("fault, direction", [("dies", "forward"), ("dies", "backward"), ("stalls", "backward")])

@@ -48,7 +48,7 @@ def events(ctx: Context, case: Case) -> list[tuple[str, int]]:
         seen.append(("forward", mask.num_visible))
         kernel(q, k, v, mask, *args, **options)
 
-    class Backward(reference.Backward):
+    class Backward(reference.ReferenceBackward):
         def add(self, k: torch.Tensor, v: torch.Tensor, mask: Any, *args: Any, **options: Any) -> None:
             seen.append(("backward", mask.num_visible))
             super().add(k, v, mask, *args, **options)
@@ -57,7 +57,7 @@ def events(ctx: Context, case: Case) -> list[tuple[str, int]]:
     with (
         mock.patch.object(PointToPoint, "post", post),
         mock.patch.object(reference, "forward", forward),
-        mock.patch.object(reference, "Backward", Backward),
+        mock.patch.object(reference, "begin_backward", Backward),
     ):
         ring_check.check(ctx, case, CHUNK)
     return seen

@@ -48,8 +48,8 @@ def _gradients(
     if whole_groups:
         module._MANY_TILES = module.SMS = 1
     if in_step:
-        module._L2_BYTES_OF_A_GROUP = 0
-    run = module.Backward(dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic)
+        module.IN_STEP_BYTES = 0
+    run = module.HopperBackward(dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic)
     if accumulate:
         dk, dv = (torch.full(x.shape, 0.5) for x in (k, v))
     elif fp32:
@@ -108,7 +108,7 @@ def test_groups_stored_in_fp32(mask, head_dim):
 )
 def test_other_dtypes_are_refused(dtypes, accumulate):
     q, k, v, dout = inputs(_CAUSAL, Shape())
-    run = Emulator().load("backward.host").Backward(dout, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0)
+    run = Emulator().load("backward.host").HopperBackward(dout, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0)
     dk, dv = (torch.zeros(k.shape, dtype=dtype) for dtype in dtypes)
     with pytest.raises(ValueError, match="dk and dv must share one dtype of .*, got .*; cast them"):
         run.add(k, v, _CAUSAL, dk, dv, accumulate=accumulate)
@@ -167,7 +167,7 @@ def test_hops_add_up(head_dim, deterministic):
     exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, dout=dout)
     out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
     module = Emulator().load("backward.host")
-    run = module.Backward(dout, q, out, lse, softmax_scale=shape.scale, deterministic=deterministic)
+    run = module.HopperBackward(dout, q, out, lse, softmax_scale=shape.scale, deterministic=deterministic)
     dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
     for start, stop in ((0, 70), (70, 230), (230, 300)):
         hop = Mask.of(200, stop - start, [Region(0, 200, 0, stop - start, upper=100 - start)])
@@ -182,7 +182,7 @@ def test_gradient_at_any_address():
     moved = torch.empty(1 + dout.numel(), dtype=dout.dtype)[1:].view(dout.shape).copy_(dout)
     results = []
     for given in (dout, moved):
-        run = Emulator().load("backward.host").Backward(given, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0)
+        run = Emulator().load("backward.host").HopperBackward(given, q, q, torch.zeros(1, 2, 190), softmax_scale=1.0)
         dk, dv = torch.zeros(2, *k.shape)
         run.add(k, v, _CAUSAL, dk, dv)
         results.append(torch.cat((run.finish().float().flatten(), dk.flatten(), dv.flatten())))
@@ -209,7 +209,7 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch, head_dim):
     monkeypatch.setattr(module, "device_guard", guard)
     monkeypatch.setattr(launcher, "__call__", noted)
     q, k, v, dout = inputs(MASKS["three keys"], Shape(head_dim))
-    run = module.Backward(dout, q, q, torch.zeros(1, 2, 67), softmax_scale=1.0)
+    run = module.HopperBackward(dout, q, q, torch.zeros(1, 2, 67), softmax_scale=1.0)
     run.add(k, v, MASKS["three keys"], *torch.zeros(2, *k.shape))
     run.finish()
     assert places == [(q.device,)] * (4 if head_dim == 192 else 3)
@@ -219,7 +219,7 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch, head_dim):
 def test_dq_into_a_view(head_dim):
     """The heads of a larger tensor are written, the others left."""
     q, k, v, dout = inputs(_CAUSAL, Shape(head_dim, batch=2))
-    run = Emulator().load("backward.host").Backward(dout, q, q, torch.zeros(2, 2, 190), softmax_scale=1.0)
+    run = Emulator().load("backward.host").HopperBackward(dout, q, q, torch.zeros(2, 2, 190), softmax_scale=1.0)
     run.dq.normal_()
     whole = torch.full((2, 190, 5, head_dim), torch.nan, dtype=q.dtype)
     given = run.finish(whole[:, :, 1:3])
@@ -272,7 +272,7 @@ def _far_apart(tmp_path, emulator: Emulator | None = None):
     far = {name: far_apart(x, tmp_path / name) for name, x in given.items()}
     dk, dv = (far_apart(torch.zeros(k.shape), tmp_path / name) for name in ("dk", "dv"))
     module = (emulator or Emulator()).load("backward.host")
-    run = module.Backward(far["dout"], far["q"], far["out"], far["lse"], softmax_scale=shape.scale)
+    run = module.HopperBackward(far["dout"], far["q"], far["out"], far["lse"], softmax_scale=shape.scale)
     run.add(far["k"], far["v"], mask, dk, dv)
     got = {"dq": run.finish(), "dk": dk, "dv": dv}
     return got, {n: exact[n] for n in got}, {n: baseline[n] for n in got}

@@ -41,7 +41,11 @@ def test_hops_of_a_schedule(mask: SequenceMask, cp_size: int, layout: str) -> No
         hops = [hop for hop in build(mask, cp_size, rank, layout).hops if hop.source is not None]
         shards = [(k[:, rows[hop.source]], v[:, rows[hop.source]]) for hop in hops]
         out, lse = _forward(q[:, mine], shards, [hop.mask for hop in hops])
-        run = Emulator().load("backward.host").Backward(dout[:, mine], q[:, mine], out, lse, softmax_scale=SHAPE.scale)
+        run = (
+            Emulator()
+            .load("backward.host")
+            .HopperBackward(dout[:, mine], q[:, mine], out, lse, softmax_scale=SHAPE.scale)
+        )
         for hop, (keys, values) in zip(hops, shards, strict=True):
             partial = torch.zeros_like(gradients[0])
             run.add(keys, values, hop.mask, partial[0], partial[1])

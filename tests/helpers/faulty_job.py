@@ -203,7 +203,7 @@ def _plant(task: Task, device: torch.device) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         _fail(task)
 
-    reference.Backward.add = fail  # type: ignore[method-assign]
+    reference.ReferenceBackward.add = fail  # type: ignore[method-assign]
 
 
 def _fail(task: Task) -> None:

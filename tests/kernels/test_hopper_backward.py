@@ -14,7 +14,7 @@ from ringflash_kernels.mask import Mask, Region
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from ringflash_kernels.hopper.backward.host import Backward
+from ringflash_kernels.hopper.backward.host import HopperBackward
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
@@ -87,7 +87,7 @@ class Case:
 
     def backward(self, **options):
         scale = 1 / math.sqrt(self.q.shape[-1])
-        return Backward(self.dout, self.q, self.out, self.lse, softmax_scale=scale, dlse=self.dlse, **options)
+        return HopperBackward(self.dout, self.q, self.out, self.lse, softmax_scale=scale, dlse=self.dlse, **options)
 
     def run(self, accumulate, *, fp32=False, **options):
         """dq, dk, dv of one hop; buffers to be overwritten hold NaN before, in fp32 they are views of one."""
@@ -282,7 +282,7 @@ def test_offsets_beyond_32_bits():
         ((dout, q, full_out, lse), (k, v), mask),
         ((dout[:, rows, -1:], small_q, out.bfloat16(), small_lse), (small_k, small_v), Mask.full(512, 512)),
     ):
-        backward = Backward(*args, softmax_scale=head_dim**-0.5, deterministic=True)
+        backward = HopperBackward(*args, softmax_scale=head_dim**-0.5, deterministic=True)
         dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in keys)
         backward.add(*keys, m, dk, dv, accumulate=False)
         grads.append((backward.finish()[:, -512:, -1:], dk[:, :, -1:], dv[:, :, -1:]))

@@ -162,14 +162,6 @@ def test_a_scale_that_is_not_positive_is_refused(scale: float) -> None:
         forward(q, k, v, MASKS["full"], scale, out=torch.empty_like(q), lse=torch.empty(2, 4, 768, device="cuda"))
 
 
-def test_warmup_reports_every_variant() -> None:
-    from ringflash_kernels.hopper.forward.host import ForwardConfig, warmup
-
-    said: list[str] = []
-    warmup([ForwardConfig(64, mask="none"), ForwardConfig(64, mask="bounds", resume=True)], said.append)
-    assert len(said) == 2 and "hd64 bfloat16 bounds to bfloat16 resuming" in said[1]
-
-
 def check(
     mask: Mask,
     *,

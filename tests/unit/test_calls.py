@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ringflash.attention.schedule import build
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.flash_calls import Call, MergedBackward, calls, merged_forward
+from ringflash_kernels.flash_calls import FlashCall, MergedBackward, calls, merged_forward
 from ringflash_kernels.mask import Mask, Region
 
 LENGTH = 12
@@ -107,7 +107,9 @@ def test_a_batch_has_no_packed_call() -> None:
     q = torch.zeros(2, mask.seqlen_q, 2, 8, dtype=torch.bfloat16)
     lse, seen = torch.zeros(2, 2, mask.seqlen_q), []
 
-    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float) -> tuple[torch.Tensor, ...]:
+    def flash(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: FlashCall, scale: float
+    ) -> tuple[torch.Tensor, ...]:
         seen.append(call)
         return torch.zeros_like(q), torch.zeros(2, 2, q.shape[1])
 
@@ -122,9 +124,9 @@ class Ones(MergedBackward):
 
     def __init__(self, *tensors: torch.Tensor, softmax_scale: float) -> None:
         super().__init__(*tensors, softmax_scale=softmax_scale)
-        self.seen: list[Call] = []
+        self.seen: list[FlashCall] = []
 
-    def gradients(self, k: torch.Tensor, v: torch.Tensor, call: Call) -> tuple[torch.Tensor, ...]:
+    def gradients(self, k: torch.Tensor, v: torch.Tensor, call: FlashCall) -> tuple[torch.Tensor, ...]:
         self.seen.append(call)
         return torch.ones_like(self.q[:, call.rows]), torch.ones_like(k), torch.ones_like(v)
 

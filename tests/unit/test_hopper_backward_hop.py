@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from ringflash_kernels.hopper.backward.host import _hop
+from ringflash_kernels.hopper.backward.host import hop_of
 from ringflash_kernels.mask import Mask, Region
 
 
 def visible(hop, num_rows, num_keys):
-    """What a kernel sees: for each key of the rectangle the rows that `Problem.rows_seeing` gives."""
+    """What a kernel sees: for each key of the rectangle the rows that `BackwardProblem.rows_seeing` gives."""
     dense = torch.zeros(num_rows, num_keys, dtype=torch.bool)
     for key in range(hop.num_keys):
         if hop.has_bounds:
@@ -29,8 +29,8 @@ def visible(hop, num_rows, num_keys):
 def check(mask):
     cpu = torch.device("cpu")
     dense = mask.dense()
-    assert torch.equal(visible(_hop(mask, cpu), mask.seqlen_q, mask.seqlen_k), dense)
-    assert torch.equal(visible(_hop(mask, cpu, transposed=True), mask.seqlen_k, mask.seqlen_q), dense.T)
+    assert torch.equal(visible(hop_of(mask, cpu), mask.seqlen_q, mask.seqlen_k), dense)
+    assert torch.equal(visible(hop_of(mask, cpu, transposed=True), mask.seqlen_k, mask.seqlen_q), dense.T)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -61,11 +61,11 @@ def test_two_bands(seed):
             for row, chunk in zip((0, size), chunks, strict=True)
         ]
         mask = Mask.of(2 * size, 9 * size, regions)
-        assert len(mask.regions) < 2 or size == 1 or not _hop(mask, torch.device("cpu")).has_bounds
+        assert len(mask.regions) < 2 or size == 1 or not hop_of(mask, torch.device("cpu")).has_bounds
         check(mask)
 
 
 def test_rows_start_on_16_bytes():
     """The copy engine cannot read the statistics from an odd row; the rectangle grows, the mask does not."""
-    hop = _hop(Mask.of(50, 60, [Region(13, 40, 2, 57)]), torch.device("cpu"))
+    hop = hop_of(Mask.of(50, 60, [Region(13, 40, 2, 57)]), torch.device("cpu"))
     assert hop.q_start == 12 and hop.min_row == 1

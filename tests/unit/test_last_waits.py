@@ -11,6 +11,7 @@ import torch
 
 from ringflash.attention.gather_by_heads import Headwise
 from ringflash.comm.watchdog import Unwatched
+from ringflash_kernels.mask import Mask
 
 
 class Memory:
@@ -40,7 +41,7 @@ def waited(way: str, *work: Callable[[int], None]) -> set[Any]:
     """For which tokens the caller waits in a call of three sections."""
     memory, gathered = Memory(), mock.Mock(sections=3, head_dim=16, device=torch.device("cpu"))
     gathered.all_pulled.return_value = "pulled"
-    gathering = mock.Mock(**{"mask._cache": {}})
+    gathering = mock.Mock(mask=Mask.full(3, 3))
     call = Headwise(gathering, memory, "reference", 1.0, True)  # type: ignore[arg-type]
     call._run_sections(Unwatched(), way, gathered, *work)
     return set(memory.waited)

@@ -1,4 +1,4 @@
-"""One set of names for the Gluon operations the kernels use, over the triton releases that have them.
+"""One set of names for the Gluon operations that the kernels use, across triton releases.
 
 Gluon is experimental and renames things between releases; nothing else in this package may import from
 `triton.experimental`. `environment` says which releases were verified.
@@ -41,16 +41,16 @@ __all__ = [
 
 
 def aggregate(cls: type) -> Any:
-    """Make a class of device values from its annotations; the constructor takes the fields in their order.
+    """Class decorator: make a class of device values whose constructor takes the annotated fields in order.
 
-    Newer releases of triton write this constructor themselves.
+    Newer releases of triton generate this constructor themselves.
     """
 
     def construct(self: Any, *values: Any) -> None:
         for (name, kind), value in zip(cls.__annotations__.items(), values, strict=True):
             setattr(self, name, gl.constexpr(value) if kind is gl.constexpr else value)
 
-    construct.__triton_builtin__ = True  # type: ignore[attr-defined]  # not device code: nothing of it to compile
+    construct.__triton_builtin__ = True  # type: ignore[attr-defined]  # host code: triton must not compile it
     cls.__init__ = construct  # type: ignore[misc]
     return _aggregate(cls)
 
@@ -62,14 +62,14 @@ tma_store_wait = tma.store_wait
 
 @builtin
 def tma_reduce_add(desc, coord, smem, _semantic=None):
-    """Add a tile of shared memory to global memory (no Python name before triton 3.8, the operation is there)."""
+    """Add a tile of shared memory to global memory (triton has the operation, but no Python name for it before 3.8)."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)
 
 
 @gluon.jit
 def named_barrier(token, ID: gl.constexpr, NUM_THREADS: gl.constexpr, ARRIVE: gl.constexpr):
-    """Arrive at, or wait for, hardware barrier ID; `token` only keeps the order. The compiler owns IDs 0 to 7."""
+    """Arrive at hardware barrier ID, or wait for it; `token` only fixes the order. The compiler owns IDs 0 to 7."""
     if ARRIVE:
         asm: gl.constexpr = f"bar.arrive {ID}, {NUM_THREADS}; mov.b32 $0, $1;"
     else:
@@ -79,9 +79,10 @@ def named_barrier(token, ID: gl.constexpr, NUM_THREADS: gl.constexpr, ARRIVE: gl
 
 @gluon.constexpr_function
 def _scaling(count):
-    """A warp multiplies `count` registers a thread by factors, or jumps over it where all of them are 1.
+    """Return assembly by which a warp scales `count` registers per thread, or skips it if all factors are 1.
 
-    Rows r and r + 8 of a wgmma accumulator take turns in pairs: the first four factors hold both of a thread's.
+    In a wgmma accumulator a thread's registers alternate in pairs between its two rows, r and r + 8, so the first four
+    factors include both.
     """
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
     a, b = 2 * count, 2 * count + 2
@@ -101,10 +102,11 @@ def _scaling(count):
 
 @gluon.jit
 def scale_unless_one(x, factor, COUNT: gl.constexpr):
-    """x * factor, each warp sparing itself the products where all its factors are 1; COUNT: fp32 registers a thread.
+    """Return x * factor; a warp skips the multiplications if all its factors are 1.
 
     Args:
-        x: an accumulator of wgmma. factor: its rows' factors, broadcast to the shape and layout of x.
+        x: an accumulator of wgmma, COUNT fp32 registers per thread.
+        factor: the factors of its rows, broadcast to the shape and layout of x.
     """
     asm: gl.constexpr = _scaling(COUNT)[0]
     held: gl.constexpr = _scaling(COUNT)[1]

@@ -17,7 +17,7 @@ _ELEMENT = {
 
 
 class Descriptor(TensorDescriptor):
-    """Without triton's look at each argument, some 5 µs a descriptor: `misaligned` has looked, and the driver will."""
+    """Descriptor without triton's checks, which take 5 µs: `misaligned` has checked, and the driver will."""
 
     def __post_init__(self) -> None:
         pass
@@ -25,7 +25,7 @@ class Descriptor(TensorDescriptor):
 
 @functools.cache
 def block_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Shared-memory layout of a block that TMA moves: swizzled as wide as the columns, its last dimension, allow."""
+    """Shared-memory layout of a block that TMA moves, with the widest swizzle that its last dimension allows."""
     return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
 
 
@@ -41,13 +41,13 @@ def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescripto
 
 
 def cut(x: torch.Tensor | None, dim: int, bounds: tuple[int, int]) -> torch.Tensor | None:
-    """x[start:stop] of a dimension, as a view; x itself where that is all of it, since each view costs microseconds."""
+    """Return x[start:stop] along `dim` as a view; x itself if that is all of it, since each view costs microseconds."""
     start, stop = bounds
     return x if x is None or stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
 
 
 def misaligned(x: torch.Tensor) -> str | None:
-    """Why TMA cannot address x; None when it can."""
+    """Return the reason why TMA cannot address x, or None if it can."""
     if x.stride(-1) != 1:
         return f"last stride {x.stride(-1)} (1)"
     unit = 16 // x.element_size()
@@ -60,7 +60,7 @@ def misaligned(x: torch.Tensor) -> str | None:
 
 
 def _box_strides(x: torch.Tensor) -> list[int]:
-    """Strides of x; the stride of a dimension of one element is never used but must still be a multiple of 16 bytes."""
+    """Strides of x, replaced for dimensions of size 1: never used, they must still be multiples of 16 bytes."""
     shape, strides = x.shape, list(x.stride())
     for dim in range(3):
         if shape[dim] == 1:

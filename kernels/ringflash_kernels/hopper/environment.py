@@ -1,4 +1,4 @@
-"""What the Hopper kernels need of the machine, said before the first launch instead of by a traceback."""
+"""Check of triton and its C compiler before the first launch, so that a missing one is named by a clear error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAUNCHER_IN_C = (3, 6)  # this release compiles a launcher for every kernel; la
 
 @functools.cache
 def check_environment() -> None:
-    """Raise RuntimeError unless triton is a release the kernels were verified on, and has the compiler it needs."""
+    """Raise RuntimeError unless triton is a release that the kernels were verified on and has the compiler it needs."""
     release = _triton_release()
     if release is None or not FIRST_TRITON <= release < END_TRITON:
         got = "none" if release is None else version("triton")

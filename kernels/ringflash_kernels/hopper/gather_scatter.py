@@ -1,5 +1,5 @@
-"""What a rank gives to the others and what it gets from them, each in one pass: its K and V put where they pull them
-from, and the sum of what they computed of its dK and dV, cast and put where it belongs.
+"""Copies around the all-gather of K/V, each in one pass: `publish` puts this rank's K and V where other ranks pull
+them, `collect` sums and casts the parts of dK and dV that other ranks computed.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ import triton.language as tl
 
 from ringflash_kernels.hopper.launcher import Launcher
 
-LINES, LINES_OF_A_SUM = 32, 8  # rows of a program
+PUBLISHED_ROWS, SUMMED_ROWS = 32, 8  # of a program
 
 
 @triton.jit
 def _publish(
-    k_ptr, v_ptr, area_ptr, lines_ptr, there_ptr, rows, heads, num_blocks, area_rows,
+    k_ptr, v_ptr, area_ptr, offsets_ptr, row_map_ptr, rows, heads, num_blocks, area_rows,
     k_batch, k_row, k_head, v_batch, v_row, v_head,
-    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     head, block = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads
-    batch, row = (block // num_blocks).to(tl.int64), (block % num_blocks * LINES + tl.arange(0, LINES)).to(tl.int64)
+    batch, row = (block // num_blocks).to(tl.int64), (block % num_blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
     exists = row < rows
     inside = exists[:, None]
     if HEAD_DIM < COLUMNS:
         inside &= column < HEAD_DIM
-    first, step = tl.load(lines_ptr + 2 * head), tl.load(lines_ptr + 2 * head + 1)
-    place = batch * area_rows + tl.load(there_ptr + row, mask=exists, other=0)
-    # Said, or it stores 2 bytes at a time: what is loaded could be any number.
+    first, step = tl.load(offsets_ptr + 2 * head), tl.load(offsets_ptr + 2 * head + 1)
+    place = batch * area_rows + tl.load(row_map_ptr + row, mask=exists, other=0)
+    # The compiler cannot infer the alignment of a loaded offset; without `multiple_of` it stores 2 bytes at a time.
     area_at = area_ptr + tl.multiple_of(first + place * step, 16)[:, None] + column
     k_at = k_ptr + (batch * k_batch + row * k_row + head * k_head)[:, None] + column
     v_at = v_ptr + (batch * v_batch + row * v_row + head * v_head)[:, None] + column
@@ -37,15 +37,20 @@ def _publish(
 
 
 def publish(
-    k: torch.Tensor, v: torch.Tensor, area: torch.Tensor, lines: torch.Tensor, there: torch.Tensor, area_rows: int
+    k: torch.Tensor,
+    v: torch.Tensor,
+    area: torch.Tensor,
+    head_offsets: torch.Tensor,
+    row_map: torch.Tensor,
+    area_rows: int,
 ) -> None:
-    """As `api.publish`; k and v with unit last stride."""
+    """See `api.publish`; k and v must have unit last stride."""
     batch, rows, heads, head_dim = k.shape
-    num_blocks = triton.cdiv(rows, LINES)
+    num_blocks = triton.cdiv(rows, PUBLISHED_ROWS)
     _PUBLISH(
         head_dim, batch * num_blocks * heads,
-        k, v, area, lines, there, rows, heads, num_blocks, area_rows, *k.stride()[:3], *v.stride()[:3],
-        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), LINES=LINES,
+        k, v, area, head_offsets, row_map, rows, heads, num_blocks, area_rows, *k.stride()[:3], *v.stride()[:3],
+        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=PUBLISHED_ROWS,
     )  # fmt: skip
 
 
@@ -53,10 +58,10 @@ def publish(
 def _collect(
     own_ptr, others_ptr, sources_ptr, dk_ptr, dv_ptr, rows, heads, num_blocks, num_batches,
     own_batch, own_row, own_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
-    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr, TOGETHER: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     head, block = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads
-    batch, row = (block // num_blocks).to(tl.int64), block % num_blocks * LINES + tl.arange(0, LINES)
+    batch, row = (block // num_blocks).to(tl.int64), block % num_blocks * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     exists = row < rows
     inside = exists[:, None]
@@ -71,8 +76,8 @@ def _collect(
     step = (size * num_batches * heads * (2 * HEAD_DIM))[:, None]
     dk = tl.load(own_at, mask=inside, other=0.0)
     dv = tl.load(own_at + HEAD_DIM, mask=inside, other=0.0)
-    for index in range(0, tl.max(count, 0), TOGETHER):
-        for ahead in tl.static_range(TOGETHER):  # loads that do not wait for one another
+    for index in range(0, tl.max(count, 0), UNROLL):
+        for ahead in tl.static_range(UNROLL):  # several loads in flight at a time
             has = inside & (index + ahead < count)[:, None]
             dk += tl.load(others_at, mask=has, other=0.0)
             dv += tl.load(others_at + HEAD_DIM, mask=has, other=0.0)
@@ -88,12 +93,12 @@ _PUBLISH, _COLLECT = (Launcher(kernel, specialised=True) for kernel in (_publish
 
 
 def collect(own: torch.Tensor, others: torch.Tensor, sources: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """As `api.collect`; the last two dimensions of own contiguous, others too, dk and dv with unit last stride."""
+    """See `api.collect`; the last two dimensions of own and all of others contiguous, last stride of dk and dv 1."""
     batch, rows, heads, head_dim = dk.shape
-    num_blocks = triton.cdiv(rows, LINES_OF_A_SUM)
+    num_blocks = triton.cdiv(rows, SUMMED_ROWS)
     _COLLECT(
         head_dim, batch * num_blocks * heads,
         own, others, sources, dk, dv, rows, heads, num_blocks, batch, *own.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3],
-        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), LINES=LINES_OF_A_SUM, TOGETHER=4,
+        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=SUMMED_ROWS, UNROLL=4,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The Hopper kernels as an implementation of `api`. Imports triton only for a call that can use it."""
+"""The Hopper kernels as an implementation of `api`. Triton is imported only by a call that can use it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ringflash_kernels.mask import Mask
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why this implementation cannot take the call; None when it can.
+    """Return the reason why this implementation cannot take the call, or None if it can.
 
     Raises:
-        RuntimeError: the GPU is right, but triton or its C compiler is not. A slower kernel in its place should be
-            the caller's decision.
+        RuntimeError: the GPU is supported, but triton or its C compiler is not. Only the caller should decide to
+            use a slower kernel instead.
     """
     if q.device.type != "cuda":
         return f"device {q.device.type} (cuda)"
@@ -39,30 +39,28 @@ def forward(
     acc: torch.Tensor | None = None,
     num_sms: int | None = None,
 ) -> None:
-    """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use, default all."""
+    """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use; default all."""
     from ringflash_kernels.hopper.forward import host
 
     host.forward(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms)
 
 
-def Backward(*args: Any, **kwargs: Any) -> Any:
-    """Gradients of one attention, hop by hop; see `api.begin_backward`."""
+def begin_backward(*args: Any, **kwargs: Any) -> Any:
+    """See `api.begin_backward`."""
     from ringflash_kernels.hopper.backward import host
 
-    return host.Backward(*args, **kwargs)
+    return host.HopperBackward(*args, **kwargs)
 
 
-def publish(
-    k: torch.Tensor, v: torch.Tensor, area: torch.Tensor, lines: torch.Tensor, there: torch.Tensor, area_rows: int
-) -> None:
+def publish(*args: Any) -> None:
     """See `api.publish`."""
     from ringflash_kernels.hopper import gather_scatter
 
-    gather_scatter.publish(k, v, area, lines, there, area_rows)
+    gather_scatter.publish(*args)
 
 
-def collect(own: torch.Tensor, others: torch.Tensor, sources: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+def collect(*args: torch.Tensor) -> None:
     """See `api.collect`."""
     from ringflash_kernels.hopper import gather_scatter
 
-    gather_scatter.collect(own, others, sources, dk, dv)
+    gather_scatter.collect(*args)

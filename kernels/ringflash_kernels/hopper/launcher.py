@@ -1,4 +1,4 @@
-"""Launches of a kernel that has been compiled, without triton's look at every argument: a quarter of what one costs."""
+"""Launch of compiled kernels without triton's inspection of every argument, in a quarter of the host time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 class Launcher:
-    """One kernel's launches.
+    """Callable that launches one kernel and keeps its compiled variants.
 
     Args:
         kernel: a Gluon or Triton function.
-        specialised: triton compiles it for what it finds in integers and pointers: ones, and multiples of 16.
+        specialised: let triton specialise on the values of integers and pointers (equal to 1, multiples of 16).
         num_warps: of a program.
     """
 
@@ -25,10 +25,10 @@ class Launcher:
         """Launch.
 
         Args:
-            variant: different for arguments that triton compiles differently: dtypes, boxes of descriptors, which of
-                them are None, constants. Lengths and strides beyond 32 bits are told apart here, and dtypes too where
-                the kernel is specialised.
-            args: of the kernel, all but its constants, which come last.
+            variant: key that differs whenever triton would compile differently: dtypes, boxes of descriptors, which
+                arguments are None, constants. Integers beyond 32 bits are distinguished here, and the dtypes of
+                tensors too if the kernel is specialised.
+            args: the kernel's arguments without its constants, which are its last parameters.
         """
         integers = [x for x in args if type(x) is int]
         wide = not -(1 << 31) <= min(integers) <= max(integers) < 1 << 31
@@ -40,13 +40,13 @@ class Launcher:
             launch[num_programs, 1, 1](*args, *(constants[name] for name in names))
             return
         compiled = self._kernel[num_programs,](*args, **constants, num_warps=self._num_warps)
-        if hasattr(compiled, "packed_metadata"):  # neither recorded nor emulated
+        if hasattr(compiled, "packed_metadata"):  # false for the recorder and the emulator of the tests
             names = [parameter.name for parameter in self._kernel.params][len(args) :]
             self._compiled[key] = compiled, names
 
 
 def _found_in(x: Any) -> Hashable:
-    """What triton specialises an argument for. A 1 becomes a constant."""
+    """Return the properties of an argument on which triton specialises. A 1 becomes a constant."""
     if type(x) is int:
         return "one" if x == 1 else x % 16 == 0, not -(1 << 31) <= x < 1 << 31
     return (x.dtype, x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor) else type(x)

@@ -9,6 +9,7 @@ The kernels read every tensor through its own strides and write dK and dV into t
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -27,22 +28,22 @@ from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask, Region
 
 _FAR = 1 << 29  # an open side of a band
-_MANY_TILES = 192  # so many tiles of unequal length, longest first, keep the SMs busy to the end
-# Q and dO of the heads that run side by side should stay in L2 (50 MB) with their dQ; larger sections measured slower.
-_L2_BYTES_OF_A_SECTION = 16 * 2**20
-_L2_BYTES_OF_A_GROUP = 8 * 2**20  # Q, dO and dQ of a group; with less it does not matter who is where
-_HELD_QUERIES = 128  # of a CTA where dQ is computed apart
+_MANY_TILES = 192  # enough tiles of unequal length, longest first, to keep the SMs busy to the end
+# Q and dO of the heads that run concurrently should stay in L2 (50 MB) with their dQ; larger sections measured slower.
+_L2_BYTES_PER_SECTION = 16 * 2**20
+IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
+_HELD_QUERIES = 128  # per CTA of `backward_queries`
 
 _KEYS, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_wide, backward_queries))
 
 
-class Backward:
+class HopperBackward:
     """Gradients of one attention call, hop by hop.
 
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
-        deterministic: equal bits on repeat: dQ in a second kernel, which wide heads use in any case, and the heads of
-            a group summed by one CTA.
+        deterministic: repeat a call with equal bits: dQ is computed by a second kernel, which wide heads use in any
+            case, and one CTA sums the heads of a group.
     Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
     """
 
@@ -59,10 +60,10 @@ class Backward:
     ) -> None:
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, deterministic
-        # A gradient may arrive expanded (a sum's has stride 0), or as a view at any address; only such are copied.
+        # A gradient may be expanded (that of a sum has stride 0) or a misaligned view: then TMA needs a copy.
         self.dout = dout if misaligned(dout) is None else dout.clone(memory_format=torch.contiguous_format)
         out = out if out.stride(-1) == 1 else out.contiguous()
-        self.dq_apart = deterministic or self.tiles.wide
+        self.has_separate_dq = deterministic or self.tiles.wide
         with device_guard(q.device):
             self.stats, self.dq = preprocess(self.dout, out, lse, dlse)
         self.clock = q.new_empty(1, dtype=torch.int32)
@@ -78,84 +79,72 @@ class Backward:
         *,
         accumulate: bool = True,
     ) -> None:
-        """Gradients of the pairs of `mask`: added to dk, dv and to the dq held here.
+        """Add the gradients of the pairs of `mask` to dk, dv and self.dq.
 
         Args:
             k, v: (batch, seqlen_k, num_kv_heads, head_dim).
-            dk, dv: as k, v, of one dtype. `accumulate`: fp32, added to; otherwise fp32 or as k, overwritten.
+            dk, dv: shape of k, v, both of one dtype.
+            accumulate: add to dk and dv, which are fp32. Otherwise overwrite them, in fp32 or the dtype of k.
         """
-        _check_gradients(k, dk, dv, accumulate)
-        hop = _hop(mask, k.device)
+        check_gradients(k, dk, dv, accumulate)
+        hop = hop_of(mask, k.device)
         group = self._group(k, hop)
-        if not accumulate and group < self.q.shape[2] // k.shape[2]:  # the heads of a group meet in fp32
-            in_place = dk.dtype == torch.float32
-            totals = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
-            self.add(k, v, mask, *totals)
-            if not in_place:
-                dk.copy_(totals[0])
-                dv.copy_(totals[1])
+        if not accumulate and group < self.q.shape[2] // k.shape[2]:  # the heads of a group are added up in fp32
+            with summed(dk, dv) as totals:
+                self.add(k, v, mask, *totals)
             return
         if not accumulate:
-            for unseen in (slice(0, hop.k_start), slice(hop.k_stop, k.shape[1])):
-                if unseen.start < unseen.stop:
-                    dk[:, unseen] = dv[:, unseen] = 0
+            clear_unseen(hop, dk, dv)
         if hop.num_rows:
             with device_guard(k.device):
                 self._add_keys(k, v, mask, hop, group, dk, dv, accumulate)
-                if self.dq_apart:
+                if self.has_separate_dq:
                     self._add_queries(k, v, mask)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given, unit last stride."""
-        q = self.q
-        if out is None:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        if out.shape != q.shape or out.dtype != q.dtype or out.stride(-1) != 1:
-            raise ValueError(
-                f"out must be {tuple(q.shape)} in {q.dtype} with unit last stride, got {tuple(out.shape)} in "
-                f"{out.dtype} with strides {out.stride()}; leave it out."
-            )
-        with device_guard(q.device):
+        """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given, unit last stride."""
+        out = place_of_dq(self.q, out)
+        with device_guard(self.q.device):
             postprocess(self.dq, out, self.softmax_scale)
         return out
 
-    def _group(self, k: torch.Tensor, hop: _Hop) -> int:
-        """Query heads that one CTA walks for a tile of keys: all that share them, or one.
+    def _group(self, k: torch.Tensor, hop: HopRectangle) -> int:
+        """Number of query heads that one CTA processes for a tile of keys: all that share the keys, or one.
 
-        All: K, V, dK and dV move once for the group. But there must be tiles enough to keep the SMs busy to the end.
+        With all of them K, V, dK and dV move once for the group, but there must be enough tiles to keep the SMs busy.
         """
         group = self.q.shape[2] // k.shape[2]
         works = -(-hop.num_keys // self.tiles.block_n) * k.shape[0] * k.shape[2]
         if self.deterministic:
             return group
-        if not hop.full:
+        if not hop.is_full:
             return group if works >= _MANY_TILES else 1
         steps = -(-hop.num_rows // 64)
-        together = -(-works // SMS) * (steps * group + STEPS_OF_A_TILE)
-        apart = -(-works * group // SMS) * (steps + STEPS_OF_A_TILE)
-        return group if together < apart else 1
+        grouped = -(-works // SMS) * (steps * group + STEPS_OF_A_TILE)
+        separate = -(-works * group // SMS) * (steps + STEPS_OF_A_TILE)
+        return group if grouped < separate else 1
 
     def _section(self, num_heads: int, num_rows: int) -> int:
-        """A divisor of num_heads: as many heads as keep two operands of num_rows in their part of L2, or one."""
-        limit = _L2_BYTES_OF_A_SECTION // (num_rows * self.q.shape[3] * 2 * self.q.element_size())
+        """Largest divisor of num_heads for which two operands of num_rows rows fit their share of L2, or 1."""
+        limit = _L2_BYTES_PER_SECTION // (num_rows * self.q.shape[3] * 2 * self.q.element_size())
         return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
 
-    def _in_step(self, hop: _Hop, group: int) -> bool:
-        """Whether it matters that CTAs are at the same query block; `deterministic` cannot have it."""
-        return not self.deterministic and hop.num_rows * self.q.shape[3] * 8 * group > _L2_BYTES_OF_A_GROUP
+    def _in_step(self, hop: HopRectangle, group: int) -> bool:
+        """True if CTAs should be at the same query block at a time; never with `deterministic`."""
+        return not self.deterministic and hop.num_rows * self.q.shape[3] * 8 * group > IN_STEP_BYTES
 
     def _add_keys(
         self,
         k: torch.Tensor,
         v: torch.Tensor,
         mask: Mask,
-        hop: _Hop,
+        hop: HopRectangle,
         group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
         accumulate: bool,
     ) -> None:
-        """dK and dV of a hop and, unless it is computed apart, dQ."""
+        """Launch the kernel of dK and dV of a hop, which also computes dQ unless dQ has a separate kernel."""
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
         num_groups = batch * num_heads // group
         heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows)
@@ -170,13 +159,13 @@ class Backward:
             int(self._in_step(hop, group)), self.clock,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
-        loads = [_tiles(x, tiles.pieces) for x in keys[:2]]
+        loads = [_piece_descriptors(x, tiles.pieces) for x in keys[:2]]
         choices = dict(
             SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
         )  # fmt: skip
-        variant = (head_dim, self.q.dtype, dk.dtype, hop.has_bounds, self.dq_apart, accumulate)
+        variant = (head_dim, self.q.dtype, dk.dtype, hop.has_bounds, self.has_separate_dq, accumulate)
         if tiles.wide:
-            stores = [_tile(x, 64, 64) for x in keys[2:]]
+            stores = [row_tile(x, 64, 64) for x in keys[2:]]
             _WIDE(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
@@ -184,19 +173,19 @@ class Backward:
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
-            stores = [_tiles(x, halves if x.dtype == torch.float32 else tiles.pieces) for x in keys[2:]]
+            stores = [_piece_descriptors(x, halves if x.dtype == torch.float32 else tiles.pieces) for x in keys[2:]]
             _KEYS(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *scalars,
                 # Without dQ in the loop ptxas (12.8) overwrites K's registers: wrong dK and dV.
-                KV_IN_REGISTERS=tiles.kv_in_registers and not self.dq_apart, WITH_DQ=not self.dq_apart,
+                KV_IN_REGISTERS=tiles.kv_in_registers and not self.has_separate_dq, WITH_DQ=not self.has_separate_dq,
                 TURN_BEFORE_EXP=tiles.turn_before_exp, **choices,
             )  # fmt: skip
 
     def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
-        """dQ of a hop by itself."""
-        hop = _hop(mask, k.device, transposed=True)  # seen from the queries: its rows are the keys
+        """Launch the kernel that computes only dQ of a hop."""
+        hop = hop_of(mask, k.device, transposed=True)  # queries and keys exchanged: its rows are the keys
         tiles, choices = self.tiles, self.tiles.queries
         batch, _, num_heads, head_dim = self.q.shape
         # The heads of a group read the same keys.
@@ -204,11 +193,11 @@ class Backward:
         num_tiles = -(-hop.num_keys // _HELD_QUERIES)
         num_works = num_tiles * batch * num_heads
         queries = self._queries(hop.k_start, hop.k_stop)
-        keys = [_tiles(cut(x, 1, (hop.q_start, hop.q_stop)), tiles.pieces, choices.block) for x in (k, v)]
+        keys = [_piece_descriptors(cut(x, 1, (hop.q_start, hop.q_stop)), tiles.pieces, choices.block) for x in (k, v)]
         _QUERIES(
             (head_dim, self.q.dtype, hop.has_bounds), num_works,
             *queries.q, *keys[0], *keys[1], *queries.dout,
-            _descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
+            block_descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
@@ -216,48 +205,35 @@ class Backward:
             EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held, BOUNDS=hop.has_bounds,
         )  # fmt: skip
 
-    def _bounds(self, hop: _Hop) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tensors for the kernels' pointers; without bounds they are not read."""
+    def _bounds(self, hop: HopRectangle) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tensors for the kernels' pointers to bounds; any two tensors if the hop has none, as neither is read then."""
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
     def _queries(self, start: int, stop: int) -> _Queries:
-        """Descriptors of the query side for the rows [start, stop), made once."""
+        """Return descriptors of the query side for the rows [start, stop), made once."""
         if (start, stop) not in self._views:
             tiles = self.tiles
-            q, dout = (_tiles(cut(x, 1, (start, stop)), tiles.pieces) for x in (self.q, self.dout))
+            q, dout = (_piece_descriptors(cut(x, 1, (start, stop)), tiles.pieces) for x in (self.q, self.dout))
             columns = () if tiles.wide else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
-            dq = [_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
-            stats = _descriptor(self.stats, (1, 2, 64))
+            dq = [block_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
+            stats = block_descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))
         return self._views[start, stop]
 
 
-def warmup(
-    head_dim: int,
-    dtype: torch.dtype,
-    *,
-    num_heads: int = 1,
-    num_kv_heads: int = 1,
-    documents: bool = False,
-    deterministic: bool = False,
-    device: torch.device | str = "cuda",
-) -> Iterator[str]:
-    """Compile what such calls use, one variant at a time, and name each one when it is ready."""
-    q = torch.zeros(1, 128, num_heads, head_dim, dtype=dtype, device=device)
-    k = torch.zeros(1, 128, num_kv_heads, head_dim, dtype=dtype, device=device)
-    lse = torch.zeros(1, num_heads, 128, device=device)
-    mask = Mask.documents([0, 64, 128]) if documents else Mask.band(128, 128, causal=True)
-    for accumulate, out_dtype in ((True, torch.float32), (False, torch.float32), (False, dtype)):
-        backward = Backward(q, q, q, lse, softmax_scale=1.0, deterministic=deterministic)
-        keys = k if accumulate else q  # one KV head for each query head: no heads to add up, so stored by the kernel
-        dk, dv = (torch.zeros_like(keys, dtype=out_dtype) for _ in range(2))
-        backward.add(keys, keys, mask, dk, dv, accumulate=accumulate)
-        backward.finish()
-        how = "added" if accumulate else "stored"
-        yield f"backward, head_dim {head_dim}, {dtype}, dk and dv {how} in {out_dtype}"
+def place_of_dq(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Return `out` after checking that it fits q, or a new tensor if it is None."""
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out.shape != q.shape or out.dtype != q.dtype or out.stride(-1) != 1:
+        raise ValueError(
+            f"out must be {tuple(q.shape)} in {q.dtype} with unit last stride, got {tuple(out.shape)} in "
+            f"{out.dtype} with strides {out.stride()}; leave it out."
+        )
+    return out
 
 
-def _check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
+def check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
     """Raise ValueError unless the kernels can write dk and dv."""
     dtypes = [torch.float32] if accumulate else [torch.float32, k.dtype]
     for name, x in (("dk", dk), ("dv", dv)):
@@ -268,11 +244,29 @@ def _check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumu
             raise ValueError(f"dk and dv must share one dtype of {dtypes}, got {dk.dtype}, {dv.dtype}; cast them.")
 
 
-_Pieces = list["TensorDescriptor | None"]  # of one operand: two, the second None where its columns are one piece
+@contextlib.contextmanager
+def summed(dk: torch.Tensor, dv: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Yield fp32 zeros to add to, and copy the sums to dk and dv at the end; dk and dv themselves if they are fp32."""
+    in_place = dk.dtype == torch.float32
+    totals = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
+    yield totals
+    if not in_place:
+        dk.copy_(totals[0])
+        dv.copy_(totals[1])
+
+
+def clear_unseen(hop: HopRectangle, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """Zero the gradients of the keys outside of a hop's rectangle."""
+    for unseen in (slice(0, hop.k_start), slice(hop.k_stop, dk.shape[1])):
+        if unseen.start < unseen.stop:
+            dk[:, unseen] = dv[:, unseen] = 0
+
+
+_Pieces = list["TensorDescriptor | None"]  # two per operand; the second is None if its columns are one piece
 
 
 class _Queries(NamedTuple):
-    """Descriptors of the query side of a hop; dQ as `backward_keys` adds it."""
+    """Descriptors of the query side of a hop, with those by which `backward_keys` adds to dQ."""
 
     q: _Pieces
     dout: _Pieces
@@ -280,8 +274,8 @@ class _Queries(NamedTuple):
     dq: _Pieces
 
 
-class _Hop(NamedTuple):
-    """A mask as the kernels take it: a rectangle, and which of its rows see a key (see `Problem`)."""
+class HopRectangle(NamedTuple):
+    """A mask as the kernels take it: a rectangle, and the rows that see each key (see `BackwardProblem`)."""
 
     min_row: int
     q_start: int
@@ -297,80 +291,92 @@ class _Hop(NamedTuple):
 
     @property
     def num_rows(self) -> int:
+        """Query rows of the rectangle."""
         return self.q_stop - self.q_start
 
     @property
     def num_keys(self) -> int:
+        """Keys of the rectangle."""
         return self.k_stop - self.k_start
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
+        """True if every row sees every key."""
         return not self.has_bounds and self.first_shift == -_FAR and self.stop_shift == _FAR
 
 
-def _hop(mask: Mask, device: torch.device, *, transposed: bool = False) -> _Hop:
-    """`mask` by keys (the rows that see each key), or, `transposed`, by queries (the keys that each row sees)."""
-    return mask.cached(("hop", device, transposed), lambda: _new_hop(mask, device, transposed))
+def hop_of(
+    mask: Mask, device: torch.device, *, transposed: bool = False, aligned: tuple[int, int] = (4, 1)
+) -> HopRectangle:
+    """Return `mask` by keys (the rows that see each key) or, `transposed`, by queries (the keys that each row sees).
+
+    Args:
+        aligned: the rectangle begins at multiples of these, by row and by key. TMA reads the statistics of rows from
+            addresses that are multiples of 16 bytes, hence 4.
+    """
+    key = ("hop rectangle", device, transposed, aligned)
+    return mask.cached(key, lambda: _new_rectangle(mask, device, transposed, aligned))
 
 
-def _new_hop(mask: Mask, device: torch.device, transposed: bool) -> _Hop:
+def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: tuple[int, int]) -> HopRectangle:
     second = None if transposed else _second_band(mask)
-    if len(mask.regions) > 1 and second is None:
-        side = mask if transposed else mask.cached("transposed", mask.transposed)
-        return _Hop(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device))
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
+    if (len(mask.regions) > 1 and second is None) or region.k_start % aligned[1]:
+        side = mask if transposed else mask.cached("transposed", mask.transposed)
+        return HopRectangle(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device))
     region = region.transposed() if transposed else region
     q_start, q_stop, k_start, k_stop, lower, upper = region
-    # The copy engine reads the statistics from multiples of 16 bytes on.
-    min_row = 0 if transposed else q_start % 4
+    min_row = 0 if transposed else q_start % aligned[0]
     q_start -= min_row
-    corner = k_start - q_start  # row i of the rectangle sees its key j where lower <= j + corner - i <= upper
+    corner = k_start - q_start  # row i of the rectangle sees its key j if lower <= j + corner - i <= upper
     first_shift = -_FAR if upper is None else corner - upper
     stop_shift = _FAR if lower is None else corner - lower + 1
     split, second_shift = q_stop - q_start, 0
     if second is not None:
         assert second.upper is not None
         q_stop, k_stop, second_shift = second.q_stop, second.k_stop, corner - second.upper
-    return _Hop(min_row, q_start, q_stop, k_start, k_stop, first_shift, split, second_shift, stop_shift, False, ())
+    return HopRectangle(
+        min_row, q_start, q_stop, k_start, k_stop, first_shift, split, second_shift, stop_shift, False, ()
+    )
 
 
 def _second_band(mask: Mask) -> Region | None:
-    """The second of two causal regions that lie one below the other: the chunks of a zigzag shard before all keys."""
+    """Return the second of two causal regions, one below the other (zigzag chunks against all keys), or None."""
     if len(mask.regions) != 2:
         return None
     above, below = mask.regions
     below_another = (above.q_stop, above.k_start) == (below.q_start, below.k_start)
     causal = above.lower is below.lower is None and above.upper is not None and below.upper is not None
-    # Past its last key no row of the region above may be counted as seeing one.
+    # No row of the region above may count as seeing a key past its last one.
     if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
         return None
     return below
 
 
-def _tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Descriptor of `rows` rows of one head of x (batch, seqlen, heads, head_dim)."""
-    # Rows beside columns: the copy engine takes a box as two-dimensional slices.
+    # Rows next to columns: TMA moves a box as two-dimensional slices.
     (batch, seqlen, heads, head_dim), (of_batch, of_row, of_head, _) = x.shape, x.stride()
     return _described(x, (batch, heads, seqlen, head_dim), (of_batch, of_head, of_row), (1, 1, rows, columns))
 
 
-def _tiles(x: torch.Tensor, columns: tuple[int, ...], rows: int = 64) -> _Pieces:
-    """Descriptors of so many rows of one head of x and each piece of its columns."""
-    return _padded([_tile(x, rows, n) for n in columns])
+def _piece_descriptors(x: torch.Tensor, columns: tuple[int, ...], rows: int = 64) -> _Pieces:
+    """Descriptors of `rows` rows of one head of x, one for each piece of its columns."""
+    return _padded([row_tile(x, rows, n) for n in columns])
 
 
 def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
     return [*descriptors, None][:2]
 
 
-def _descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+def block_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     return _described(x, x.shape, x.stride()[:-1], block)
 
 
 def _described(
     x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorDescriptor:
-    """Strides of all dimensions but the last."""
+    """Descriptor of x, seen with this shape and these strides of all dimensions except the last."""
     # The stride of a dimension of one element is arbitrary in torch, but must be a multiple of 16 bytes here.
     strides = tuple(shape[-1] * 16 if size == 1 else s for size, s in zip(shape, strides, strict=False))
     return Descriptor(x, list(shape), [*strides, 1], list(block), block_layout(block, x.dtype))

@@ -3,14 +3,22 @@
 A producer warp loads by TMA; two independent consumers of four warps own 64 keys each. With S^T = K Q^T and
 dP^T = V dO^T of shape (keys, queries), P^T and dS^T never leave the registers on their way to dV and dK. dQ of a
 query block needs the dS of both consumers: each computes half of its columns from what both left in shared memory
-one step EARLIER, so that neither waits for the other's dS of this step. The step before the first is a block of
-zeros. The consumers take turns: one may start a step when the other has its S or, by head size, has finished its
-exp, which keeps one in exp while the other feeds the tensor cores; left to themselves they settle in step or out of
-step by accident of the instruction schedule (15% apart at head_dim 64). dQ leaves by TMA reduce-add, unscaled, in
-fp32, its columns permuted within 32 (see `_interleave`; the postprocess kernel undoes it).
+one step EARLIER, so that neither waits for the other's dS of this step. A block of zeros precedes the first step.
+The consumers alternate: one may start a step when the other has its S or, for some head sizes, has finished its exp,
+so that one computes exp while the other feeds the tensor cores. Without that rule, chance in the instruction schedule
+decides between lockstep and alternation (a difference of 15% at head_dim 64). dQ leaves by TMA reduce-add, unscaled,
+in fp32, its columns permuted within 32 (see `interleave`; the postprocess kernel undoes it).
 """
 
-from ringflash_kernels.hopper.backward.problem import NUMBER, Problem, receive_number, send_number, slot_of
+from ringflash_kernels.hopper.backward.problem import (
+    NUMBER,
+    BackwardProblem,
+    halves,
+    interleave,
+    receive_number,
+    send_number,
+    slot_of,
+)
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -28,8 +36,8 @@ from ringflash_kernels.hopper.compat import (
 
 
 @aggregate
-class Shared:
-    """Shared memory of a CTA, and the choices every role needs."""
+class KeyShared:
+    """Shared memory of a CTA, and the compile-time choices that every role needs."""
 
     q0: gl.shared_memory_descriptor
     q1: gl.shared_memory_descriptor
@@ -60,7 +68,7 @@ class Shared:
 
 @gluon.jit
 def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc):
-    """Producer: K and V of each tile, then Q, dO and their statistics block by block."""
+    """Producer: load K and V of each tile, then Q, dO and their statistics block by block."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     nbytes: gl.constexpr = q0_desc.block_type.nbytes + (q1_desc.block_type.nbytes if R else 0)
@@ -69,7 +77,7 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, _full_start, _full_stop = problem.blocks(key)
-        # Tiles that no query sees take part too: their zeros are written from the buffers of V.
+        # Also for tiles that no query sees: their zeros are written from the buffers of V.
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
         mbarrier.expect(full, 4 * nbytes)
@@ -81,7 +89,7 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
                 tma_load(k1_desc, [batch, kv_head, row, C], full, sm.k1.index(half))
                 tma_load(v1_desc, [batch, kv_head, row, C], full, sm.v1.index(half))
         round += 1
-        if start < stop:  # the block of zeros before the first is a step without data
+        if start < stop:  # the block of zeros that precedes the first is a step without data
             slot, parity = slot_of(step, sm.STAGES)
             mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
             mbarrier.arrive(sm.q_full.index(slot), count=1)
@@ -114,29 +122,20 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
 
 
 @gluon.jit
-def _interleave(x, N: gl.constexpr):
-    """Columns (j, t, e) of each 32 stored as (t, j, e), sizes 4, 4, 2: a thread's eight values become neighbours.
-
-    No data moves between threads, and the stores to shared memory are 16 bytes wide without bank conflicts.
-    """
-    return x.reshape([64, N // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
-
-
-@gluon.jit
-def _take_turn(token, W: gl.constexpr):
-    """Wait until the other consumer has passed its turn to consumer W."""
+def take_turn(token, W: gl.constexpr):
+    """Wait until the other consumer has passed the turn to consumer W."""
     named_barrier(token, 8 + W, 256, False)
 
 
 @gluon.jit
-def _pass_turn(token, W: gl.constexpr):
+def pass_turn(token, W: gl.constexpr):
     """Let the other consumer start a step."""
     named_barrier(token, 9 - W, 256, True)
 
 
 @gluon.jit
-def _dq_columns(sm, half: gl.constexpr, W: gl.constexpr):
-    """K of one consumer's keys, the columns whose dQ consumer W computes: half of them, or a piece."""
+def dq_columns(sm, half: gl.constexpr, W: gl.constexpr):
+    """Return K of one consumer's keys, the columns whose dQ consumer W computes: half of them, or a piece."""
     if sm.REST == 0:
         k = sm.k0.index(half).reshape([64, sm.SPLIT]).slice(W * (sm.SPLIT // 2), sm.SPLIT // 2, dim=1)
     elif W == 0:
@@ -147,19 +146,19 @@ def _dq_columns(sm, half: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _dq_mma(sm, buffer, W: gl.constexpr):
-    """dQ = dS K over both consumers' keys, the columns of consumer W."""
-    k = _dq_columns(sm, 0, W)
+def dq_mma(sm, buffer, W: gl.constexpr):
+    """Issue dQ = dS K over both consumers' keys, for the columns of consumer W."""
+    k = dq_columns(sm, 0, W)
     N: gl.constexpr = k.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     ds = sm.ds.index(buffer * 2).permute((1, 0))
     dq = warpgroup_mma(ds, k, gl.zeros([64, N], gl.float32, layout), use_acc=False, is_async=True)
-    return warpgroup_mma(sm.ds.index(buffer * 2 + 1).permute((1, 0)), _dq_columns(sm, 1, W), dq, is_async=True)
+    return warpgroup_mma(sm.ds.index(buffer * 2 + 1).permute((1, 0)), dq_columns(sm, 1, W), dq, is_async=True)
 
 
 @gluon.jit
-def _dq_staging(sm, W: gl.constexpr):
-    """Where consumer W stages its columns of dQ."""
+def dq_staging(sm, W: gl.constexpr):
+    """Return the buffer in which consumer W stages its columns of dQ."""
     if W == 0:
         staged = sm.dq0
     else:
@@ -169,7 +168,7 @@ def _dq_staging(sm, W: gl.constexpr):
 
 @gluon.jit
 def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W: gl.constexpr):
-    """One block of queries: P, dV, dS, dK of this block, dQ of the one before, at `dq_row`."""
+    """Process one block of queries: P, dV, dS and dK of this block, and dQ of the previous one, at `dq_row`."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -192,7 +191,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         dout1 = sm.dout1.index(slot).reshape([64, R])
 
     # S^T = K Q^T and dP^T = V dO^T
-    _take_turn(step, W)
+    take_turn(step, W)
     mbarrier.wait(sm.q_full.index(slot), parity)
     s = warpgroup_mma(k, q0.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if R:
@@ -205,7 +204,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     lse = stats.slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(2 if R else 1, deps=(s,))
     if sm.TURN_BEFORE_EXP:
-        _pass_turn(step, W)
+        pass_turn(step, W)
     if masked:  # a second, masked loop would make ptxas spill in the first
         rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
         if problem.BOUNDS:
@@ -218,9 +217,9 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     p0 = gl.convert_layout(p_bits, operand)
     delta = stats.slice(1, 1, dim=0).load(s_layout)
     if not sm.TURN_BEFORE_EXP:
-        _pass_turn(step, W)
+        pass_turn(step, W)
 
-    # dV += P^T dO, dQ of the previous block; the wait also keeps ptxas from moving exp behind the wgmma wait
+    # dV += P^T dO, dQ of the previous block; this wait also keeps ptxas from moving exp past the wgmma wait
     if sm.WITH_DQ:
         mbarrier.wait(sm.ds_full.index(last), last_parity)
     else:
@@ -231,7 +230,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         p1 = gl.convert_layout(p_bits, operand1)
         dv1 = warpgroup_mma(p1, dout1, dv1, is_async=True)
     if sm.WITH_DQ:
-        dq = _dq_mma(sm, last, W)
+        dq = dq_mma(sm, last, W)
 
     # dS = P (dP - delta), dK += dS^T Q
     ds = (p * (dp - delta)).to(dtype)
@@ -241,11 +240,11 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         ds1 = gl.convert_layout(ds, operand1)
         dk1 = warpgroup_mma(ds1, q1, dk1, is_async=True)
     if sm.WITH_DQ:
-        staged = _dq_staging(sm, W)
+        staged = dq_staging(sm, W)
         tma_store_wait(0)
         sm.ds.index(current * 2 + W).store(ds)
         dq = warpgroup_mma_wait(2 if R else 1, deps=(dq,))
-        staged.store(_interleave(dq, staged.shape[1]))
+        staged.store(interleave(dq, staged.shape[1]))
         fence_async_shared()
         mbarrier.arrive(sm.ds_full.index(current), count=1)
         tma_reduce_add(dq_desc, [dq_row, (C // 2 if R == 0 else C) * W], staged)
@@ -258,29 +257,23 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
 
 
 @gluon.jit
-def _last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
-    """dQ of a tile's last block, the one before `step`."""
+def last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
+    """Compute and add dQ of a tile's last block, whose step is `step` - 1."""
     last, parity = slot_of(step - 1, 2)
     mbarrier.wait(sm.ds_full.index(last), parity)
-    dq = _dq_mma(sm, last, W)
+    dq = dq_mma(sm, last, W)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    staged = _dq_staging(sm, W)
+    staged = dq_staging(sm, W)
     tma_store_wait(0)
-    staged.store(_interleave(dq, staged.shape[1]))
+    staged.store(interleave(dq, staged.shape[1]))
     fence_async_shared()
     tma_reduce_add(dq_desc, [dq_row, (sm.SPLIT // 2 if sm.REST == 0 else sm.SPLIT) * W], staged)
     tma_store_wait(0)
 
 
 @gluon.jit
-def _halves(x, D: gl.constexpr):
-    """Left and right half of the columns; stays within a thread."""
-    return x.reshape([64, 2, D // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
-def _send(sm, desc, coord, staged):
-    """Add a staged fp32 tile to dK or dV, or store it there."""
+def send(sm, desc, coord, staged):
+    """Add a staged fp32 tile to dK or dV, or store it."""
     if sm.ACCUMULATE:
         tma_reduce_add(desc, coord, staged)
     else:
@@ -294,14 +287,14 @@ def _write_piece(sm, desc, x, coord, column, W: gl.constexpr):
     tma_store_wait(0)
     staged.reshape([64, 32]).store(x)
     fence_async_shared()
-    _send(sm, desc, [coord[0], coord[1], coord[2], column], staged)
+    send(sm, desc, [coord[0], coord[1], coord[2], column], staged)
 
 
 @gluon.jit
 def _write_pieces(sm, desc0, desc1, x0, x1, coord, W: gl.constexpr):
     """Add or store dK or dV in its two pieces of 64 and 32 columns (fp32: three of 32), staged in this consumer's V."""
     if desc1.dtype == gl.float32:
-        left, right = _halves(x0, 64)
+        left, right = halves(x0, 64)
         _write_piece(sm, desc1, left, coord, 0, W)
         _write_piece(sm, desc1, right, coord, 32, W)
         _write_piece(sm, desc1, x1, coord, 64, W)
@@ -321,18 +314,18 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, W: gl.constexpr):
     D: gl.constexpr = sm.SPLIT
     dtype: gl.constexpr = sm.v0.dtype
     at = [coord[0], coord[1], coord[2], 0]
-    spare = _dq_staging(sm, W)
+    spare = dq_staging(sm, W)
     if dk_desc.dtype == gl.float32:
         left = sm.v0.index(W)._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         right = spare._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         at_right = [coord[0], coord[1], coord[2], D // 2]
         for which in gl.static_range(2):
-            x, y = _halves(dk if which else dv, D)
+            x, y = halves(dk if which else dv, D)
             left.reshape([64, D // 2]).store(x)
             right.reshape([64, D // 2]).store(y)
             fence_async_shared()
-            _send(sm, dk_desc if which else dv_desc, at, left)
-            _send(sm, dk_desc if which else dv_desc, at_right, right)
+            send(sm, dk_desc if which else dv_desc, at, left)
+            send(sm, dk_desc if which else dv_desc, at_right, right)
             tma_store_wait(0)
     else:
         dk_staged = spare._reinterpret(dtype, [1, 1, 64, D], dk_desc.layout)
@@ -346,7 +339,7 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, W: gl.constexpr):
 
 @gluon.jit
 def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl.constexpr):
-    """Consumer W: gradients of 64 keys of every tile."""
+    """Consumer W: compute the gradients of 64 keys of every tile."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -355,7 +348,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
     step = 0
     round = 0
     if W == 1:
-        _pass_turn(step, W)
+        pass_turn(step, W)
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
@@ -384,7 +377,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
             else:
                 k = sm.k0.index(W).reshape([64, C])
                 v = sm.v0.index(W).reshape([64, C])
-            if problem.BOUNDS:  # read once a tile: in the loop the addresses would take more registers
+            if problem.BOUNDS:  # read once per tile: in the loop the addresses would take more registers
                 seen = problem.rows_seeing(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)))
             else:
                 seen = (0, 0)
@@ -404,7 +397,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                     block = problem.next_block(block, start, stop)
                 head_row += problem.dq_rows
             if sm.WITH_DQ:
-                _last_dq(sm, dq_desc, step, dq_row, W)
+                last_dq(sm, dq_desc, step, dq_row, W)
         if (not sm.ACCUMULATE) | (start < stop):
             coord = [batch, kv_head, key + W * 64]
             dk0 = dk0 * problem.softmax_scale
@@ -417,7 +410,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
         round += 1
     if W == 0:
-        _take_turn(step, W)  # no barrier is left half full
+        take_turn(step, W)  # so that no barrier is left half full
 
 
 @gluon.jit
@@ -438,52 +431,15 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
     ]
 )  # fmt: skip
 def backward_keys(
-    q0_desc,
-    q1_desc,
-    k0_desc,
-    k1_desc,
-    v0_desc,
-    v1_desc,
-    dout0_desc,
-    dout1_desc,
-    stats_desc,
-    dq0_desc,
-    dq1_desc,
-    dk0_desc,
-    dk1_desc,
-    dv0_desc,
-    dv1_desc,
-    first_ptr,
-    stop_ptr,
-    min_row,
-    num_rows,
-    num_keys,
-    row_start,
-    dq_rows,
-    num_heads,
-    num_kv_heads,
-    num_tiles,
-    heads_together,
-    num_works,
-    group,
-    first_shift,
-    split,
-    second_shift,
-    stop_shift,
-    in_step,
-    clock_ptr,
-    scale_log2,
+    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dq0_desc, dq1_desc,
+    dk0_desc, dk1_desc, dv0_desc, dv1_desc,
+    first_ptr, stop_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles,
+    heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, scale_log2,
     softmax_scale,
-    SPLIT: gl.constexpr,
-    REST: gl.constexpr,
-    STAGES: gl.constexpr,
-    KV_IN_REGISTERS: gl.constexpr,
-    TURN_BEFORE_EXP: gl.constexpr,
-    BOUNDS: gl.constexpr,
-    WITH_DQ: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
-):
-    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
+    SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
+    TURN_BEFORE_EXP: gl.constexpr, BOUNDS: gl.constexpr, WITH_DQ: gl.constexpr, ACCUMULATE: gl.constexpr,
+):  # fmt: skip
+    """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
     The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
     """
@@ -504,8 +460,8 @@ def backward_keys(
         for i in gl.static_range(2):
             mbarrier.init(ds_full.index(i), count=2)
     else:
-        # Not an unused pair: the compiler would give its place to Q, and the hardware may still write to a barrier
-        # that was initialised, which it does when a time slice ends.
+        # Not an unused pair: the compiler would reuse its memory for Q, but the hardware may still write to an
+        # initialised barrier, which it does when a time slice ends.
         ds_full = q_full
     begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
     q0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout)
@@ -524,59 +480,19 @@ def backward_keys(
         k1 = k0
         v1 = v0
         dq1_columns = dq0_desc
-    sm = Shared(
-        q0,
-        q1,
-        dout0,
-        dout1,
-        k0,
-        k1,
-        v0,
-        v1,
+    sm = KeyShared(
+        q0, q1, dout0, dout1, k0, k1, v0, v1,
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
         gl.allocate_shared_memory(gl.float32, dq0_desc.block_type.shape, dq0_desc.layout),
-        gl.allocate_shared_memory(gl.float32, dq1_columns.block_type.shape, dq1_columns.layout),
-        kv_full,
-        kv_empty,
-        q_full,
-        q_empty,
-        ds_full,
-        begin,
-        SPLIT,
-        REST,
-        STAGES,
-        KV_IN_REGISTERS,
-        TURN_BEFORE_EXP,
-        WITH_DQ,
-        ACCUMULATE,
-    )
-    problem = Problem(
-        min_row,
-        num_rows,
-        num_keys,
-        row_start,
-        dq_rows,
-        num_heads,
-        num_kv_heads,
-        num_tiles,
-        heads_together,
-        num_works,
-        group,
-        first_shift,
-        split,
-        second_shift,
-        stop_shift,
-        in_step,
-        clock_ptr,
-        first_ptr,
-        stop_ptr,
-        scale_log2,
-        softmax_scale,
-        BOUNDS,
-        64,
-        2 * 64,
-    )
+        gl.allocate_shared_memory(gl.float32, dq1_columns.block_type.shape, dq1_columns.layout), kv_full, kv_empty,
+        q_full, q_empty, ds_full, begin, SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_BEFORE_EXP, WITH_DQ, ACCUMULATE,
+    )  # fmt: skip
+    problem = BackwardProblem(
+        min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
+        num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
+        scale_log2, softmax_scale, BOUNDS, 64, 2 * 64,
+    )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
         [

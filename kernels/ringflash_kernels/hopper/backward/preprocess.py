@@ -1,8 +1,9 @@
-"""What the backward needs before its first hop and after its last.
+"""Kernels of the backward before its first hop and after its last.
 
-Before: for every query row the pair (lse * log2(e), delta), delta = rowsum(dout * out) - dlse, and a zeroed fp32
-accumulator for dQ. Rows that see nothing, and the rows that pad a block, get lse = +inf: their probabilities are 0.
-After: the accumulator, in the column order the kernels write it, scaled and cast.
+preprocess   for every query row the pair (lse * log2(e), delta), delta = rowsum(dout * out) - dlse, and an fp32
+             accumulator of zeros for dQ. Rows that see nothing, and rows that pad a block, get lse = +inf, which
+             makes their probabilities 0
+postprocess  the accumulator scaled and cast, its columns put back in order
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from ringflash_kernels.hopper.launcher import Launcher
 
-ROWS = 64  # rows of a program; also what the statistics are padded to
+ROWS = 64  # rows of a program; statistics are padded to a multiple of it
 
 
 @triton.jit
@@ -76,7 +77,7 @@ _PREPROCESS, _POSTPROCESS = (Launcher(kernel, specialised=True) for kernel in (_
 def preprocess(
     dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Statistics of every query row, and the dQ accumulator.
+    """Compute the statistics of every query row and allocate the dQ accumulator.
 
     Args:
         dout, out: (batch, seqlen_q, num_heads, head_dim), unit last stride. lse, dlse: (batch, num_heads, seqlen_q).
@@ -100,7 +101,7 @@ def preprocess(
 
 
 def postprocess(acc: torch.Tensor, dq: torch.Tensor, softmax_scale: float) -> None:
-    """dq = softmax_scale * the accumulator, columns in order.
+    """Write softmax_scale * acc to dq, with the columns back in order.
 
     Args:
         dq: (batch, seqlen_q, num_heads, head_dim), unit last stride.

@@ -1,8 +1,8 @@
-"""What every backward kernel is told about a hop, and the arithmetic on key tiles and query blocks.
+"""Device code that the backward kernels share: the description of a hop, its key tiles and query blocks.
 
-A hop is one rectangle of query rows and keys, seen through descriptors that begin at its corner. Each key
+A hop is one rectangle of query rows and keys, addressed by descriptors that begin at its corner. Each key
 is seen by one interval of query rows: computed from two shifts (a diagonal band) or loaded (packed
-documents). The intervals' ends never decrease from key to key, so those of a tile's first and last key
+documents). The ends of the intervals never decrease from key to key, so those of a tile's first and last key
 bound the query blocks to visit and the blocks that need no mask.
 """
 
@@ -15,7 +15,7 @@ _TICK = gl.constexpr(16)
 
 @gluon.jit
 def slot_of(step, STAGES: gl.constexpr):
-    """Buffer of a pipeline step, and the parity its barriers have then."""
+    """Return the buffer of a pipeline step and the parity of its barriers in that step."""
     if STAGES == 1:
         return 0, step & 1
     if STAGES == 2:
@@ -30,30 +30,46 @@ NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of one int32 in 
 
 @gluon.jit
 def send_number(place, number):
-    """By a warp; whoever waits for a barrier at which it arrives next can read it."""
+    """Store a number, by one warp; visible after waiting for a barrier at which this warp arrives afterwards."""
     place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
 def receive_number(place):
-    """By four warps."""
+    """Load a number that `send_number` stored, by four warps."""
     return gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
+@gluon.jit
+def interleave(x, N: gl.constexpr):
+    """Permute columns (j, t, e) of each 32 to (t, j, e), sizes 4, 4, 2: a thread's eight values become neighbours.
+
+    No data moves between threads, and the stores to shared memory are 16 bytes wide without bank conflicts. The dQ
+    accumulator keeps this order; the postprocess kernel undoes it.
+    """
+    return x.reshape([64, N // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
+
+
+@gluon.jit
+def halves(x, D: gl.constexpr):
+    """Return the left and the right half of the columns; no data moves between threads."""
+    return x.reshape([64, 2, D // 2]).permute([0, 2, 1]).split()
+
+
 @aggregate
-class Problem:
+class BackwardProblem:
     """Sizes, mask and scales of one hop.
 
     Args:
-        num_rows, num_keys: extent of the hop's rectangle; its rows before min_row see nothing.
+        num_rows, num_keys: extent of the hop's rectangle; rows before min_row see nothing.
         row_start: first query row of the rectangle in the statistics and in the dQ accumulator, a multiple of 4
             (16 bytes); dq_rows: rows of one head there.
-        num_tiles: key tiles of one head; group: query heads that one tile walks, sharing one dK and dV.
-        heads_together: heads (with group > 1: groups of them) whose tiles take turns in the order of the launch.
+        num_tiles: key tiles of one head; group: query heads that one tile processes, with one dK and dV.
+        heads_together: heads (with group > 1, groups of heads) whose tiles alternate in launch order.
         first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle ...
         split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
-        first_ptr, stop_ptr: instead of the shifts when BOUNDS: (num_keys,), int32.
-        in_step, clock_ptr: see `meeting_block`; clock_ptr: one int32 of any value.
+        first_ptr, stop_ptr: (num_keys,), int32; used instead of the shifts if BOUNDS.
+        in_step, clock_ptr: see `meeting_block`; the clock is one int32 with any initial value.
     """
 
     min_row: gl.tensor
@@ -83,7 +99,7 @@ class Problem:
 
     @gluon.jit
     def work(self, index):
-        """First key, batch, first query head and KV head of a work item.
+        """Return first key, batch, first query head and KV head of a work item.
 
         Order: section of heads, key tile (the longest first under a causal mask), head within the section.
         """
@@ -98,12 +114,12 @@ class Problem:
 
     @gluon.jit
     def dq_row(self, batch, head):
-        """Row of the dQ accumulator where the rectangle begins; rows past its end get zeros added."""
+        """Return the row of the dQ accumulator at which the rectangle begins; rows past its end get zeros added."""
         return (batch * self.num_heads + head) * self.dq_rows + self.row_start
 
     @gluon.jit
     def rows_seeing(self, key):
-        """The query rows [first, stop) that see `key`, a number or a tensor; none for a key past the end."""
+        """Return the query rows [first, stop) that see `key`, a number or a tensor; none for a key past the end."""
         inside = key < self.num_keys
         if self.BOUNDS:
             first = gl.load(self.first_ptr + key, mask=inside, other=0)
@@ -116,20 +132,20 @@ class Problem:
 
     @gluon.jit
     def visible(self, keys, rows):
-        """Which of `rows` (a row of numbers) see which of `keys` (a column)."""
+        """Return which pairs of `keys` (a column of indices) and `rows` (a row of indices) are visible."""
         first, stop = self.rows_seeing(keys)
         return self.within(rows, first, stop)
 
     @gluon.jit
     def within(self, rows, first, stop):
-        """Which of `rows` (a row of numbers) lie in [first, stop) (a column each)."""
+        """Return which of `rows` (a row of indices) are in which interval [first, stop) (a column each)."""
         # One unsigned comparison for both ends: a negative difference is large.
         passed = (rows[None, :] - first[:, None]).to(gl.uint32, bitcast=True)
         return passed < gl.maximum(stop - first, 0).to(gl.uint32, bitcast=True)[:, None]
 
     @gluon.jit
     def blocks(self, key):
-        """Query blocks [start, stop) that the tile at `key` visits; [full_start, full_stop) see all its keys."""
+        """Return the query blocks [start, stop) that see the tile at `key`; [full_start, full_stop) see all of it."""
         last = gl.minimum(key + self.BLOCK_N, self.num_keys) - 1
         first_row, full_stop_row = self.rows_seeing(key)
         full_start_row, stop_row = self.rows_seeing(last)
@@ -140,20 +156,20 @@ class Problem:
 
     @gluon.jit
     def tick(self, step):
-        """Count the producer's steps, those of all CTAs together."""
+        """Advance the clock, which counts the steps of all CTAs' producers."""
         if (self.in_step != 0) & (step % _TICK == 0):
             gl.atomic_add(self.clock_ptr, _TICK)
 
     @gluon.jit
     def meeting_block(self, block, start, stop):
-        """Where a round over the query blocks [start, stop) of a head begins: where most CTAs are, or at `block`.
+        """Return the block at which to start a round over the query blocks [start, stop) of a head.
 
-        Any order of the blocks is right. But if the CTAs that run at one time are at the same block, its Q, dO and dQ
-        move once and wait in L2 for all of them; if each is somewhere else, they are fetched again and again. The
-        clock that all go by is the mean of their steps.
+        Any order of the blocks is correct. But if the CTAs that run concurrently are at the same block, its Q, dO and
+        dQ are fetched into L2 once for all of them; otherwise again for each. So all start at the block that the clock
+        shows, the mean of their steps; at `block` if the tile does not visit that one.
         """
         if self.in_step != 0:
-            # Not an atomic: its way to all threads of the warp made ptxas spill in the other warps.
+            # A load, since the broadcast of an atomic's result to the warp made ptxas spill in the other warps.
             steps = gl.load(self.clock_ptr, volatile=True).to(gl.uint32, bitcast=True)
             running = gl.minimum(gl.num_programs(0), _SMS).to(gl.uint32)
             now = (steps // running % gl.cdiv(self.num_rows, self.BLOCK_M).to(gl.uint32)).to(gl.int32)
@@ -162,5 +178,5 @@ class Problem:
 
     @gluon.jit
     def next_block(self, block, start, stop):
-        """The block after `block` on that round."""
+        """Return the block after `block` in that round."""
         return gl.where(block + 1 == stop, start, block + 1)

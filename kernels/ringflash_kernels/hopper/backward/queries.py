@@ -1,15 +1,16 @@
-"""dQ alone, in a fixed order: one CTA holds 128 queries and streams the keys past them.
+"""Only dQ, in a fixed order: one CTA holds 128 queries and streams the keys past them.
 
-Each element of the dQ accumulator gets one addition a hop, where the keys kernels' reduce-adds come in any order and
-bring a whole dQ block for every key tile. S and dP are computed a second time (7 products a tile instead of 5).
-`Problem` is read with queries and keys exchanged: its "keys" are the queries held, its "rows" the keys streamed.
+Each element of the dQ accumulator gets one addition per hop. In `backward_keys` the reduce-adds arrive in any order,
+one whole dQ block for every key tile. S and dP are computed a second time (7 products per tile instead of 5).
+`BackwardProblem` is read with queries and keys exchanged: its "keys" are the queries held, its "rows" the keys that
+are streamed.
 
-A producer warp loads by TMA; two consumers of four warps own 64 queries each. K and V of a block of keys pass through
-one ring of buffers in turn: V is given back after dP, K after dQ += dS K, so three buffers are enough where no more fit
-(head_dim 256). A step is dP and S, exp, dQ; or, EXP_UNDER_DP, S and dP, exp while dP is on its way, dQ.
+A producer warp loads by TMA; two consumers of four warps own 64 queries each. K and V of a block of keys alternate in
+one ring of buffers: V is released after dP, K after dQ += dS K, so three buffers are enough if no more fit
+(head_dim 256). A step is dP and S, exp, dQ; with EXP_UNDER_DP it is S and dP, exp while dP is in flight, dQ.
 """
 
-from ringflash_kernels.hopper.backward.problem import Problem, slot_of
+from ringflash_kernels.hopper.backward.problem import BackwardProblem, halves, interleave, slot_of
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -27,7 +28,7 @@ from ringflash_kernels.hopper.compat import (
 
 @aggregate
 class QueryShared:
-    """Shared memory of a CTA, operands in one or two pieces of columns, and the choices every role needs."""
+    """Shared memory of a CTA, operands in one or two pieces of columns, and compile-time choices for every role."""
 
     q0: gl.shared_memory_descriptor
     q1: gl.shared_memory_descriptor
@@ -50,14 +51,14 @@ class QueryShared:
 
 @gluon.jit
 def _tile_of(problem, index):
-    """First query, batch, head and KV head of a work item: the last queries, under a causal mask the longest, first."""
+    """Return first query, batch, head and KV head of a work item. The last queries, longest if causal, go first."""
     row, batch, head, kv_head = problem.work(index)
     return (problem.num_tiles - 1) * problem.BLOCK_N - row, batch, head, kv_head
 
 
 @gluon.jit
 def _slots(sm, step):
-    """Buffers of K and of V of a step, and the parities their barriers have then."""
+    """Return the buffers of K and of V of a step, and the parities of their barriers in that step."""
     if sm.EXP_UNDER_DP:
         k_slot, k_parity = slot_of(2 * step, sm.SLOTS)
         v_slot, v_parity = slot_of(2 * step + 1, sm.SLOTS)
@@ -69,7 +70,7 @@ def _slots(sm, step):
 
 @gluon.jit
 def _load_block(sm, desc0, desc1, coord, slot, parity):
-    """Fill a buffer of the ring once both consumers have given it back."""
+    """Fill a buffer of the ring once both consumers have released it."""
     R: gl.constexpr = sm.REST
     full = sm.full.index(slot)
     mbarrier.wait(sm.empty.index(slot), parity ^ 1)
@@ -81,7 +82,7 @@ def _load_block(sm, desc0, desc1, coord, slot, parity):
 
 @gluon.jit
 def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k1_desc, v0_desc, v1_desc):
-    """Producer: Q and dO of each tile, then K and V block by block."""
+    """Producer: load Q and dO of each tile, then K and V block by block."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     nbytes: gl.constexpr = q0_desc.block_type.nbytes + (q1_desc.block_type.nbytes if R else 0)
@@ -116,7 +117,7 @@ def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k
 
 @gluon.jit
 def _take_turn(sm, token, W: gl.constexpr):
-    """Wait until the other consumer has passed its turn to consumer W."""
+    """Wait until the other consumer has passed the turn to consumer W."""
     if sm.TURNS:
         named_barrier(token, 8 + W, 256, False)
 
@@ -129,20 +130,20 @@ def _pass_turn(sm, token, W: gl.constexpr):
 
 
 @gluon.jit
-def _kept(sm, piece, W: gl.constexpr):
-    """The first HELD columns of Q or dO as an operand in registers: shared memory is then read for the keys alone."""
+def _register_operand(sm, piece, W: gl.constexpr):
+    """Load the first HELD columns of Q or dO as a register operand: then only the keys are read from shared memory."""
     if sm.HELD:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.BLOCK, 16])
         part = piece.index(W).reshape([64, sm.SPLIT]).slice(0, sm.HELD, dim=1)
-        kept = part.load(gl.DotOperandLayout(0, layout, 2))
+        held = part.load(gl.DotOperandLayout(0, layout, 2))
     else:
-        kept = 0
-    return kept
+        held = 0
+    return held
 
 
 @gluon.jit
-def _product(sm, kept, piece0, piece1, slot, parity, W: gl.constexpr):
-    """S (of Q and of K in `slot`) or dP (of dO and V) of consumer W's queries, on its way."""
+def _product(sm, held, piece0, piece1, slot, parity, W: gl.constexpr):
+    """Issue S (of Q and K in `slot`) or dP (of dO and V) of consumer W's queries."""
     N: gl.constexpr = sm.BLOCK
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -153,7 +154,7 @@ def _product(sm, kept, piece0, piece1, slot, parity, W: gl.constexpr):
     rows = piece0.index(W).reshape([64, C])
     keys = sm.kv0.index(slot).reshape([N, C])
     if H:
-        x = warpgroup_mma(kept, keys.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
+        x = warpgroup_mma(held, keys.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
         keys = keys.slice(H, C - H, dim=1)
         x = warpgroup_mma(rows.slice(H, C - H, dim=1), keys.permute((1, 0)), x, is_async=True)
     else:
@@ -166,7 +167,7 @@ def _product(sm, kept, piece0, piece1, slot, parity, W: gl.constexpr):
 
 @gluon.jit
 def _probabilities(sm, problem, s, lse, first, stop, block, masked):
-    """P = exp(S - lse)."""
+    """Return P = exp(S - lse)."""
     N: gl.constexpr = sm.BLOCK
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     if masked:  # a second, masked loop would make ptxas spill in the first
@@ -177,7 +178,7 @@ def _probabilities(sm, problem, s, lse, first, stop, block, masked):
 
 @gluon.jit
 def _add_product(sm, ds, dq0, dq1, slot):
-    """dQ += dS K; then K goes back to the producer."""
+    """Compute dQ += dS K and release the buffer of K."""
     N: gl.constexpr = sm.BLOCK
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -197,7 +198,7 @@ def _add_product(sm, ds, dq0, dq1, slot):
 
 @gluon.jit
 def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, step, block, masked, W: gl.constexpr):
-    """dQ of one block of keys."""
+    """Add the dQ of one block of keys."""
     k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
     _take_turn(sm, step, W)
     if sm.EXP_UNDER_DP:
@@ -207,7 +208,7 @@ def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, ste
         s = warpgroup_mma_wait(products_of_dp, deps=(s,))
         _pass_turn(sm, step, W)
         p = _probabilities(sm, problem, s, lse, first_seen, stop_seen, block, masked)
-        # ptxas moves exp behind the wait for dP, but not into another basic block: hence a wait for K, which is there.
+        # This wait ends the basic block (K has arrived), or ptxas would move exp past the wait for dP.
         mbarrier.wait(sm.full.index(k_slot), k_parity)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         mbarrier.arrive(sm.empty.index(v_slot), count=1)
@@ -223,41 +224,29 @@ def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, ste
 
 
 @gluon.jit
-def _interleave_columns(x, N: gl.constexpr):
-    """Columns (j, t, e) of each 32 stored as (t, j, e): the order of the keys kernels' dQ."""
-    return x.reshape([64, N // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
-
-
-@gluon.jit
 def _add_chunk(sm, dq_desc, x, row, column, buffer: gl.constexpr, W: gl.constexpr):
-    """Add half a first piece of dQ, staged in this consumer's Q or dO; the chunk before may still be leaving."""
+    """Add half of a first piece of dQ, staged in this consumer's Q or dO; the previous chunk may still be in flight."""
     N: gl.constexpr = sm.SPLIT // 2
     if buffer == 0:
         staged = sm.q0.index(W)._reinterpret(gl.float32, [64, N], dq_desc.layout)
     else:
         staged = sm.dout0.index(W)._reinterpret(gl.float32, [64, N], dq_desc.layout)
     tma_store_wait(1)
-    staged.store(_interleave_columns(x, N))
+    staged.store(interleave(x, N))
     fence_async_shared()
     tma_reduce_add(dq_desc, [row, column], staged)
 
 
 @gluon.jit
-def _halves(x, D: gl.constexpr):
-    """Left and right half of the columns; stays within a thread."""
-    return x.reshape([64, 2, D // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
 def _add_queries(sm, dq_desc, dq0, dq1, row, W: gl.constexpr):
-    """dQ of consumer W's 64 queries into the accumulator."""
+    """Add dQ of consumer W's 64 queries to the accumulator."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
-    left, right = _halves(dq0, C)
+    left, right = halves(dq0, C)
     _add_chunk(sm, dq_desc, left, row, 0, 0, W)
     _add_chunk(sm, dq_desc, right, row, C // 2, 1, W)
     if R == C:
-        left, right = _halves(dq1, R)
+        left, right = halves(dq1, R)
         _add_chunk(sm, dq_desc, left, row, C, 0, W)
         _add_chunk(sm, dq_desc, right, row, C + C // 2, 1, W)
     elif R:
@@ -268,7 +257,7 @@ def _add_queries(sm, dq_desc, dq0, dq1, row, W: gl.constexpr):
 
 @gluon.jit
 def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
-    """Consumer W: dQ of 64 queries of every tile."""
+    """Consumer W: compute dQ of 64 queries of every tile."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.BLOCK, 16])
@@ -295,8 +284,8 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
             else:
                 dq1 = 0
             mbarrier.wait(sm.q_full.index(0), round & 1)
-            q = _kept(sm, sm.q0, W)
-            dout = _kept(sm, sm.dout0, W)
+            q = _register_operand(sm, sm.q0, W)
+            dout = _register_operand(sm, sm.dout0, W)
             for block in range(start, stop):
                 masked = (block < full_start) | (block >= full_stop)
                 dq0, dq1 = _step(
@@ -307,7 +296,7 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
             mbarrier.arrive(sm.q_empty.index(0), count=1)
             round += 1
     if W == 0:
-        _take_turn(sm, step, W)  # no barrier is left half full
+        _take_turn(sm, step, W)  # so that no barrier is left half full
 
 
 @gluon.jit
@@ -327,46 +316,17 @@ def _hold_second(sm, problem, stats_ptr, stats_stride, dq_desc):
     ]
 )  # fmt: skip
 def backward_queries(
-    q0_desc,
-    q1_desc,
-    k0_desc,
-    k1_desc,
-    v0_desc,
-    v1_desc,
-    dout0_desc,
-    dout1_desc,
-    dq_desc,
-    stats_ptr,
-    first_ptr,
-    stop_ptr,
-    stats_stride,
-    row_start,
-    dq_rows,
-    num_rows,
-    num_keys,
-    num_heads,
-    num_kv_heads,
-    num_tiles,
-    heads_together,
-    num_works,
-    first_shift,
-    stop_shift,
-    scale_log2,
-    softmax_scale,
-    BLOCK: gl.constexpr,
-    SPLIT: gl.constexpr,
-    REST: gl.constexpr,
-    SLOTS: gl.constexpr,
-    EXP_UNDER_DP: gl.constexpr,
-    TURNS: gl.constexpr,
-    HELD: gl.constexpr,
-    BOUNDS: gl.constexpr,
-):
-    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
+    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, dq_desc,
+    stats_ptr, first_ptr, stop_ptr, stats_stride, row_start, dq_rows, num_rows, num_keys, num_heads, num_kv_heads,
+    num_tiles, heads_together, num_works, first_shift, stop_shift, scale_log2, softmax_scale,
+    BLOCK: gl.constexpr, SPLIT: gl.constexpr, REST: gl.constexpr, SLOTS: gl.constexpr, EXP_UNDER_DP: gl.constexpr,
+    TURNS: gl.constexpr, HELD: gl.constexpr, BOUNDS: gl.constexpr,
+):  # fmt: skip
+    """Only dQ; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
     The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
-    TURNS: a consumer lets the other one issue its products once its own S is done. HELD: columns of the first piece of
-    Q and dO kept in registers.
+    TURNS: the consumers issue their products alternately. HELD: columns of the first piece of Q and dO that are kept
+    in registers.
     """
     dtype: gl.constexpr = q0_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -391,50 +351,16 @@ def backward_queries(
         dout1 = dout0
         kv1 = kv0
     sm = QueryShared(
-        q0,
-        q1,
-        dout0,
-        dout1,
-        kv0,
-        kv1,
-        q_full,
-        q_empty,
-        full,
-        empty,
-        BLOCK,
-        SPLIT,
-        REST,
-        SLOTS,
-        EXP_UNDER_DP,
-        TURNS,
+        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, BLOCK, SPLIT, REST, SLOTS, EXP_UNDER_DP, TURNS,
         HELD,
-    )
-    problem = Problem(
-        gl.to_tensor(0),
-        num_rows,
-        num_keys,
-        row_start,
-        dq_rows,
-        num_heads,
-        num_kv_heads,
-        num_tiles,
-        heads_together,
-        num_works,
-        gl.to_tensor(1),
-        first_shift,
-        num_rows,  # one band
-        num_rows,
-        stop_shift,
-        gl.to_tensor(0),
-        first_ptr,  # no clock
-        first_ptr,
-        stop_ptr,
-        scale_log2,
-        softmax_scale,
-        BOUNDS,
-        BLOCK,
-        2 * 64,
-    )
+    )  # fmt: skip
+    problem = BackwardProblem(
+        gl.to_tensor(0), num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
+        num_works, gl.to_tensor(1),
+        first_shift, num_rows, num_rows, stop_shift,  # one band: no second one, which would begin at `split`
+        gl.to_tensor(0), first_ptr,  # no clock
+        first_ptr, stop_ptr, scale_log2, softmax_scale, BOUNDS, BLOCK, 2 * 64,
+    )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SMS = 132  # of an H100 or H200
-STEPS_OF_A_TILE = 10  # cost of entering and leaving a tile, in blocks of queries; measured between 9 and 14
+SMS = 132  # multiprocessors of an H100 or H200
+STEPS_OF_A_TILE = 10  # cost of entering and leaving a tile, in blocks of queries; 9 to 14 measured
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """How `backward_queries` computes dQ; a CTA holds 128 queries.
+    """Tile shapes of `backward_queries`, which computes dQ; a CTA holds 128 queries.
 
     Args:
         slots: buffers that K and V share.
         block: keys of a step.
-        exp_under_dp: exp runs while dP is on its way, instead of after both products.
-        turns: a consumer waits with its products until those of the other are done.
-        held: columns of Q and dO kept in registers, of the first piece.
+        exp_under_dp: exp runs while dP is in flight, instead of after both products.
+        turns: a consumer issues its products only after the other consumer's have finished.
+        held: columns of the first piece of Q and dO that are kept in registers.
     """
 
     slots: int
@@ -29,16 +29,16 @@ class QueryTiles:
 
 @dataclass(frozen=True)
 class BackwardTiles:
-    """How one head_dim is computed.
+    """Tile shapes of the backward kernels for one head_dim.
 
     Args:
         pieces: columns of the tiles, in one piece or two, since tiles are powers of two.
         block_n: keys of a CTA: 128 in `backward_keys`, 64 in `backward_wide`. A step is 64 queries in both.
-        queries: where dQ is computed apart.
+        queries: tiles of the separate kernel for dQ.
         stages: buffers of Q and of dO.
         kv_in_registers: K and V are kept as register operands (`backward_keys`).
         turn_before_exp: the other consumer may start a step before this one's exp, not after it (`backward_keys`).
-        held: columns of K and V kept in registers, of the first piece (`backward_wide`).
+        held: columns of the first piece of K and V that are kept in registers (`backward_wide`).
     """
 
     pieces: tuple[int, ...]
@@ -56,7 +56,7 @@ class BackwardTiles:
 
     @property
     def wide(self) -> bool:
-        """Whether the consumers share the work by product instead of by keys, and dQ is always computed apart."""
+        """True if the consumers divide the work by product instead of by keys, and dQ always has a separate kernel."""
         return self.block_n == 64
 
 
@@ -67,7 +67,7 @@ BACKWARD_TILES = {
     # Two consumers of 64 keys: dK and dV take 128 of a thread's 240 registers; more keys or queries spill.
     128: BackwardTiles((128,), 128, QueryTiles(4, 128)),
     # dK and dV of 64 keys take 96 or 128 registers each, so each consumer holds one of them. Every step would add a
-    # whole dQ block for half the products of head_dim 128: dQ apart costs two more products and is faster.
+    # whole dQ block for half the products of head_dim 128: a separate kernel costs two more products and is faster.
     192: BackwardTiles((128, 64), 64, QueryTiles(5, 64, exp_under_dp=True, held=64), held=128),
     # Q and dO of 128 queries leave room for three blocks of 64 keys.
     256: BackwardTiles((128, 128), 64, QueryTiles(3, 64, turns=False), held=64),

@@ -1,16 +1,16 @@
 """dK and dV for head_dim 192 and 256: one CTA holds 64 keys and streams the queries past them.
 
-dK and dV of 64 keys fill the registers of a consumer each, so the consumers share the work by product:
+dK and dV of 64 keys fill the registers of a consumer each, so the consumers divide the work by product:
 
     scores   S^T = K Q^T,  P = exp(S - lse) -> shared memory, dV += P^T dO
     grads    dP^T = V dO^T, dS = P (dP - delta),              dK += dS^T Q
 
-The columns of every operand are two pieces, SPLIT = 128 and 128 (head_dim 256) or 64 (192): tiles are powers of two.
-A consumer reads K or V alone, and stages dV or dK in its buffer. dQ is left to `backward_queries`: every step would add
-a whole block of it here, for half the products of `backward_keys`.
+The columns of every operand are two pieces, SPLIT = 128 and REST = 128 (head_dim 256) or 64 (192), because tiles are
+powers of two. A consumer reads only K or only V, and stages dV or dK in that buffer. `backward_queries` computes dQ:
+here every step would add a whole block of it, for half the products of `backward_keys`.
 """
 
-from ringflash_kernels.hopper.backward.problem import NUMBER, Problem, receive_number, send_number, slot_of
+from ringflash_kernels.hopper.backward.problem import NUMBER, BackwardProblem, receive_number, send_number, slot_of
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -25,8 +25,8 @@ from ringflash_kernels.hopper.compat import (
     warpgroup_mma_wait,
 )
 
-# P, at most 1, passes between the consumers times this in fp16. Its 11 bits keep dS as exact as an fp32 P does, down to
-# 2^-28; in bf16, as the product with dO has it, a quarter more error came into dK.
+# Scale of P, which is at most 1, as fp16 in shared memory. With 11 significant bits dS is as exact as from an fp32 P,
+# down to 2^-28; with P in bf16, as the product with dO has it, the error of dK was a quarter larger.
 FINE = gl.constexpr(2.0**14)
 
 
@@ -62,7 +62,7 @@ class WideShared:
 
 @gluon.jit
 def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc):
-    """Producer: K and V of each tile, then Q with its statistics and dO block by block."""
+    """Producer: load K and V of each tile, then Q with its statistics and dO block by block."""
     C: gl.constexpr = sm.SPLIT
     nbytes: gl.constexpr = q0_desc.block_type.nbytes + q1_desc.block_type.nbytes
     step = 0
@@ -70,7 +70,7 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, _full_start, _full_stop = problem.blocks(key)
-        # Tiles that no query sees take part too: their zeros may be written from the buffers of K and V.
+        # Also for tiles that no query sees: their zeros may be written from the buffers of K and V.
         kv_full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
         mbarrier.expect(kv_full, 2 * nbytes)
@@ -141,16 +141,16 @@ def _write_wide(sm, desc, x0, x1, batch, key, head, W: gl.constexpr):
 
 
 @gluon.jit
-def _kept(sm, piece):
-    """The first HELD columns of K or V as an operand in registers."""
+def _register_operand(sm, piece):
+    """Load the first HELD columns of K or V as a register operand."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     part = piece.reshape([64, sm.SPLIT]).slice(0, sm.HELD, dim=1)
     return part.load(gl.DotOperandLayout(0, layout, 2))
 
 
 @gluon.jit
-def _product(sm, kept, keys0, keys1, rows0, rows1):
-    """S^T (of K and Q) or dP^T (of V and dO), on its way."""
+def _product(sm, held, keys0, keys1, rows0, rows1):
+    """Issue S^T (of K and Q) or dP^T (of V and dO)."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     H: gl.constexpr = sm.HELD
@@ -158,7 +158,7 @@ def _product(sm, kept, keys0, keys1, rows0, rows1):
     x = gl.zeros([64, 64], gl.float32, layout)
     keys = keys0.reshape([64, C])
     rows = rows0.reshape([64, C])
-    x = warpgroup_mma(kept, rows.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
+    x = warpgroup_mma(held, rows.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
     if H < C:
         rows = rows.slice(H, C - H, dim=1).permute((1, 0))
         x = warpgroup_mma(keys.slice(H, C - H, dim=1), rows, x, is_async=True)
@@ -167,7 +167,7 @@ def _product(sm, kept, keys0, keys1, rows0, rows1):
 
 @gluon.jit
 def _score_step(sm, problem, k, dv0, dv1, step, block, key, masked):
-    """S, P and dV for one block of queries."""
+    """Process one block of queries: S, P and dV."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -204,7 +204,7 @@ def _score_step(sm, problem, k, dv0, dv1, step, block, key, masked):
 
 @gluon.jit
 def _gradient_step(sm, v, dk0, dk1, step):
-    """dP, dS and dK for one block of queries."""
+    """Process one block of queries: dP, dS and dK."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -238,7 +238,7 @@ def _gradient_step(sm, v, dk0, dk1, step):
 
 @gluon.jit
 def _consume_scores(sm, problem, dv_desc):
-    """First consumer: dV."""
+    """First consumer: compute dV."""
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.SPLIT, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.REST, 16])
     step = 0
@@ -249,7 +249,7 @@ def _consume_scores(sm, problem, dv_desc):
         dv0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dv1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         mbarrier.wait(sm.kv_full.index(0), round & 1)
-        k = _kept(sm, sm.k0)
+        k = _register_operand(sm, sm.k0)
         if start < stop:
             for _g in range(problem.group):
                 slot, parity = slot_of(step, sm.STAGES)
@@ -268,7 +268,7 @@ def _consume_scores(sm, problem, dv_desc):
 
 @gluon.jit
 def _consume_gradients(sm, problem, dk_desc):
-    """Second consumer: dK."""
+    """Second consumer: compute dK."""
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.SPLIT, 16])
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.REST, 16])
     step = 0
@@ -279,7 +279,7 @@ def _consume_gradients(sm, problem, dk_desc):
         dk0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dk1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         mbarrier.wait(sm.kv_full.index(0), round & 1)
-        v = _kept(sm, sm.v0)
+        v = _register_operand(sm, sm.v0)
         for _ in range(problem.group * (stop - start)):
             dk0, dk1 = _gradient_step(sm, v, dk0, dk1, step)
             step += 1
@@ -297,48 +297,16 @@ def _consume_gradients(sm, problem, dk_desc):
     ]
 )  # fmt: skip
 def backward_wide(
-    q0_desc,
-    q1_desc,
-    k0_desc,
-    k1_desc,
-    v0_desc,
-    v1_desc,
-    dout0_desc,
-    dout1_desc,
-    stats_desc,
-    dk_desc,
-    dv_desc,
-    first_ptr,
-    stop_ptr,
-    min_row,
-    num_rows,
-    num_keys,
-    row_start,
-    dq_rows,
-    num_heads,
-    num_kv_heads,
-    num_tiles,
-    heads_together,
-    num_works,
-    group,
-    first_shift,
-    split,
-    second_shift,
-    stop_shift,
-    in_step,
-    clock_ptr,
-    scale_log2,
+    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dk_desc, dv_desc,
+    first_ptr, stop_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles,
+    heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, scale_log2,
     softmax_scale,
-    SPLIT: gl.constexpr,
-    REST: gl.constexpr,
-    STAGES: gl.constexpr,
-    HELD: gl.constexpr,
-    BOUNDS: gl.constexpr,
+    SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BOUNDS: gl.constexpr,
     ACCUMULATE: gl.constexpr,
-):
-    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `Problem`.
+):  # fmt: skip
+    """dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
-    HELD: columns of the first piece of K and V kept in registers.
+    HELD: columns of the first piece of K and V that are kept in registers.
     """
     dtype: gl.constexpr = q0_desc.dtype
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
@@ -371,49 +339,14 @@ def backward_wide(
         gl.allocate_shared_memory(dtype, [1, 1, 64, REST], k1_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], v0_desc.layout),
         gl.allocate_shared_memory(dtype, [1, 1, 64, REST], v1_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
-        p,
-        kv_full,
-        kv_empty,
-        q_full,
-        q_empty,
-        dout_full,
-        dout_empty,
-        p_full,
-        p_empty,
-        begin,
-        SPLIT,
-        REST,
-        STAGES,
-        HELD,
-        ACCUMULATE,
-    )
-    problem = Problem(
-        min_row,
-        num_rows,
-        num_keys,
-        row_start,
-        dq_rows,
-        num_heads,
-        num_kv_heads,
-        num_tiles,
-        heads_together,
-        num_works,
-        group,
-        first_shift,
-        split,
-        second_shift,
-        stop_shift,
-        in_step,
-        clock_ptr,
-        first_ptr,
-        stop_ptr,
-        scale_log2,
-        softmax_scale,
-        BOUNDS,
-        64,
-        64,
-    )
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout), p, kv_full, kv_empty, q_full,
+        q_empty, dout_full, dout_empty, p_full, p_empty, begin, SPLIT, REST, STAGES, HELD, ACCUMULATE,
+    )  # fmt: skip
+    problem = BackwardProblem(
+        min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
+        num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
+        scale_log2, softmax_scale, BOUNDS, 64, 64,
+    )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
         [

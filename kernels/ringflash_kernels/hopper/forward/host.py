@@ -1,12 +1,9 @@
-"""Launch of the forward kernel: checks, tile tables and descriptors, and the list of compiled variants."""
+"""Launch of the forward kernel: checks, tile tables, descriptors and counters."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
 from typing import NamedTuple
 
@@ -15,39 +12,22 @@ import torch
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import cut, misaligned, tile_descriptor
-from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.hopper.forward.kernel import ForwardVariant, forward_kernel
 from ringflash_kernels.hopper.forward.tiles import FORWARD_TILES, ForwardTiles
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask, Region, check_capture
 
-_FAR = 1 << 30  # farther than any band reaches; sums with a row number stay within int32
+_FAR = 1 << 30  # an open side of a band; sums with a row number still fit int32
 _LN2 = math.log(2.0)
-# K and V of the heads that run side by side should stay in L2 (50 MB); larger groups measured slower.
-_L2_BYTES_OF_A_GROUP = 16 * 2**20
-
-
-class ForwardConfig(NamedTuple):
-    """One compiled variant: what a call's inputs select.
-
-    Args:
-        mask: "none" (one region without a band), "band" (one region with one) or "bounds" (several regions).
-        resume: the call passes `acc`.
-        out_dtype: dtype of `out`, that of q where None.
-    """
-
-    head_dim: int
-    dtype: torch.dtype = torch.bfloat16
-    mask: str = "band"
-    resume: bool = False
-    out_dtype: torch.dtype | None = None
+# K and V of the heads that run concurrently should stay in L2 (50 MB); larger groups measured slower.
+_L2_BYTES_PER_GROUP = 16 * 2**20
 
 
 _LAUNCHER = Launcher(forward_kernel)
 
 
-class Launch(NamedTuple):
-    """A kernel launch: what tells its compiled variant apart, number of programs, arguments of `forward_kernel`."""
+class LaunchArgs(NamedTuple):
+    """A launch of `forward_kernel`: the key of its compiled variant, number of programs, arguments."""
 
     variant: tuple
     num_programs: int
@@ -55,7 +35,7 @@ class Launch(NamedTuple):
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why this implementation cannot take the call; None when it can."""
+    """Return the reason why this implementation cannot take the call, or None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} (fp16 or bf16)"
     if q.shape[-1] not in FORWARD_TILES:
@@ -83,16 +63,16 @@ def forward(
     acc: torch.Tensor | None = None,
     num_sms: int | None = None,
 ) -> None:
-    """Attention over the visible pairs of `mask`, continuing the state (acc, lse) of other keys where given.
+    """Compute attention over the visible pairs of `mask`, continuing the state (acc, lse) of other keys if given.
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16; any strides that are multiples of 16 bytes, the
-            last 1; likewise k, v, out and acc.
+            last 1; the same holds for k, v, out and acc.
         k, v: (batch, seqlen_k, num_kv_heads, head_dim).
         out: as q, in the dtype of q or fp32; every row is written. May be `acc`.
         lse: (batch, num_heads, seqlen_q), fp32, last stride 1: written without `acc`, updated with it.
         acc: as q, fp32. A row that sees nothing keeps its state.
-        num_sms: multiprocessors to use; default all of them.
+        num_sms: multiprocessors to use; default all.
     Raises:
         ValueError: a scale that is not positive, or out, acc or lse with strides TMA cannot address.
     Numerics: scores and state in fp32, P rounded to the dtype of q for P V; out is cast once.
@@ -105,12 +85,12 @@ def forward(
     settle(out, lse, acc, slice(stop, q.shape[1]))
     if first < stop:
         with device_guard(q.device):
-            launch = plan(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc,
-                          num_sms=num_sms or count_sms(q.device), counter=tile_counter(q.device))  # fmt: skip
+            launch = build_launch(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc,
+                                  num_sms=num_sms or count_sms(q.device), counter=tile_counter(q.device))  # fmt: skip
             _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
 
 
-def plan(
+def build_launch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -122,11 +102,11 @@ def plan(
     acc: torch.Tensor | None,
     num_sms: int,
     counter: torch.Tensor,
-) -> Launch:
-    """The launch that covers the rows of `mask.q_span`; one region is cut out of q, k and v as views.
+) -> LaunchArgs:
+    """Return the launch that covers the rows of `mask.q_span`. If the mask is one region, q, k and v are cut to it.
 
     Args:
-        counter: two int32 zeros, zeros again after the launch.
+        counter: two int32 zeros, which are zeros again after the launch.
     """
     rows, keys = mask.q_span, (0, mask.seqlen_k)
     if len(mask.regions) == 1:
@@ -156,61 +136,11 @@ def plan(
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1),
         softmax_scale / _LN2, variant,
     )  # fmt: skip
-    return Launch((head_dim, kind, acc is not None, q.dtype, out.dtype), min(num_sms, num_tiles), arguments)
-
-
-def warmup(configs: Iterable[ForwardConfig], report: Callable[[str], None] | None = None) -> None:
-    """Compile the given variants for the current device, so that no training step waits for a compiler.
-
-    Args:
-        report: called with the name and the seconds of each variant when it is ready.
-    """
-    check_environment()
-    device = torch.device("cuda", torch.cuda.current_device())
-    tile_counter(device)
-    for config in configs:
-        began = time.perf_counter()
-        launch = example(config, device)
-        forward_kernel.warmup(*launch.arguments, grid=(1,), num_warps=4)
-        if report is not None:
-            report(f"forward {describe(config)}: {time.perf_counter() - began:.1f} s")
-
-
-def example(config: ForwardConfig, device: torch.device | str = "cpu") -> Launch:
-    """A launch over two tokens that selects the variant of `config`; for compiling, also without a GPU."""
-    x = torch.empty(1, 2, 1, config.head_dim, dtype=config.dtype, device=device)
-    return plan(
-        x, x, x, _EXAMPLES[config.mask], 1.0,
-        out=x.to(config.out_dtype or config.dtype),
-        lse=torch.empty(1, 1, 2, device=device),
-        acc=x.float() if config.resume else None,
-        num_sms=1,
-        counter=torch.zeros(2, dtype=torch.int32, device=device),
-    )  # fmt: skip
-
-
-def all_configs(dtype: torch.dtype = torch.bfloat16) -> Iterator[ForwardConfig]:
-    """Every variant of a dtype: head sizes, masks, a fresh or resumed state, results in fp32 or the dtype."""
-    for head_dim, mask in itertools.product(FORWARD_TILES, _EXAMPLES):
-        for resume, out_dtype in itertools.product((False, True), (dtype, torch.float32)):
-            yield ForwardConfig(head_dim, dtype, mask, resume, out_dtype)
-
-
-def describe(config: ForwardConfig) -> str:
-    """A config in a few words."""
-    out_dtype = config.out_dtype or config.dtype
-    words = [f"hd{config.head_dim}", str(config.dtype)[6:], config.mask, f"to {str(out_dtype)[6:]}"]
-    return " ".join([*words, "resuming"] if config.resume else words)
-
-
-_EXAMPLES = {
-    "none": Mask.full(2, 2),
-    "band": Mask.band(2, 2, causal=True),
-    "bounds": Mask.documents([0, 1, 2]),
-}
+    return LaunchArgs((head_dim, kind, acc is not None, q.dtype, out.dtype), min(num_sms, num_tiles), arguments)
 
 
 def check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None) -> None:
+    """Raise ValueError unless the kernel can take this scale and write these tensors."""
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale must be positive for impl='hopper', got {softmax_scale}; use impl='flash2'.")
     if lse.stride(2) != 1:
@@ -222,7 +152,7 @@ def check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc:
 
 
 def settle(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None, rows: slice) -> None:
-    """Rows that see nothing and that no launch covers: empty when fresh, unchanged (but cast) when resumed."""
+    """Write rows that see no key and that no launch covers: empty without `acc`, otherwise `acc`, cast."""
     if rows.start == rows.stop:
         return
     if acc is None:
@@ -238,7 +168,7 @@ def _variant(tiles: ForwardTiles, mask: str, resume: bool) -> ForwardVariant:
 
 
 def band_of(region: Region) -> tuple[int, int]:
-    """(lower, upper) counted from the region's own first row and key."""
+    """Return (lower, upper) of the band, counted from the region's own first row and key."""
     shift = region.q_start - region.k_start
     lower = -_FAR if region.lower is None else region.lower + shift
     return lower, _FAR if region.upper is None else region.upper + shift
@@ -247,7 +177,7 @@ def band_of(region: Region) -> tuple[int, int]:
 def _descriptors(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, acc: torch.Tensor, tiles: ForwardTiles
 ) -> tuple[TensorDescriptor | None, ...]:
-    """Of q, k, v, out and acc: boxes of the first part of the head, then of the second where its width differs."""
+    """Descriptors of q, k, v, out and acc for the first part of the head, then for the second if its width differs."""
     rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m, tiles.block_m)
     tensors = tuple(zip((q, k, v, out, acc), rows, strict=True))
     first = tuple(tile_descriptor(x, n, tiles.parts[0]) for x, n in tensors)
@@ -257,15 +187,15 @@ def _descriptors(
 
 
 def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
-    """Largest divisor of num_kv_heads whose K and V fit the share of L2."""
-    count = max(1, min(num_kv_heads, _L2_BYTES_OF_A_GROUP // kv_bytes_per_head))
+    """Largest divisor of num_kv_heads whose K and V fit their share of L2."""
+    count = max(1, min(num_kv_heads, _L2_BYTES_PER_GROUP // kv_bytes_per_head))
     while num_kv_heads % count:
         count -= 1
     return count
 
 
 def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> torch.Tensor:
-    """Row tiles of the rows [first, end), most keys first: (tiles, 8) int32, kept with the mask.
+    """Table of row tiles of the rows [first, end), most keys first: (tiles, 8) int32, cached with the mask.
 
     Columns: tile, first visible key, first key of the rows' common part, its end, end of the visible keys.
     """
@@ -296,23 +226,25 @@ def _new_tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: 
 
 @functools.cache
 def count_sms(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-_STREAMS = 256
+_MAX_STREAMS = 256
 
 
 @functools.cache
 def _counters(device: torch.device) -> tuple[tuple[torch.Tensor, ...], dict[int, int]]:
-    zeros = torch.zeros(_STREAMS, 2, dtype=torch.int32, device=device)
-    torch.cuda.current_stream(device.index).synchronize()  # or another stream's first launch may come before the zeros
+    zeros = torch.zeros(_MAX_STREAMS, 2, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device.index).synchronize()  # before another stream launches with the zeros
     return zeros.unbind(), {}
 
 
 def tile_counter(device: torch.device) -> torch.Tensor:
-    """Two zeros for the tile counter of a launch. Launches side by side on two streams must not share them.
+    """Return two zeros for the tile counter of a launch. Concurrent launches on two streams must not share them.
 
-    A graph's launches have their own: it may be replayed beside other work of the stream that it was captured on.
+    Each launch in a CUDA graph gets its own: the graph may be replayed concurrently with other work of the stream on
+    which it was captured.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
@@ -326,13 +258,13 @@ _slots_lock = Lock()
 
 
 def _new_slot(slots: dict[int, int], stream: int) -> int:
-    """The slot of a stream that had none; two threads with new streams must not be given the same one."""
+    """Assign a slot to a new stream; two threads with new streams must not get the same one."""
     with _slots_lock:
         slot = slots.setdefault(stream, len(slots))
-        if slot < _STREAMS:
+        if slot < _MAX_STREAMS:
             return slot
         del slots[stream]
     raise RuntimeError(
-        f"kernels must be launched on at most {_STREAMS} streams of a device, got one more; reuse streams, as "
+        f"kernels must be launched on at most {_MAX_STREAMS} streams of a device, got one more; reuse streams, as "
         "torch.cuda.Stream() does."
     )

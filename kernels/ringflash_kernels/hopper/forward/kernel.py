@@ -7,9 +7,9 @@ warpgroups own 64 query rows each and walk the visible key blocks from last to f
     consumer   S(j+1) = Q K(j+1)^T  issued, then  O += P(j) V(j)  issued, and while both run
                P(j+1) = exp2(S(j+1) - m): the softmax of one block hides under the products of its neighbours
 
-That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence". O is rescaled only where
+That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence". O is rescaled only if
 a row maximum grew by much, which is rare after the first blocks.
-Masked blocks lie at the two ends of the walk; the loop between them does not test the mask. `acc` and `lse` of
+Masked blocks are at the two ends of the walk; the loop between them does not test the mask. `acc` and `lse` of
 earlier calls are merged in the epilogue, loaded by TMA while the main loop runs.
 """
 
@@ -38,11 +38,11 @@ from ringflash_kernels.hopper.forward.tiles import ForwardTiles
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    """What is fixed when a kernel is compiled.
+    """Compile-time choices of the kernel.
 
     Args:
         mask: "none", "band" (two diagonals) or "bounds" (an interval of keys for each row).
-        resume: the state of earlier calls is read and continued.
+        resume: read and continue the state of earlier calls.
     """
 
     tiles: ForwardTiles
@@ -93,7 +93,7 @@ class Pointers(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: rings of q, k and v tiles for each part of the head, the way out for results, the next ticket."""
+    """Shared memory: rings of q, k and v tiles for each part of the head, staging of results, the next ticket."""
 
     q: tuple
     k: tuple
@@ -103,7 +103,7 @@ class Shared(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """mbarriers: `full` is signalled by whoever fills a buffer, `empty` by whoever has read it."""
+    """mbarriers: the warp that fills a buffer signals `full`, the warpgroups that have read it signal `empty`."""
 
     q_full: object
     q_empty: object
@@ -117,10 +117,10 @@ class Barriers(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One program's piece of work: where it lies, and its key blocks, walked from last to first.
+    """One program's piece of work: its first row and key, and its key blocks, walked from last to first.
 
-    Of a warpgroup's own rows, blocks [first_seen, end_seen) see any and [first_full, end_full) all; block j holds keys
-    key + j * block_n and on.
+    Block j begins at key + j * block_n. Some row of the warpgroup sees the blocks [first_seen, end_seen); every row
+    sees all of [first_full, end_full).
     """
 
     batch: int
@@ -135,7 +135,7 @@ class Tile(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """What a warpgroup knows of its query rows: Q, the keys [start, stop) that each sees, the scale of exp2."""
+    """Query rows of a warpgroup: Q, the keys [start, stop) that each row sees, the scale of exp2."""
 
     q: tuple
     start: object
@@ -148,7 +148,7 @@ class QueryRows(NamedTuple):
 
 @gluon.jit
 def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr):
-    """The tile behind a ticket, its blocks as rows [FIRST, FIRST + COUNT) of it see them.
+    """Return the tile of a ticket, with its blocks as seen by its rows [FIRST, FIRST + COUNT).
 
     Order: head group, row tile (longest first), head within the group.
     """
@@ -197,7 +197,7 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
 
 @gluon.jit
 def visible_keys(rows, problem, pointers, V: gl.constexpr):
-    """[start, stop): the keys that each row sees."""
+    """Return start, stop: each row sees the keys [start, stop)."""
     if V.mask == "none":
         start = rows * 0
         stop = start + problem.seqlen_k
@@ -213,7 +213,7 @@ def visible_keys(rows, problem, pointers, V: gl.constexpr):
 
 @gluon.jit
 def slot(count, SIZE: gl.constexpr):
-    """Index and phase of the count-th use of a ring of SIZE buffers."""
+    """Return index and phase of the count-th use of a ring of SIZE buffers."""
     if SIZE == 2:
         index = count & 1
     else:
@@ -223,7 +223,7 @@ def slot(count, SIZE: gl.constexpr):
 
 @gluon.jit
 def tiles_at(ring, index, V: gl.constexpr):
-    """Slot `index` of a ring: a (1, rows, 1, columns) buffer, as TMA moves it, for each part of the head."""
+    """Return slot `index` of a ring: a (1, rows, 1, columns) buffer, as TMA moves it, for each part of the head."""
     if len(V.tiles.parts) == 2:
         tiles = (ring[0].index(index), ring[1].index(index))
     else:
@@ -233,7 +233,7 @@ def tiles_at(ring, index, V: gl.constexpr):
 
 @gluon.jit
 def q_tiles(shared, W: gl.constexpr, V: gl.constexpr):
-    """Q of warpgroup W; where it shares its memory with the results, both parts lie in that warpgroup's half."""
+    """Return Q of warpgroup W. If results are staged in Q, both parts are in that warpgroup's half of the buffer."""
     if V.tiles.stage_in_q:
         tiles = (shared.q[0].index(2 * W), shared.q[1].index(2 * W + 1))
     else:
@@ -268,7 +268,7 @@ def publish(ticket, count, shared, barriers):
 
 @gluon.jit
 def load_q(q_desc, shared, barriers, tile, count, V: gl.constexpr):
-    """Load the rows of each warpgroup, once it has done with the last tile's."""
+    """Load the rows of each warpgroup once it has finished with those of the previous tile."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     for w in gl.static_range(WARPGROUPS):
         mbarrier.wait(barriers.q_empty.index(w), (count & 1) ^ 1)
@@ -278,7 +278,7 @@ def load_q(q_desc, shared, barriers, tile, count, V: gl.constexpr):
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.constexpr):
-    """The producer warp: draws tiles from a counter that all programs share, loads Q and the ring of K and V."""
+    """Producer warp: draw tiles from a counter that all programs share, load Q and fill the ring of K and V."""
     BN: gl.constexpr = V.tiles.block_n
     STAGES: gl.constexpr = V.tiles.num_stages
     count = 0
@@ -293,7 +293,7 @@ def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.c
             key = tile.key + (tile.num_blocks - 1 - i) * BN
             mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
             load_tile(k_desc, tiles_at(shared.k, index, V), barriers.k_full.index(index), tile.batch, key, head_kv, V)
-            if i == 0:  # only now: the first K need not wait until the last tile is done with Q
+            if i == 0:  # after the first K, which need not wait until the previous tile has finished with Q
                 load_q(q_desc, shared, barriers, tile, count, V)
             mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
             load_tile(v_desc, tiles_at(shared.v, index, V), barriers.v_full.index(index), tile.batch, key, head_kv, V)
@@ -303,7 +303,7 @@ def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.c
         count += 1
         ticket = gl.atomic_add(pointers.counter, 1) + gl.num_programs(0)
     publish(ticket, count, shared, barriers)
-    if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program leaves zeros behind
+    if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
         gl.store(pointers.counter, 0)
         gl.store(pointers.counter + 1, 0)
 
@@ -313,7 +313,7 @@ def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.c
 
 @gluon.jit
 def matrices(tiles, V: gl.constexpr):
-    """The (rows, columns) that wgmma reads in the (1, rows, 1, columns) of each part."""
+    """View the (1, rows, 1, columns) buffer of each part as the (rows, columns) matrix that wgmma reads."""
     first = tiles[0].reshape([tiles[0].shape[1], tiles[0].shape[3]])
     if len(V.tiles.parts) == 2:
         parts = (first, tiles[1].reshape([tiles[1].shape[1], tiles[1].shape[3]]))
@@ -324,7 +324,7 @@ def matrices(tiles, V: gl.constexpr):
 
 @gluon.jit
 def scores(q, k, V: gl.constexpr):
-    """S = Q K^T, in flight."""
+    """Issue S = Q K^T."""
     S_LAYOUT: gl.constexpr = V.score_layout
     BM: gl.constexpr = V.tiles.block_m
     BN: gl.constexpr = V.tiles.block_n
@@ -337,7 +337,7 @@ def scores(q, k, V: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, p, v, V: gl.constexpr):
-    """O += P V, in flight. P is converted here and no earlier: 16-bit values carried round a loop cost a PRMT each."""
+    """Issue O += P V. P is converted as late as here, since each 16-bit value carried in a loop costs a PRMT."""
     p = p.to(v[0].dtype)
     layout: gl.constexpr = gl.DotOperandLayout(0, V.acc_layouts[0], 2)
     first = warpgroup_mma(gl.convert_layout(p, layout), v[0], acc[0], is_async=True)
@@ -351,7 +351,7 @@ def add_values(acc, p, v, V: gl.constexpr):
 
 @gluon.jit
 def wait_values(acc, V: gl.constexpr):
-    """O with nothing in flight."""
+    """Wait until no product is in flight and return O."""
     if len(V.tiles.parts) == 2:
         parts = warpgroup_mma_wait(0, deps=(acc[0], acc[1]))
     else:
@@ -361,7 +361,7 @@ def wait_values(acc, V: gl.constexpr):
 
 @gluon.jit
 def scaled(acc, factor, V: gl.constexpr):
-    """Every row of O times its factor."""
+    """Return O with every row multiplied by its factor."""
     O_LAYOUT: gl.constexpr = V.acc_layouts[0]
     first = acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
     if len(V.tiles.parts) == 2:
@@ -374,7 +374,7 @@ def scaled(acc, factor, V: gl.constexpr):
 
 @gluon.jit
 def rescaled_part(acc, factor, PART: gl.constexpr, V: gl.constexpr):
-    """One part of O times the factors of its rows, which are mostly 1."""
+    """Return one part of O, rows multiplied by their factors, which are mostly 1."""
     layout: gl.constexpr = V.acc_layouts[PART]
     columns: gl.constexpr = V.tiles.parts[PART]
     factor = gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None].broadcast_to([V.tiles.block_m, columns])
@@ -383,7 +383,7 @@ def rescaled_part(acc, factor, PART: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def rescaled(acc, factor, V: gl.constexpr):
-    """`scaled` by the factors exp(old m - m)."""
+    """Return O rescaled by exp(old m - m), which is mostly 1; see `scaled`."""
     if len(V.tiles.parts) == 2:
         parts = (rescaled_part(acc[0], factor, 0, V), rescaled_part(acc[1], factor, 1, V))
     else:
@@ -393,7 +393,7 @@ def rescaled(acc, factor, V: gl.constexpr):
 
 @gluon.jit
 def zero_acc(V: gl.constexpr):
-    """O of nothing."""
+    """Return O of no keys: zeros."""
     O_LAYOUT: gl.constexpr = V.acc_layouts[0]
     BM: gl.constexpr = V.tiles.block_m
     columns: gl.constexpr = V.tiles.parts[0]
@@ -409,7 +409,7 @@ def zero_acc(V: gl.constexpr):
 
 @gluon.jit
 def hide(s, key, rows, V: gl.constexpr):
-    """S with -inf where a row does not see the key."""
+    """Return S with -inf for keys that the row does not see."""
     S_LAYOUT: gl.constexpr = V.score_layout
     keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
     visible = keys[None, :] < rows.stop[:, None]
@@ -420,7 +420,7 @@ def hide(s, key, rows, V: gl.constexpr):
 
 @gluon.jit
 def lane_sums(p, V: gl.constexpr):
-    """Row sums inside a thread; the four lanes that share a row add theirs once, at the end."""
+    """Return row sums within a thread; the four lanes that share a row add theirs once, at the end."""
     BM: gl.constexpr = V.tiles.block_m
     EIGHTS: gl.constexpr = V.tiles.block_n // 8
     return gl.sum(gl.sum(p.reshape([BM, EIGHTS, 4, 2]), 3), 1)
@@ -428,9 +428,9 @@ def lane_sums(p, V: gl.constexpr):
 
 @gluon.jit
 def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexpr):
-    """P = exp(S - m), the new m (of S before scaling), lanes' sums, and exp(old m - m).
+    """Return P = exp(S - m), the new m (of S before scaling), the lanes' sums, and exp(old m - m).
 
-    m is a row's maximum to within a factor 2^SLACK of P: it moves rarely after the first blocks, and so does O.
+    m is a row's maximum, up to a factor 2^SLACK in P: it rarely changes after the first blocks, nor is O rescaled.
     """
     if MASKED:
         s = hide(s, key, rows, V)
@@ -450,7 +450,7 @@ def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexp
 
 @gluon.jit
 def normalizer(row_sum, row_max, rows, V: gl.constexpr):
-    """1 / l and lse of every row, from the lanes' sums; NaN stays NaN."""
+    """Return 1 / l and lse of every row, from the lanes' sums; NaN stays NaN."""
     S_LAYOUT: gl.constexpr = V.score_layout
     LN2: gl.constexpr = 0.6931471805599453
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
@@ -460,7 +460,7 @@ def normalizer(row_sum, row_max, rows, V: gl.constexpr):
 
 @gluon.jit
 def nothing_yet(V: gl.constexpr):
-    """O, row maxima and lanes' sums before the first block."""
+    """Return O, row maxima and lanes' sums before the first block."""
     BM: gl.constexpr = V.tiles.block_m
     BN: gl.constexpr = V.tiles.block_n
     S_LAYOUT: gl.constexpr = V.score_layout
@@ -470,7 +470,7 @@ def nothing_yet(V: gl.constexpr):
 
 @gluon.jit
 def key_of(tile, i, V: gl.constexpr):
-    """First key of the i-th block of the walk."""
+    """Return the first key of the i-th block of the walk."""
     return tile.key + (tile.num_blocks - 1 - i) * V.tiles.block_n
 
 
@@ -478,7 +478,7 @@ def key_of(tile, i, V: gl.constexpr):
 def step_overlapped(
     acc, p, alpha, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, V: gl.constexpr
 ):
-    """S of block i and O += P V of the block before in flight together, then the softmax of block i."""
+    """Issue S of block i and O += P V of the previous block together, then compute the softmax of block i."""
     STAGES: gl.constexpr = V.tiles.num_stages
     index, phase = slot(kv, STAGES)
     next_index, _ = slot(kv + 1, STAGES)
@@ -490,7 +490,7 @@ def step_overlapped(
     s = warpgroup_mma_wait(len(V.tiles.parts), deps=(s,))
     mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
     p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
-    # Ending the basic block here keeps the softmax ahead of the wait for P V, which ptxas would hoist.
+    # This wait ends the basic block, or ptxas would hoist the wait for P V above the softmax.
     after_index, after_phase = slot(kv + 2, STAGES)
     mbarrier.wait(barriers.k_full.index(after_index), after_phase, pred=i + 1 < tile.num_blocks)
     acc = wait_values(acc, V)
@@ -502,7 +502,7 @@ def step_overlapped(
 
 @gluon.jit
 def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr):
-    """O (not yet divided), 1 / l and lse of a tile, and the next use of the ring; softmax under the own products."""
+    """Return O (not yet divided), 1 / l and lse of a tile, and the next use of the ring; softmax under products."""
     STAGES: gl.constexpr = V.tiles.num_stages
     n = tile.num_blocks
     acc, row_max, row_sum = nothing_yet(V)
@@ -544,7 +544,7 @@ def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr
 
 @gluon.jit
 def step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, V: gl.constexpr):
-    """Block i from S to O += P V; the other warpgroups' products run meanwhile."""
+    """Process block i from S to O += P V, while the other warpgroups' products run."""
     index, phase = slot(kv, V.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
     s = warpgroup_mma_wait(0, deps=(scores(rows.q, matrices(tiles_at(shared.k, index, V), V), V),))
@@ -559,7 +559,7 @@ def step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
 
 @gluon.jit
 def pass_block(kv, shared, barriers, V: gl.constexpr):
-    """A block that none of the warpgroup's rows sees: given back as it comes, so that uses are counted alike."""
+    """Release a block that none of the warpgroup's rows sees, so that all warpgroups count the ring's uses alike."""
     index, phase = slot(kv, V.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
@@ -570,7 +570,7 @@ def pass_block(kv, shared, barriers, V: gl.constexpr):
 
 @gluon.jit
 def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr):
-    """`attend_overlapped` without overlap inside the warpgroup: the fewest registers."""
+    """Like `attend_overlapped`, without overlap inside the warpgroup: takes the fewest registers."""
     n = tile.num_blocks
     acc, row_max, row_sum = nothing_yet(V)
     if V.mask == "band":
@@ -597,7 +597,7 @@ def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V: gl.constexp
 
 @gluon.jit
 def attend_nothing(q_empty, kv, V: gl.constexpr):
-    """What attending returns for a tile that sees no key."""
+    """Return the results of `attend_overlapped` for a tile that sees no key."""
     if not V.tiles.stage_in_q:
         mbarrier.arrive(q_empty, count=1)
     BM: gl.constexpr = V.tiles.block_m
@@ -608,7 +608,7 @@ def attend_nothing(q_empty, kv, V: gl.constexpr):
 
 @gluon.jit
 def merge_weights(lse, old_lse):
-    """lse of both, and the factors exp(lse - both), exp(old_lse - both) of their outputs; two empties give an empty."""
+    """Return lse of both, and the outputs' factors exp(lse - both), exp(old_lse - both); two empties give an empty."""
     LOG2E: gl.constexpr = 1.4426950408889634
     top = gl.maximum(lse, old_lse)
     top = gl.where(top == float("-inf"), 0.0, top)
@@ -621,13 +621,13 @@ def merge_weights(lse, old_lse):
 
 @gluon.jit
 def stage_of(shared, desc, W: gl.constexpr):
-    """The buffer through which a warpgroup's results leave, seen as a tile of this descriptor."""
+    """Return the staging buffer of a warpgroup's results as a tile of this descriptor."""
     return shared.stage.index(W)._reinterpret(desc.dtype, desc.block_shape, desc.layout)
 
 
 @gluon.jit
 def load_state(acc_desc, shared, full, tile, row, W: gl.constexpr, PART: gl.constexpr, V: gl.constexpr):
-    """Bring part of the earlier output into the staging buffer, once what was stored from there is read."""
+    """Load part of the earlier output into the staging buffer, once the previous store from there has been read."""
     column: gl.constexpr = PART * V.tiles.parts[0]
     buffer = stage_of(shared, acc_desc[PART], W)
     tma_store_wait(0)
@@ -673,7 +673,7 @@ def store_part(
 
 @gluon.jit
 def receive(count, shared, barriers):
-    """The next ticket, from the producer."""
+    """Return the next ticket from the producer."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     index, phase = slot(count, 2)
     mbarrier.wait(barriers.ticket_full.index(index), phase)
@@ -684,7 +684,7 @@ def receive(count, shared, barriers):
 
 @gluon.jit
 def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constexpr, V: gl.constexpr):
-    """Consumer warpgroup W: rows [W * block_m, (W + 1) * block_m) of every tile."""
+    """Consumer warpgroup W: attend for rows [W * block_m, (W + 1) * block_m) of every tile."""
     row_layout: gl.constexpr = gl.SliceLayout(1, V.score_layout)
     count = 0
     kv = 0
@@ -716,7 +716,9 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
         else:
             old_weight = factor
         acc = scaled(acc, factor, V)
-        row_index = row + gl.arange(0, V.tiles.block_m, layout=row_layout)  # again: a short live range spares registers
+        row_index = row + gl.arange(
+            0, V.tiles.block_m, layout=row_layout
+        )  # recomputed: a short live range saves registers
         gl.store(lse_of_head + row_index, lse, mask=row_index < problem.seqlen_q)
         loads = store_part(acc[0], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 0, V)
         if len(V.tiles.parts) == 2:
@@ -734,7 +736,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
 
 @gluon.jit
 def pair(first, second, V: gl.constexpr):
-    """Descriptors of the parts of the head; parts of one width share one."""
+    """Return the descriptors of the parts of the head; parts of equal width share one."""
     if len(V.tiles.parts) == 1:
         parts = (first,)
     elif V.tiles.parts[0] == V.tiles.parts[1]:
@@ -746,7 +748,7 @@ def pair(first, second, V: gl.constexpr):
 
 @gluon.jit
 def ring_of(desc, COUNT: gl.constexpr, V: gl.constexpr):
-    """COUNT tiles of shared memory for each part of the head."""
+    """Allocate COUNT tiles of shared memory for each part of the head."""
     first = gl.allocate_shared_memory(desc[0].dtype, [COUNT] + desc[0].block_shape, desc[0].layout)
     if len(V.tiles.parts) == 2:
         ring = (first, gl.allocate_shared_memory(desc[1].dtype, [COUNT] + desc[1].block_shape, desc[1].layout))
@@ -757,7 +759,7 @@ def ring_of(desc, COUNT: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def barrier_ring(SIZE: gl.constexpr, ARRIVALS: gl.constexpr):
-    """SIZE mbarriers, each complete on so many arrivals."""
+    """Allocate SIZE mbarriers, each complete after ARRIVALS arrivals."""
     ring = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SIZE):
         mbarrier.init(ring.index(i), count=ARRIVALS)
@@ -766,7 +768,7 @@ def barrier_ring(SIZE: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, V: gl.constexpr):
-    """Shared memory of a program."""
+    """Allocate the shared memory of a program."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     box: gl.constexpr = [WARPGROUPS] + acc_desc[0].block_shape
     if V.tiles.stage_in_q:
@@ -786,14 +788,14 @@ def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, V: gl.constexpr):
 
 @gluon.jit
 def make_barriers(V: gl.constexpr):
-    """The mbarriers of a program, ready for use."""
+    """Allocate and initialise the mbarriers of a program."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     STAGES: gl.constexpr = V.tiles.num_stages
     q_full = barrier_ring(WARPGROUPS, 1)
     if V.resume:
         acc_full = barrier_ring(WARPGROUPS, 1)
     else:
-        acc_full = q_full  # none that is made and never used: its place goes to something else, see backward_keys
+        acc_full = q_full  # not a new, unused one: its memory would be reused, see backward_keys
     barriers = Barriers(
         q_full,
         barrier_ring(WARPGROUPS, 1),
@@ -817,13 +819,13 @@ def make_barriers(V: gl.constexpr):
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, acc_desc,  # first part of the head
-    q_desc1, k_desc1, v_desc1, o_desc1, acc_desc1,  # second part, where its width differs
+    q_desc1, k_desc1, v_desc1, o_desc1, acc_desc1,  # second part, if its width differs
     lse, start, stop, table, counter,
     seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
     lse_stride_b, lse_stride_h, scale,
     V: gl.constexpr,
 ):  # fmt: skip
-    """Attention forward; see the top of this file."""
+    """Attention forward; see the module docstring."""
     problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
                       upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
     pointers = Pointers(lse, start, stop, table, counter)

@@ -20,10 +20,10 @@ class ForwardTiles:
         num_stages: K/V stages in shared memory.
         schedule: what runs under the softmax of a key block.
             "overlap"  the warpgroup's own products of the blocks before and after
-            "sequence" whatever the other warpgroups happen to issue; takes the fewest registers
+            "sequence" products of the other warpgroups, as it happens; takes the fewest registers
         aligned: a walk begins at a multiple of block_n, since keys are stored in such blocks.
         rescale_late: with "overlap", O is rescaled under the next block's Q K^T, not before it is issued.
-        stage_in_q: results leave through the buffer of Q, where shared memory has no room for another.
+        stage_in_q: results leave through the buffer of Q, because shared memory has no room for another.
     """
 
     parts: tuple[int, ...]
@@ -43,12 +43,12 @@ class ForwardTiles:
 
     @property
     def skips(self) -> bool:
-        """Whether a warpgroup passes over blocks that none of its own rows sees: three see up to two such a tile."""
+        """True if a warpgroup skips blocks that none of its rows sees: with three, a tile has up to two of them."""
         return self.schedule == "sequence"
 
     @property
     def consumer_registers(self) -> int:
-        """setmaxnreg of the consumers: what 65,536 registers leave beside the producer's."""
+        """setmaxnreg of the consumers: what remains of 65,536 registers next to the producer's."""
         return 240 if self.num_warpgroups == 2 else 160
 
     @property
@@ -58,7 +58,7 @@ class ForwardTiles:
 
 
 FORWARD_TILES = {
-    # Softmax and products cost alike here: three warpgroups hide each other better than a second tile of registers.
+    # Softmax and products cost the same: three warpgroups hide each other better than a second tile of registers.
     64: ForwardTiles((64,), num_warpgroups=3, block_n=128, num_stages=4, schedule="sequence"),
     # wgmma of 32 columns is slow, but less so than 32 columns of padding.
     96: ForwardTiles((64, 32), num_warpgroups=3, block_n=128, num_stages=2, schedule="sequence"),

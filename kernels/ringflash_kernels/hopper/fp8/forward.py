@@ -35,7 +35,7 @@ from ringflash_kernels.hopper.compat import (
 )
 from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, tile_descriptor
 from ringflash_kernels.hopper.forward.host import (
-    Launch,
+    LaunchArgs,
     band_of,
     check_state,
     count_sms,
@@ -487,12 +487,12 @@ def forward(
     settle(out, lse, acc, slice(stop, q8.shape[1]))
     if first < stop:
         with device_guard(q8.device):
-            launch = plan(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc,
+            launch = build_launch(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc,
                           num_sms=num_sms or count_sms(q8.device), counter=tile_counter(q8.device))  # fmt: skip
             _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
 
 
-def plan(
+def build_launch(
     rows: Rows,
     records: torch.Tensor,
     mask: Mask,
@@ -503,7 +503,7 @@ def plan(
     acc: torch.Tensor | None,
     num_sms: int,
     counter: torch.Tensor,
-) -> Launch:
+) -> LaunchArgs:
     """The launch that covers the rows of `mask.q_span`, from the block of q that holds the first.
 
     Args:
@@ -540,7 +540,7 @@ def plan(
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
         softmax_scale / head_dim / _LN2, variant,
     )  # fmt: skip
-    return Launch((head_dim, kind, acc is not None, out.dtype), min(num_sms, num_tiles), arguments)
+    return LaunchArgs((head_dim, kind, acc is not None, out.dtype), min(num_sms, num_tiles), arguments)
 
 
 @functools.cache
