@@ -488,7 +488,7 @@ def forward(
     if first < stop:
         with device_guard(q8.device):
             launch = build_launch(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc,
-                          num_sms=num_sms or count_sms(q8.device), counter=tile_counter(q8.device))  # fmt: skip
+                                  num_sms=num_sms or count_sms(q8.device), counter=tile_counter(q8.device))  # fmt: skip
             _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
 
 
