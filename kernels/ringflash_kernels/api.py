@@ -1,10 +1,10 @@
 """Attention on one device: the contract, its checks, and dispatch to an implementation named by the caller.
 
-`impl`  "reference"  eager, any device and dtype: the specification
-        "flash2"     torch's FlashAttention-2 operators, CUDA, fp16 and bf16
-        "fa4"        flash-attn-4 if it is installed, compute capability 9.x and 10.x, fp16 and bf16
-        "hopper"     our kernels for compute capability 9.0, fp16 and bf16
-        "hopper_fp8" our kernels on operands rounded to e4m3: faster, and not exact; only on request
+`impl`  "reference"      eager, any device and dtype: the specification
+        "flash2"         torch's FlashAttention-2 operators, CUDA, fp16 and bf16
+        "fa4"            flash-attn-4 if it is installed, compute capability 9.x and 10.x, fp16 and bf16
+        "hopper"         our kernels for compute capability 9.0, fp16 and bf16
+        "hopper_fp8"     our kernels on operands rounded to e4m3: faster, not exact, only on request
         "reference_fp8"  eager, any device: the specification of hopper_fp8
 """
 

@@ -36,7 +36,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 OFFSET = 8.0  # P of a block's largest score is 2^OFFSET, which e4m3 holds exactly, and smaller ones keep more bits
 SMALLEST_EXPONENT = -60  # of a scale; a block of zeros has this one
-TAIL_BYTES = 128  # of a record, behind k and v: four fp32 of scales, then zeros
+TAIL_BYTES = 128  # of a record, behind k and v: their scales in fp32, then zeros
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_SCORES = 1 << 20  # elements of one block of the score matrix
@@ -146,10 +146,9 @@ def quantise_kv(
 ) -> torch.Tensor:
     """Records of k and v: what a rank publishes and the kernels read.
 
-    A record is the tile of k8 (128 keys, head_dim) | the tile of v8 | in fp32 the scale of k, that of v, the logarithm
-    of the latter to base 2 and its inverse | zeros up to 128 bytes. The tile of v8 of the forward is transposed,
-    (head_dim, 128 keys), with the keys of every 16 in KEY_ORDER; that of the backward is (128 keys, head_dim). Keys
-    that pad the last block are zeros.
+    A record is the tile of k8 (128 keys, head_dim) | the tile of v8 | the scales of k and of v in fp32 | zeros up to
+    128 bytes. The tile of v8 of the forward is transposed, (head_dim, 128 keys), with the keys of every 16 in
+    KEY_ORDER; that of the backward is (128 keys, head_dim). Keys that pad the last block are zeros.
 
     Args:
         k, v: (batch, seqlen_k, num_kv_heads, head_dim).
@@ -162,7 +161,7 @@ def quantise_kv(
     k8, v8 = (x.view(torch.uint8).permute(0, 1, 3, 2, 4) for x in (k8, v8))  # batch, block, head, key, column
     if not for_backward:
         v8 = v8.unflatten(3, (-1, 16))[..., list(KEY_ORDER), :].flatten(3, 4).transpose(3, 4)
-    tail = torch.stack([k_scales, v_scales, v_scales.log2(), 1 / v_scales], -1)
+    tail = torch.stack([k_scales, v_scales], -1)
     tail = torch.nn.functional.pad(tail, (0, TAIL_BYTES // 4 - tail.shape[-1])).view(torch.uint8)
     records = torch.cat([k8.flatten(3), v8.flatten(3), tail], -1)
     return records if out is None else out.copy_(records)

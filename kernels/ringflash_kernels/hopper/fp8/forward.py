@@ -33,9 +33,9 @@ from ringflash_kernels.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, tile_descriptor, tile_layout
+from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, tile_descriptor
 from ringflash_kernels.hopper.forward.host import (
-    Launch,
+    LaunchArgs,
     band_of,
     check_state,
     count_sms,
@@ -84,7 +84,7 @@ _TAIL = gl.constexpr(TAIL_BYTES // 4)  # numbers in the tail of a record
 
 @dataclass(frozen=True)
 class Fp8Variant:
-    """What is fixed when a kernel is compiled; see `ForwardVariant`."""
+    """Choices that are fixed when a kernel is compiled; see `ForwardVariant`."""
 
     tiles: Fp8Tiles
     mask: str
@@ -105,11 +105,6 @@ class Fp8Variant:
     def acc_layouts(self) -> tuple[gl.NVMMADistributedLayout, ...]:
         """Registers that hold O of one warpgroup, for each part of the head."""
         return tuple(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32]) for columns in self.tiles.parts)
-
-    @property
-    def state_layout(self) -> gl.NVMMASharedLayout:
-        """Shared memory that holds one part of O of one warpgroup in fp32."""
-        return tile_layout(self.tiles.block_m, self.tiles.parts[0], torch.float32)
 
 
 class Fp8Shared(NamedTuple):
@@ -517,12 +512,12 @@ def forward(
         row_max[..., :first] = row_max[..., stop:] = -math.inf
     if first < stop:
         with device_guard(q8.device):
-            launch = plan(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max,
-                          num_sms=num_sms or count_sms(q8.device), counter=tile_counter(q8.device))  # fmt: skip
+            launch = build_launch(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max,
+                                  num_sms=num_sms or count_sms(q8.device), counter=tile_counter(q8.device))  # fmt: skip
             _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
 
 
-def plan(
+def build_launch(
     rows: Rows,
     records: torch.Tensor,
     mask: Mask,
@@ -534,7 +529,7 @@ def plan(
     row_max: torch.Tensor | None = None,
     num_sms: int,
     counter: torch.Tensor,
-) -> Launch:
+) -> LaunchArgs:
     """The launch that covers the rows of `mask.q_span`, from the block of q that holds the first.
 
     Args:
@@ -571,7 +566,8 @@ def plan(
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
         softmax_scale / head_dim / _LN2, variant,
     )  # fmt: skip
-    return Launch((head_dim, kind, acc is not None, row_max is not None, out.dtype), min(num_sms, num_tiles), arguments)
+    key = (head_dim, kind, acc is not None, row_max is not None, out.dtype)
+    return LaunchArgs(key, min(num_sms, num_tiles), arguments)
 
 
 @functools.cache
@@ -582,7 +578,7 @@ def _variant(tiles: Fp8Tiles, mask: str, resume: bool, row_max: bool) -> Fp8Vari
 def _descriptors(
     q8: torch.Tensor, records: torch.Tensor, out: torch.Tensor, acc: torch.Tensor, tiles: Fp8Tiles
 ) -> tuple[TensorDescriptor, ...]:
-    """Of q, of k, v and tails in the records, of out and acc: boxes of one part of the head."""
+    """Descriptors of q, of k, v and tails in the records, of out and acc: boxes of one part of the head."""
     head_dim, columns = q8.shape[3], tiles.parts[0]
     size = BLOCK_K * head_dim
     values = records.view(q8.dtype)

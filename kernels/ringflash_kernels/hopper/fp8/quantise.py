@@ -36,7 +36,7 @@ def _columns_layout(head_dim, num_warps):
 
 @gluon.constexpr_function
 def _groups_layout(head_dim, num_warps):
-    """As `_columns_layout`, with a column of each sixteen in a thread, for (rows, groups of 16, 16 columns)."""
+    """One column of each sixteen in a thread, for (rows, groups of 16, 16 columns)."""
     groups = head_dim // 16
     return gl.BlockedLayout([1, groups, 16 // groups], [32 // groups, 1, groups], [num_warps, 1, 1], [2, 1, 0])
 
@@ -162,10 +162,7 @@ def store_tile(record, x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.
 def store_tail(tail, biased, WARPS: gl.constexpr):
     """All of a tail but the scale of k."""
     index = gl.arange(0, _NUM_TAIL, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    exponent = (biased - 127).to(gl.float32)
-    values = gl.where(index == 1, power_of_two(biased), gl.where(index == 2, exponent, 0.0))
-    values = gl.where(index == 3, power_of_two(254 - biased), values)
-    gl.store(tail + index, values, mask=index > 0)
+    gl.store(tail + index, gl.where(index == 1, power_of_two(biased), 0.0), mask=index > 0)
 
 
 @gluon.jit
