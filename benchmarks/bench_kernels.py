@@ -1,4 +1,4 @@
-"""Speed of attention kernels on one GPU: ours, flash-attn-4's and cuDNN's, in TFLOP/s.
+"""Speed of attention kernels on one GPU: ours (bf16 and FP8), flash-attn-4's and cuDNN's, in TFLOP/s.
 
     python benchmarks/bench_kernels.py [--rows hd128] [--rounds 5] [--json results.json]
 
@@ -88,7 +88,9 @@ def _rows() -> tuple[Row, ...]:
     rows += [Row(128, 65536, 1, 16, 4, "causal"), Row(128, 65536, 1, 16, 4, "documents")]
     rows += [Row(128, 131072, 1, 16, 4, "window")]
     # One section of the all-gather by heads: all keys, few heads.
-    return (*rows, Row(128, 262144, 1, 4, 1, "causal"), Row(128, 262144, 1, 1, 1, "full"))
+    rows += [Row(128, 262144, 1, 4, 1, "causal"), Row(128, 262144, 1, 1, 1, "full")]
+    # Lengths at which FP8 is judged.
+    return (*rows, Row(128, 16384, 1, 32, 8, "causal"), Row(128, 65536, 1, 32, 8, "causal"))
 
 
 ROWS = _rows()
@@ -153,6 +155,59 @@ def ours_without_state() -> Contender:
     return Contender("ringflash, fresh", {"forward": build_forward})
 
 
+def ours_in_fp8(with_quantiser: bool) -> Contender:
+    """Our FP8 forward, by itself or with the two launches that round q, k and v."""
+    from ringflash_kernels.fp8_reference import HEAD_DIMS
+    from ringflash_kernels.hopper.fp8.forward import forward
+    from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
+
+    def build_forward(x: Inputs) -> Run | None:
+        if x.row.head_dim not in HEAD_DIMS:
+            return None
+        hop = x.row.kind == "hop"
+        acc = torch.zeros(x.q.shape, device="cuda") if hop else None
+        out = acc if hop else torch.empty_like(x.q)
+        rounded = quantise_q(x.q), quantise_kv(x.k, x.v, for_backward=False)
+
+        def run() -> None:
+            operands = rounded
+            if with_quantiser:
+                operands = quantise_q(x.q), quantise_kv(x.k, x.v, for_backward=False)
+            forward(*operands, x.mask, x.scale, out=out, lse=x.lse, acc=acc)
+
+        return run
+
+    name = "ringflash FP8 with quantiser" if with_quantiser else "ringflash FP8"
+    return Contender(name, {"forward": build_forward})
+
+
+def ours_in_fp8_backward(products: str) -> Contender:
+    """Our FP8 backward with the rounding of its operands, by its choice of products."""
+    from ringflash_kernels.fp8_reference import HEAD_DIMS
+    from ringflash_kernels.hopper.fp8.backward import Fp8Backward
+    from ringflash_kernels.hopper.fp8.forward import forward
+    from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
+
+    def build_backward(x: Inputs) -> Run | None:
+        largest_head_dim = 256 if products == "bf16" else 128
+        if x.row.kind == "hop" or x.row.head_dim not in HEAD_DIMS or x.row.head_dim > largest_head_dim:
+            return None
+        out, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+        row_max = torch.empty_like(x.lse)
+        operands = quantise_q(x.q), quantise_kv(x.k, x.v, for_backward=False)
+        forward(*operands, x.mask, x.scale, out=out, lse=x.lse, row_max=row_max)
+
+        def run() -> torch.Tensor:
+            options = {"softmax_scale": x.scale, "products": products, "row_max": row_max}
+            backward = Fp8Backward(x.dout, x.q, out, x.lse, **options)
+            backward.add(x.k, x.v, x.mask, dk, dv, accumulate=False)
+            return backward.finish()
+
+        return run
+
+    return Contender(f"ringflash FP8, {products}", {"backward": build_backward})
+
+
 def flash_attn_4() -> Contender:
     """flash-attn-4's CuTe DSL kernels; causal and full only."""
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
@@ -200,11 +255,22 @@ def cudnn() -> Contender:
 
 def contenders() -> Iterator[Contender]:
     """Return the contenders that can be imported."""
-    for make in (ours, ours_without_state, flash_attn_4, cudnn):
+    makers: dict[str, Callable[[], Contender]] = {
+        "ours": ours,
+        "ours_without_state": ours_without_state,
+        "ours_in_fp8": lambda: ours_in_fp8(with_quantiser=False),
+        "ours_in_fp8, quantiser": lambda: ours_in_fp8(with_quantiser=True),
+        "ours_in_fp8_backward, bf16": lambda: ours_in_fp8_backward("bf16"),
+        "ours_in_fp8_backward, fp8_scores": lambda: ours_in_fp8_backward("fp8_scores"),
+        "ours_in_fp8_backward, fp8": lambda: ours_in_fp8_backward("fp8"),
+        "flash_attn_4": flash_attn_4,
+        "cudnn": cudnn,
+    }
+    for name, make in makers.items():
         try:
             yield make()
         except ImportError as error:
-            print(f"left out: {make.__name__} ({error})", flush=True)
+            print(f"left out: {name} ({error})", flush=True)
 
 
 def measure(runs: dict[str, Run], flops: float, *, rounds: int, sample_ms: float) -> dict[str, list[float]]:
