@@ -19,6 +19,7 @@ from ringflash.sequence.layout import local_positions, shard_sequence, unshard_s
 from ringflash.sequence.padding import PaddedBatch, pad_sequence
 
 if TYPE_CHECKING:
+    from ringflash.huggingface.log_probs import log_probs
     from ringflash.wrap import wrap_attention
     from ringflash.wrap.check import check_wrapped
 
@@ -32,6 +33,7 @@ __all__ = [
     "check_wrapped",
     "explain",
     "local_positions",
+    "log_probs",
     "loss",
     "pad_sequence",
     "release_buffers",
@@ -45,7 +47,11 @@ __all__ = [
 ]
 
 # Imported when they are asked for: with them comes torch._dynamo, which takes nearly as long as torch itself.
-_LATER = {"check_wrapped": "ringflash.wrap", "wrap_attention": "ringflash.wrap"}
+_LATER = {
+    "check_wrapped": "ringflash.wrap",
+    "log_probs": "ringflash.huggingface.log_probs",
+    "wrap_attention": "ringflash.wrap",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -176,7 +176,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     length, rest = divmod(bounds[-1], world_size)
     if rest:
         raise ValueError(
-            f"cu_seqlens must end at a multiple of world_size ({world_size}), got {bounds[-1]}; pad the packed sequence."
+            f"cu_seqlens must end at a multiple of world_size ({world_size}), got {bounds[-1]}; pad the sequence."
         )
     start, stop = rank * length, (rank + 1) * length
     left, right = bisect_left(bounds, start), bisect_left(bounds, stop)
@@ -245,8 +245,8 @@ def _refused(name: str, reason: str) -> Any:
 
 
 _PER_DOCUMENT = (
-    "get shards cut across the packed sequence, got shards cut within each document; use llama3_flash_attn_varlen_func, "
-    "or ringflash.ring_attention with cu_seqlens."
+    "get shards cut across the packed sequence, got shards cut within each document; use "
+    "llama3_flash_attn_varlen_func, or ringflash.ring_attention with cu_seqlens."
 )
 _STRIPES = (
     "get shards of one of ringflash's layouts, got single tokens in turn; use zigzag_ring_flash_attn_func, or "

@@ -67,9 +67,7 @@ def batch_call(ctx: Context, name: str, form: str, causal: bool, window: tuple[i
     leaves = packed(form, *(part(whole[x], ctx, zigzag) for x in "qkv"))
     function = getattr(names, f"{'zigzag_' * zigzag}ring_flash_attn_{form + 'packed_' if form else ''}func")
     result = function(*leaves, 0.0, 0.3, causal, window_size=window, return_attn_probs=True, group=ctx.group)
-    assert_dense(
-        ctx, form, zigzag, whole, leaves, result, causal=causal, window_size=window, softmax_scale=0.3
-    )
+    assert_dense(ctx, form, zigzag, whole, leaves, result, causal=causal, window_size=window, softmax_scale=0.3)
 
 
 @pytest.mark.parametrize("form", ["", "kv", "qkv"])
@@ -161,9 +159,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("name, changes, text", REFUSALS)
-def test_refusals_are_raised_on_every_rank(
-    pool: Pool, name: str, changes: dict[str, Any], text: str
-) -> None:
+def test_refusals_are_raised_on_every_rank(pool: Pool, name: str, changes: dict[str, Any], text: str) -> None:
     """Only rank 1 makes the wrong call. The next call is unharmed."""
     got = pool.run(refused, name, changes, (1,), size=2, timeout_s=20)
     assert all(answer.startswith(text) for answer in got), got
