@@ -58,7 +58,7 @@ def log_probs(
         batch = _prepare(input_ids, group, attention_mask, cu_seqlens, temperature, layout)
     except ValueError as error:
         problem = error
-    call = {"log_probs": [*input_ids.shape], "temperature": temperature, "return_entropy": return_entropy}
+    call = {"log_probs": [*input_ids.shape], "temperature": float(temperature), "return_entropy": return_entropy}
     agree(group, call, problem, input_ids.device)
     assert batch is not None  # agree has raised the problem
     seqlen = input_ids.shape[1]

@@ -5,6 +5,7 @@ gloo, 2 CPU processes, fp64; needs the huggingface extra.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import ringflash
 from ringflash import huggingface
 from tests.helpers import models
+from tests.helpers.examples import example, torchrun
 from tests.helpers.pool import Context, Pool
 
 pytest.importorskip("transformers")
@@ -116,7 +118,7 @@ def refused(ctx: Context, changes: dict[str, Any]) -> str:
         ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
         ({"temperature": 0.5}, "temperature 1.0 (rank 0), 0.5 (rank 1)"),
         ({"return_entropy": True}, "return_entropy False (rank 0), True (rank 1)"),
-        ({"input_ids": tokens(2).flip(1)}, "input_ids must be"),
+        ({"input_ids": tokens(2).flip(1)}, "must be the same on all ranks of the group"),
     ],
 )
 def test_refusals_are_raised_on_every_rank(pool: Pool, changes: dict[str, Any], text: str) -> None:
@@ -129,3 +131,10 @@ def test_one_process_needs_no_group() -> None:
     input_ids = tokens(1)
     got = ringflash.log_probs(ring_model(None), input_ids, group=None, temperature=TEMPERATURE)
     torch.testing.assert_close(got, plain(models.build("llama", "sdpa"), input_ids, "one")[0], rtol=0, atol=1e-12)
+
+
+def test_example_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    """As docs/rl.md prints it."""
+    code = example("docs/rl.md", "# policy.py")
+    shown = torchrun(code, tmp_path)
+    assert shown.count("loss") == 3 and shown == torchrun(code, tmp_path, 1)
