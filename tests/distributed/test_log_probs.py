@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import ringflash
 from ringflash import huggingface
@@ -69,9 +71,18 @@ def ring_model(group: dist.ProcessGroup | None, layout: str = "zigzag") -> huggi
     return huggingface.CausalLMWithLoss(model, group, chunk_tokens=4)
 
 
-def equals_one_process(ctx: Context, kind: str, layout: str) -> None:
+def shard_parameters(ring: torch.nn.Module, ctx: Context) -> None:
+    """FSDP2 of the layers and the rest; each is resharded after its forward."""
+    mesh = DeviceMesh.from_group(ctx.group, "cpu")
+    for module in (*ring.model.model.layers, ring):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+
+
+def equals_one_process(ctx: Context, kind: str, layout: str, sharded: bool) -> None:
     input_ids = tokens(2 if kind == "padded" else 1)
     ring, whole = ring_model(ctx.group, layout), models.build("llama", "sdpa")
+    if sharded:
+        shard_parameters(ring, ctx)
     got = ringflash.log_probs(
         ring, input_ids, group=ctx.group, layout=layout, temperature=TEMPERATURE, return_entropy=True,
         attention_mask=padding() if kind == "padded" else None,
@@ -85,8 +96,9 @@ def equals_one_process(ctx: Context, kind: str, layout: str) -> None:
     mine.backward()
     expected.backward()
     for (name, ringed), one in zip(ring.model.named_parameters(), whole.parameters(), strict=True):
-        dist.all_reduce(ringed.grad, group=ctx.group)
-        averaged = ringed.grad / ctx.size
+        averaged = ringed.grad.full_tensor() if sharded else ringed.grad / ctx.size
+        if not sharded:
+            dist.all_reduce(averaged, group=ctx.group)
         assert one.grad.abs().max() > 0
         torch.testing.assert_close(
             averaged, one.grad, rtol=1e-10, atol=1e-12, msg=lambda text, at=name: f"{at}: {text}"
@@ -94,10 +106,17 @@ def equals_one_process(ctx: Context, kind: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, layout", [("one", "zigzag"), ("padded", "zigzag"), ("packed", "zigzag"), ("packed", "contiguous")]
+    "kind, layout, sharded",
+    [
+        ("one", "zigzag", False),
+        ("padded", "zigzag", False),
+        ("packed", "zigzag", False),
+        ("packed", "contiguous", False),
+        ("padded", "zigzag", True),
+    ],
 )
-def test_values_and_gradients_are_those_of_one_process(pool: Pool, kind: str, layout: str) -> None:
-    pool.run(equals_one_process, kind, layout, size=2)
+def test_values_and_gradients_are_those_of_one_process(pool: Pool, kind: str, layout: str, sharded: bool) -> None:
+    pool.run(equals_one_process, kind, layout, sharded, size=2)
 
 
 def refused(ctx: Context, changes: dict[str, Any]) -> str:
