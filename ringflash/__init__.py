@@ -54,7 +54,7 @@ __all__ = [
     "wrap_attention",
 ]
 
-# Imported on first access, since they import torch._dynamo, which takes nearly as long as torch itself, or transformers.
+# Imported on first access: they import torch._dynamo, which takes nearly as long as torch itself, or transformers.
 _LAZY = {
     "check_wrapped": "ringflash.wrap",
     "log_probs": "ringflash.huggingface.log_probs",
