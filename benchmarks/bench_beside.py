@@ -1,9 +1,9 @@
-"""A ring beside an all-gather of another communicator, as FSDP2 issues them: milliseconds apart and together.
+"""Times of ring attention and an FSDP2-like all-gather on another communicator: each by itself, and concurrently.
 
     torchrun --nproc-per-node 2 benchmarks/bench_beside.py [--transport nccl [--comm_sms 8]]
-    torchrun --nproc-per-node 2 benchmarks/bench_beside.py --toy                  (CPU, gloo: shows that it runs)
+    torchrun --nproc-per-node 2 benchmarks/bench_beside.py --toy                  (CPU, gloo: only tests the script)
 
-Together is at best the longer of the two, and at worst, where neither gets on beside the other, their sum.
+The time of both together is at best the longer of the two, and at worst, without any overlap, their sum.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def median_ms(what: Callable[[], object], setting: Setting) -> float:
-    """Over rounds, of the slowest rank, after a run that is not counted."""
+    """Return the median over rounds of the slowest rank's time, after an untimed run."""
     what()
     return statistics.median(timed(what, setting)[0] for _ in range(ROUNDS))
 

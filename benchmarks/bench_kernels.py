@@ -1,15 +1,14 @@
-"""Attention kernels on one GPU: ours beside flash-attn-4 and cuDNN, in TFLOP/s.
+"""Speed of attention kernels on one GPU: ours (bf16 and FP8), flash-attn-4's and cuDNN's, in TFLOP/s.
 
     python benchmarks/bench_kernels.py [--rows hd128] [--rounds 5] [--json results.json]
 
-All contenders of a row run in one process, in random order, and each sample follows a burn of the same kernel as
-long as itself: the chip is power-bound, its limit acts with a delay, and a sample that follows a cooler kernel
-reads up to 10% high. Medians; read the ratios, not the absolute figures.
+All contenders of a row run in one process, in random order. Each sample follows a warm-up (burn) of the same kernel and
+length: the chip is power-bound, its limit acts with a delay, and a sample after a cooler kernel reads up to 10% high.
+Figures are medians; compare the ratios rather than the absolute figures.
 
-FLOPs: 4 * head_dim for every visible pair and head forward, 2.5 times that backward (FlashAttention's convention;
-a causal mask of S x S counts as S * S / 2 pairs). Memory: peak of one call beyond what was allocated before; ours
-writes into given results, the peers allocate theirs.
-Contenders that are not installed are left out.
+FLOPs: 4 * head_dim per visible pair and head forward, 2.5 times as many backward (FlashAttention's convention; a causal
+mask of S x S counts as S * S / 2 pairs). Memory: peak of one call in addition to earlier allocations; our kernels write
+into given outputs, the peers allocate theirs. Contenders that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from benchmarks.environment import describe  # noqa: E402
 from ringflash_kernels.mask import Mask  # noqa: E402
 
 Run = Callable[[], object]
-_BURN_TFLOPS = 500e12  # how fast a burn is taken to be when its length is chosen
+_BURN_FLOPS_PER_S = 500e12  # assumed speed of a burn, to choose its length
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Row:
 
     @cached_property
     def mask(self) -> Mask:
-        """The visible pairs."""
+        """Mask of the visible pairs."""
         if self.kind == "documents":
             return Mask.documents(document_bounds(self.seqlen))
         window = (4096, 0) if self.kind == "window" else (-1, -1)
@@ -64,7 +63,7 @@ class Row:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a forward pass."""
+        """Number of floating-point operations of a forward pass."""
         pairs = self.seqlen**2 / 2 if self.kind == "causal" else self.mask.num_visible
         return 4 * self.head_dim * self.batch * self.num_heads * pairs
 
@@ -88,15 +87,17 @@ def _rows() -> tuple[Row, ...]:
     rows += [Row(128, 131072, 1, 32, 8, "causal"), Row(128, 8192, 1, 32, 8, "full"), Row(128, 8192, 1, 32, 8, "hop")]
     rows += [Row(128, 65536, 1, 16, 4, "causal"), Row(128, 65536, 1, 16, 4, "documents")]
     rows += [Row(128, 131072, 1, 16, 4, "window")]
-    # A section of the ring by heads: all keys, few heads.
-    return (*rows, Row(128, 262144, 1, 4, 1, "causal"), Row(128, 262144, 1, 1, 1, "full"))
+    # One section of the all-gather by heads: all keys, few heads.
+    rows += [Row(128, 262144, 1, 4, 1, "causal"), Row(128, 262144, 1, 1, 1, "full")]
+    # Lengths at which FP8 is judged.
+    return (*rows, Row(128, 16384, 1, 32, 8, "causal"), Row(128, 65536, 1, 32, 8, "causal"))
 
 
 ROWS = _rows()
 
 
 class Inputs:
-    """Tensors of one row; random normal, bf16."""
+    """Tensors of one row: random normal, bf16."""
 
     def __init__(self, row: Row) -> None:
         self.row, self.mask, self.scale = row, row.mask, row.head_dim**-0.5
@@ -108,7 +109,7 @@ class Inputs:
 
 
 class Contender(NamedTuple):
-    """A kernel to time. A builder returns the call to time, or None where the contender cannot take the row."""
+    """A kernel to time. A builder returns the call to time, or None if the contender does not support the row."""
 
     name: str
     build: dict[str, Callable[[Inputs], Run | None]]  # by pass: forward, backward
@@ -142,7 +143,7 @@ def ours() -> Contender:
 
 
 def ours_without_state() -> Contender:
-    """The same work as a hop, but starting fresh: what resuming costs."""
+    """The same work as a hop without resuming from (out, lse), to show the cost of resuming."""
     from ringflash_kernels.hopper.forward.host import forward
 
     def build_forward(x: Inputs) -> Run | None:
@@ -152,6 +153,59 @@ def ours_without_state() -> Contender:
         return lambda: forward(x.q, x.k, x.v, x.mask, x.scale, out=out, lse=lse)
 
     return Contender("ringflash, fresh", {"forward": build_forward})
+
+
+def ours_in_fp8(with_quantiser: bool) -> Contender:
+    """Our FP8 forward, by itself or with the two launches that round q, k and v."""
+    from ringflash_kernels.fp8_reference import HEAD_DIMS
+    from ringflash_kernels.hopper.fp8.forward import forward
+    from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
+
+    def build_forward(x: Inputs) -> Run | None:
+        if x.row.head_dim not in HEAD_DIMS:
+            return None
+        hop = x.row.kind == "hop"
+        acc = torch.zeros(x.q.shape, device="cuda") if hop else None
+        out = acc if hop else torch.empty_like(x.q)
+        rounded = quantise_q(x.q), quantise_kv(x.k, x.v, for_backward=False)
+
+        def run() -> None:
+            operands = rounded
+            if with_quantiser:
+                operands = quantise_q(x.q), quantise_kv(x.k, x.v, for_backward=False)
+            forward(*operands, x.mask, x.scale, out=out, lse=x.lse, acc=acc)
+
+        return run
+
+    name = "ringflash FP8 with quantiser" if with_quantiser else "ringflash FP8"
+    return Contender(name, {"forward": build_forward})
+
+
+def ours_in_fp8_backward(products: str) -> Contender:
+    """Our FP8 backward with the rounding of its operands, by its choice of products."""
+    from ringflash_kernels.fp8_reference import HEAD_DIMS
+    from ringflash_kernels.hopper.fp8.backward import Fp8Backward
+    from ringflash_kernels.hopper.fp8.forward import forward
+    from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
+
+    def build_backward(x: Inputs) -> Run | None:
+        largest_head_dim = 256 if products == "bf16" else 128
+        if x.row.kind == "hop" or x.row.head_dim not in HEAD_DIMS or x.row.head_dim > largest_head_dim:
+            return None
+        out, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+        row_max = torch.empty_like(x.lse)
+        operands = quantise_q(x.q), quantise_kv(x.k, x.v, for_backward=False)
+        forward(*operands, x.mask, x.scale, out=out, lse=x.lse, row_max=row_max)
+
+        def run() -> torch.Tensor:
+            options = {"softmax_scale": x.scale, "products": products, "row_max": row_max}
+            backward = Fp8Backward(x.dout, x.q, out, x.lse, **options)
+            backward.add(x.k, x.v, x.mask, dk, dv, accumulate=False)
+            return backward.finish()
+
+        return run
+
+    return Contender(f"ringflash FP8, {products}", {"backward": build_backward})
 
 
 def flash_attn_4() -> Contender:
@@ -200,17 +254,28 @@ def cudnn() -> Contender:
 
 
 def contenders() -> Iterator[Contender]:
-    """Those that can be imported here."""
-    for make in (ours, ours_without_state, flash_attn_4, cudnn):
+    """Return the contenders that can be imported."""
+    makers: dict[str, Callable[[], Contender]] = {
+        "ours": ours,
+        "ours_without_state": ours_without_state,
+        "ours_in_fp8": lambda: ours_in_fp8(with_quantiser=False),
+        "ours_in_fp8, quantiser": lambda: ours_in_fp8(with_quantiser=True),
+        "ours_in_fp8_backward, bf16": lambda: ours_in_fp8_backward("bf16"),
+        "ours_in_fp8_backward, fp8_scores": lambda: ours_in_fp8_backward("fp8_scores"),
+        "ours_in_fp8_backward, fp8": lambda: ours_in_fp8_backward("fp8"),
+        "flash_attn_4": flash_attn_4,
+        "cudnn": cudnn,
+    }
+    for name, make in makers.items():
         try:
             yield make()
         except ImportError as error:
-            print(f"left out: {make.__name__} ({error})", flush=True)
+            print(f"left out: {name} ({error})", flush=True)
 
 
 def measure(runs: dict[str, Run], flops: float, *, rounds: int, sample_ms: float) -> dict[str, list[float]]:
-    """TFLOP/s of every sample: interleaved in random order, each after a burn."""
-    repeats = max(1, round(sample_ms * 1e-3 * _BURN_TFLOPS / flops))
+    """Return the TFLOP/s of every sample: in random order, each after a burn."""
+    repeats = max(1, round(sample_ms * 1e-3 * _BURN_FLOPS_PER_S / flops))
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name in random.sample(list(runs), len(runs)):
@@ -220,7 +285,7 @@ def measure(runs: dict[str, Run], flops: float, *, rounds: int, sample_ms: float
 
 
 def timed_ms(run: Run, repeats: int) -> float:
-    """Milliseconds of one call, from events around `repeats` of them."""
+    """Return the milliseconds of one call, from events around `repeats` calls."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(repeats):
@@ -231,7 +296,7 @@ def timed_ms(run: Run, repeats: int) -> float:
 
 
 def peak_bytes(run: Run) -> int:
-    """Device memory that a call takes beyond what was there."""
+    """Return the peak device memory of a call, in addition to earlier allocations."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -241,7 +306,7 @@ def peak_bytes(run: Run) -> int:
 
 
 def bench(row: Row, direction: str, teams: list[Contender], *, rounds: int, sample_ms: float) -> dict | None:
-    """One line of the table; None where no contender takes part."""
+    """Return one line of the table; None if no contender supports the row."""
     inputs = Inputs(row)
     runs: dict[str, Run] = {}
     for team in teams:
@@ -251,7 +316,7 @@ def bench(row: Row, direction: str, teams: list[Contender], *, rounds: int, samp
                 run()
                 torch.cuda.synchronize()
                 runs[team.name] = run
-            except Exception as error:  # a peer that cannot take a row must not end the table
+            except Exception as error:  # a peer that fails on a row must not end the run
                 print(f"{row}: {team.name} failed: {type(error).__name__}: {str(error)[:120]}", flush=True)
     if not runs:
         return None
@@ -267,7 +332,7 @@ def bench(row: Row, direction: str, teams: list[Contender], *, rounds: int, samp
 
 
 def line(result: dict) -> str:
-    """A result as a row of a Markdown table: our figure, and ours over each peer's."""
+    """Return a result as a row of a Markdown table: our figure, and its ratio to each peer's."""
     tflops = result["tflops"]
     mine = tflops.get("ringflash")
     others = [
@@ -279,7 +344,7 @@ def line(result: dict) -> str:
 
 
 def main() -> None:
-    """Print and write the table as it grows: a run that is cut short keeps what it has."""
+    """Print and save the table after every row, so that an interrupted run keeps its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows in whose name this pattern is found")
     parser.add_argument("--passes", default="forward,backward", help="comma separated")

@@ -1,15 +1,16 @@
-"""Attention over several devices: ours by transport beside its peers, as a share of what the devices could do.
+"""Speed of attention over several devices: ours by transport, and its peers, as a percentage of the ideal.
 
     torchrun --nproc-per-node 8 benchmarks/bench_ring.py [--rows causal] [--rounds 7] [--json results.json]
     torchrun --nproc-per-node 2 benchmarks/bench_ring.py --toy            (CPU, gloo)
 
-100% is the faster kernel on the whole sequence on one device, divided by their number, with all devices loaded at
-once; with `--ideal heads` that kernel on the whole sequence for each device's share of the heads, which is as much
-work and takes a rank's share of the time, where the whole would take minutes. All contenders of a row run in one
-process, in random order; a sample follows a run of the same contender and is a train of calls of at least
---sample-ms, as the layers of a model make them: all forwards, then all backwards in one pass of autograd. Its time is
-that of the slowest rank. Figures are medians. Windows and documents have an ideal of their own mask, so their share
-is of the visible work. Host: what a call takes to enqueue. Memory: what the transport holds after the row's call.
+The ideal (100%) is the time of the fastest kernel for the whole sequence on one device, divided by the number of
+devices, with all devices busy concurrently. With `--ideal heads` each device computes the whole sequence for its share
+of the heads: the same work per device, but a fraction of the time, since the whole would take minutes.
+
+All contenders of a row run in one process, in random order. A sample follows an untimed run of the same contender. It
+is a series of calls of at least --sample-ms, as in the layers of a model: all forwards, then all backwards in one pass
+of autograd. Its time is that of the slowest rank. Figures are medians. The ideal of windows and documents has the same
+mask, so percentages refer to visible work. Host: time to enqueue a call. Memory: buffers of the transport after a call.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> None:
         results += bench(Setting(row, dist.group.WORLD, device, dtype), entries, options.rounds, options.sample_ms)
         if dist.get_rank() == 0:
             print("\n".join(map(line, results[-2:])), flush=True)
-            if options.json:  # after every row: a run that is cut short keeps what it has
+            if options.json:  # after every row, so that an interrupted run keeps its results
                 about = describe("flash-attn-4", "ring-flash-attn")
                 head = {"environment": about, "ranks": dist.get_world_size(), "rounds": options.rounds}
                 options.json.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
@@ -69,26 +70,28 @@ def main() -> None:
 
 
 def is_asked_for(row: Row, pattern: str) -> bool:
-    """By the name of one of its results: a row is timed whole."""
+    """Return True if any result of the row has a requested name; all results of a row are timed together."""
     return any(re.search(pattern, f"{row}, {direction}") for direction in ("forward", "forward + backward"))
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="only rows in whose name this pattern is found")
     parser.add_argument("--contenders", default="", help="only contenders in whose name this pattern is found")
     parser.add_argument("--ideal", choices=("whole", "heads"), default="whole", help="what 100%% is, see above")
     parser.add_argument("--rounds", type=int, default=7, help="samples of a contender")
     parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample")
-    parser.add_argument("--probes", action="store_true", help="also what lies without messages or copies, NCCL by hops")
+    parser.add_argument(
+        "--probes", action="store_true", help="also time rings without messages or copies, and NCCL by hops"
+    )
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--toy", action="store_true", help="small rows on the CPU: shows that it runs, and no speed")
     return parser.parse_args()
 
 
 def join(toy: bool) -> torch.device:
-    """This rank's device, once all ranks are there."""
+    """Join the process group and return this rank's device."""
     if toy:
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -101,7 +104,7 @@ def join(toy: bool) -> torch.device:
 def bench(
     setting: Setting, entries: dict[str, Callable[[Setting], Built | str]], rounds: int, sample_ms: float
 ) -> list[dict]:
-    """One result forward, and one forward and backward."""
+    """Return the results of a row: forward, and forward with backward."""
     built, left_out = {}, {}
     for name, build in entries.items():
         entry = build(setting)
@@ -123,11 +126,11 @@ def bench(
 
 
 def trial(entry: Built, setting: Setting) -> str:
-    """What a first call raised on any rank, in words; compiles and allocates on the way."""
+    """Make the first call, which compiles and allocates; return the text of an error on any rank."""
     problem = ""
     try:
         run(entry, True)
-    except Exception as error:  # a peer's release that does not fit this torch is no reason to have no table
+    except Exception as error:  # a peer that does not fit this torch must not end the run
         problem = f"{type(error).__name__}: {str(error)[:200]}"
     problems: list[str] = [""] * setting.group.size()
     dist.all_gather_object(problems, problem, group=setting.group)
@@ -135,28 +138,28 @@ def trial(entry: Built, setting: Setting) -> str:
 
 
 def transport_bytes(entry: Built) -> int:
-    """What one forward and backward leaves allocated for communication."""
+    """Return the bytes that one forward and backward leaves allocated for communication."""
     ringflash.release_buffers()
     run(entry, True)
     return ringflash.buffer_bytes()
 
 
 def run(entry: Built, backward: bool, calls: int = 1) -> None:
-    """Calls as the layers of a model make them: one forward behind another, then all backwards in one pass."""
+    """Make calls like the layers of a model: all forwards in sequence, then all backwards in one pass of autograd."""
     with entry.around():
         if not backward:
             with torch.no_grad():
                 for _ in range(calls):
                     entry.call(*entry.inputs)
             return
-        # Leaves of their own: nothing is added up over the calls.
+        # Separate leaves for each call, so that gradients are not accumulated over the calls.
         leaves = [tuple(x.detach().requires_grad_() for x in entry.inputs) for _ in range(calls)]
         outs = [entry.call(*inputs) for inputs in leaves]
         torch.autograd.grad(outs, [x for inputs in leaves for x in inputs], [out.detach() for out in outs])
 
 
 def capture(entry: Built, backward: bool) -> Callable[[int], None]:
-    """A call as a graph, to be replayed so many times."""
+    """Capture calls in a CUDA graph, and return the function that replays it."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         run(entry, backward)
@@ -175,7 +178,7 @@ def capture(entry: Built, backward: bool) -> Callable[[int], None]:
 def measure(
     built: dict[str, Built], setting: Setting, rounds: int, sample_ms: float, backward: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds and host microseconds of a call, by contender, in an order that all ranks draw alike."""
+    """Return median milliseconds and host microseconds of a call by contender, timed in one order on all ranks."""
     runs: dict[str, Callable[[int], None]] = {
         name: capture(entry, backward) if entry.captured else partial(run, entry, backward)
         for name, entry in built.items()
@@ -196,7 +199,7 @@ def measure(
 
 
 def timed(work: Callable[[], object], setting: Setting) -> tuple[float, float]:
-    """Milliseconds until the device has done it, and microseconds until the host has; of the slowest rank."""
+    """Return the slowest rank's milliseconds until the device has finished and microseconds until the host has."""
     wait = torch.cuda.synchronize if setting.device.type == "cuda" else lambda: None
     wait()
     dist.barrier(setting.group)
@@ -211,7 +214,7 @@ def timed(work: Callable[[], object], setting: Setting) -> tuple[float, float]:
 
 
 def shares(ms: dict[str, float], num_devices: int) -> dict:
-    """Times, the ideal, and what each contender reaches of it."""
+    """Return the times, the ideal, and the percentage of it that each contender reaches."""
     divisors = dict.fromkeys(IDEALS, num_devices) | dict.fromkeys(IDEALS_BY_HEADS, 1)
     ideal = min(ms[name] / divisor for name, divisor in divisors.items() if name in ms)
     return {
@@ -222,7 +225,7 @@ def shares(ms: dict[str, float], num_devices: int) -> dict:
 
 
 def line(result: dict) -> str:
-    """A result in words."""
+    """Return the text of a result."""
     reached = ", ".join(f"{name} {percent:.1f}%" for name, percent in result["percent"].items())
     return f"{result['row']}, {result['pass']}: ideal {result['ideal_ms']:.2f} ms; {reached}"
 

@@ -1,6 +1,6 @@
-"""ringflash bench: run a benchmark, or show one that was run, and compare it with a baseline.
+"""The command `ringflash bench`: run a benchmark or show its results, and compare them with a baseline.
 
-run (bench_kernels.py or bench_ring.py, in processes of its own)  ->  results (JSON)  ->  compare, show, plot
+run (bench_kernels.py or bench_ring.py, in separate processes)  ->  results (JSON)  ->  compare, show, plot
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_TOYS = 64
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """What to run, where results go, and what to compare with."""
+    """Add the arguments of the command."""
     parser.add_argument("what", help="kernels (one GPU), ring (all GPUs), or a file of results to show")
     parser.add_argument("--rows", default="", help="only rows in whose name this regular expression is found")
     parser.add_argument("--rounds", type=int | None, default=None, help="samples of each contender; null is 5")
@@ -45,11 +45,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=Path | None, default=None, help="picture of the results: .png, .svg or .pdf; needs matplotlib"
     )
-    parser.add_argument("--json", action="store_true", help="print for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: Namespace) -> int:
-    """Print the table; 1 where a row of the baseline is gone, or slower than there by more than the tolerance."""
+    """Print the table and return 1 if a row of the baseline is missing or slower by more than the tolerance, else 0."""
     _check_rows(options.rows)
     _check_run(options)
     if not 0 <= options.tolerance < 1:
@@ -59,7 +59,7 @@ def run(options: Namespace) -> int:
     if options.plot is not None:
         _check_plot(options.plot)
         _check_written("--plot", options.plot)
-    before = [] if options.baseline is None else read_results(options.baseline)[1]  # an error before the long run
+    before = [] if options.baseline is None else read_results(options.baseline)[1]  # raises before the long run
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "results.json") if options.out is None else options.out
         path = _measure(options, path) if options.what in ("kernels", "ring") else Path(options.what)
@@ -84,13 +84,13 @@ def run(options: Namespace) -> int:
 
 
 def _measure(options: Namespace, out: Path) -> Path:
-    """Run a script of benchmarks/, and return where its results are.
+    """Run a script of benchmarks/ and return the path of its results.
 
     Raises:
-        RuntimeError: a run that failed.
+        RuntimeError: the run failed.
     """
     script = ROOT / "benchmarks" / f"bench_{options.what}.py"
-    rounds, before = 5 if options.rounds is None else options.rounds, _written(out)
+    rounds, before = 5 if options.rounds is None else options.rounds, _mtime_ns(out)
     arguments = [str(script), "--rows", options.rows, "--rounds", str(rounds), "--json", str(out.resolve())]
     command = [sys.executable]
     if options.what == "ring":
@@ -102,13 +102,13 @@ def _measure(options: Namespace, out: Path) -> Path:
     done = subprocess.run([*command, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr)
     if done.returncode != 0:
         raise RuntimeError(f"{script.name} must end with status 0, got {done.returncode}; its output is above.")
-    if _written(out) == before:  # what is there is of an earlier run
+    if _mtime_ns(out) == before:  # the file is that of an earlier run
         raise _no_row(options.rows)
     return out
 
 
-def _written(path: Path) -> int | None:
-    """When it was, in nanoseconds."""
+def _mtime_ns(path: Path) -> int | None:
+    """Return the time of the last change of a file in nanoseconds."""
     return path.stat().st_mtime_ns if path.exists() else None
 
 
@@ -174,7 +174,7 @@ def _print(
     for change in slower:
         out.print(f"[red]slower than the baseline: {change.name}, {change.ratio:.3f}[/]")
     for name in missing:
-        out.print(f"[red]in the baseline alone: {name}[/]")
+        out.print(f"[red]only in the baseline: {name}[/]")
 
 
 def _check_rows(pattern: str) -> None:
@@ -187,7 +187,7 @@ def _check_rows(pattern: str) -> None:
 
 
 def _check_run(options: Namespace) -> None:
-    """Options of a run that is none, or that this run does not have."""
+    """Raise ValueError for options that do not apply to the requested run."""
     given = {"out": options.out is not None, "rounds": options.rounds is not None}
     given |= {"nproc": options.nproc is not None, "toy": options.toy}
     taken = {"ring": tuple(given), "kernels": ("out", "rounds")}.get(options.what, ())
@@ -207,7 +207,7 @@ def _check_run(options: Namespace) -> None:
 
 
 def _check_written(name: str, path: Path) -> None:
-    """Before the run, whose results would be lost."""
+    """Raise an error for an unwritable path before the run, whose results would otherwise be lost."""
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ValueError(f"{name} must lie in a folder that is there, got {path}; make it first.")
@@ -227,7 +227,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _plot(path: Path, rows: list[Measured]) -> None:
-    """Every contender's figure of every row, as points over the rows."""
+    """Plot the figures of all contenders, as points by row."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Results of the benchmarks in one form, and what changed between two of them."""
+"""Benchmark results in a common form, and the changes between two of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# bench_ring's --probes: a ring's work without its messages or copies, which no peer leaves out.
+# Probes of bench_ring (--probes): rings without messages or copies, which are no fair contenders.
 _PROBES = ("kernels alone", "copy_engine, without copies")
 
 
@@ -17,9 +17,9 @@ class Measured:
 
     Args:
         name: row and pass.
-        figures: by contender; more is better.
-        ours: contender that is this project's; of several transports the fastest.
-        unit: of the figures: TFLOP/s of kernels, percent of the ideal of rings.
+        figures: figures by contender; higher is better.
+        ours: this project's contender; the fastest of several transports.
+        unit: TFLOP/s for kernels, percent of the ideal for rings.
     """
 
     name: str
@@ -29,23 +29,23 @@ class Measured:
 
     @property
     def peer(self) -> str | None:
-        """The fastest of the others."""
+        """The fastest peer."""
         others = {who: x for who, x in self.figures.items() if not who.startswith("ringflash") and who not in _PROBES}
         return max(others, key=others.__getitem__, default=None)
 
     @property
     def ratio(self) -> float | None:
-        """Ours over the fastest peer of the same run."""
+        """Our figure over that of the fastest peer in the same run."""
         return None if self.peer is None else self.figures[self.ours] / self.figures[self.peer]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A row in two results.
+    """Change of a row between two results.
 
     Args:
-        ratio: the new figure over the old one; both over the same peer where each run had it, because a machine's
-            own speed moves from run to run.
+        ratio: new figure over old figure, each relative to the same peer if both runs have one, because the speed of a
+            machine varies from run to run.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Change:
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], list[Measured]]:
-    """What a result file was measured on, and its rows.
+    """Return the environment of a result file, and its rows.
 
     Raises:
-        ValueError: a file that is none.
+        ValueError: the file holds no results.
     """
     try:
         content = json.loads(path.read_text())
@@ -70,25 +70,25 @@ def read_results(path: Path) -> tuple[dict[str, Any], list[Measured]]:
 
 
 def _measured(row: dict[str, Any]) -> Measured | None:
-    """None for a row that this project does not compute."""
+    """Return a row in the common form; None if this project has no figure in it."""
     figures = row.get("tflops") or row["percent"]
     mine = [who for who in figures if who.startswith("ringflash")]
     if not mine:
         return None
     if not all(figure > 0 for figure in figures.values()):
         raise ValueError(f"figures of {row['row']} must be positive, got {figures}")
-    ours = "ringflash" if "ringflash" in mine else max(mine, key=figures.__getitem__)  # a ring has one by transport
+    ours = "ringflash" if "ringflash" in mine else max(mine, key=figures.__getitem__)  # a ring has one per transport
     return Measured(f"{row['row']}, {row['pass']}", figures, ours, "TFLOP/s" if row.get("tflops") else "% of the ideal")
 
 
 def gone(new: list[Measured], old: list[Measured]) -> list[str]:
-    """Names of the rows that the new results do not have: left out, or their kernel failed."""
+    """Return the names of the rows that are missing in the new results: not run, or the kernel failed."""
     there = {row.name for row in new}
     return [row.name for row in old if row.name not in there]
 
 
 def changes(new: list[Measured], old: list[Measured]) -> list[Change]:
-    """Rows that both results have."""
+    """Return the changes of the rows that both results have."""
     before = {row.name: row for row in old}
     found = []
     for row in new:

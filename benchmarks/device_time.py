@@ -1,4 +1,4 @@
-"""What a device's time went into, from a profiler's trace: kernels by kind, and time shared out among them."""
+"""Breakdown of device time by kind of kernel, from a profiler trace."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import NamedTuple
 
 MESSAGE, WAIT = r"ncclDevKernel|Memcpy PtoP", r"barrier_kernel|_signal_kernel"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-MARK = "spin_kernel"  # of torch.cuda._sleep: the backward lies before it, the optimizer after
+MARK = "spin_kernel"  # of torch.cuda._sleep, which separates the backward from the optimizer
 IDLE = "idle"
 
-# The first pattern in a name is its kind.
+# The first pattern that matches a name gives its kind.
 _KINDS = {
     "communication": re.compile(rf"nccl|{MESSAGE}|{WAIT}"),
     "attention": re.compile(r"^forward_kernel|^backward_|^_(preprocess|postprocess|publish|collect)$|flash_(fwd|bwd)"),
     "linear": re.compile(r"nvjet|gemm|gemv|cutlass|cublas|splitK", re.IGNORECASE),
     "host copies": re.compile(r"Memcpy (DtoH|HtoD)"),
 }
-# Of what runs at once the first one counts: what is left for communication, nothing hides.
+# Concurrent time counts for the first of these kinds; communication therefore gets only its exposed time.
 PRECEDENCE = ("attention", "linear", "optimizer", "other", "host copies", "communication")
 
 
 class Span(NamedTuple):
-    """What ran from one moment to another, in microseconds."""
+    """Begin and end of a kernel, in microseconds, and its kind."""
 
     kind: str
     begin: float
@@ -32,23 +32,23 @@ class Span(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """What a kernel or copy of this name is for; "other" are norms, rotary embedding, loss and all else."""
+    """Return the kind of a kernel or copy by its name; "other" includes norms, rotary embedding and loss."""
     return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), "other")
 
 
 def device_events(events: list[dict]) -> list[dict]:
-    """Kernels, copies and fills of a Chrome trace, in order of time."""
+    """Return the kernels, copies and fills of a Chrome trace, in order of time."""
     found = [event for event in events if event.get("ph") == "X" and event.get("cat") in ON_DEVICE]
     return sorted(found, key=lambda event: float(event["ts"]))
 
 
 def span_of(event: dict) -> tuple[float, float]:
-    """Begin and end of a trace's event."""
+    """Return the begin and end of a trace event."""
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
 def step_spans(events: list[dict]) -> list[Span]:
-    """The kernels of a training step; those after `MARK` are the optimizer's, but for communication."""
+    """Return the kernels of a training step; all after `MARK` except communication belong to the optimizer."""
     found, kinds = device_events(events), PRECEDENCE
     marked = next((float(event["ts"]) for event in found if MARK in event["name"]), float("inf"))
     spans = []
@@ -60,9 +60,9 @@ def step_spans(events: list[dict]) -> list[Span]:
 
 
 def shared_out(spans: Iterable[Span], precedence: tuple[str, ...] = PRECEDENCE) -> dict[str, float]:
-    """Microseconds of each kind: of every instant the first kind of those that run. Together: when anything runs.
+    """Return the microseconds of each kind; every instant counts only for the first running kind in `PRECEDENCE`.
 
-    Example: attention from 0 to 4 and communication from 2 to 6 are 4 and 2.
+    Example: attention from 0 to 4 and communication from 2 to 6 take 4 and 2. The sum is the time the device is busy.
     """
     edges = sorted(edge for span in spans for edge in ((span.begin, 1, span.kind), (span.end, -1, span.kind)))
     total, running, last = dict.fromkeys(precedence, 0.0), Counter[str](), 0.0
@@ -76,17 +76,17 @@ def shared_out(spans: Iterable[Span], precedence: tuple[str, ...] = PRECEDENCE) 
 
 
 def parts_of_step(spans: Iterable[Span], seconds: float) -> dict[str, float]:
-    """Seconds of a step by kind, and those in which nothing ran: they add up to the step.
+    """Return the seconds of a step by kind and of idle time, which add up to the step.
 
     Args:
-        seconds: of the whole step, by the clock.
+        seconds: wall-clock time of the whole step.
     """
     parts = {kind: us / 1e6 for kind, us in shared_out(spans).items()}
     return {**parts, IDLE: seconds - sum(parts.values())}
 
 
 def longest_kernels(events: list[dict], count: int) -> list[dict[str, object]]:
-    """The names with the most time in all, each with its kind: to be compared with the parts of a step."""
+    """Return the kernel names with the longest total time and their kinds, for comparison with the parts of a step."""
     seconds, calls = Counter[str](), Counter[str]()
     for event in device_events(events):
         seconds[event["name"]] += float(event["dur"]) / 1e6

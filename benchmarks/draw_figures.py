@@ -1,4 +1,4 @@
-"""Draw the figures of docs/ as SVG, from the schedule itself and from the committed results.
+"""Draw the SVG figures of docs/ from the schedule and the committed results.
 
 python -m benchmarks.draw_figures
 """
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def figures() -> dict[str, str]:
-    """The text of every figure, by file name."""
+    """Return the SVG text of every figure, by file name."""
     drawn = {"zigzag.svg": zigzag(), "forward.svg": timeline(backward=False), "backward.svg": timeline(backward=True)}
     for path in sorted(RESULTS.glob("loss_curves_*.json")):
         drawn[f"{path.stem}.svg"] = loss_curves(json.loads(path.read_text()))
@@ -49,7 +49,7 @@ def _results(name: str) -> list[dict]:
 
 
 def zigzag() -> str:
-    """Pairs of chunks by the rank and step that compute them: 4 ranks, causal."""
+    """Draw the pairs of chunks by the rank and step that compute them: 4 ranks, causal."""
     cell, left, top = 44, 120, 60
     parts = [text(left + 4 * cell, 20, f"keys, in {2 * CP_SIZE} chunks of the whole sequence", anchor="middle")]
     for i in range(2 * CP_SIZE):
@@ -70,7 +70,7 @@ def zigzag() -> str:
 
 
 def _pairs(rank: int) -> Iterable[tuple[int, int, int, bool]]:
-    """(step, query chunk, key chunk, whether on the diagonal) of all that a rank computes."""
+    """Yield (step, query chunk, key chunk, True on the diagonal) of all pairs that a rank computes."""
     schedule, size = _schedule(rank), SEQLEN // (2 * CP_SIZE)
     own = chunks(SEQLEN, CP_SIZE, rank, "zigzag")
     for hop in schedule.hops:
@@ -86,7 +86,7 @@ def _schedule(rank: int) -> Schedule:
 
 
 def timeline(*, backward: bool) -> str:
-    """One rank's kernels, as wide as their work, and the messages beside them."""
+    """Draw the kernels of one rank, with widths proportional to their work, and the concurrent messages."""
     left, width, row = 130, 560, 40
     schedule = _schedule(1)
     lanes = ["kernel", "K/V from", *(["dK/dV to"] if backward else [])]
@@ -108,7 +108,7 @@ def timeline(*, backward: bool) -> str:
 
 
 def measured_timeline(result: dict) -> str:
-    """Timeline of one rank's device in a forward and backward, by kind of work."""
+    """Draw the timeline of one rank's device in a forward and backward, by kind of work."""
     lanes = {"kernel": ("forward", "backward"), "messages": ("message",), "waits": ("wait",), "the rest": ("other",)}
     colors = {"forward": STEP_COLORS[0], "backward": STEP_COLORS[1], "message": MESSAGE, "wait": INK, "other": GRADIENT}
     left, top, width, row, spans = 90, 30, 760, 34, result["spans"]
@@ -126,7 +126,7 @@ def measured_timeline(result: dict) -> str:
 
 
 def loss_curves(result: dict) -> str:
-    """Loss by step for each number of ranks; fewer ranks have wider lines, so that hidden curves show at the edges."""
+    """Draw the loss by step for each number of ranks; lines for fewer ranks are wider and so remain visible."""
     losses, left, top, width, height = result["losses"], 60, 30, 620, 260
     highest = max(max(curve) for curve in losses.values())
     parts = [text(left, 18, f"training loss by step, {result['precision']}, {result['environment']['device']}")]
@@ -144,7 +144,7 @@ def loss_curves(result: dict) -> str:
 
 
 def ring_beside_peers(results: Sequence[dict]) -> str:
-    """Percent of the ideal by tokens a GPU: forward and backward on eight GPUs, ours and the peers'."""
+    """Draw the percentage of the ideal by tokens per GPU: forward and backward on eight GPUs, ours and the peers'."""
     kind = ", 32/8 heads of 128, causal"
     rows = [row for row in results if row["row"].endswith(kind) and row["pass"] == "forward + backward"]
     names = [name for name in rows[0]["percent"] if "graph" not in name.lower()]
@@ -174,7 +174,7 @@ def ring_beside_peers(results: Sequence[dict]) -> str:
 
 
 def by_length(results: Sequence[dict], direction: str) -> str:
-    """Kernel speed by length for head_dim 128: ours and the peers', causal, one point for each row."""
+    """Draw the causal kernel speed by length for head_dim 128: ours and the peers', one point per row."""
     rows = [row for row in results if row["row"].startswith("hd128") and row["row"].endswith("causal")]
     rows.sort(key=lambda row: int(row["row"].split()[1].rstrip("k")))
     labels = [row["row"].removeprefix("hd128 ").removesuffix(", causal") for row in rows]
@@ -198,13 +198,13 @@ def by_length(results: Sequence[dict], direction: str) -> str:
 
 
 def document(width: float, height: float, parts: Iterable[str]) -> str:
-    """A whole SVG on white paper."""
+    """Return a complete SVG document on a white background."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif">'
     return "\n".join([head, rect(0, 0, width, height, PAPER), *parts, "</svg>", ""])
 
 
 def box(x: float, y: float, width: float, color: str, label: str, ink: str) -> list[str]:
-    """A bar with its name."""
+    """Return a bar with its label."""
     return [rect(x, y, max(width - 3, 1), 28, color), text(x + width / 2, y + 19, label, ink, 12, "middle")]
 
 

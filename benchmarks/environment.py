@@ -1,4 +1,4 @@
-"""Machine, versions, command and commit of a measurement: the head of every result file."""
+"""Machine, versions, command and commit of a measurement: the header of every result file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def describe(*packages: str) -> dict[str, str]:
-    """Commit, command, machine and versions, those of further packages too."""
+    """Return commit, command, machine and versions, including those of further packages."""
     cuda = torch.cuda.is_available()
     return {
         "commit": _commit(),
@@ -30,13 +30,13 @@ def describe(*packages: str) -> dict[str, str]:
 
 
 def _script() -> str:
-    """The running script, as a path in a clone."""
+    """Return the path of the running script in a clone."""
     path = Path(sys.argv[0]).resolve()
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def _commit() -> str:
-    """The checkout's commit, "-dirty" if files differ from it. RINGFLASH_COMMIT for sources without their history."""
+    """Return the commit, "-dirty" if files differ from it; RINGFLASH_COMMIT names it for sources without history."""
     if "RINGFLASH_COMMIT" in os.environ:
         return os.environ["RINGFLASH_COMMIT"]
     try:

@@ -1,7 +1,7 @@
 """flash-attn-4's kernels under the names that ring-flash-attention imports from flash_attn 2.
 
-Rings should differ by the ring, not by the kernel: where flash_attn 2 is not installed, ring-flash-attention gets the
-faster kernels. Its adapter for Hugging Face, which does not import beside transformers 5, is left out.
+A comparison of rings should not depend on the kernel, so if flash_attn 2 is not installed, ring-flash-attention runs
+with the faster kernels. Its adapter for Hugging Face cannot be imported with transformers 5 and is skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ADAPTER_NAMES = ("substitute_hf_flash_attn", "update_ring_flash_attn_params")
 
 
 def provide() -> None:
-    """Make `import ring_flash_attn` work; flash_attn 2 is used where it is installed."""
+    """Make `import ring_flash_attn` work; flash_attn 2 is used if it is installed."""
     try:
         importlib.import_module(INTERFACE)
     except ImportError:
@@ -43,7 +43,7 @@ def _flash_attn_forward(
     causal: bool = False, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
     alibi_slopes: None = None, return_softmax: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None, None]:  # fmt: skip
-    """(out, lse) of (batch, seqlen, heads, head_dim): lse fp32 (batch, heads, seqlen); two Nones as in 2."""
+    """Return out (batch, seqlen, heads, head_dim), lse (fp32, batch, heads, seqlen), and two Nones as in version 2."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     found = _flash_attn_fwd(q, k, v, softmax_scale=softmax_scale, causal=causal, return_lse=True)
@@ -56,7 +56,7 @@ def _flash_attn_backward(
     causal: bool = False, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
     alibi_slopes: None = None, deterministic: bool = False, rng_state: None = None,
 ) -> None:  # fmt: skip
-    """Writes dq, dk and dv."""
+    """Write dq, dk and dv."""
     from flash_attn.cute.interface import _flash_attn_bwd
 
     _flash_attn_bwd(q, k, v, out, dout, softmax_lse, softmax_scale, causal, 0.0, dq=dq, dk=dk, dv=dv)

@@ -1,11 +1,11 @@
-"""Errors of the kernels on one GPU beside those of flash-attn-4 and flash2, each as a part of the same budget.
+"""Errors of our kernels, flash-attn-4 and flash2 on one GPU, each as a fraction of the same budget.
 
     python -m benchmarks.kernel_errors [--processes 8] [--json results.json]
 
-Every case is drawn from a seed and compared with fp64 in 16 chunks by the one tolerance
-(ringflash/oracle/tolerance.py): 1 is twice the error of eager attention in the same dtype, and one rounding. A mean is
-over the chunks, a maximum the largest of them. Contenders that are not installed are left out. Processes share the GPU:
-to compile flash-attn-4's kernels takes longer than to run them.
+Every case is drawn from a seed and compared with fp64 in 16 chunks by ringflash/oracle/tolerance.py: a ratio of 1 is
+twice the error of eager attention in the same dtype, plus one rounding. Means and maxima are over the chunks.
+Contenders that are not installed are skipped. Several processes share the GPU, because flash-attn-4's kernels take
+longer to compile than to run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ringflash_kernels.mask import Mask
 OURS, OTHERS = "hopper", ("fa4", "flash2")
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 NUM_CHUNKS = 16
-DOCUMENTS = (0.0, 0.01, 0.11, 0.35, 0.36, 1.0)  # where they begin and end, as parts of the sequence
+DOCUMENTS = (0.0, 0.01, 0.11, 0.35, 0.36, 1.0)  # bounds, as fractions of the sequence
 
 Spent = dict[str, dict[str, float]]  # by tensor: mean and max
 
@@ -51,17 +51,17 @@ class Case(NamedTuple):
 
     @property
     def cu_seqlens(self) -> list[int] | None:
-        """Boundaries of the documents."""
+        """Bounds of the documents."""
         return [int(part * self.seqlen) for part in DOCUMENTS] if self.kind == "documents" else None
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Keys seen before and after a query; -1 is unlimited."""
+        """Number of visible keys before and after a query; -1 is unlimited."""
         return (self.seqlen // 8, 0) if self.kind == "window" else (-1, -1)
 
     @property
     def mask(self) -> Mask:
-        """What the kernels are given."""
+        """Mask that the kernels receive."""
         if self.cu_seqlens is not None:
             return Mask.documents(self.cu_seqlens)
         causal = self.kind != "full"
@@ -78,7 +78,7 @@ CASES = (
 
 
 def measure(case: Case, device: str = "cuda", impls: tuple[str, ...] = (OURS, *OTHERS)) -> dict[str, Spent]:
-    """What each contender spends of the budget, by tensor."""
+    """Return the share of the budget that each contender uses, by tensor."""
     generator = torch.Generator().manual_seed(zlib.crc32(str(case).encode()))
     heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
     dtype = getattr(torch, case.dtype)
@@ -110,7 +110,7 @@ def measure(case: Case, device: str = "cuda", impls: tuple[str, ...] = (OURS, *O
 
 
 def main() -> None:
-    """Measure every case, and print ours over each peer's."""
+    """Measure every case and print the ratio of our errors to each peer's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=8, help="that share the GPU")
     parser.add_argument("--json", type=Path, help="where to write the errors")

@@ -1,10 +1,11 @@
-"""Do the loss curves of a small model on real text lie on one another, whatever the number of ranks of a sequence?
+"""Loss curves of a small model on real text for several numbers of ranks per sequence: they must coincide.
 
     python -m benchmarks.loss_curves [--sizes 1,2,4,8] [--again] [--steps 200] [--json results.json]
 
-Trains recipes/lightning/quickstart.yaml once for each context_parallel_size: on CPUs smaller, in fp64 throughout, where
-curves may differ only by the order of sums; on GPUs larger, in bf16-mixed, where they may by rounding. `--again` trains
-the first size twice: how far a run lies from itself, whose kernels add dQ in any order. One host.
+Trains recipes/lightning/quickstart.yaml once per context_parallel_size. On CPUs the model is smaller and entirely in
+fp64, so curves may differ only by the order of sums. On GPUs it is larger and in bf16-mixed, so curves may differ by
+rounding. `--again` trains the first size twice, to show how much two equal runs differ, since kernels add dQ in any
+order. Runs on one host.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ ON_GPUS = {  # heads of 128: the Hopper kernels
 
 
 class DoublePrecision(plugins.DoublePrecision):
-    """Lightning's, and norms in fp64, too: transformers computes them in fp32 whatever the model's dtype.
+    """Lightning's plugin, with norms in fp64 as well: transformers computes them in fp32 for any dtype of the model.
 
-    One fp32 rounding that the order of a sum turns the other way is 1e-8 of an activation, where sums differ by 1e-16.
+    An fp32 rounding that flips because of the order of a sum changes an activation by 1e-8; fp64 sums differ by 1e-16.
     """
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Also the norms."""
+        """Convert the module, including the norms."""
         module = super().convert_module(module)
         norms = [part for part in module.modules() if isinstance(part, LlamaRMSNorm)]
         assert norms, "a model with LlamaRMSNorm"
@@ -61,7 +62,7 @@ def _rms_norm(norm: LlamaRMSNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    """Train, print how far the curves lie apart, and write them."""
+    """Train, print the largest difference between the curves, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="1,2,4,8", help="ranks that share a sequence")
     parser.add_argument("--again", action="store_true", help="train the first size twice")
@@ -84,7 +85,7 @@ def main() -> None:
 
 
 def train(size: int, steps: int, out: Path) -> list[float]:
-    """Loss of every step with so many ranks."""
+    """Train with a number of ranks and return the loss of every step."""
     cuda = torch.cuda.is_available()
     flags = {**FLAGS, **(ON_GPUS if cuda else SMALLER), "output_dir": out}
     flags |= {"trainer.max_steps": steps, "model.decay_steps": steps}
@@ -99,7 +100,7 @@ def train(size: int, steps: int, out: Path) -> list[float]:
 
 
 def largest_difference(a: list[float], b: list[float]) -> float:
-    """Relative to the loss, of one step."""
+    """Return the largest difference in one step, relative to the loss."""
     return max(abs(x - y) / y for x, y in zip(a, b, strict=True))
 
 

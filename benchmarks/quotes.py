@@ -1,4 +1,4 @@
-"""Figures quoted in prose: each names the committed result it comes from, and is written anew with the tables.
+"""Figures quoted in prose: each names its committed result, and is updated together with the tables.
 
 In the text of a page: `254.7<!-- training_whole_8xh200::steps::kind=timed::seqlen=1048576::seconds::.1f --> s`.
 """
@@ -17,10 +17,10 @@ QUOTE = re.compile(r"[\w.,+%-]+<!-- (\w+)::(.+?)::([^:]+) -->")
 
 
 def quoted(text: str) -> str:
-    """`text` with every quoted figure as the results have it.
+    """Return `text` with every quoted figure updated from the results.
 
     Raises:
-        ValueError: the results have no such figure.
+        ValueError: the results do not have a figure.
     """
     return QUOTE.sub(_quote, text)
 
@@ -41,7 +41,7 @@ def _load(name: str) -> Any:
 
 
 def _find(value: Any, path: list[str]) -> Any:
-    """Follow keys; `key=value` keeps the entries of a list that have it, and the last of them is taken."""
+    """Follow the keys to a value; `key=value` selects the last entry of a list that matches all such pairs."""
     for part in path:
         key, is_filter, wanted = part.partition("=")
         if isinstance(value, list) and is_filter:

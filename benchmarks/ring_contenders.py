@@ -1,7 +1,7 @@
-"""What bench_ring times: ours by transport, its peers where they are installed, and one device for the ideal.
+"""Contenders of bench_ring: ours by transport, the installed peers, and one device for the ideal.
 
-A builder returns a call of (q, k, v) and its inputs, or says in words why it cannot take the row; the reason is one
-that all ranks see alike, since a rank that left out a contender alone would leave the others waiting.
+A builder returns a call of (q, k, v) and its inputs, or a text that says why it does not support the row. All ranks
+must reach the same answer: if only one rank skipped a contender, the others would hang.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Row:
 
 
 class Setting(NamedTuple):
-    """A row on this rank."""
+    """A row and the state of this rank."""
 
     row: Row
     group: dist.ProcessGroup
@@ -55,7 +55,7 @@ class Setting(NamedTuple):
     def inputs(
         self, *, whole: bool = False, num_kv_heads: int | None = None, head_ranks: int = 1
     ) -> tuple[torch.Tensor, ...]:
-        """q, k, v of this rank's tokens or of all, with one of `head_ranks` equal parts of the heads; random normal."""
+        """Draw q, k, v (normal) of this rank's tokens or of all, for one of `head_ranks` equal parts of the heads."""
         tokens = self.row.tokens_per_rank * (self.group.size() if whole else 1)
         keys = num_kv_heads or self.row.num_kv_heads
         return tuple(
@@ -67,7 +67,7 @@ class Setting(NamedTuple):
         )  # fmt: skip
 
     def mask(self) -> dict:
-        """Arguments of ring_attention."""
+        """Return the mask arguments of ring_attention."""
         tokens = self.row.tokens_per_rank * self.group.size()
         if self.row.kind == "documents":
             return {"cu_seqlens": torch.tensor(document_bounds(tokens), dtype=torch.int32)}
@@ -76,11 +76,11 @@ class Setting(NamedTuple):
 
 
 class Built(NamedTuple):
-    """A call and what it is called with.
+    """A call and its inputs.
 
     Args:
-        around: holds during the call and its backward.
-        captured: the call is replayed from a CUDA graph: no host in it.
+        around: context manager for the call and its backward.
+        captured: replay the call from a CUDA graph, without host time.
     """
 
     call: Attention
@@ -90,18 +90,18 @@ class Built(NamedTuple):
 
 
 def one_device(setting: Setting, head_ranks: int = 1) -> Built | str:
-    """Our kernel on the whole sequence, for one of so many parts of the heads."""
+    """Build our kernel on the whole sequence, for one of `head_ranks` equal parts of the heads."""
     return Built(_ours(setting, None, "auto"), setting.inputs(whole=True, head_ranks=head_ranks))
 
 
 def one_device_flash_attn_4(setting: Setting, head_ranks: int = 1) -> Built | str:
-    """flash-attn-4 likewise."""
+    """Build flash-attn-4 on the whole sequence, for one of `head_ranks` equal parts of the heads."""
     problem = _flash_attn_4_problem(setting)
     return problem or Built(_flash_attn_4(setting), setting.inputs(whole=True, head_ranks=head_ranks))
 
 
 def by_heads(ideal: Callable[[Setting, int], Built | str]) -> Callable[[Setting], Built | str]:
-    """`ideal` with a rank's share of the heads: as much work as its share of the sequence, whose time it is at once."""
+    """Return the builder of `ideal` for a rank's share of the heads: the same work as its share of the sequence."""
 
     def build(setting: Setting) -> Built | str:
         size, row = setting.group.size(), setting.row
@@ -113,7 +113,7 @@ def by_heads(ideal: Callable[[Setting, int], Built | str]) -> Callable[[Setting]
 
 
 def ours(transport: str, layout: str = "zigzag") -> Callable[[Setting], Built | str]:
-    """ring_attention over a transport."""
+    """Return the builder of ring_attention over a transport."""
 
     def build(setting: Setting) -> Built | str:
         able = ("gloo",) if setting.device.type == "cpu" else ("nccl", "copy_engine")
@@ -125,7 +125,7 @@ def ours(transport: str, layout: str = "zigzag") -> Callable[[Setting], Built | 
 
 
 def striped(transport: str) -> Callable[[Setting], Built | str]:
-    """`ours` in the layout for packed documents."""
+    """Return the builder of `ours` in the layout for packed documents."""
 
     def build(setting: Setting) -> Built | str:
         if setting.row.kind != "documents" or setting.row.tokens_per_rank % chunks_of_rank("striped"):
@@ -136,7 +136,7 @@ def striped(transport: str) -> Callable[[Setting], Built | str]:
 
 
 def captured(transport: str) -> Callable[[Setting], Built | str]:
-    """`ours`, replayed from CUDA graphs."""
+    """Return the builder of `ours`, replayed from CUDA graphs."""
 
     def build(setting: Setting) -> Built | str:
         if setting.device.type == "cpu":
@@ -148,7 +148,7 @@ def captured(transport: str) -> Callable[[Setting], Built | str]:
 
 
 def ring_over(transport: str, setting: Setting) -> Built:
-    """`ours`, or an error where it cannot be had."""
+    """Build `ours`, or raise an error if it is not available."""
     built = ours(transport)(setting)
     if isinstance(built, str):
         raise ValueError(f"transport must carry tensors on {setting.device.type}, got {transport!r}; leave it out.")
@@ -156,7 +156,7 @@ def ring_over(transport: str, setting: Setting) -> Built:
 
 
 class OwnKeys:
-    """An exchange that sends nothing: every hop works on the rank's own K/V. Wrong results in the kernels' own time."""
+    """Exchange that sends nothing: every hop uses the rank's own K/V. Results are wrong; only kernels are timed."""
 
     def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor, call: object) -> None:
         self.kv = k, v
@@ -165,11 +165,11 @@ class OwnKeys:
         return self.kv
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Return without waiting, since nothing is in flight."""
 
 
 class OwnGradients(OwnKeys):
-    """The same in the backward: dK and dV of every hop are added to the rank's own."""
+    """Exchange of the backward that sends nothing: dK and dV of every hop are added to the rank's own."""
 
     def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor, call: object) -> None:
         super().__init__(transport, hops, k, v, call)
@@ -197,13 +197,13 @@ def _by_hops() -> AbstractContextManager:
 
 
 def by_hops(setting: Setting) -> Built | str:
-    """`ours` over NCCL in a ring of hops, as where keys gathered by heads take too much memory."""
+    """Build `ours` over NCCL in a ring of hops, which is the default if the buffers of an all-gather are too large."""
     built = ours("nccl")(setting)
     return built if isinstance(built, str) else built._replace(around=_by_hops)
 
 
 def kernels_alone(setting: Setting) -> Built | str:
-    """The kernels without messages: what NCCL is behind this is what communication costs it."""
+    """Build a ring of kernels without messages; the difference to NCCL is the cost of its communication."""
     transport = "gloo" if setting.device.type == "cpu" else "nccl"
     return Built(_ours(setting, setting.group, transport), setting.inputs(), _own_keys)
 
@@ -213,13 +213,13 @@ def _no_copies() -> AbstractContextManager:
 
 
 def without_copies(setting: Setting) -> Built | str:
-    """`ours` over the copy engine, which moves nothing: links stay asleep. Wrong results in the time of the rest."""
+    """Build `ours` over a copy engine that copies nothing, so links sleep. Results are wrong; the rest is timed."""
     built = ours("copy_engine")(setting)
     return built if isinstance(built, str) else built._replace(around=_no_copies)
 
 
 def ulysses(setting: Setting) -> Built | str:
-    """All-to-all from tokens to heads and back, around flash-attn-4, or our kernel where that cannot be had."""
+    """Build Ulysses: all-to-alls from tokens to heads and back, around flash-attn-4 or, without it, our kernel."""
     size, row = setting.group.size(), setting.row
     if row.num_kv_heads % size:
         return f"{row.num_kv_heads} KV heads over {size} ranks"
@@ -232,7 +232,7 @@ def ulysses(setting: Setting) -> Built | str:
 
 
 def ring_flash_attention(setting: Setting) -> Built | str:
-    """The zigzag ring of ring-flash-attention."""
+    """Build the zigzag ring of ring-flash-attention."""
     if find_spec("ring_flash_attn") is None:
         return "not installed"
     if setting.row.kind not in ("causal", "full"):
@@ -246,9 +246,9 @@ def ring_flash_attention(setting: Setting) -> Built | str:
 
 
 def torch_context_parallel(setting: Setting) -> Built | str:
-    """torch's context_parallel around cuDNN's attention; as many KV heads as heads, which it takes no fewer of.
+    """Build torch's context_parallel around cuDNN's attention, with KV heads repeated because it does not support GQA.
 
-    Its context has to hold in the backward too, and has to be given a buffer to shard.
+    Its context must also cover the backward, and requires a buffer to shard.
     """
     if setting.device.type == "cpu":
         return "has no CPU kernel"
@@ -332,7 +332,7 @@ def _to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The way back."""
+    """(1, tokens, heads / size, head_dim) -> (1, tokens / size, heads, head_dim)."""
     size, (_, tokens, heads, dim) = group.size(), x.shape
     sent = x.reshape(size, tokens // size, heads, dim).contiguous()
     came = all_to_all_single(torch.empty_like(sent), sent, group=group)

@@ -1,4 +1,4 @@
-"""Tables that sum up several committed results: those of README.md, and the first ones of docs/performance.md."""
+"""Tables that summarize several committed results, for README.md and the start of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.quotes import RESULTS
 PEERS = ("flash-attn-4", "cuDNN")
 COPY_ENGINE, GRAPH, NCCL = "ringflash, copy_engine", "ringflash, copy_engine, CUDA graph", "ringflash, nccl"
 PASSES = ("forward", "forward + backward")
-AIMS = {  # of eight GPUs, percent of the ideal, forward and both passes
+AIMS = {  # percent of the ideal on eight GPUs: forward, both passes
     ("4096", COPY_ENGINE): (80, 85),
     ("8192", COPY_ENGINE): (93, 94),
     ("32768", COPY_ENGINE): (97, 98),
@@ -36,7 +36,7 @@ STEP_HEAD = ("H200s", "tokens", "s a step", "MFU", "GiB in use of 140")
 
 
 def errors(names: Iterable[str] = tuple(CASES)) -> str:
-    """Largest error of each set of cases, as a part of its budget."""
+    """Tabulate the largest error of each set of cases, as a fraction of its budget."""
     tensors = ("out", "lse", "dq", "dk", "dv")
     rows = []
     for name in names:
@@ -48,7 +48,7 @@ def errors(names: Iterable[str] = tuple(CASES)) -> str:
 
 
 def errors_in_short() -> str:
-    """Largest errors without those of like machines and dtypes."""
+    """Tabulate the largest errors, without the rows of similar machines and dtypes."""
     return errors(name for name in CASES if not name.endswith(("4xh200", "fp16_8ranks_1xh200")))
 
 
@@ -57,7 +57,7 @@ def _limited(ratio: float) -> str:
 
 
 def kernels() -> str:
-    """Geometric means of our speed over that of the peers, and the least, by head_dim."""
+    """Tabulate the geometric mean and the minimum of our speed relative to the peers, by head_dim."""
     rows = []
     for label, passes in _compared().items():
         cells = [f"{_mean(x, peer):.2f} ({_least(x, peer):.2f})" for x in passes.values() for peer in PEERS]
@@ -68,7 +68,7 @@ def kernels() -> str:
 
 
 def kernels_line() -> str:
-    """Geometric means over flash-attn-4 by head_dim, of 8k tokens and more."""
+    """Write the geometric means of our speed relative to flash-attn-4 by head_dim, for 8k tokens and more."""
     means = [
         f"{label}: {_mean(passes['forward'], PEERS[0]):.2f} / {_mean(passes['backward'], PEERS[0]):.2f} "
         f"({len(passes['forward'])} rows)"
@@ -79,7 +79,7 @@ def kernels_line() -> str:
 
 
 def _compared() -> dict[str, dict[str, list[dict]]]:
-    """TFLOP/s of the rows that peers were timed on, by head_dim and pass."""
+    """Collect the TFLOP/s of the rows on which peers were timed, by head_dim and pass."""
     groups: dict[str, dict[str, list[dict]]] = {}
     for row in _load("kernels_h200")["results"]:
         if PEERS[0] in row["tflops"]:
@@ -102,7 +102,7 @@ def _least(rows: list[dict], peer: str) -> float:
 
 
 def kernel_aims() -> str:
-    """Aims of the kernels, and what was reached."""
+    """Tabulate the aims of the kernels and the results."""
     groups = _compared()
     rows = {
         row["row"]: row["tflops"]["ringflash"] for row in _load("kernels_h200")["results"] if row["pass"] != "forward"
@@ -123,7 +123,7 @@ def kernel_aims() -> str:
 
 
 def kernel_errors() -> str:
-    """Mean errors of our kernels over those of flash-attn-4."""
+    """Tabulate the mean errors of our kernels relative to those of flash-attn-4."""
     cases = _load("kernel_errors_1xh200")["cases"].values()
     found = {
         tensor: [case["hopper"][tensor]["mean"] / case["fa4"][tensor]["mean"] for case in cases]
@@ -137,7 +137,7 @@ def kernel_errors() -> str:
 
 
 def ring() -> str:
-    """Percent of the ideal on eight GPUs, beside the peers."""
+    """Tabulate the percentage of the ideal on eight GPUs, ours and the peers'."""
     columns = {
         "4k": ("ring_8xh200", "4096", "causal"),
         "8k": ("ring_8xh200", "8192", "causal"),
@@ -160,7 +160,7 @@ def ring() -> str:
 
 
 def aims() -> str:
-    """Percent of the ideal by the number of GPUs, in brackets from a CUDA graph, beside the aims for eight."""
+    """Tabulate the percentage of the ideal by number of GPUs (brackets: from a CUDA graph), with the aims for eight."""
     machines = {
         "2 GPUs": ("ring_2xh200",),
         "4 GPUs": ("ring_4xh200", "ring_4xh200_128k"),
@@ -196,7 +196,7 @@ def _both(file: str, tokens: str, mask: str, name: str) -> str:
 
 
 def training() -> str:
-    """The longest step of Qwen3-8B on each number of GPUs, with the parts that nothing hides."""
+    """Tabulate the longest step of Qwen3-8B on each number of GPUs, with its exposed parts."""
     rows = []
     for result, steps in _longest():
         parts = steps[-1]["parts"]
@@ -207,7 +207,7 @@ def training() -> str:
 
 
 def training_in_short() -> str:
-    """The longest step of Qwen3-8B on each number of GPUs."""
+    """Tabulate the longest step of Qwen3-8B on each number of GPUs."""
     rows = [
         [*_step(result, steps[-1]), f"{steps[-1]['parts']['communication']:.1f}", result["commit"]]
         for result, steps in _longest()
@@ -216,7 +216,7 @@ def training_in_short() -> str:
 
 
 def _longest() -> Iterator[tuple[dict, list[dict]]]:
-    """Each result with its timed steps of the longest sequence."""
+    """Yield each result with its timed steps of the longest sequence."""
     for name in TRAINED:
         result = _load(name)
         timed = [step for step in result["steps"] if step["kind"] == "timed"]

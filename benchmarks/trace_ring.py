@@ -1,13 +1,13 @@
-"""Where a ring's time goes, hop by hop, from a profiler's trace of one forward and backward.
+"""Breakdown of a ring's time by hop, from a profiler trace of one forward and backward.
 
     torchrun --nproc-per-node 8 benchmarks/trace_ring.py --folder traces
     torchrun --nproc-per-node 2 benchmarks/trace_ring.py --toy --folder traces     (CPU, gloo)
 
 Every rank writes traces/rank<r>.json for chrome://tracing or Perfetto; rank 0 prints its hops. Devices spin until all
-hosts have issued two calls of both passes, as in a training step, whose hosts are ahead and whose links are awake; the
-second call is shown. Kernel time is that of a hop's range (by heads a section's: two may overlap). The gap before it is
-exposed communication as far as a message, a copy or a wait for one ran in it, and idle otherwise.
-traces/timeline.json is what rank 1's device did, for the figure in docs/performance.md.
+hosts have issued two calls of both passes, and the second call is shown: as in a training step, the host is then ahead
+and links are awake. Kernel time is that of a hop's range (of a section's range if gathered by heads; two sections may
+overlap). The gap before a hop is exposed communication while a message, a copy or a wait for one runs in it, otherwise
+idle time. traces/timeline.json is the timeline of rank 1's device, for the figure in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.device_time import MARK, MESSAGE, ON_DEVICE, WAIT, device_events
 from benchmarks.environment import describe  # noqa: E402
 from benchmarks.ring_contenders import Built, Setting, ring_over  # noqa: E402
 
-_SPIN_CYCLES = 150_000_000  # some 80 ms: hosts are several times as slow under a profiler
+_SPIN_CYCLES = 150_000_000  # about 80 ms, since a profiler makes the host several times slower
 _HOP = re.compile(r"ringflash::(forward|backward)_(?:step|section)(\d+)$")
 _COMMUNICATION = re.compile(rf"{MESSAGE}|{WAIT}|ringflash::arrive")
 _KINDS = {
@@ -43,7 +43,7 @@ _KINDS = {
 
 
 class Hop(NamedTuple):
-    """Microseconds of one hop; the gap is the one before its kernel, since the hop before it in the same pass."""
+    """Microseconds of one hop; the gap is between its kernel and that of the previous hop in the same pass."""
 
     direction: str
     step: int
@@ -53,7 +53,7 @@ class Hop(NamedTuple):
 
 
 def main() -> None:
-    """Trace a row of the benchmark, after a call that allocates."""
+    """Trace a row of the benchmark after a warm-up call, which allocates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for the traces")
     parser.add_argument("--transport", default="", help="default gloo on CPUs, nccl on GPUs")
@@ -102,7 +102,7 @@ def trace(entry: Built, path: Path) -> None:
 
 
 def after_mark(events: list[dict]) -> list[dict]:
-    """What a trace's device did after it had spun, and all that its host did."""
+    """Return a trace without the device events before and during the spin; host events are kept."""
     ends = [span_of(event)[1] for event in device_events(events) if MARK in event["name"]]
     begin = max(ends, default=float("-inf"))
     on_device = (*ON_DEVICE, "gpu_user_annotation")
@@ -110,7 +110,7 @@ def after_mark(events: list[dict]) -> list[dict]:
 
 
 def hops(events: list[dict]) -> list[Hop]:
-    """The hops of a trace in order of time: of the GPU's ranges where there are any, else of the host's."""
+    """Return the hops of a trace in order of time, from the GPU's ranges if there are any, else from the host's."""
     timed = [event for event in events if event.get("ph") == "X"]
     on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in timed)
     ranges = [event for event in timed if event.get("cat") == ("gpu_user_annotation" if on_gpu else "user_annotation")]
@@ -130,7 +130,7 @@ def hops(events: list[dict]) -> list[Hop]:
 
 
 def timeline(events: list[dict]) -> list[dict[str, object]]:
-    """What the device did, in order, in microseconds since it began: our kernels, messages, waits and the rest."""
+    """Return the device's kernels, messages, waits and the rest in order, in microseconds since the first one."""
     timed = device_events(events)
     begin = float(timed[0]["ts"]) if timed else 0.0
     spans = []
@@ -144,14 +144,14 @@ def timeline(events: list[dict]) -> list[dict[str, object]]:
 
 
 def table(found: list[Hop]) -> str:
-    """A line a hop."""
+    """Return a table with one line per hop."""
     lines = [f"{'hop':>12} {'kernel us':>11} {'exposed us':>11} {'idle us':>11}"]
     lines += [f"{h.direction:>9} {h.step:>2} {h.kernel_us:11.1f} {h.exposed_us:11.1f} {h.idle_us:11.1f}" for h in found]
     return "\n".join(lines)
 
 
 def _united(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time without overlaps."""
+    """Merge overlapping intervals."""
     united: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if united and begin <= united[-1][1]:

@@ -1,14 +1,15 @@
-"""Whole training steps of a recipe at several lengths: seconds, MFU, memory, and where the time of a step goes.
+"""Training steps of a recipe at several lengths: seconds, MFU, memory, and a breakdown of the time.
 
     torchrun --nproc-per-node 4 benchmarks/train_steps.py --lengths 131072x3,524288x2 --warm_up 16384 \\
       --config recipes/lightning/qwen3_8b_pretrain.yaml --config recipes/lightning/1m_cp8_8gpus.yaml \\
       --trainer.strategy.init_args.context_parallel_size 4 --json results.json
 
-Flags that are not named below are the recipe's. Its model, memory, strategy and optimizer are built once; two steps at
-the warm-up's length compile and allocate. Of each length the last step is also traced, on the first GPU and without
-the host's operators; the steps before it say what tracing costs. `--document_tokens` packs each sequence with
-documents of so many tokens; without it a sequence is one. `--waits` adds a step whose rings are measured, which
-then do not work side by side. The results are written anew after every step. On CPUs nothing is traced.
+Other flags than those below are passed to the recipe. Its model, memory, strategy and optimizer are built once; two
+steps at the warm-up length compile and allocate. The last step of each length is also traced, on the first GPU and
+without the host's operators; compare it with the earlier steps for the overhead of tracing. `--document_tokens` packs
+each sequence with documents of this length; by default, a sequence is one document. `--waits` adds a step in which
+waits of the ring are measured, which prevents overlap. The results are saved after every step. On CPUs nothing is
+traced.
 """
 
 from __future__ import annotations
@@ -41,30 +42,30 @@ from recipes.lightning.train import main as train  # noqa: E402
 from ringflash import huggingface  # noqa: E402
 from ringflash.comm.transport import buffers  # noqa: E402
 from ringflash.commands.plan.command import make_plan, visible_fraction  # noqa: E402
-from ringflash.commands.plan.job import Job, Precision  # noqa: E402
+from ringflash.commands.plan.job import Precision, TrainingJob  # noqa: E402
 from ringflash.commands.plan.machine import GIB, GPUS, Machine  # noqa: E402
 from ringflash.commands.plan.read import model_of  # noqa: E402
 from ringflash.flops import peak_tflops  # noqa: E402
 from ringflash.lightning import CausalLM, ExposedCommunication  # noqa: E402
-from ringflash.lightning.sequences import Batch, Loader, SequenceData  # noqa: E402
+from ringflash.lightning.data import Batch, Loader, SequenceData  # noqa: E402
 from ringflash.lightning.strategy import strategy_of  # noqa: E402
 from ringflash.lightning.text import text_files  # noqa: E402
 from ringflash.memory import Memory  # noqa: E402
 
 ABOUT = (
-    "Steps of {parameters:.2f} B parameters, memory {memory}. Byte tokens of Python's own sources; every token sees "
-    "all before it in its document, which is {document}. seconds are of the slowest rank, by the clock, from the end "
-    "of one step on the device to the end of the next, reading the batch included. allocated_gib and reserved_gib are "
-    "the peaks of torch's allocator, areas_gib the symmetric memory beside it, device_gib what the driver counts in "
-    "use after the step; of the rank with most. parts are of the first rank's device: of every instant the first of "
-    "attention, linear, optimizer, other, host copies and communication that runs, so that communication is what "
-    "nothing hides."
+    "Steps of {parameters:.2f} B parameters, memory {memory}. Byte tokens of Python's own sources; attention is causal "
+    "in each document, which is {document}. seconds: wall-clock time of the slowest rank, from the end of one step on "
+    "the device to the end of the next, including reading the batch. allocated_gib and reserved_gib: peaks of torch's "
+    "allocator; areas_gib: symmetric memory in addition; device_gib: memory in use by the driver's count after the "
+    "step; each of the rank with most. parts: time of the first rank's device; every instant counts for the first of "
+    "attention, linear, optimizer, other, host copies and communication that runs, so communication is only exposed "
+    "time."
 )
-KERNELS = 24  # with the most time, to be named in the results
+NUM_KERNELS = 24  # number of longest kernels to list in the results
 
 
 class Step(NamedTuple):
-    """A step to train: a sequence of so many tokens for each data rank."""
+    """A training step, with one sequence of `seqlen` tokens per data rank."""
 
     seqlen: int
     kind: Literal["warm_up", "timed", "waits"]
@@ -72,10 +73,10 @@ class Step(NamedTuple):
 
 
 def schedule(lengths: str, warm_up: int, waits: bool) -> list[Step]:
-    """The steps of a command line: "131072x3,524288" is three of 131,072 tokens and one of 524,288.
+    """Parse the lengths of the steps: "131072x3,524288" is three steps of 131,072 tokens and one of 524,288.
 
     Raises:
-        ValueError: lengths of another form.
+        ValueError: the lengths have another form.
     """
     steps = [Step(warm_up, "warm_up"), Step(warm_up, "warm_up", traced=True)]  # the first trace loads its libraries
     for text in lengths.split(","):
@@ -89,11 +90,11 @@ def schedule(lengths: str, warm_up: int, waits: bool) -> list[Step]:
 
 
 class Documents(SequenceData):
-    """Sequences of the lengths given, in this order, of the bytes of Python's own sources.
+    """Sequences of the given lengths, in order, made of the bytes of Python's own sources.
 
     Args:
-        lengths: tokens of the sequence of each step.
-        document_tokens: of every document in a sequence but the last, which may be shorter; 0 is one document.
+        lengths: length of the sequence of each step, in tokens.
+        document_tokens: length of the documents in a sequence (the last one may be shorter); 0 is one document.
     """
 
     def __init__(self, lengths: list[int], document_tokens: int = 0) -> None:
@@ -101,13 +102,13 @@ class Documents(SequenceData):
         self.lengths, self.document_tokens = lengths, document_tokens
 
     def setup(self, stage: str) -> None:
-        """Read the sources; the text begins again where it ends."""
+        """Read the sources; the text is repeated if it is too short."""
         self.text = torch.frombuffer(
             bytearray(b"".join(path.read_bytes() for _, path in text_files())), dtype=torch.uint8
         )
 
     def train_dataloader(self) -> Loader:
-        """A sequence for each step, others for each data rank."""
+        """Return a loader with one sequence per step, different on each data rank."""
         strategy = strategy_of(self.trainer)
         firsts = itertools.accumulate(self.lengths, initial=0)
         places = [
@@ -117,7 +118,7 @@ class Documents(SequenceData):
         return torch.utils.data.DataLoader(_Cut(self.text), batch_size=None, sampler=places)
 
     def on_before_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> Batch:
-        """This rank's shard; `seqlen`, which the progress line reads, is the length of this step."""
+        """Shard the batch; set `seqlen`, which the progress line reads, to the length of this step."""
         self.seqlen = batch.shape[1]
         bounds = torch.tensor(document_bounds(self.seqlen, self.document_tokens), dtype=torch.int32)
         packed = {"cu_seqlens": bounds.to(batch.device)} if self.document_tokens else {}
@@ -125,12 +126,12 @@ class Documents(SequenceData):
 
 
 def document_bounds(seqlen: int, document_tokens: int) -> list[int]:
-    """Of the documents in a sequence, from 0 to its length."""
+    """Return the bounds of the documents in a sequence, from 0 to its length."""
     return [*range(0, seqlen, document_tokens or seqlen), seqlen]
 
 
 class _Cut(torch.utils.data.Dataset[torch.Tensor]):
-    """Tokens from a place in a text on: (1, length), int64."""
+    """Dataset of tokens cut from a text: (1, length), int64."""
 
     def __init__(self, text: torch.Tensor) -> None:
         self.text = text
@@ -141,12 +142,12 @@ class _Cut(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class StepTimes(lightning.Callback):
-    """Measures every step and writes what it found.
+    """Callback that measures every step and saves the results.
 
     Args:
-        steps: what each step is.
-        path: file for the results; None prints alone.
-        document_tokens: as `Documents`.
+        steps: the planned steps, in order.
+        path: file for the results; None only prints them.
+        document_tokens: see `Documents`.
     """
 
     def __init__(self, steps: list[Step], path: Path | None, document_tokens: int = 0) -> None:
@@ -157,12 +158,12 @@ class StepTimes(lightning.Callback):
         self._trace: profile | None = None
 
     def setup(self, trainer: lightning.Trainer, pl_module: CausalLM, stage: str) -> None:
-        """The ranks have met, and there is no model yet, nor Liger in its family."""
+        """Make the plans: the process group exists, but not the model, so Liger has not patched its classes yet."""
         self._planned = self._plans(trainer, pl_module)
         self._clock = time.perf_counter()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
-        """The model is there: say what it is."""
+        """Describe the model, which now exists."""
         self._synchronize()
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
         memory = asdict(pl_module.memory)
@@ -185,17 +186,17 @@ class StepTimes(lightning.Callback):
         self._begin(trainer)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: CausalLM, *_: Any) -> None:
-        """Measure the rings where that is asked."""
+        """Start to measure the waits of the rings, if requested."""
         if self.steps[trainer.global_step].kind == "waits":
             self.waits.on_train_batch_start(trainer, pl_module)
 
     def on_before_optimizer_step(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """Mark in a trace where the backward ends: a kernel of no work."""
+        """Mark the end of the backward in a trace with an empty kernel."""
         if self._trace is not None:
             torch.cuda._sleep(1)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: CausalLM, *_: Any) -> None:
-        """Measure the step, write the results, and begin the next."""
+        """Measure the step, save the results, and begin the next step."""
         self._synchronize()
         seconds, step = time.perf_counter() - self._clock, self.steps[trainer.global_step - 1]
         found = self._measured(trainer, pl_module, step, seconds)
@@ -218,16 +219,16 @@ class StepTimes(lightning.Callback):
         self._tracing.close()
 
     def _begin(self, trainer: lightning.Trainer) -> None:
-        """The clock of the next step, and its trace where one is asked for."""
+        """Start the clock of the next step, and its trace if requested."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
             if self.steps[trainer.global_step].traced and trainer.is_global_zero:
                 self._trace = self._tracing.enter_context(profile(activities=[ProfilerActivity.CUDA]))
-        trainer.strategy.barrier()  # to read a trace and to begin one takes the first rank some seconds
+        trainer.strategy.barrier()  # the first rank needs several seconds to read a trace and to begin one
         self._clock = time.perf_counter()
 
     def _traced(self, seconds: float) -> dict[str, Any]:
-        """Parts of the step, and its longest kernels; ends the trace."""
+        """End the trace and return the parts of the step and its longest kernels."""
         assert self._trace is not None
         trace, self._trace = self._trace, None
         self._tracing.close()
@@ -235,10 +236,10 @@ class StepTimes(lightning.Callback):
             path = Path(folder, "trace.json")
             trace.export_chrome_trace(str(path))
             events = json.loads(path.read_text())["traceEvents"]
-        return {"parts": parts_of_step(step_spans(events), seconds), "kernels": longest_kernels(events, KERNELS)}
+        return {"parts": parts_of_step(step_spans(events), seconds), "kernels": longest_kernels(events, NUM_KERNELS)}
 
     def _measured(self, trainer: lightning.Trainer, module: CausalLM, step: Step, seconds: float) -> dict[str, Any]:
-        """Time and memory of the rank with most of it, and what is equal on all."""
+        """Return the largest time and memory of any rank, and the values that are equal on all ranks."""
         strategy = strategy_of(trainer)
         most = {"seconds": seconds, **_memory(strategy.root_device)}
         values = torch.tensor(list(most.values()), dtype=torch.float64, device=strategy.root_device)
@@ -256,7 +257,7 @@ class StepTimes(lightning.Callback):
         return {"kind": step.kind, "seqlen": step.seqlen, **most, "loss": loss, "grad_norm": norm, **speed}
 
     def _plans(self, trainer: lightning.Trainer, module: CausalLM) -> dict[str, Any]:
-        """`plans` of what is trained; none for a family that no plan counts."""
+        """Return `plans` for the training; empty for a family that cannot be planned."""
         strategy = strategy_of(trainer)
         try:
             return plans(
@@ -276,12 +277,13 @@ class StepTimes(lightning.Callback):
 def plans(
     lengths: list[int], device: str, config: dict[str, Any], *, memory: Memory, document_tokens: int = 0, **job: Any
 ) -> dict[str, Any]:
-    """What `ringflash plan` says of each length; nothing on a device or in a precision that it does not know.
+    """Return the plan of `ringflash plan` for each length; empty on devices or in precisions that it does not know.
 
-    It counts Liger's kernels where it knows what they keep.
+    Liger's kernels are counted if the plan supports them for the model.
 
     Args:
-        config: of the model.  job: of `ringflash.commands.plan.job.Job`, beside the model, the length and the memory.
+        config: configuration of the model.
+        job: arguments of `ringflash.commands.plan.job.TrainingJob` other than model, seqlen and memory.
     """
     gpu = next((gpu for name, gpu in GPUS.items() if name in device), None)
     if gpu is None or job["precision"] not in get_args(Precision):
@@ -295,7 +297,7 @@ def plans(
         seqlen: visible_fraction(seqlen, windows, document_bounds(seqlen, document_tokens)) for seqlen in lengths
     }
     made = {
-        str(seqlen): make_plan(Job(model, seqlen, visible_fraction=visible[seqlen], **job, **kept), machine)
+        str(seqlen): make_plan(TrainingJob(model, seqlen, visible_fraction=visible[seqlen], **job, **kept), machine)
         for seqlen in lengths
     }
     wanted = ("step_seconds", "memory_bytes", "memory_at", "mfu")
@@ -303,7 +305,7 @@ def plans(
 
 
 def line(step: dict[str, Any]) -> str:
-    """A step, and its parts where it was traced, to be read at once."""
+    """Return the text of a step, with its parts if it was traced."""
     parts = "  ".join(f"{name} {seconds:.2f}" for name, seconds in step.get("parts", {}).items())
     mfu = step.get("mfu_percent")
     return (
@@ -314,7 +316,7 @@ def line(step: dict[str, Any]) -> str:
 
 
 def _memory(device: torch.device) -> dict[str, float]:
-    """GiB since the step began; zeros on a CPU but for the areas."""
+    """Return peak memory in GiB since the step began; on a CPU only the transport areas are not 0."""
     areas = (ringflash.buffer_bytes() - buffers.buffer_bytes()) / GIB
     if device.type != "cuda":
         return {"allocated_gib": 0.0, "reserved_gib": 0.0, "areas_gib": areas, "device_gib": 0.0}
@@ -351,7 +353,7 @@ def main(args: list[str] | None = None) -> None:
         "trainer.max_steps": len(steps), "trainer.limit_val_batches": 0, "trainer.accumulate_grad_batches": 1,
         "trainer.num_sanity_val_steps": 0, "checkpoint.save_top_k": 0, "progress.every_n_steps": len(steps) + 1,
     }  # fmt: skip
-    # Lightning warns of arguments given to it where the command line has some too: here it has the same ones.
+    # Lightning warns if arguments are passed in code and on the command line; here both are the same.
     warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
     train(
         ["fit", *recipe, *(f"--{key}={value}" for key, value in fixed.items())],

@@ -29,7 +29,7 @@ def main(root: Path = ROOT) -> None:
 
 
 def tables() -> Iterator[tuple[str, str, str]]:
-    """Page, name and text of every table."""
+    """Return the page, name and text of every table."""
     for name, result in _of_results("multi_gpu_*"):
         write = beside_table if name.startswith("multi_gpu_beside") else multi_gpu_table
         yield "docs/numerics.md", name, write(result)
@@ -55,10 +55,10 @@ def _of_results(pattern: str) -> Iterator[tuple[str, dict]]:
 
 
 def replace(page: Path, name: str, table: str) -> None:
-    """Put a new table between the markers of `name`.
+    """Replace the table between the markers of `name`.
 
     Raises:
-        ValueError: the page has no such markers.
+        ValueError: the page does not have these markers.
     """
     text, begin, end = page.read_text(), BEGIN.format(name=name), END.format(name=name)
     if begin not in text or end not in text:
@@ -68,7 +68,7 @@ def replace(page: Path, name: str, table: str) -> None:
 
 
 def multi_gpu_table(result: dict) -> str:
-    """Largest error over budget by tensor, and the case it occurred in."""
+    """Tabulate the largest error over budget by tensor, and its case."""
     rows = [
         f"| `{name}` | {worst['max']:.2f} | {worst['mean']:.2f} | {worst['case']} |"
         for name, worst in result["worst"].items()
@@ -78,7 +78,7 @@ def multi_gpu_table(result: dict) -> str:
 
 
 def beside_table(result: dict) -> str:
-    """Mean error over budget of each contender, by tensor: the largest of all chunks and ranks."""
+    """Tabulate the mean error over budget of each contender by tensor, the largest of all chunks and ranks."""
     rows, before = [], ""
     for name, spent in result["cases"].items():
         case, contender = name.split(": ")
@@ -91,7 +91,7 @@ def beside_table(result: dict) -> str:
 
 
 def errors_table(result: dict) -> str:
-    """Mean error over budget of our kernels and the others, by tensor."""
+    """Tabulate the mean error over budget of our kernels and the peers, by tensor."""
     rows = []
     for case, found in result["cases"].items():
         means = ([found[impl][name]["mean"] for impl in KERNELS] for name in ("out", "lse", *BESIDE[1:]))
@@ -113,7 +113,7 @@ def _source_of_cases(result: dict) -> str:
 
 
 def kernel_table(result: dict) -> str:
-    """TFLOP/s of every row, and ours over each peer's."""
+    """Tabulate the TFLOP/s of every row, and the ratio of ours to each peer's."""
     about = result["environment"]
     peers = ("flash-attn-4", "cuDNN")
     rows = []
@@ -129,7 +129,7 @@ def kernel_table(result: dict) -> str:
 
 
 def ring_table(result: dict) -> str:
-    """Percent of the ideal that every contender reaches."""
+    """Tabulate the percentage of the ideal that every contender reaches."""
     about, notes = result["environment"], [result.get("about", ""), _untimed(result["results"])]
     names = list(dict.fromkeys(name for row in result["results"] for name in row["percent"]))
     rows = [
@@ -148,7 +148,7 @@ def ring_table(result: dict) -> str:
 
 
 def _untimed(results: list[dict]) -> str:
-    """The rows whose ideal is of our kernel only."""
+    """Return the rows whose ideal was only timed with our kernel."""
     rows = list(dict.fromkeys(row["row"] for row in results if not any("flash-attn-4" in name for name in row["ms"])))
     if not rows:
         return ""
@@ -159,7 +159,7 @@ def _untimed(results: list[dict]) -> str:
 
 
 def training_table(result: dict) -> str:
-    """The last step of every run, beside its plan."""
+    """Tabulate the last step of every run and its plan."""
     rows = []
     for run in result["runs"]:
         last = run["steps"][-1]
@@ -183,7 +183,7 @@ def training_table(result: dict) -> str:
 
 
 def steps_tables(result: dict) -> str:
-    """Measurements of `benchmarks/train_steps.py` by length beside the plan, and the parts of a step."""
+    """Tabulate the measurements of `benchmarks/train_steps.py` by length with the plan, and the parts of a step."""
     lengths = list(dict.fromkeys(step["seqlen"] for step in result["steps"] if step["kind"] == "timed"))
     of_kind = {
         kind: {seqlen: [x for x in result["steps"] if (x["kind"], x["seqlen"]) == (kind, seqlen)] for seqlen in lengths}
@@ -207,7 +207,7 @@ def steps_tables(result: dict) -> str:
 
 
 def _steps_row(steps: list[dict], waits: list[dict], plan: dict | None) -> str:
-    """One length: all its steps' seconds, and of the last one the rest."""
+    """Return the row of one length: the seconds of all its steps, and the other figures of the last one."""
     last = steps[-1]
     gib, seconds = last["allocated_gib"] + last["areas_gib"], ", ".join(f"{step['seconds']:.2f}" for step in steps)
     planned = {"seconds": "", "gib": ""}
@@ -228,7 +228,7 @@ def _steps_row(steps: list[dict], waits: list[dict], plan: dict | None) -> str:
 
 
 def _parts_table(steps: list[dict]) -> list[str]:
-    """Seconds and percent of each part of the steps that were traced; empty if none was."""
+    """Tabulate seconds and percent of each part of the traced steps; empty if there are none."""
     traced = [step for step in steps if "parts" in step]
     if not traced:
         return []

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# What the launchers share; sourced from the repository's root.
+# Functions shared by the launchers; source this from the repository's root.
 
-# Refuses a variable that is no whole number from a least to, where it is given, a largest one.
+# Exits with 2 unless a variable is a whole number in a range: check_count NAME LEAST [MOST].
 check_count() {
   local name=$1 least=$2 most=${3:-} value=${!1}
   local range="$least or more"
@@ -13,7 +13,7 @@ check_count() {
 }
 
 # Sets dry_run, recipe and flags from [--dry-run] [recipe.yaml] [flags of the recipe]; DRY_RUN=1 is --dry-run.
-# Refuses a recipe that is not there, also where nothing is to run. --help prints the head of the launcher.
+# Exits with 2 if there is no such recipe, also in a dry run. --help prints the head of the launcher.
 read_arguments() {
   if [[ ${1:-} == --help || ${1:-} == -h ]]; then
     sed -n '2,/^#SBATCH\|^[^#]/{/^# \|^#$/s/^# \{0,1\}//p}' "launch/${0##*/}"
@@ -33,8 +33,8 @@ read_arguments() {
   fi
 }
 
-# Refuses a checkpoint by name where a run may be started more than once: each start would begin there, and lose the steps
-# since. `why`: what starts it.
+# Refuses --ckpt_path with a name if a run may be restarted: each restart would begin at that checkpoint and lose the
+# steps since then. The argument says why it may be restarted.
 check_checkpoint() {
   local why=$1 i value
   for i in "${!flags[@]}"; do
@@ -51,11 +51,11 @@ check_checkpoint() {
   done
 }
 
-# Sets NPROC to one process for each GPU, or 2 without GPUs, and what the processes need.
+# Sets NPROC to one process per GPU, or 2 without GPUs, and exports the environment of the processes.
 set_environment() {
   local gpus=0 cores
   PYTHON=${PYTHON:-python}
-  if [[ -z ${NPROC:-} || -z ${OMP_NUM_THREADS:-} ]]; then  # seconds: only where it is to be known
+  if [[ -z ${NPROC:-} || -z ${OMP_NUM_THREADS:-} ]]; then  # importing torch takes seconds: only if needed
     gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
   fi
   NPROC=${NPROC:-$((gpus > 0 ? gpus : 2))} MAX_RESTARTS=${MAX_RESTARTS:-0}
@@ -65,13 +65,14 @@ set_environment() {
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((gpus == 0 && cores > NPROC ? cores / NPROC : 1))}
   export PYTHONPATH=.:kernels${PYTHONPATH:+:$PYTHONPATH}
   export PET_MAX_RESTARTS=$MAX_RESTARTS
-  # torchrun would end its processes 30 s after SIGTERM and exit 1 whatever they saved: ask_workers stops them.
+  # On SIGTERM torchrun would kill its processes after 30 s and exit with 1, even if they have saved. Instead,
+  # ask_workers stops them.
   export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT
-  # Restarted processes would find the keys of their predecessors in a shared store, and fail to connect.
+  # In a shared store restarted processes would find the keys of their predecessors and fail to connect.
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 }
 
-# Runs the recipe with one torchrun, whose rendezvous the arguments describe, or prints what would run.
+# Runs the recipe with one torchrun, or prints the command in a dry run. The arguments are torchrun's rendezvous flags.
 train() {
   if ((PET_MAX_RESTARTS > 0)); then check_checkpoint "MAX_RESTARTS is $PET_MAX_RESTARTS"; fi
   local command=("$PYTHON" -m torch.distributed.run "$@" --nproc_per_node "$NPROC"
@@ -84,7 +85,7 @@ train() {
   fi
 }
 
-# Prints NAME... -- command as one line of shell.
+# Prints variables and a command as one line of shell: show NAME... -- COMMAND...
 show() {
   while [[ $1 != -- ]]; do printf '%s=%q ' "$1" "${!1}"; shift; done
   shift
@@ -92,49 +93,50 @@ show() {
   printf '\n'
 }
 
-# Runs a command and returns its status. On SIGTERM or SIGUSR1 it calls `ask` with the command's process twice a
-# second until that ends: processes that are still starting hear it later. `received` is the last such signal;
-# those that come after the end do nothing, for they must not turn a run that has saved into a failure.
-# It waits by `read` from a pipe in which nothing comes: a signal that ends the `wait` for a `sleep` can make bash 5.2
-# take 128 and its number for the command's status.
+# Runs a command and returns its status: supervise ASK COMMAND...
+# After SIGTERM or SIGUSR1 it calls ASK with the command's process id twice a second until the command ends, because
+# processes that are still starting do not react yet. `received` is the last such signal. Signals after the end are
+# ignored: they must not turn a run that has saved into a failure.
+# It waits with `read` on a pipe that stays empty: if a signal interrupted the `wait` for a `sleep`, bash 5.2 could
+# report 128 plus the signal's number as the command's status.
 supervise() {
   local ask=$1 pid never status
   shift
   received=
-  set -m  # a process group of its own: signals to this one reach the command only through `ask`
+  trap 'received=TERM' TERM  # before the command starts: a signal in between would kill this shell and orphan it
+  trap 'received=USR1' USR1
+  set -m  # its own process group: signals to ours reach the command only through `ask`
   "$@" &
   pid=$!
   set +m
   exec {never}<> <(:)
-  trap 'received=TERM' TERM
-  trap 'received=USR1' USR1
   trap 'kill -INT "$pid"' INT
-  trap 'kill -HUP "$pid"' HUP  # a terminal that closes tells this group alone
+  trap 'kill -HUP "$pid"' HUP  # a terminal that closes signals only our group
   trap 'kill -QUIT "$pid"' QUIT
   while kill -0 "$pid" 2>/dev/null; do
     if [[ $received ]]; then "$ask" "$pid"; fi
     read -rt 0.5 -u "$never" || true
   done
-  for _ in 1 2 3; do  # a signal ends this `wait` too; asked again, it has the command's own status
+  for _ in 1 2 3; do  # a signal interrupts this `wait`, too; the next one returns the command's status
     status=0
     wait "$pid" || status=$?
     ((status > 128)) || break
   done
   exec {never}<&-
-  trap : TERM USR1  # neither '' nor -: with one of them pending, bash 5.2 would end the shell by it
+  trap : TERM USR1  # neither '' nor -: a pending signal would then kill the shell (bash 5.2)
   trap - INT HUP QUIT
   return "$status"
 }
 
-# Becomes a command that ignores, like all that it starts, both signals. Training listens once it can save
+# Executes a command with both signals ignored, in its child processes as well. Training handles them once it can save
 # (ringflash.lightning.StopOnSignal).
 deaf() {
   trap '' TERM USR1
   exec "$@"
 }
 
-# Sends SIGTERM to the processes of a torchrun, which save together and exit 0; torchrun then exits 0 too.
-# No $(...) or <(...) here: bash 5.2 parses it again each time, and a signal whose trap runs meanwhile breaks that
+# Sends SIGTERM to the processes of a torchrun, which save together and exit with 0; torchrun then exits with 0, too.
+# No $(...) or <(...) here: bash 5.2 parses them again on every call, and a trap that runs during the parse breaks it
 # ("trap: unexpected EOF while looking for matching `)'").
 ask_workers() {
   local file children workers=()

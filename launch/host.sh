@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# This host's part of a training over several: environment plus one torchrun command. Started on every host.
+# Train a recipe on several hosts: environment plus one torchrun command. Start this on every host.
 #
 #   launch/host.sh [--dry-run] [recipe.yaml] [flags of the recipe]
 #
-#   NNODES         hosts
-#   NODE_RANK      which of them this is, from 0; under SLURM known
-#   RDZV_ENDPOINT  host:port where they meet: of host 0, a free port
+#   NNODES         number of hosts
+#   NODE_RANK      index of this host, from 0; default SLURM's
+#   RDZV_ENDPOINT  host:port of the rendezvous: host 0 and a free port on it
 #   RDZV_ID        name of the job; default ringflash
 #   LOCAL_ADDR     address of this host for the others; default its name
-#   NPROC          processes on this host; default one for each GPU, or 2 without GPUs
-#   MAX_RESTARTS   how often to start again after a crash, best with --ckpt_path auto; default 0
+#   NPROC          processes on this host; default one per GPU, or 2 without GPUs
+#   MAX_RESTARTS   restarts after a crash, best with --ckpt_path auto; default 0
 #   PYTHON         interpreter; default python
 #
-# SIGTERM or SIGUSR1 to any host: training saves and exits 0 on all (docs/launch.md).
+# SIGTERM or SIGUSR1 to any host: training saves and exits with 0 on all of them (docs/launch.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/common.sh

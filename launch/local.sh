@@ -3,11 +3,11 @@
 #
 #   launch/local.sh [--dry-run] [recipe.yaml] [flags of the recipe]
 #
-#   NPROC         processes; default one for each GPU, or 2 without GPUs
-#   MAX_RESTARTS  how often to start again after a crash, best with --ckpt_path auto; default 0
+#   NPROC         processes; default one per GPU, or 2 without GPUs
+#   MAX_RESTARTS  restarts after a crash, best with --ckpt_path auto; default 0
 #   PYTHON        interpreter; default python
 #
-# SIGTERM or SIGUSR1: training saves and exits 0 (docs/launch.md).
+# SIGTERM or SIGUSR1: training saves and exits with 0 (docs/launch.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/common.sh

@@ -2,8 +2,16 @@
 
     out = ringflash.ring_attention(q, k, v, group=group)
 
-The data path: `layout` (which tokens a rank holds) -> `schedule` (what it computes on each step) ->
-`ring` (the loop) over `transport` (how K/V move) and `ringflash_kernels` (one device) -> `loss`.
+The folder, lower layers first:
+
+    comm/       agreement of the ranks before a call, transports (gloo, nccl, copy_engine), watchdog for stalled calls
+    sequence/   tokens of each rank (layout), mask in global coordinates, padding
+    attention/  ring_attention. On GPUs an all-gather of K/V by groups of heads, overlapped with the kernels;
+                on gloo, and for very long sequences on NCCL, a ring of hops: the K/V of one rank per step
+    loss.py     cross-entropy with the loss scale for which every backend computes the right gradient
+    wrap/, huggingface/, lightning/, deepspeed/   ring attention in your model and trainer
+    training/, data/, memory/                     shared parts: meshes, token files, activation memory
+    verify/, oracle/, commands/                   comparison with dense attention, and the command line
 """
 
 from importlib import import_module
@@ -14,7 +22,7 @@ from ringflash.attention.api import Explanation, RingAttention, explain, ring_at
 from ringflash.comm.agreement import set_agreement_check
 from ringflash.comm.timeouts import set_timeout
 from ringflash.comm.transport import buffer_bytes, release_buffers
-from ringflash.comm.transport.sms import set_comm_sms
+from ringflash.comm.transport.point_to_point import set_comm_sms
 from ringflash.sequence.layout import local_positions, shard_sequence, unshard_sequence
 from ringflash.sequence.padding import PaddedBatch, pad_sequence
 
@@ -46,8 +54,8 @@ __all__ = [
     "wrap_attention",
 ]
 
-# Imported when they are asked for: with them comes torch._dynamo, which takes nearly as long as torch itself.
-_LATER = {
+# Imported on first access, since they import torch._dynamo, which takes nearly as long as torch itself.
+_LAZY = {
     "check_wrapped": "ringflash.wrap",
     "log_probs": "ringflash.huggingface.log_probs",
     "wrap_attention": "ringflash.wrap",
@@ -55,6 +63,6 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LATER[name]), name)
+    return getattr(import_module(_LAZY[name]), name)

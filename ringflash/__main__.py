@@ -1,4 +1,4 @@
-"""python -m ringflash: the command line."""
+"""Entry point of `python -m ringflash`, the command line."""
 
 import sys
 

@@ -3,8 +3,8 @@
     checksums.json    piece_bytes, and for each file its length and the CRC-32 of each of its pieces
     __0_0.distcp      | piece 0 | piece 1 | ... | the last one, shorter |
 
-Ranks share out the pieces, whatever the number of ranks that wrote them. A CRC-32 finds each flipped bit; it is no
-protection against somebody who writes a matching one.
+Ranks divide the pieces among them, independently of the number of ranks that wrote them. A CRC-32 detects accidental
+damage such as a flipped bit; it does not protect against deliberate changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PIECE_BYTES = 64 << 20
 
 @dataclass
 class Sums:
-    """Length and checksums of one file, of which bytes arrive in order."""
+    """Length and checksums of one file, whose bytes are added in order."""
 
     num_bytes: int = 0
     crc32: list[int] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Sums:
 
 
 class ChecksumWriter(FileSystemWriter):
-    """torch's writer; after `finish`, `sums` on rank 0 has those of all files by name."""
+    """torch's checkpoint writer with checksums. After `finish`, `sums` on rank 0 has all files by name."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -54,25 +54,25 @@ class ChecksumWriter(FileSystemWriter):
 
     @property
     def sums(self) -> dict[str, Sums]:
-        """Sums of the files that this rank has written or been told of."""
+        """Checksums of the files that this rank wrote or received from other ranks."""
         return cast(_SummedFiles, self.fs).sums
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write this rank's part; its sums travel to rank 0 behind the results."""
+        """Write this rank's part, and append its checksums to the results, which are sent to rank 0."""
         results = super().write_data(plan, planner).wait()
         answer: Future[list[Any]] = Future()
         answer.set_result([*results, self.sums])
         return answer
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Take the sums of all ranks, and write .metadata."""
+        """Collect the checksums of all ranks, and write .metadata."""
         for part in results:
             self.sums.update(part.pop())
         super().finish(metadata, results)
 
 
 class _SummedFiles(FileSystem):
-    """torch's files; what is written to them is counted in `sums`."""
+    """torch's file system, which adds all written bytes to `sums`."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Sums] = {}
@@ -92,7 +92,7 @@ class _SummedFiles(FileSystem):
 
 
 class _Summed:
-    """A file that is written from its beginning to its end."""
+    """Stream that adds the bytes of a file, written sequentially, to its checksums."""
 
     def __init__(self, stream: Any, sums: Sums) -> None:
         self._stream, self._sums = stream, sums
@@ -115,10 +115,10 @@ def write_checksums(directory: Path, sums: dict[str, Sums]) -> None:
 
 
 def check_sums(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Return if the files of a checkpoint have the bytes that were written, as far as this rank's share of them goes.
+    """Return if this rank's share of a checkpoint's files holds the bytes that were written.
 
     Raises:
-        ValueError: a file that differs, with the bytes in question, or that cannot be read.
+        ValueError: a file differs (names the range of bytes) or cannot be read.
     """
     try:
         damaged = _first_damaged(directory, rank, num_ranks)
@@ -130,7 +130,7 @@ def check_sums(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
 
 
 def _first_damaged(directory: Path, rank: int, num_ranks: int) -> tuple[str, str] | None:
-    """Name of the first damaged file in this rank's share of the pieces, and what is wrong; every rank sees lengths."""
+    """Return the first damaged file in this rank's share and its damage; every rank compares all lengths."""
     content = json.loads((directory / CHECKSUMS).read_bytes())
     size, files = int(content["piece_bytes"]), {name: Sums(**each) for name, each in content["files"].items()}
     for name, sums in files.items():

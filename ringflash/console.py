@@ -1,4 +1,4 @@
-"""Where the commands print, and how they end when they are stopped."""
+"""Console output of the commands, and their exit status after an interruption."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import NoReturn
 
 from rich.console import Console
 
-_WIDTH = 160  # of what is no terminal, for which rich takes 80 columns and breaks every cell
+_WIDTH_COLUMNS = 160  # if the output is no terminal; rich would use 80 and wrap every cell
 
 
 class _Console(Console):
-    def on_broken_pipe(self) -> NoReturn:  # rich would end the process with status 1
+    def on_broken_pipe(self) -> NoReturn:  # rich would exit with status 1
         raise BrokenPipeError
 
 
 def console() -> Console:
-    """As wide as the terminal; wide where the output goes to a file or another program."""
+    """Return a console as wide as the terminal, or 160 columns wide if the output is a file or a pipe."""
     plain = _Console(highlight=False, soft_wrap=True)
-    return plain if plain.is_terminal else _Console(highlight=False, soft_wrap=True, width=_WIDTH)
+    return plain if plain.is_terminal else _Console(highlight=False, soft_wrap=True, width=_WIDTH_COLUMNS)
 
 
 def status_of(command: Callable[[], int]) -> int:
-    """What a command returns; as of a shell's own 130 after Ctrl-C, and 141 where what reads its output has ended."""
+    """Run a command and return its exit status; like a shell, 130 after Ctrl-C and 141 after a broken pipe."""
     try:
         status = command()
         sys.stdout.flush()
@@ -32,6 +32,6 @@ def status_of(command: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the rest at exit
         return 141
     return status

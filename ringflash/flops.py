@@ -1,12 +1,12 @@
-"""Floating-point operations of a training step, and what a device could do: for MFU.
+"""Floating-point operations of a training step and peak rates of devices, for model FLOPs utilisation (MFU).
 
     6 * parameters that multiply a token * tokens  +  12 * query features * visible pairs, over all layers
 
-Query features: of all heads; where values are narrower than keys the mean of both widths.
+Query features are those of all heads; if values are narrower than keys, the mean of both widths counts.
 
-Forward 2 and 4, backward twice that (the model's own products; FlashAttention's backward computes 2.5 times its
-forward, because it makes the scores again). What checkpointing computes again is not counted either.
-Source: the convention of Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B, with pairs that the mask shows.
+The forward contributes factors of 2 and 4, the backward twice that. Only the model's own products count, not
+recomputation: neither that of checkpointing nor the scores that FlashAttention's backward computes again.
+Source: the convention of Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B, with only the visible pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from ringflash.huggingface.validation import attention_modules
 from ringflash.sequence.mask import cut_into_chunks
 
-# Dense bf16 without sparsity, of NVIDIA's data sheets; the first name that a device's name contains.
+# Dense bf16 rates from NVIDIA's data sheets. The first entry whose name is part of the device's name applies.
 PEAK_TFLOPS = (
     ("B200", 2250.0),
     ("GH200", 989.4),
@@ -35,52 +35,52 @@ PEAK_TFLOPS = (
 )
 
 
-class Multiplied(NamedTuple):
-    """Parameters that multiply a token, and features of a layer's queries; the mean of both if values are narrower."""
+class MatmulSizes(NamedTuple):
+    """Parameters that multiply a token, and query features of a layer (see the module docstring)."""
 
     matmul_parameters: float
     q_size: float
 
 
-class Chunk(NamedTuple):
-    """A layer whose queries see their own chunk of a document (Llama 4)."""
+class ChunkedAttention(NamedTuple):
+    """A layer in which a query sees only the chunk of `size` tokens of its document that holds it (Llama 4)."""
 
     size: int
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """TFLOP/s of a GPU as torch names it; None for one that is not in the table."""
+    """Return the TFLOP/s of a GPU by torch's name for it; None if it is not in the table."""
     return next((peak for name, peak in PEAK_TFLOPS if re.search(rf"{name}(?!\d)", device_name)), None)
 
 
 def visible_pairs(length: int, window: int | None = None) -> int:
-    """Pairs of a query and a key it sees in a causal document.
+    """Return the number of visible query-key pairs of a causal document.
 
     Args:
-        window: keys to the left of itself that a query sees; None is all.
+        window: keys to the left that a query sees in addition to itself; None means all.
     """
     hidden = 0 if window is None else max(0, length - window)
     return (length * (length + 1) - hidden * (hidden - 1)) // 2
 
 
-def layer_windows(config: Any) -> list[int | Chunk | None]:
-    """`visible_pairs`' window of every layer of a transformers configuration, or its chunks."""
+def layer_windows(config: Any) -> list[int | ChunkedAttention | None]:
+    """Return the window of every layer of a transformers configuration, for `visible_pairs`, or its chunks."""
     size = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if size else "full_attention"]
     if len(kinds) == 1:
         kinds = kinds * config.num_hidden_layers
     known = {
         "sliding_attention": size - 1 if size else None,
-        "chunked_attention": Chunk(getattr(config, "attention_chunk_size", None) or 0),
+        "chunked_attention": ChunkedAttention(getattr(config, "attention_chunk_size", None) or 0),
     }
     return [known.get(kind) for kind in kinds]
 
 
-def multiplied(model: nn.Module) -> Multiplied | None:
-    """What multiplies a token of a transformers model; None where its modules do not tell.
+def matmul_sizes(model: nn.Module) -> MatmulSizes | None:
+    """Return the sizes of the products of a transformers model; None if its modules do not reveal them.
 
-    Weights of linear layers and routers do, of experts, one matrix behind another, those that a token is sent to.
-    Embeddings are looked up.
+    Weights of linear layers and routers multiply every token. Stacked experts count as the number of experts that a
+    token is sent to. Embeddings do not count, since they are looked up.
     """
     config: Any = model.config
     heads, experts_per_token = config.num_attention_heads, getattr(config, "num_experts_per_tok", None)
@@ -97,32 +97,34 @@ def multiplied(model: nn.Module) -> Multiplied | None:
         stacked = [p for p in own.values() if p.dim() == 3]
         if isinstance(module, nn.Embedding) or not own:
             continue
-        if stacked and experts_per_token:  # beside them lie their biases
+        if stacked and experts_per_token:  # their biases are 2-D parameters of the same module
             total += experts_per_token * sum(p.numel() / p.shape[0] for p in stacked)
         elif list(own) == ["weight"] and not stacked:
             total += own["weight"].numel()
         else:
             return None
-    return Multiplied(total, *sizes) if len(sizes) == 1 else None
+    return MatmulSizes(total, *sizes) if len(sizes) == 1 else None
 
 
-def training_flops(counted: Multiplied, windows: Sequence[int | Chunk | None], bounds: Sequence[int]) -> float:
-    """Of forward and backward over one sequence.
+def training_flops(
+    sizes: MatmulSizes, windows: Sequence[int | ChunkedAttention | None], bounds: Sequence[int]
+) -> float:
+    """Return the FLOPs of forward and backward over one sequence.
 
     Args:
-        windows: as `layer_windows`.
-        bounds: of the documents in the sequence, from 0 to its length.
+        windows: window or chunks of every layer (`layer_windows`).
+        bounds: document bounds of the sequence, from 0 to its length.
     """
-    return 6.0 * counted.matmul_parameters * bounds[-1] + 12.0 * counted.q_size * seen_pairs(windows, bounds)
+    return 6.0 * sizes.matmul_parameters * bounds[-1] + 12.0 * sizes.q_size * count_visible_pairs(windows, bounds)
 
 
-def seen_pairs(windows: Sequence[int | Chunk | None], bounds: Sequence[int]) -> int:
-    """Pairs of a query and a key it sees, over all layers; arguments as `training_flops`."""
+def count_visible_pairs(windows: Sequence[int | ChunkedAttention | None], bounds: Sequence[int]) -> int:
+    """Return the number of visible query-key pairs over all layers; for the arguments see `training_flops`."""
     pairs = {window: _pairs(window, tuple(bounds)) for window in set(windows)}
     return sum(pairs[window] for window in windows)
 
 
-def _pairs(window: int | Chunk | None, bounds: tuple[int, ...]) -> int:
-    if isinstance(window, Chunk):
+def _pairs(window: int | ChunkedAttention | None, bounds: tuple[int, ...]) -> int:
+    if isinstance(window, ChunkedAttention):
         return _pairs(None, cut_into_chunks(bounds, window.size))
     return sum(visible_pairs(stop - start, window) for start, stop in pairwise(bounds))

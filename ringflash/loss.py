@@ -1,10 +1,10 @@
-"""Token cross-entropy with the one loss scale that every backend turns into the right gradient.
+"""Token cross-entropy with the loss scale for which every backend computes the right gradient.
 
     loss on a rank = sum of its token losses / labelled tokens of the whole sequence * cp_size
 
-DDP, FSDP2 and ZeRO-0 to 3 average gradients over all their ranks, context-parallel ones included. With this
-scale that average is the gradient of the mean token loss of the data-parallel samples, and the average of
-the loss over the ranks is that mean.
+DDP, FSDP2 and ZeRO-0 to 3 average gradients over all ranks, including context-parallel ones. With this scale, the
+average over ranks is the gradient of the mean token loss of the data-parallel samples, and the losses of the ranks
+average to that mean.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch.autograd.function import once_differentiable
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.padding import IGNORE_INDEX
 
-CHUNK_LOGITS = 1 << 27  # logits alive at a time: 512 MiB in fp32
+CHUNK_LOGITS = 1 << 27  # logits in memory at a time: 512 MiB in fp32
 
-_COUNTED, _GIVEN, _INVALID = range(3)  # how a rank states the number of tokens
+_COUNTED, _GIVEN, _INVALID = range(3)  # kind of a rank's number of tokens
 
 
 def count_tokens(labels: torch.Tensor, group: Group) -> torch.Tensor:
-    """Labelled tokens of the whole sequence, summed over the shards of the group.
+    """Count the labelled tokens of the whole sequence, summed over the shards of the group.
 
     Args:
-        labels: this rank's shard, any shape; -100 is no label. A shard without any is fine.
+        labels: this rank's shard, any shape; -100 means no label. A shard may have no labels.
     Returns:
-        count: scalar, int64, on the device of labels; computed without waiting for the device.
+        count: scalar, int64, on the device of labels; computed without synchronising the device.
     """
     resolved = resolve(group)
     count = (labels != IGNORE_INDEX).sum()
@@ -49,27 +49,27 @@ def cross_entropy(
     chunk_tokens: int | None = None,
     logit_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Cross-entropy of the logits hidden @ weight.T * logit_scale, scaled as this module's head says.
+    """Compute the cross-entropy of the logits hidden @ weight.T * logit_scale, scaled as in the module docstring.
 
-    The logits of a few tokens exist at a time, forward and backward together; never those of the shard.
-    Labels are shifted before the sequence is sharded (`shift_labels`): the next token of a chunk's last one
-    lies on another rank.
+    Forward and backward run chunk by chunk, so only the logits of a few tokens are in memory at a time. Labels must be
+    shifted before the sequence is sharded (`shift_labels`), since the successor of a chunk's last token is on another
+    rank.
 
     Args:
-        hidden: (..., hidden_size), this rank's shard, last layer.
+        hidden: (..., hidden_size), this rank's shard of the last layer's output.
         weight: (vocab_size, hidden_size), output embedding.
-        labels: (...), int64, this rank's shard of the shifted labels; -100 is no label.
+        labels: (...), int64, this rank's shard of the shifted labels; -100 means no label.
         group: ranks that share the sequence; None for one process.
         num_tokens: labelled tokens of the whole sequence, the same on all ranks of the group: an int, or a tensor of
-            one integer. Default: counted.
-        chunk_tokens: tokens whose logits are alive together; default as many as make 512 MiB in fp32.
-        logit_scale: of models that scale their logits (Granite, Cohere).
+            one integer. Default: counted from the labels.
+        chunk_tokens: tokens whose logits are in memory together; by default as many as fill 512 MiB in fp32.
+        logit_scale: factor of models that scale their logits (Granite, Cohere).
     Returns:
         loss: scalar, fp32 (fp64 for fp64). A shard without labels contributes 0, with zero gradients.
     Raises:
-        ValueError: shapes that do not fit; a weight that is still sharded; a chunk without tokens; a number of tokens
-            that is negative, no integer, or not the same on all ranks (tensors on GPUs: a device-side assertion).
-            An error of one rank is raised on every rank.
+        ValueError: mismatched shapes; a weight that is still sharded; chunk_tokens below 1; num_tokens negative, not an
+            integer, or different between ranks (for tensors on GPUs a device-side assertion). An error of one rank is
+            raised on every rank.
         RuntimeError: a label that is neither -100 nor in the vocabulary; a device-side assertion on GPUs.
     Numerics: softmax, loss and the sum over tokens in fp32; the gradient of weight is summed over chunks in fp32.
     """
@@ -78,7 +78,7 @@ def cross_entropy(
         _check(hidden, weight, labels, chunk_tokens)
         _check_num_tokens(num_tokens)
     except ValueError:
-        _gather_counts(labels, 0, _INVALID, resolved)  # the other ranks wait for this one: they raise, too
+        _gather_counts(labels, 0, _INVALID, resolved)  # tell the other ranks, which raise, too
         raise
     count = _agreed_count(labels, num_tokens, resolved).clamp(min=1)
     cp_size = 1 if resolved is None else resolved.size()
@@ -98,14 +98,14 @@ def score_tokens(
     chunk_tokens: int | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of every token, and whether its label is the most likely one; without gradients, chunk by chunk.
+    """Return every token's loss, and if its label is the most likely one; without gradients, chunk by chunk.
 
-    Args: as `cross_entropy`.
+    Args: see `cross_entropy`.
     Returns:
-        losses: as labels, fp32 (fp64 for fp64); 0 where there is no label.
-        correct: as labels, bool; False where there is no label.
+        losses: shape of labels, fp32 (fp64 for fp64); 0 for tokens without a label.
+        correct: shape of labels, bool; False for tokens without a label.
     Raises:
-        ValueError: as `cross_entropy`.
+        ValueError: mismatched shapes, a sharded weight or chunk_tokens below 1, as in `cross_entropy`.
     """
     _check(hidden, weight, labels, chunk_tokens)
     losses = hidden.new_zeros(labels.numel(), dtype=torch.promote_types(hidden.dtype, torch.float32))
@@ -149,7 +149,7 @@ def token_log_probs(
 
 
 def shift_labels(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
-    """Labels of a whole sequence, before sharding: each token's successor, -100 where it has none.
+    """Return the labels of a whole sequence, before sharding: each token's successor, or -100 without one.
 
     Args:
         tokens: (batch, seqlen), int64.
@@ -167,11 +167,11 @@ def shift_labels(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -
 def _agreed_count(
     labels: torch.Tensor, num_tokens: torch.Tensor | int | None, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Return the labelled tokens of the whole sequence, counted or given, once all ranks state it alike.
+    """Return the labelled tokens of the whole sequence, counted or given, after comparing the ranks.
 
     Raises:
-        ValueError: on every rank, if the ranks' numbers differ, one is negative, or one rank has an error. For tensors
-            on GPUs, and while compiling, an assertion on the device, which no host waits for.
+        ValueError: on every rank, if the given numbers differ, one is negative, or a rank has an error. For tensors on
+            GPUs, and while compiling, a device-side assertion, which no host waits for.
     """
     counted = num_tokens is None
     mine = (labels != IGNORE_INDEX).sum() if num_tokens is None else num_tokens
@@ -189,9 +189,9 @@ def _agreed_count(
 def _gather_counts(
     labels: torch.Tensor, mine: torch.Tensor | int, kind: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Return how each rank states the number of tokens, and its number: (cp_size, 2), int64.
+    """All-gather the kind and value of each rank's number of tokens: (cp_size, 2), int64.
 
-    Every rank sends the same message whatever it states, so that no two ranks can wait for different ones.
+    Messages have the same form for all kinds, so ranks with different kinds do not wait for different messages.
     """
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     table = torch.zeros(size, 2, dtype=torch.int64, device=labels.device)
@@ -218,10 +218,11 @@ def _disagreement(kinds: list[int], values: list[int]) -> str:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Loss and gradients chunk by chunk in the forward; the backward only scales them.
+    """Fused linear cross-entropy: the forward computes loss and gradients chunk by chunk, the backward scales them.
 
-    By the count of tokens too: 1 / 1M is lost in fp16 unless it meets the factor of a loss scaler first.
-    Source: the fused linear cross-entropy of Hsu et al. 2024, arXiv:2410.10989, in eager torch.
+    Division by the number of tokens is left to the backward, too: 1 / 1M underflows in fp16 unless a loss scaler's
+    factor is applied first.
+    Source: Hsu et al. 2024, arXiv:2410.10989, in eager torch.
     """
 
     @staticmethod
@@ -239,27 +240,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if not (need_hidden or need_weight):
                 continue
             grad = log_p.exp_().to(hidden.dtype).scatter_(1, target, chosen.expm1().to(hidden.dtype))
-            counts = labelled.to(hidden.dtype).unsqueeze(1)  # on the narrow side of the products, not on the logits
+            counts = labelled.to(hidden.dtype).unsqueeze(1)  # applied to the smaller factor, not to the logits
             if grad_hidden is not None:
                 grad_hidden[rows] = (grad @ weight) * counts
             if grad_weight is not None:
                 _add_product(grad_weight, grad.T, hidden[rows] * counts)
-            del log_p, grad  # or they would lie beside the next chunk's
+            del log_p, grad  # free them before the next chunk's are allocated
         ctx.save_for_backward(grad_hidden, grad_weight, scale * logit_scale)
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the gradients kept are constants
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the saved gradients are constants
             raise NotImplementedError(
                 "create_graph must be False, got True; second derivatives of ringflash.loss are not implemented."
             )
         grad_hidden, grad_weight, scale = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = _scaled(grad_hidden, grad * scale, grad_hidden.dtype)
+            grad_hidden = _scale(grad_hidden, grad * scale, grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = _scaled(grad_weight, grad * scale, ctx.weight_dtype)
+            grad_weight = _scale(grad_weight, grad * scale, ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -316,7 +317,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _targets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows that have labels, and labels as an index of columns; any other value out of range is an error."""
+    """Return the rows that have labels, and labels as an index of columns; others out of range raise an error."""
     labelled = labels != IGNORE_INDEX
     return labelled, labels.masked_fill(~labelled, 0).unsqueeze(1)
 
@@ -327,7 +328,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, logit_scale: float) -> t
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b; on GPUs a product of bf16 or fp16 is added in fp32 where it is made."""
+    """Add a @ b to total. On GPUs, a product of bf16 or fp16 is accumulated in fp32."""
     narrow = total.is_cuda and total.dtype == torch.float32 and a.dtype == b.dtype != torch.float32
     if narrow and not torch.compiler.is_compiling():  # torch 2.11's decomposition does not know `out_dtype`
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
@@ -335,8 +336,8 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += a @ b
 
 
-def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """grad * factor, rounded once: with two dimensions the factor keeps its dtype beside a grad in bf16."""
+def _scale(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return grad * factor, rounded once. A 2-D factor keeps its dtype, a 0-D one would be cast to that of grad."""
     return torch.mul(grad, factor.view(1, 1), out=torch.empty_like(grad, dtype=dtype))
 
 

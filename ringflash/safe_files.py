@@ -1,8 +1,8 @@
-"""Checks of a distributed checkpoint before torch reads it: that it is undamaged, and holds only data.
+"""Checks that a distributed checkpoint is undamaged and holds only data, made before torch loads it.
 
-torch unpickles parts of one without a restriction: `FileSystemReader` reads .metadata with `pickle.load`, and the
-default planner every value that is not a tensor (the optimizer's numbers) with `torch.load(weights_only=False)`. A
-file that was made to run code would run it there.
+torch unpickles parts of a checkpoint without restriction. `FileSystemReader` reads .metadata with `pickle.load`, and
+the default planner reads values that are not tensors (e.g. of the optimizer) with `torch.load(weights_only=False)`. A
+malicious file would run code there.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _RECORDS = {
 } | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}  # fmt: skip
 _VALUES = {
     ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),  # returns the layout of a name
+    ("torch.serialization", "_get_layout"),  # looks up a layout by name
     ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),  # where it was saved
+    ("pathlib", "PosixPath"),  # the directory it was saved to
     ("pathlib._local", "PosixPath"),  # the same, written by Python 3.13
 }
 
@@ -41,19 +41,19 @@ _VALUES = {
 def check_checkpoint(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
     """Return if a distributed checkpoint is undamaged and holds only data; call it before torch loads the directory.
 
-    Unpickles .metadata, meta.pt if there is one, and the values that are not tensors: torch reads tensors as data
-    only. Then compares the checksums of all files, tensors included; a checkpoint without checksums (of another
-    writer) passes with a warning. A directory that others can write to between this and the load is not protected.
+    Reads .metadata, meta.pt if it exists, and the values that are not tensors with restricted unpickling; torch never
+    unpickles tensors. Then compares the checksums of all files. A checkpoint without checksums (of another writer)
+    passes with a warning. There is no protection if others can write to the directory between this check and the load.
 
     Args:
-        rank, num_ranks: this process and the number of those that share out the checksums.
+        rank, num_ranks: this process, and the number of processes that divide the checksums among them.
     Raises:
-        ValueError: a file that would run code, that cannot be read, or that differs from what was written.
+        ValueError: a file would run code, cannot be read, or differs from the file that was written.
     """
     metadata = _metadata(directory)
     try:
         _read_values(directory, metadata)
-    except Exception as error:  # what damaged or hostile files make the reader raise is not limited
+    except Exception as error:  # damaged or malicious files can make the reader raise anything
         raise _refusal(directory, "values that are data only", error) from error
     try:
         if (directory / "meta.pt").exists():
@@ -67,7 +67,7 @@ def check_checkpoint(directory: Path, rank: int = 0, num_ranks: int = 1) -> None
 
 
 def check_together(directory: Path) -> None:
-    """Run `check_checkpoint` on all ranks of the job, which share out the checksums; all of them raise, or none."""
+    """Run `check_checkpoint` on all ranks of the job, which divide the checksums; every rank raises or none does."""
     error: Exception | None = None
     try:
         check_checkpoint(directory, dist.get_rank(), dist.get_world_size())
@@ -77,7 +77,7 @@ def check_together(directory: Path) -> None:
 
 
 class _Records(pickle.Unpickler):
-    """Knows the classes of which torch writes .metadata, and no others."""
+    """Unpickler restricted to the classes of torch's .metadata."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -93,7 +93,7 @@ class _Records(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
     def check_classes(self) -> None:
-        """Pickle can set attributes of the classes themselves, and the load that follows would use those."""
+        """Raise UnpicklingError if the pickle changed attributes of the classes, which the later load would use."""
         for record, before in self._before.items():
             if dict(vars(record)) != before:
                 raise pickle.UnpicklingError(f"a change of the class {record.__qualname__}")
@@ -113,14 +113,14 @@ def _metadata(directory: Path) -> Metadata:
 
 
 class _DataOnly(DefaultLoadPlanner):
-    """Loads values as data and drops them."""
+    """Planner that loads values as data and drops them."""
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         torch.load(value, map_location="cpu", weights_only=True)
 
 
 def _read_values(directory: Path, metadata: Metadata) -> None:
-    """What is not a tensor, read from where torch's load will read it."""
+    """Read the values that are not tensors, from the places that torch's load will read."""
     kinds = metadata.state_dict_metadata.items()
     indices = [MetadataIndex(name) for name, kind in kinds if isinstance(kind, BytesStorageMetadata)]
     none = torch.Size([0])

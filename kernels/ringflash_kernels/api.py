@@ -1,9 +1,11 @@
 """Attention on one device: the contract, its checks, and dispatch to an implementation named by the caller.
 
-`impl`  "reference"  eager, any device and dtype: the specification
-        "flash2"     torch's FlashAttention-2 operators, CUDA, fp16 and bf16
-        "fa4"        flash-attn-4 if it is installed, compute capability 9.x and 10.x, fp16 and bf16
-        "hopper"     our kernels for compute capability 9.0, fp16 and bf16
+`impl`  "reference"      eager, any device and dtype: the specification
+        "flash2"         torch's FlashAttention-2 operators, CUDA, fp16 and bf16
+        "fa4"            flash-attn-4 if it is installed, compute capability 9.x and 10.x, fp16 and bf16
+        "hopper"         our kernels for compute capability 9.0, fp16 and bf16
+        "hopper_fp8"     our kernels on operands rounded to e4m3: faster, not exact, only on request
+        "reference_fp8"  eager, any device: the specification of hopper_fp8
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.mask import Mask
 from ringflash_kernels.reference import state_dtype
 
@@ -24,10 +27,22 @@ _MODULES = {
     "flash2": "ringflash_kernels.flash2",
     "reference": "ringflash_kernels.reference",
     "fa4": "ringflash_kernels.flash4",
+    "hopper_fp8": "ringflash_kernels.hopper.fp8.implementation",
+    "reference_fp8": "ringflash_kernels.fp8_reference",
 }
 
 IMPLS = tuple(_MODULES)
 _AUTOMATIC = ("hopper", "flash2", "reference")  # the choices of "auto", fastest first
+_ROUNDED = ("hopper_fp8", "reference_fp8")  # not exact: never proposed in place of another
+
+
+def hopper_environment_error() -> str:
+    """Return the reason why this environment cannot launch the Hopper kernels, "" if it can."""
+    try:
+        check_environment()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 class BackwardPass(Protocol):
@@ -80,6 +95,7 @@ def attention_forward(
     acc: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute softmax(softmax_scale * q k^T) v over the visible pairs, and the log-sum-exp of the scores.
 
@@ -99,6 +115,8 @@ def attention_forward(
         acc: as q, fp32 (fp64 for fp64): output of the earlier calls; needs `lse`.
         out: tensor to write the result to, in the dtype of q or of acc; may be acc itself. Default: a new one, as q.
         lse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64): updated in place with `acc`, overwritten without.
+        row_max: as lse, tensor to write the largest score of each row or a little more to, for `begin_backward`;
+            updated in place with `acc`. Only for impl "hopper_fp8" and "reference_fp8".
     Returns:
         out: as q.  lse: (batch, num_heads, seqlen_q), natural log. A row that sees no key is 0 and -inf.
     Raises:
@@ -113,7 +131,8 @@ def attention_forward(
     if lse is None:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
     _check_state(q, out, lse, acc)
-    implementation(impl, q, k, v).forward(q, k, v, mask, _scale(q, softmax_scale), out=out, lse=lse, acc=acc)
+    state = {} if row_max is None else {"row_max": _checked_row_max(impl, lse, row_max)}
+    implementation(impl, q, k, v).forward(q, k, v, mask, _scale(q, softmax_scale), out=out, lse=lse, acc=acc, **state)
     return out, lse
 
 
@@ -127,6 +146,8 @@ def begin_backward(
     softmax_scale: float | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
+    fp8_backward: str | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> BackwardPass:
     """Start a backward pass: compute delta = rowsum(dout * out) - dlse, which all hops share, and a dq of zeros.
 
@@ -134,10 +155,39 @@ def begin_backward(
         dout: as q. out: as q, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64),
             of the whole attention.
         deterministic: repeat a call with equal bits.
+        fp8_backward: products of the backward in e4m3, only for impl "hopper_fp8" and "reference_fp8", which always
+            take the scores from the operands of their forward: "bf16" (default) none, "fp8_scores" dout v^T,
+            "fp8" also those that give dk and dv.
+        row_max: what `attention_forward` wrote there. "fp8" needs it: without, probabilities of long rows would
+            round to 0.
     """
     backward = implementation(impl, q, q, q).begin_backward
+    options = _fp8_options(impl, lse, fp8_backward, row_max)
     scale = _scale(q, softmax_scale)
-    return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic)
+    return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic, **options)
+
+
+def _fp8_options(
+    impl: str, lse: torch.Tensor, fp8_backward: str | None, row_max: torch.Tensor | None
+) -> dict[str, object]:
+    """Arguments of an FP8 backward; ValueError if another implementation would have to ignore them."""
+    if fp8_backward is not None and impl not in _ROUNDED:
+        raise ValueError(f"fp8_backward must be left out with impl={impl!r}, got one; use impl='hopper_fp8'.")
+    if row_max is not None:
+        _checked_row_max(impl, lse, row_max)
+    return {} if impl not in _ROUNDED else {"products": fp8_backward or "bf16", "row_max": row_max}
+
+
+def _checked_row_max(impl: str, lse: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
+    """Return it if the implementation uses it, and it is as lse."""
+    if impl not in _ROUNDED:
+        raise ValueError(f"row_max must be left out with impl={impl!r}, got one; use impl='hopper_fp8'.")
+    if (row_max.shape, row_max.dtype, row_max.stride()) != (lse.shape, lse.dtype, lse.stride()):
+        raise ValueError(
+            f"row_max must be {tuple(lse.shape)} in {lse.dtype} with the strides of lse, got {tuple(row_max.shape)} in "
+            f"{row_max.dtype} with strides {row_max.stride()}; make it with torch.empty_like(lse)."
+        )
+    return row_max
 
 
 def attention_backward(
@@ -155,6 +205,8 @@ def attention_backward(
     softmax_scale: float | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
+    fp8_backward: str | None = None,
+    row_max: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of `attention_forward` in one call.
 
@@ -169,8 +221,9 @@ def attention_backward(
     mask = _mask_of(q, k, mask, causal, window_size)
     implementation(impl, q, k, v)
     backward = begin_backward(
-        dout, q, out, lse, impl=impl, softmax_scale=softmax_scale, dlse=dlse, deterministic=deterministic
-    )
+        dout, q, out, lse, impl=impl, softmax_scale=softmax_scale, dlse=dlse, deterministic=deterministic,
+        fp8_backward=fp8_backward, row_max=row_max,
+    )  # fmt: skip
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     backward.add(k, v, mask, dk, dv, accumulate=False)
     return backward.finish(), dk, dv
@@ -266,7 +319,7 @@ def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}; use 'auto' in ring_attention to have one chosen.")
     problem = _module(impl).unsupported(q, k, v)
     if problem is not None:
-        able = [name for name in IMPLS if _is_able(name, q, k, v)]
+        able = [name for name in IMPLS if name not in _ROUNDED and _is_able(name, q, k, v)]
         remedy = f"use one of {able}" if able else "cast them"
         raise NotImplementedError(f"impl={impl!r} must be able to take the inputs, got {problem}; {remedy}.")
     return _module(impl)

@@ -1,8 +1,8 @@
-"""How far two runs' loss curves lie apart, step by step:
+"""Compare the loss curves of two runs step by step:
 
     python -m recipes.lightning.compare runs/quickstart-cp1 runs/quickstart
 
-The newest version of each run counts. What both logged for a step is compared.
+The newest version of each run is used. Only steps that both runs have logged are compared.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 def newest_curve(run: Path) -> Path:
-    """The curve of the newest version of a run, or of the version that `run` is.
+    """Return the path of the curve of a run's newest version, or of a version if `run` is one.
 
     Raises:
-        ValueError: no curve there.
+        ValueError: there is no curve.
     """
     if (run / "metrics.csv").is_file():
         return run / "metrics.csv"
@@ -27,16 +27,16 @@ def newest_curve(run: Path) -> Path:
 
 
 def read_losses(curve: Path) -> dict[int, float]:
-    """Training loss by step."""
+    """Return the training loss by step."""
     with curve.open(newline="") as file:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file) if row["loss"]}
 
 
 def largest_difference(a: dict[int, float], b: dict[int, float]) -> tuple[float, int]:
-    """Largest difference of the losses of one step, and how many steps both curves have.
+    """Return the largest difference between the losses of a step, and the number of common steps.
 
     Raises:
-        ValueError: no common step.
+        ValueError: there is no common step.
     """
     steps = a.keys() & b.keys()
     if not steps:
@@ -45,7 +45,7 @@ def largest_difference(a: dict[int, float], b: dict[int, float]) -> tuple[float,
 
 
 def main() -> None:
-    """Print the largest difference."""
+    """Print the largest difference between two runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs=2, type=Path, help="output_dir of a run, or one version of it")
     runs = parser.parse_args().runs

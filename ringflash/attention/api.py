@@ -18,7 +18,7 @@ from ringflash.attention.sections import choose_sections
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
 from ringflash.comm.transport import buffer_bytes
-from ringflash.comm.transport.sms import comm_sms
+from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash.sequence.mask import check_window_size
 
 

@@ -32,9 +32,9 @@ from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
 from ringflash.comm.transport import transport_name
 from ringflash.comm.transport.lanes import Token
 from ringflash.comm.transport.peer_memory import PeerMemory
-from ringflash.comm.transport.sms import kernel_options
+from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
-from ringflash.comm.watchdog import Call, Unwatched, watching
+from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash_kernels.api import BackwardPass, begin_backward, implementation, state_dtype
 
 T = TypeVar("T")
@@ -218,7 +218,7 @@ class BackwardSections(SectionWork):
         self.return_gradients(section)
 
 
-def run_sections(work: SectionWork, watched: Call | Unwatched, in_order: bool) -> None:
+def run_sections(work: SectionWork, watched: CallInFlight | Unwatched, in_order: bool) -> None:
     """Compute all sections in two concurrent lanes, each section as soon as its K/V have arrived.
 
     Small kernels before and after the kernel of a section run in urgent lanes; they would otherwise queue behind all

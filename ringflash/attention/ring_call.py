@@ -101,7 +101,7 @@ class RingCall:
             self._autocast.__enter__()
         if self.group is None:
             return self.checked.open(q, k, self.number)
-        self._tracked = agreement.under_way(self.group)
+        self._tracked = agreement.tracked_call(self.group)
         posted = self._tracked.__enter__()
         order_streams(self.group, self.device)
         work = self.checked.open(q, k, self.number)

@@ -22,9 +22,9 @@ from ringflash.attention.schedule import Hop, Schedule
 from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber, Words
 from ringflash.comm.transport import Message, Pending, PointToPoint, buffer, transport_name
-from ringflash.comm.transport.sms import kernel_options
+from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import waiting
-from ringflash.comm.watchdog import Call, Unwatched, watching
+from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash_kernels.api import begin_backward, implementation, state_dtype
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
@@ -124,7 +124,7 @@ class RingOfHops:
         return 0 if self.transport is None else self.transport.num_posted
 
     def _arrivals(
-        self, exchange: Exchange, call: Call | Unwatched, device: torch.device
+        self, exchange: Exchange, call: CallInFlight | Unwatched, device: torch.device
     ) -> Iterator[tuple[int, Hop, torch.Tensor, torch.Tensor]]:
         """Yield each hop with visible keys, after its K and V have arrived: index, hop, keys, values."""
         for index, hop in enumerate(self.schedule.hops):
@@ -140,7 +140,7 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _mark(call: Call | Unwatched, hop: Hop) -> None:
+def _mark(call: CallInFlight | Unwatched, hop: Hop) -> None:
     """Tell the watchdog what the stream waits for before a hop. Its sends and receives end together."""
     if hop.step == 0:
         call.mark("for its device to come to step 0")

@@ -1,7 +1,7 @@
-"""Ranks of a group compare what they were asked to do before anything is sent.
+"""Agreement of the ranks of a group on a call, reached before anything is sent.
 
-A rank that raises alone, or that posts messages of another size, leaves the others waiting. So a call
-first exchanges its signature and its own error, if it has one, and then every rank raises or none does.
+If only one rank raises, or posts messages of another size, the others wait for it forever. So a call first
+exchanges its signature, and its error if it has one. Then either every rank raises or none does.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from ringflash.comm.timeouts import timeout as ring_timeout
 Policy = Literal["changed", "always", "never"]
 
 MESSAGE_BYTES = 2048
-TIMEOUT = timedelta(seconds=120)  # a rank that never joins: longer than ranks drift apart, shorter than a coffee
-READ_TIMEOUT = timedelta(minutes=30)  # where files are read before: some hosts read faster than others
+TIMEOUT = timedelta(seconds=120)  # for a rank that never joins: longer than ranks drift apart, shorter than a coffee
+READ_TIMEOUT = timedelta(minutes=30)  # after reading files, which takes some hosts longer than others
 
 _ERRORS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, NotImplementedError, RuntimeError)}
 
 _CPU = torch.device("cpu")
 
 _policy: Policy = "changed"
-_last: WeakKeyDictionary[dist.ProcessGroup, dict[str, object]] = WeakKeyDictionary()  # the last call compared
-_interrupted: WeakKeyDictionary[dist.ProcessGroup, tuple[int, str]] = WeakKeyDictionary()  # how often, where last
+_last: WeakKeyDictionary[dist.ProcessGroup, dict[str, object]] = WeakKeyDictionary()  # the last call that was compared
+_interrupted: WeakKeyDictionary[dist.ProcessGroup, tuple[int, str]] = WeakKeyDictionary()  # count and place of the last
 
 
 def set_agreement_check(policy: Policy) -> None:
-    """When ranks compare their calls.
+    """Set when ranks compare their calls.
 
     Args:
-        policy: "changed" (default) compares whenever this rank's call differs from its last one, and every call
-            with tensors on CPUs, which are sent the same way; "always" also catches one rank alone repeating its
-            last call on GPUs, for an exchange between hosts a call; "never" trusts the caller.
+        policy: "changed" (default) compares a call that differs from this rank's last one, and every call with
+            tensors on CPUs. "always" also catches a single rank that repeats its last call on GPUs, at the cost of
+            one exchange between hosts per call. "never" trusts the caller.
     """
     global _policy
     if policy not in ("changed", "always", "never"):
@@ -65,19 +65,19 @@ def agree(
 
     Args:
         signature: JSON values that must be equal on all ranks.
-        error: what this rank would raise.
-        device: of the call's tensors. A call of a GPU, which this rank made before, is not compared again: its host
-            would wait for the others' every time. Anything else is.
-        timeout: how long to wait for the others; default 120 s. A ring's own timeout (`ringflash.set_timeout`) holds if
-            it is longer.
-        call: its number, if this is a ring call. Compared like the signature and the version of ringflash, but a new
-            number is no reason to compare.
+        error: the error that this rank would raise.
+        device: device of the call's tensors. A call on a GPU that repeats this rank's last one is not compared again,
+            since its host would wait for the other hosts every time. Any other call is compared.
+        timeout: limit of the wait for the other ranks, default 120 s. The ring's own timeout
+            (`ringflash.set_timeout`) applies if it is longer.
+        call: number of the call, if this is a ring call. Compared like the signature and the version of ringflash,
+            but a new number is no reason to compare.
     Raises:
-        The first rank's error, as the ValueError, NotImplementedError or else RuntimeError that it is; ValueError where
-        signatures differ; RuntimeError where a rank does not join within that time.
+        The error of the first rank that has one, as ValueError, NotImplementedError or RuntimeError; ValueError if
+        signatures differ; RuntimeError if a rank does not join within the timeout.
     """
     group = resolve(group)
-    if error is None and call is None:  # a checkpoint, say: no later time is better
+    if error is None and call is None:  # e.g. a checkpoint: report a mix-up of earlier calls now
         error = call_numbers.find_problem()
     if group is None or _policy == "never":
         if error is not None:
@@ -86,9 +86,9 @@ def agree(
     times, place = _interrupted.get(group, (0, ""))
     signature = {**signature, "errors in calls": f"{times}, the last {place}" if times else "none"}
     if device.type == "cpu" or _policy == "always" or error is not None or _last.get(group) != signature:
-        beside = {"call": str(call or f"none, before {call_numbers.next_number(group)}"), "ringflash": _version()}
+        extra = {"call": str(call or f"none, before {call_numbers.next_number(group)}"), "ringflash": _version()}
         try:
-            answers = _exchange(group, _encode({**signature, **beside}, error), timeout)
+            answers = _exchange(group, _encode({**signature, **extra}, error), timeout)
         except RuntimeError as unanswered:
             _interrupt(group, "before its first message")  # the others may be in the call
             if error is not None:
@@ -101,10 +101,10 @@ def agree(
 def agree_on_backward(
     group: dist.ProcessGroup | None, call: CallNumber, error: Exception | None, device: torch.device
 ) -> None:
-    """As `agree`, for a backward, whose forward was compared. A GPU's is compared under the policy "always" only.
+    """Run `agree` for a backward, whose forward was compared. On a GPU only the policy "always" compares it.
 
     Raises:
-        As `agree`; on a GPU, `error` on this rank.
+        The errors of `agree`; on a GPU without comparison, `error` on this rank only.
     """
     if device.type == "cpu" or _policy == "always":
         agree(group, {}, error, device, call=call)
@@ -113,17 +113,17 @@ def agree_on_backward(
 
 
 class Posted:
-    """The number of messages that this rank has posted in one call."""
+    """Number of messages that this rank has posted in one call."""
 
     def __init__(self) -> None:
         self._count: Callable[[], int] = lambda: 0
         self._before = 0
 
     def count_by(self, count: Callable[[], int]) -> None:
-        """Count from now on.
+        """Start counting.
 
         Args:
-            count: batches of messages, or barriers, that this rank has posted by now in all calls.
+            count: returns the number of message batches, or barriers, that this rank has posted so far in all calls.
         """
         self._count, self._before = count, count()
 
@@ -132,12 +132,12 @@ class Posted:
 
 
 @contextmanager
-def under_way(group: dist.ProcessGroup | None) -> Iterator[Posted]:
-    """A call that sends. If it ends with an error, the next call is compared, and refused unless all stopped alike.
+def tracked_call(group: dist.ProcessGroup | None) -> Iterator[Posted]:
+    """Track a call that sends. After an error in it, the next call is compared, and refused unless all failed alike.
 
-    A caller may catch the error, out of memory say, and call again. Messages of the peers, or of this rank, that are
-    left over from the first call would be taken for messages of the new one. That holds for an error before the first
-    message, too: the peers may be in the call that this rank has left.
+    A caller may catch the error (e.g. out of memory) and call again. Messages left over from the first call, of this
+    rank or its peers, would then be taken for messages of the new one. The same holds for an error before the first
+    message: the peers may be in the call that this rank has left.
     """
     number, posted = call_numbers.next_number(group), Posted()
     call_numbers.begin(group)
@@ -150,16 +150,17 @@ def under_way(group: dist.ProcessGroup | None) -> Iterator[Posted]:
 
 
 def _interrupt(group: dist.ProcessGroup, place: str) -> None:
-    """Have the next call of the group compared."""
+    """Record an error, so that the next call of the group is compared."""
     times, _ = _interrupted.get(group, (0, ""))
     _interrupted[group] = times + 1, place
 
 
 def gather(group: dist.ProcessGroup, value: object, timeout: timedelta | None = None) -> list:
-    """Every rank's JSON value, in rank order; at most MESSAGE_BYTES of text each. All ranks call this together.
+    """Return the JSON value of every rank, in rank order. A collective call.
 
     Args:
-        timeout: as for `agree`.
+        value: at most MESSAGE_BYTES as JSON text.
+        timeout: limit of the wait, as in `agree`.
     """
     message = json.dumps(value).encode().ljust(MESSAGE_BYTES)
     return [json.loads(answer) for answer in _exchange(group, message, timeout)]
@@ -169,11 +170,11 @@ def _encode(signature: dict[str, object], error: Exception | None) -> bytes:
     content: dict[str, object] = {"signature": signature}
     if error is not None:
         kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
-        content = {"error": kind, "text": _that_fits(str(error))}
+        content = {"error": kind, "text": _truncate(str(error))}
     return json.dumps(content).encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES)
 
 
-def _that_fits(text: str) -> str:
+def _truncate(text: str) -> str:
     """The beginning of a text that fits into a message; JSON writes one letter in up to 12 bytes."""
     text = text[: MESSAGE_BYTES // 4]
     while len(json.dumps(text)) > MESSAGE_BYTES // 2:
@@ -182,7 +183,7 @@ def _that_fits(text: str) -> str:
 
 
 def _exchange(group: dist.ProcessGroup, message: bytes, timeout: timedelta | None = None) -> list[bytes]:
-    """Every rank's message, in rank order."""
+    """Return the message of every rank, in rank order."""
     options = AllgatherOptions()
     options.timeout = limit = max(timeout or TIMEOUT, ring_timeout(group))
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -191,8 +192,8 @@ def _exchange(group: dist.ProcessGroup, message: bytes, timeout: timedelta | Non
         _channel(group, limit).allgather([gathered], [mine], options).wait()
     except RuntimeError as cause:
         raise RuntimeError(
-            f"every rank of the group must make the call, got no answer from some of {group.size()} ranks ({cause}); "
-            "look for a rank that stopped, or that made another call."
+            f"some of the {group.size()} ranks of the group did not join the call within {limit.total_seconds():.0f} s "
+            f"({cause}); look for a rank that has stopped, or that made another call."
         ) from cause
     return [x.numpy().tobytes() for x in gathered]
 
@@ -204,15 +205,15 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
     failed = [rank for rank, content in enumerate(contents) if "error" in content]
     if failed:
         first = contents[failed[0]]
-        if error is not None and _that_fits(str(error)) == first["text"]:
+        if error is not None and _truncate(str(error)) == first["text"]:
             raise error
         raise _ERRORS[first["error"]](f"{first['text']} (raised on ranks {failed})")
     calls = [content["signature"] for content in contents]
     names = dict.fromkeys(name for call in calls for name in call)
     fields = [name for name in names if len({json.dumps(call.get(name)) for call in calls}) > 1]
-    if "call" in fields:  # other layers, or one forward and one backward: their arguments say nothing
+    if "call" in fields:  # different layers, or a forward and a backward: their arguments tell nothing
         fields = [name for name in fields if name in ("call", "errors in calls")]
-    table = "; ".join(f"{name} {_by_value([call.get(name) for call in calls])}" for name in fields)
+    table = "; ".join(f"{name} {_list_ranks([call.get(name) for call in calls])}" for name in fields)
     remedy = "give every rank the same arguments"
     if "errors in calls" in fields:
         remedy = "start the processes again: messages are left over from a call that did not end alike"
@@ -223,8 +224,8 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
     raise ValueError(f"all ranks of the group must make the same call, got {table}; {remedy}.")
 
 
-def _by_value(values: list[object]) -> str:
-    """Which ranks hold which value: "True (rank 0, 2), False (rank 1)"."""
+def _list_ranks(values: list[object]) -> str:
+    """List the ranks that hold each value: "True (rank 0, 2), False (rank 1)"."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(str(value), []).append(rank)
@@ -239,5 +240,5 @@ def _version() -> str:
 
 
 def _channel(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """The group's ranks on CPU tensors: comparing must not wait for the device."""
+    """Return a group of the same ranks for CPU tensors, since comparing must not wait for the device."""
     return group if backend_of(group, _CPU) == "gloo" else communicator(group, "agreement", "gloo", timeout)

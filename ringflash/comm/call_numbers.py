@@ -1,9 +1,10 @@
-"""The order of the ring calls of a group, which must be the same on all ranks.
+"""Numbers of ring calls, which detect ranks that make their calls in different orders.
 
-A rank that leaves a call out, or runs two backwards in another order than its peers, exchanges well-formed tensors of
+A rank that skips a call, or runs two backwards in another order than its peers, exchanges well-formed tensors of
 different layers. So every call has a number, and a backward also names its forward. With tensors on CPUs the ranks
-compare both before they send. On GPUs both travel in one word beside the first K/V of a call. The host compares the
-words that have arrived when it makes its next call, and waits for none (docs/decisions/0004-agreement.md).
+compare both numbers before they send. On GPUs both numbers travel in one word along with the first K/V of a call.
+The host compares the words that have arrived when it makes its next call, and never waits for one
+(docs/decisions/0004-agreement.md).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from ringflash.comm.cuda_graphs import capturing
 
 
 class CallNumber(NamedTuple):
-    """The place of a call among all calls of its group, forwards and backwards, counted from 1.
+    """Number of a call among all forward and backward calls of its group, counted from 1.
 
     Args:
         number: 0 if there is none, as in a single process.
-        forward: of a backward, the number of its forward; 0 for a forward.
+        forward: number of the forward that a backward belongs to; 0 for a forward.
     """
 
     number: int = 0
@@ -32,21 +33,21 @@ class CallNumber(NamedTuple):
 
     @property
     def word(self) -> int:
-        """Both numbers in one int64."""
+        """Both numbers packed into one int64."""
         return self.number << 32 | self.forward
 
     def __str__(self) -> str:
         return f"{self.number} (backward of call {self.forward})" if self.forward else f"{self.number} (forward)"
 
 
-NO_NUMBER = CallNumber()  # of a single process
+NO_NUMBER = CallNumber()  # for a single process
 
 
 class Arrival(Protocol):
-    """An event, or a token of peer memory."""
+    """Event or peer-memory token that is recorded after the words of a call."""
 
     def query(self) -> bool:
-        """Whether the work before it has ended."""
+        """Return True if the work before it has finished."""
 
 
 class _Unread(NamedTuple):
@@ -57,7 +58,7 @@ class _Unread(NamedTuple):
 
 
 class _Calls:
-    """The calls of one group that this rank has made."""
+    """Calls that this rank has made in one group."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -76,27 +77,27 @@ def _calls(group: dist.ProcessGroup) -> _Calls:
 
 
 def next_number(group: dist.ProcessGroup | None, forward: int = 0) -> CallNumber:
-    """The number of the call that this rank makes next.
+    """Return the number of this rank's next call.
 
     Args:
-        forward: of a backward, the number of its forward.
+        forward: number of the forward, if the next call is a backward.
     """
     return CallNumber() if group is None else CallNumber(_calls(group).count + 1, forward)
 
 
 def begin(group: dist.ProcessGroup | None) -> None:
-    """Count a call that is now made."""
+    """Count a call that starts now."""
     if group is not None:
         _calls(group).count += 1
 
 
 class Words:
-    """The words of one rank and its peers, which are exchanged beside K/V.
+    """Call numbers of one rank and its peers, exchanged along with K/V.
 
     Args:
-        own: (1,), int64; read by peers, or sent to them.
+        own: (1,), int64; peers read it, or it is sent to them.
         senders: ranks whose words arrive here.
-        device: of K/V.
+        device: device of K/V.
     """
 
     def __init__(self, own: torch.Tensor, senders: Sequence[int], device: torch.device) -> None:
@@ -104,17 +105,17 @@ class Words:
         self.arrived = torch.zeros(len(self.senders), dtype=torch.int64, device=device)
 
     def of(self, sender: int) -> torch.Tensor:
-        """The place for a peer's word: (1,)."""
+        """Return the slot for a peer's word: (1,)."""
         index = self.senders.index(sender)
         return self.arrived[index : index + 1]
 
     def write(self, call: CallNumber) -> None:
-        """Set this rank's word, on the current stream. Replays of a CUDA graph do not count their calls."""
+        """Set this rank's word on the current stream; not in a CUDA graph, whose replays do not count their calls."""
         if not capturing(self.own.device):
             self.own.fill_(call.word)
 
     def for_host(self, call: CallNumber) -> torch.Tensor | None:
-        """Memory of the host for the words that arrive; None if there are none to compare."""
+        """Return host memory for the arriving words; None if there are none to compare."""
         device = self.arrived.device
         if not self.senders or not call.number or capturing(device):
             return None
@@ -124,16 +125,16 @@ class Words:
 def expect(
     group: dist.ProcessGroup, arrival: Arrival, call: CallNumber, words: torch.Tensor, senders: Sequence[int]
 ) -> None:
-    """Have the words of a call compared once they have arrived.
+    """Queue the words of a call for comparison once they have arrived.
 
     Args:
-        words: one of each sender, on the host; written before `arrival`.
+        words: one word per sender, in host memory; written before `arrival`.
     """
     _calls(group).unread.append(_Unread(arrival, call, words, senders))
 
 
 def check(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Compare the words that have arrived by now. A capture forbids the question, and waits until it is over.
+    """Compare the words that have arrived so far. During a CUDA graph capture, do nothing: events cannot be queried.
 
     Raises:
         RuntimeError: a rank was in another call; raised again by every later check of the group.
@@ -143,7 +144,7 @@ def check(group: dist.ProcessGroup | None, device: torch.device) -> None:
 
 
 def find_problem() -> RuntimeError | None:
-    """What `check` would raise for any group of this process, for checks that ranks make together."""
+    """Return the error that `check` would raise for any group of this process, to share it with the other ranks."""
     problem = next(filter(None, map(_problem, list(_of_groups.values()))), "")
     return RuntimeError(problem) if problem else None
 
@@ -165,7 +166,7 @@ def _compare(unread: _Unread) -> str:
     if not theirs:
         return ""
     return (
-        f"all ranks of the group must make their calls in one order, got call {unread.call} on this rank beside "
-        f"{', '.join(theirs)}, whose K/V were mixed; start again from the last checkpoint, and run the same layers, "
-        "forward and backward, in one order on every rank."
+        f"all ranks of the group must make their calls in one order, got call {unread.call} on this rank and "
+        f"{', '.join(theirs)}, so that their K/V were mixed; start again from the last checkpoint, and run the same "
+        "layers, forward and backward, in one order on every rank."
     )

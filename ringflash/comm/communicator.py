@@ -1,8 +1,8 @@
-"""Further communicators over the ranks of a group, made by those ranks alone when they are first needed.
+"""Additional communicators over the ranks of a group, created by only those ranks on first use.
 
-`dist.new_group` is no help: without `use_local_synchronization` every rank of the world must join, and with it the
-group's name contains how many groups a rank already knows, so that ranks which know different numbers of groups
-wait for one another for ever (seen with torch 2.11 and 2.13).
+`dist.new_group` does not work here. Without `use_local_synchronization` every rank of the world must join. With it,
+the group's name contains the number of groups that a rank already knows, so ranks that know different numbers of groups
+wait for each other forever (seen with torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
@@ -18,57 +18,58 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 _BACKENDS = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
-_made: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_communicators: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 _nccl: list[dist.ProcessGroupNCCL] = []
-_process = os.getpid()  # a child by os.fork has no threads of these communicators, and its peers are its parent's
+_process = os.getpid()  # a forked child lacks the threads of these communicators, and their peers belong to its parent
 _interrupted = False
 
 
 def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A communicator of its own over the ranks of `group`; all of them call this together, the first time.
+    """Return a separate communicator over the ranks of `group`. The first call is collective over the group.
 
     Args:
-        purpose: name of the communicator; the same purpose and group give the same one again.
+        purpose: name of the communicator; the same purpose and group return the same communicator.
         backend: "gloo", for CPU tensors, or "nccl", for CUDA tensors, on a high-priority stream.
         timeout: how long an operation may wait for its peers.
     Returns:
-        communicator: addressed by ranks within the group; not known to `torch.distributed`'s functions.
+        communicator: addressed by ranks within the group; unknown to the functions of `torch.distributed`.
     """
     key = (group.group_name, purpose)
-    known = _made.get(key)
+    known = _communicators.get(key)
     if known is None or known[0] is not group:
-        known = _made[key] = (group, _make(group, purpose, backend, timeout))
+        known = _communicators[key] = (group, _make(group, purpose, backend, timeout))
     return known[1]
 
 
 def note_end(error: BaseException | None) -> None:
-    """Note how this process's last ring ended; if it was by an error, no peer is waited for at exit."""
+    """Record how this process's last ring call ended. After an error, exit does not wait for the peers."""
     global _interrupted
     _interrupted = error is not None
 
 
 @atexit.register
 def _end_gloo() -> None:
-    """End gloo's threads, these communicators' and torch's own, with the interpreter still there.
+    """End the threads of gloo, torch's own included, while the interpreter still runs.
 
-    Such a thread still holds the tensors of an operation for a moment after a rank has its result. If it gives them
-    back to an interpreter that is ending, the whole process aborts ("terminate called without an active exception",
-    in 1 of 12 processes that end right after a collective) and torchrun reports a run that has succeeded as failed.
+    A thread of gloo holds the tensors of an operation for a moment after a rank has its result. If it frees them while
+    the interpreter shuts down, the whole process aborts ("terminate called without an active exception", in 1 of 12
+    processes that end right after a collective), and torchrun reports a successful run as failed.
     """
     if os.getpid() != _process:
         return
-    _made.clear()
+    _communicators.clear()
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
-    gc.collect()  # what still refers to a group in a cycle of references, as a trainer and its module do
+    gc.collect()  # free groups in reference cycles, such as a trainer and its module
 
 
 @atexit.register  # after `_end_gloo`, and so called before it
 def _end_nccl() -> None:
-    """End NCCL's communicators with the interpreter still there.
+    """End the NCCL communicators while the interpreter still runs.
 
-    To destroy them is a collective call: a rank that fails by itself would wait for peers that wait for its next ring,
-    and the job would stand still behind a traceback. So after an error they are aborted, together, as torch does it.
+    Destroying them is a collective call. If only one rank fails, it would wait for peers that wait for its next ring
+    call, and the job would hang after the traceback. So after an error all communicators are aborted in one group, as
+    torch does.
     """
     if os.getpid() != _process or not _nccl:
         return

@@ -1,9 +1,11 @@
-"""The group of ranks that share one sequence, in the forms a caller may hold it."""
+"""The group of ranks that share one sequence, and the host that a rank runs on."""
 
 from __future__ import annotations
 
+import platform
 from copy import deepcopy
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,16 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 _backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
 
 
 def resolve(group: Group) -> dist.ProcessGroup | None:
-    """The process group behind `group`; None where there is nobody to communicate with.
+    """Return the process group behind `group`; None if it has no other rank to communicate with.
 
     Args:
         group: a ProcessGroup, a 1-D DeviceMesh, or None for one process. `dist.group.WORLD` is a ProcessGroup.
     Raises:
-        ValueError: a mesh of several axes, or of other ranks, or something else.
+        ValueError: a mesh with several axes or without this rank, or another type.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -45,9 +49,9 @@ def resolve(group: Group) -> dist.ProcessGroup | None:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the backend for this group's tensors on `device`: "gloo", "nccl", or "none" where there is none."""
+    """Return the name of the group's backend for tensors on `device`: "gloo" or "nccl"; "none" if it has none."""
     known = _backends.setdefault(group, {})
-    if device.type not in known:  # asking for one that is not there takes 0.1 ms, as long as a kernel's launch
+    if device.type not in known:  # a query for a missing backend takes 0.1 ms, as long as a kernel launch
         try:
             known[device.type] = group._get_backend(device).name()
         except RuntimeError:
@@ -56,7 +60,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 class HoldsGroup:
-    """A module whose copies have its process group, which cannot be copied."""
+    """Mixin: deep copies of a module share its process group, which cannot be copied."""
 
     group: dist.ProcessGroup | None
 
@@ -65,3 +69,25 @@ class HoldsGroup:
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
+
+
+class Host(NamedTuple):
+    """A host, or a container on one, told apart by name and boot id.
+
+    Hosts created from one image may share a name, and containers of one host share a boot id, so it takes both.
+    """
+
+    name: str
+    boot: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.boot})" if self.boot else self.name
+
+
+def this_host() -> Host:
+    """Return the host of this process; `boot` is the first 8 characters of its boot id, or empty without one."""
+    try:
+        boot = _BOOT_ID.read_text()[:8]
+    except OSError:
+        boot = ""
+    return Host(platform.node(), boot)

@@ -1,4 +1,4 @@
-"""How long a rank waits for another before it gives it up."""
+"""Limits of the time that a rank waits for another one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _set: timedelta | None = None
 
 
 def set_timeout(seconds: float) -> None:
-    """Set how long a rank waits for another before it gives it up.
+    """Set how long a rank waits for another one before it fails.
 
-    The default is the process group's own timeout (`init_process_group(timeout=...)`, the strategy's `timeout=`), and
-    at least 600 seconds; what is set here takes the place of both. Ranks that compare their calls wait at least 120
-    seconds.
+    The default is the process group's own timeout (`init_process_group(timeout=...)`, the strategy's `timeout=`), but
+    at least 600 seconds; the value set here replaces both. Ranks that compare their calls wait at least 120 seconds.
 
-    Every rank of the group then ends with an error that names the ranks and what each waits for. Over gloo, the call
-    raises it. Over NCCL and the copy engine, where a host may be stuck in a synchronisation, it is printed, and the
-    process ends up to 30 seconds later.
+    After the timeout every rank of the group ends with an error that names the ranks and what each is waiting for. Over
+    gloo, the call raises it. Over NCCL and the copy engine, where a host may be stuck in a synchronisation, it is
+    printed, and the process ends up to 30 seconds later.
 
-    Holds for gloo at once, for NCCL and the copy engine in groups whose first ring comes later.
+    Takes effect immediately over gloo. Over NCCL and the copy engine, it applies to groups that have not made a ring
+    call yet.
 
     Raises:
         ValueError: a limit that is not positive and finite.
@@ -35,20 +35,20 @@ def set_timeout(seconds: float) -> None:
 
 
 def timeout(group: dist.ProcessGroup | None = None) -> timedelta:
-    """Return how long a rank of `group` waits for the others, as `set_timeout` says."""
+    """Return how long a rank of `group` waits for the others (see `set_timeout`)."""
     return _set or max([DEFAULT_TIMEOUT, *_own_timeouts(group)])
 
 
 def device_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return when a wait on a device ends by itself.
+    """Return the limit after which a wait on the device itself fails.
 
-    The watch has reported by then: errors of CUDA and NCCL name no rank.
+    It leaves the watchdog time to report first, since errors of CUDA and NCCL name no rank.
     """
     return timeout(group) + _GRACE
 
 
 def _own_timeouts(group: dist.ProcessGroup | None) -> list[timedelta]:
-    """The timeouts of a group's backends, of which one for tests has none."""
+    """Return the timeouts of the group's backends; a backend for tests may have none."""
     if group is None:
         return []
     options = [group._get_backend(device).options for device in group._device_types]

@@ -1,4 +1,4 @@
-"""How long a rank waits for K/V and gradients between the kernels of its rings. Measured only where it is asked for:
+"""Timer of the waits for K/V and gradients between the kernels of ring calls. It runs only inside `measured()`:
 
 with measured() as waits:
     step()
@@ -17,16 +17,17 @@ from ringflash.comm.cuda_graphs import capturing
 
 
 class Waits:
-    """Time between kernels, of all rings while it is the one that is measured."""
+    """Time between kernels, summed over all ring calls while `measured()` is active."""
 
     def __init__(self) -> None:
         self._host_seconds = 0.0
         self._on_device: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def seconds(self) -> float:
-        """Of this rank so far; waits for the device.
+        """Return the waiting time of this rank so far; synchronises the device.
 
-        On a device, from the end of what came before to when the K/V were there, the host's own lateness included.
+        On a device, a wait lasts from the end of the previous work until the K/V have arrived. It includes any delay of
+        the host.
         """
         if self._on_device:
             torch.cuda.synchronize()
@@ -34,7 +35,7 @@ class Waits:
 
     @contextmanager
     def add(self, device: torch.device) -> Iterator[None]:
-        """Count what happens inside."""
+        """Count the enclosed code."""
         if device.type != "cuda":
             start = time.perf_counter()
             yield
@@ -52,7 +53,7 @@ _measured: Waits | None = None
 
 @contextmanager
 def measured() -> Iterator[Waits]:
-    """Count the waits of every ring of this process meanwhile; one at a time."""
+    """Count the waits of every ring call of this process inside the context; contexts must not be nested."""
     global _measured
     if _measured is not None:
         raise RuntimeError("waits must be measured by one at a time, got a second; leave the first context.")
@@ -64,13 +65,16 @@ def measured() -> Iterator[Waits]:
 
 
 def measuring() -> bool:
-    """Whether somebody does: what runs side by side then takes turns, or a wait could not be told from work."""
+    """Return True while waits are being measured.
+
+    Sections then run one at a time, otherwise waiting and computing would overlap and could not be separated.
+    """
     return _measured is not None
 
 
 @contextmanager
 def waiting(device: torch.device) -> Iterator[None]:
-    """What a ring does here is no kernel of its own. Costs nothing worth counting while nobody measures."""
+    """Count the enclosed code as waiting, not compute. Negligible cost unless `measured()` is active."""
     if _measured is None or capturing(device):
         yield
     else:

@@ -1,7 +1,7 @@
 """The command `ringflash`; each subcommand is a module with `add_arguments(parser)` and `run(options)`.
 
-A subcommand is imported when it is asked for, so that one does not need what another does. That of the benchmarks is
-beside the package in a clone, and in no wheel.
+A subcommand is imported only when it is called, so it does not need the dependencies of the others. `bench` is part of
+a clone of the repository but not of the wheel.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import ringflash
 from ringflash.console import status_of
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
-    "bench": ("benchmarks.command", "How fast are kernels and ring, beside their peers and a baseline"),
+    "bench": ("benchmarks.command", "How fast are the kernels and the ring, compared with their peers and a baseline"),
     "doctor": ("ringflash.commands.doctor.command", "Is this machine, and every host of the job, fit for a long run"),
     "plan": ("ringflash.commands.plan.command", "Will it fit, how long is a step, and what to change"),
-    "verify": ("ringflash.verify.command", "Does a training over the ring learn what it learns on one device"),
+    "verify": ("ringflash.verify.command", "Does a model train over the ring as it does on one device"),
 }
 
 ROOT = Path(ringflash.__file__).parents[1]
@@ -32,10 +32,10 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run a subcommand.
 
     Args:
-        args: default those of the command line.
+        args: default: the arguments of the command line.
     Returns:
-        status: 0 all is right; 1 the command found something wrong; 2 it could not be run as asked; 130 or 141 it was
-            stopped (`status_of`).
+        status: 0 if all is well; 1 if the command found a fault; 2 if it could not be run as requested; 130 or 141 if
+            it was stopped (`status_of`).
     """
     args = list(sys.argv[1:] if args is None else args)
     return status_of(lambda: _run(args))
@@ -50,16 +50,16 @@ def _run(args: list[str]) -> int:
         raise
     except (ValueError, RuntimeError, NotImplementedError, ImportError, OSError) as error:
         print(f"ringflash {wanted}: {error}", file=sys.stderr)
-    except Exception:  # a mistake of ours, which must not pass for a finding: Python's own status is 1
+    except Exception:  # a bug in ringflash: Python's own exit status, 1, would mean that a fault was found
         traceback.print_exc()
     return 2
 
 
 def _module(name: str) -> ModuleType:
-    """Import a subcommand.
+    """Import the module of a subcommand.
 
     Raises:
-        RuntimeError: a command of the benchmarks in an installed package.
+        RuntimeError: the benchmarks are missing because ringflash was installed from a wheel.
     """
     module = COMMANDS[name][0]
     if not module.startswith("ringflash."):
@@ -68,13 +68,13 @@ def _module(name: str) -> ModuleType:
                 f"benchmarks must be beside the package, got none in {ROOT}; run ringflash {name} from a clone of the "
                 "repository, with pip install -e."
             )
-        if str(ROOT) not in sys.path:  # a script's own folder is there, not that of its package
+        if str(ROOT) not in sys.path:  # Python adds the folder of the script, not the root of the clone
             sys.path.insert(0, str(ROOT))
     return import_module(module)
 
 
 def _parser(wanted: str) -> ArgumentParser:
-    """All subcommands by name and help, and the arguments of the one that is wanted."""
+    """Return a parser with all subcommands, and the arguments of the wanted one."""
     parser = ArgumentParser(prog="ringflash", description="Exact ring attention: look before the long run.")
     commands = parser.add_subcommands()
     for name, (_, help_line) in COMMANDS.items():

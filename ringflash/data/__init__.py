@@ -1,10 +1,10 @@
-"""Token files: text tokenised once, packed into sequences, and read by each rank in its own chunks.
+"""Token files: text is tokenized once and packed into sequences; each rank reads only its own chunks.
 
     python -m ringflash.data prepare books/ --tokenizer checkpoints/llama --out tokens/books
 
-`sources` and `tokenizers` feed `prepare`, which writes the `format` that `files` reads; `sequences` packs documents,
-in the `order` that training sees. `ringflash.lightning.TokenData` trains on them. Needs the extra: pip install
-ringflash[data].
+    prepare/  ->  format (on disk)  ->  files  ->  sequences (packing), order (shuffling)
+
+`ringflash.lightning.TokenData` trains on these files. Needs an extra: pip install 'ringflash[data]'.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""Token files from the command line:
+"""Command line for token files:
 
 python -m ringflash.data prepare books/ --tokenizer checkpoints/llama --out tokens/books
 python -m ringflash.data check tokens/books
@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ringflash.console import status_of
 from ringflash.data.files import TokenFiles
 from ringflash.data.prepare import prepare
-from ringflash.data.sources import SUFFIXES, BadLines
+from ringflash.data.prepare.sources import SUFFIXES, BadLines
 
 _LEFT_OUT = {"num_empty": "empty documents left out", "num_bad": "bad lines skipped"}
 _COUNTS = ("num_tokens", "num_documents", *_LEFT_OUT)
@@ -29,10 +29,10 @@ _STDERR = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run a subcommand; the exit status.
+    """Run a subcommand and return its exit status.
 
     Args:
-        args: default those of the command line.
+        args: default: the arguments of the command line.
     """
     options = _parser().parse_args(args)
     return status_of(lambda: _run(options))
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m ringflash.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    making = commands.add_parser("prepare", help="write token files; again, to go on after an interruption")
+    making = commands.add_parser("prepare", help="write token files; run it again to resume after an interruption")
     making.set_defaults(run=_prepare)
     making.add_argument(
         "inputs", nargs="+", type=Path, help="text, .jsonl, .ndjson or .parquet files, or folders of them"
@@ -63,18 +63,18 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument("--tokenizer", default="bytes", help="folder of a Hugging Face tokenizer, or %(default)s")
     making.add_argument("--text-field", default="text", help="field of JSONL and column of parquet (%(default)s)")
     making.add_argument(
-        "--suffix", action="append", help=f"ending of the files to take from folders; repeatable ({' '.join(SUFFIXES)})"
+        "--suffix", action="append", help=f"suffix of the files to read in folders; repeatable ({' '.join(SUFFIXES)})"
     )
     making.add_argument(
         "--bad-lines", choices=get_args(BadLines), default="error",
-        help="lines and rows that hold no document: stop at the first, or skip and count them (%(default)s)",
+        help="lines and rows without a document: stop at the first one, or skip and count them (%(default)s)",
     )  # fmt: skip
     making.add_argument("--shard-mib", type=_mib, default=64, help="MiB of input for each token file (%(default)s)")
-    cores = len(os.sched_getaffinity(0))  # of this job, not of the host
-    making.add_argument("--processes", type=int, default=cores, help="default one for each core (%(default)s)")
-    checking = commands.add_parser("check", help="read token files whole and compare their checksums")
+    cores = len(os.sched_getaffinity(0))  # the cores of this job; the host may have more
+    making.add_argument("--processes", type=int, default=cores, help="default: one per core (%(default)s)")
+    checking = commands.add_parser("check", help="read all token files and compare their checksums")
     checking.set_defaults(run=_check)
-    checking.add_argument("folder", type=Path, help="what prepare wrote")
+    checking.add_argument("folder", type=Path, help="folder that prepare wrote")
     return parser
 
 
@@ -92,7 +92,7 @@ def _prepare(options: argparse.Namespace) -> None:
     with ExitStack() as shown:
 
         def show(done: int, total: int) -> None:
-            if not progress.live.is_started:  # what is refused is refused before
+            if not progress.live.is_started:  # the first call follows the checks, so an error shows no progress bar
                 shown.enter_context(progress)
             progress.update(task, completed=done, total=total)
 

@@ -1,4 +1,4 @@
-"""Reading token files: documents by number, out of files that are mapped and not loaded."""
+"""Reader of token files: documents by number, from memory-mapped files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ringflash.data.format import BOUND, DTYPES, Shard, TokenFileError, read_hea
 
 
 class TokenFiles:
-    """The documents of a folder, numbered through all its shards. Opening it reads their bounds, no token.
+    """Documents of a folder of token files, numbered across its shards. Opening reads their bounds but no token.
 
     Args:
-        folder: what `python -m ringflash.data prepare` wrote.
+        folder: folder that `python -m ringflash.data prepare` wrote.
     Attributes:
-        lengths: (num_documents,), int64, tokens of each document.
+        lengths: (num_documents,), int64, number of tokens of each document.
     Raises:
-        TokenFileError: a header or a shard that is missing, truncated, or of another version or dtype.
+        TokenFileError: the header or a shard is missing, truncated, or of another version or dtype.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -26,7 +26,7 @@ class TokenFiles:
         self.header = read_header(self.folder)
         self._tokens = [self._map_tokens(shard) for shard in self.header.shards]
         bounds = [self._bounds(shard) for shard in self.header.shards]
-        self._starts = np.concatenate([np.zeros(0, BOUND), *(x[:-1] for x in bounds)])  # in the document's own shard
+        self._starts = np.concatenate([np.zeros(0, BOUND), *(x[:-1] for x in bounds)])  # offsets in the shard
         self.lengths = np.concatenate([np.zeros(0, BOUND), *(np.diff(x) for x in bounds)])
         self._shard_ends = np.cumsum([shard.num_documents for shard in self.header.shards])
 
@@ -34,16 +34,16 @@ class TokenFiles:
         return len(self.lengths)
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of one document, in the dtype of the file; a view of the disk."""
+        """Return tokens [start, stop) of one document: a memory-mapped view in the dtype of the file."""
         shard = int(np.searchsorted(self._shard_ends, document, side="right"))
         first = int(self._starts[document])
         return self._tokens[shard][first + start : first + stop]
 
     def corrupt_shards(self, first: int = 0, step: int = 1) -> list[str]:
-        """Names of the shards whose content is not what the header says, of the shards first, first + step, ...
+        """Return the names of the corrupt shards among the shards first, first + step, ...
 
-        Their checksum is another, or a token is outside the vocabulary. Reads them whole; several ranks share the work
-        by their rank and number.
+        A shard is corrupt if its checksum differs from the header's or a token is outside the vocabulary. The shards
+        are read completely; ranks share the work by passing their rank and the number of ranks.
         """
         chosen = list(zip(self.header.shards, self._tokens, strict=True))[first::step]
         return [
@@ -53,10 +53,10 @@ class TokenFiles:
         ]
 
     def check(self) -> None:
-        """Read every shard whole.
+        """Read every shard completely and verify it.
 
         Raises:
-            TokenFileError: names the shards whose content is not what was written.
+            TokenFileError: names the shards whose content has changed since they were written.
         """
         raise_for(self.folder, self.corrupt_shards())
 
@@ -68,7 +68,7 @@ class TokenFiles:
         return np.memmap(path, dtype, "r", shape=(shard.num_tokens,))
 
     def _bounds(self, shard: Shard) -> np.ndarray:
-        """0 and the end of each document."""
+        """Return 0 followed by the end of each document."""
         path = self.folder / shard.name
         ends = np.fromfile(path, BOUND, shard.num_documents, offset=shard.bounds_at(self.header.dtype))
         bounds = np.concatenate([np.zeros(1, BOUND), ends])
@@ -80,7 +80,7 @@ class TokenFiles:
 
 
 def check_size(path: Path, shard: Shard, dtype: str) -> None:
-    """Raise TokenFileError unless the file is there and as long as its counts ask."""
+    """Raise TokenFileError unless the file exists and has the size that its counts imply."""
     got = path.stat().st_size if path.is_file() else None
     if got != shard.num_bytes(dtype):
         found = "no file" if got is None else f"{got}"
@@ -91,13 +91,13 @@ def check_size(path: Path, shard: Shard, dtype: str) -> None:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def raise_for(folder: Path, corrupt: list[str]) -> None:
-    """Raise TokenFileError if there are corrupt shards."""
+    """Raise TokenFileError if any shard is corrupt."""
     if corrupt:
         raise TokenFileError(
             f"shards in {folder} must have the checksums and the vocabulary of their header, got others in "

@@ -1,10 +1,10 @@
-"""Token files: what lies in a folder of them, each written whole or not at all.
+"""Format of a folder of token files. Every file is written atomically.
 
-    header.json    version, dtype, vocabulary, tokenizer, and for each shard its counts and its checksum
-    00000.bin      tokens of its documents, one after another | zeros up to 8 bytes | end of each document, int64
+    header.json    version, dtype, vocabulary, tokenizer, and the counts and checksum of each shard
+    00000.bin      tokens of its documents, concatenated | zero padding to 8 bytes | end of each document, int64
     00001.bin      ...
 
-Numbers are little-endian. A folder without header.json is one that `prepare` has not finished.
+Numbers are little-endian. If header.json is missing, `prepare` has not finished.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ VERSION = 1
 HEADER = "header.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 BOUND = np.dtype("<i8")
-MAX_VOCAB_SIZE = 1 << 32  # of the widest dtype
+MAX_VOCAB_SIZE = 1 << 32  # limit of uint32
 
 Tokens = list[int] | np.ndarray
 
 
 class TokenFileError(ValueError):
-    """A token file that is missing, truncated, corrupt, or of another version or dtype."""
+    """Error for a token file that is missing, truncated, corrupt, or of another version or dtype."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens.
+    """Header entry of one token file.
 
     Args:
-        num_empty: documents without text that were left out.
-        num_bad: lines and rows that could not be read and were skipped, as `prepare` was told to.
+        num_empty: number of documents without text, which were left out.
+        num_bad: number of unreadable lines and rows that `prepare` was told to skip.
     """
 
     name: str
@@ -52,21 +52,22 @@ class Shard:
     num_bad: int = 0
 
     def bounds_at(self, dtype: str) -> int:
-        """Where the ends of the documents start in the file, bytes."""
+        """Return the offset in bytes at which the ends of the documents start."""
         return -(-self.num_tokens * DTYPES[dtype].itemsize // BOUND.itemsize) * BOUND.itemsize
 
     def num_bytes(self, dtype: str) -> int:
-        """Length of the file."""
+        """Return the size of the file."""
         return self.bounds_at(dtype) + self.num_documents * BOUND.itemsize
 
 
 @dataclass(frozen=True)
 class Header:
-    """What header.json says.
+    """Content of header.json.
 
     Args:
-        dtype: a key of DTYPES; what the vocabulary needs.
-        tokenizer: checksum of the tokenizer. plan: checksum of the inputs and the options.
+        dtype: a key of DTYPES, the smallest that holds the vocabulary.
+        tokenizer: checksum of the tokenizer.
+        plan: checksum of the inputs and the options.
     """
 
     dtype: str
@@ -78,19 +79,19 @@ class Header:
 
     @property
     def fingerprint(self) -> str:
-        """Names the tokens and their order: equal for equal files, whatever `prepare` made them of."""
+        """Checksum of the tokens and their order: equal for equal files, whatever inputs they were made from."""
         content = [self.dtype, *((shard.num_tokens, shard.sha256) for shard in self.shards)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The smallest dtype that holds every token of the vocabulary."""
+    """Return the name of the smallest dtype that holds every token of the vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """A file to write under a temporary name; it gets its own once all of it is on the disk."""
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file for writing and rename it to `path` once all its content is on the disk."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -99,24 +100,24 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)  # on a disk that is full, too
+        temporary.unlink(missing_ok=True)  # frees the space if the disk is full
         raise
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a dataclass as JSON, whole or not at all."""
-    with written_whole(path) as file:
+    """Write a dataclass as JSON, atomically."""
+    with atomic_file(path) as file:
         file.write((json.dumps(asdict(content), indent=1) + "\n").encode())
 
 
 def write_shard(path: Path, documents: Iterable[Tokens], vocab_size: int) -> Shard:
-    """Write one file of documents, none of them empty.
+    """Write one file of non-empty documents and return its header entry.
 
     Raises:
-        ValueError: a token outside the vocabulary.
+        ValueError: a token is outside the vocabulary.
     """
     dtype, digest, ends, num_tokens = dtype_for(vocab_size), hashlib.sha256(), array("q"), 0
-    with written_whole(path) as file:
+    with atomic_file(path) as file:
 
         def write(data: bytes) -> None:
             digest.update(data)
@@ -142,10 +143,10 @@ def _checked(document: Tokens, vocab_size: int) -> np.ndarray:
 
 
 def read_header(folder: Path) -> Header:
-    """The header, once all it says has the right form.
+    """Read and validate the header.
 
     Raises:
-        TokenFileError: no header, or one that this version cannot read.
+        TokenFileError: there is no header, or this version cannot read it.
     """
     path = folder / HEADER
     if not path.is_file():
@@ -174,7 +175,7 @@ def read_header(folder: Path) -> Header:
 
 
 def _check_names(names: list[str], path: Path) -> None:
-    """Raise TokenFileError unless the shards are some files of the folder itself, each named once."""
+    """Raise TokenFileError unless the shards are files directly in the folder, each named once."""
     if not names:
         raise TokenFileError(f"shards in {path} must name a file at least, got none; prepare the files again.")
     for name in names:
@@ -188,14 +189,14 @@ def _check_names(names: list[str], path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object out of a JSON file.
+    """Read a JSON file that holds an object.
 
     Raises:
-        TokenFileError: something else.
+        TokenFileError: the file is not JSON, or holds another type.
     """
     try:
         content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8; of lists in lists without end
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8; lists nested too deeply
         raise TokenFileError(f"{path} must be JSON, got {error}; prepare the files again.") from error
     if not isinstance(content, dict):
         raise TokenFileError(f"{path} must be an object, got {type(content).__name__}; prepare the files again.")
@@ -203,7 +204,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_shard_entry(path: Path) -> Shard:
-    """One shard's entry by itself, as `write_json` wrote it."""
+    """Read the entry of a single shard, as `write_json` wrote it."""
     entry: Shard = _build(Shard, read_json(path), path)
     return entry
 
@@ -212,7 +213,7 @@ _TYPES = {"int": (int, "an int"), "str": (str, "a string"), "tuple[Shard, ...]":
 
 
 def _build(kind: type, content: Any, path: Path) -> Any:
-    """Return a dataclass from JSON with exactly its fields, each of its type; those with defaults may be missing."""
+    """Build a dataclass from JSON with exactly its fields and types; fields with defaults may be missing."""
     rules = {field.name: _TYPES[str(field.type)] for field in fields(kind)}
     required = {field.name for field in fields(kind) if field.default is MISSING}
     if not isinstance(content, dict) or not required <= content.keys() <= rules.keys():

@@ -1,8 +1,8 @@
-"""The order of training: sequences of all epochs under one running number.
+"""Order of training: the sequences of all epochs, numbered consecutively as samples.
 
-Sample i is the sequence number i % num_sequences of epoch i // num_sequences, each epoch in an order of its own.
-Step s of data rank r is sample s * dp_size + r, so what a run has seen is one number, whatever the number of ranks
-it continues on.
+Sample i is sequence i % num_sequences of epoch i // num_sequences; every epoch is shuffled differently. Step s of data
+rank r reads sample s * dp_size + r. The progress of a run is therefore one number, which stays valid if the run
+resumes on another number of ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.utils.data import Sampler
 
 
 class SampleOrder(Sampler[int]):
-    """Sequences of one data rank, without end, from the sample number `first` on.
+    """Endless sampler of the sequences of one data rank, starting from sample number `first`.
 
     Args:
-        num_sequences: sequences of an epoch.
-        seed: names the orders; equal on all ranks.
-        first: samples that all ranks together have consumed.
+        num_sequences: number of sequences in an epoch.
+        seed: seed of the shuffling; equal on all ranks.
+        first: number of samples that all ranks together have consumed.
     """
 
     def __init__(self, num_sequences: int, *, seed: int, dp_rank: int, dp_size: int, first: int) -> None:
@@ -37,6 +37,6 @@ class SampleOrder(Sampler[int]):
 
 
 def shuffled(count: int, name: str) -> torch.Tensor:
-    """The numbers below `count` in the order of that name: (count,), int64; the same on every machine."""
-    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()  # torch reads 32 bits
+    """Return a permutation of range(count) that depends only on `name`: (count,), int64; equal on every machine."""
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()  # torch uses 32 bits of a seed
     return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))

@@ -1,12 +1,13 @@
-"""Documents packed into sequences, of which a rank reads its own chunks and nothing else.
+"""Documents packed into sequences; each rank reads only its own chunks.
 
-    documents  |aaaa|bbbbbbbbb|ccc|        one after another, in the order given
+    documents  |aaaa|bbbbbbbbb|ccc|        concatenated in the given order
     sequences  |aaaabbbb|bbbbbccc|         cu_seqlens (0, 4, 8)   (0, 5, 8)
-    rank 0      aa    bb                   with 2 ranks and zigzag; labels  aa    b.
-    rank 1        aabb                                                        a.bb
+    rank 0      aa    bb                   2 ranks, zigzag; labels  aa    b.
+    rank 1        aabb                                                a.bb
 
-A document that is cut goes on in the next sequence as a document of its own. What the last sequence lacks is padding,
-a document without labels. The label of a chunk's last token is the first of the next chunk, which is read with it.
+If a document is cut, the rest of it is a separate document in the next sequence. The last sequence is padded with a
+document without labels. The label of a chunk's last token is the first token of the next chunk, so each chunk is read
+with one extra token.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ Batch = dict[str, Any]
 
 
 class TokenSequences(Dataset[Batch]):
-    """One rank's part of each sequence, as `ringflash.huggingface.prepare_batch` would cut it from the whole.
+    """One rank's shard of each sequence, equal to what `ringflash.huggingface.prepare_batch` cuts from it.
 
     Args:
-        documents: (num_documents,), their numbers in the order in which they are packed.
-        seqlen: tokens of a whole sequence, over the cp_size ranks that share it.
+        documents: (num_documents,), document numbers in packing order.
+        seqlen: number of tokens of a whole sequence, which cp_size ranks share.
     Raises:
-        ValueError: no documents; a length the layout cannot cut.
+        ValueError: there are no documents, or the layout cannot divide the length.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class TokenSequences(Dataset[Batch]):
         self.files, self.documents, self.seqlen = files, documents.numpy(), seqlen
         self.chunks = chunks(seqlen, cp_size, cp_rank, layout)
         self.positions = local_positions(seqlen, cp_size, cp_rank, layout)
-        self.ends = np.cumsum(files.lengths[self.documents])  # of each document, in all that is packed
+        self.ends = np.cumsum(files.lengths[self.documents])  # end of each document in the packed stream
 
     def __len__(self) -> int:
         return -(-int(self.ends[-1]) // self.seqlen)
@@ -73,7 +74,7 @@ class TokenSequences(Dataset[Batch]):
         }
 
     def bounds(self, index: int) -> tuple[np.ndarray, int]:
-        """Bounds of the documents in a sequence, int32, padding among them, and how many tokens are not padding."""
+        """Return the bounds of the documents in a sequence (int32, with padding) and the number of real tokens."""
         first = index * self.seqlen
         num_tokens = min(self.seqlen, int(self.ends[-1]) - first)
         inside = slice(*np.searchsorted(self.ends, (first, first + num_tokens), side="right"))
@@ -83,7 +84,7 @@ class TokenSequences(Dataset[Batch]):
     def _chunk(
         self, first: int, start: int, stop: int, bounds: np.ndarray, num_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [start, stop) of the sequence and their labels, int64; one token more is read."""
+        """Return tokens [start, stop) of the sequence and their labels, int64; reads one extra token."""
         read = self._read(first + min(start, num_tokens), first + min(stop + 1, num_tokens))
         whole = torch.zeros(stop + 1 - start, dtype=torch.int64)
         whole[: len(read)] = torch.from_numpy(read)
@@ -94,7 +95,7 @@ class TokenSequences(Dataset[Batch]):
         return whole[:-1], labels
 
     def _read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of all that is packed, int64."""
+        """Read tokens [start, stop) of the packed stream, int64."""
         parts = [np.zeros(0, dtype=np.int64)]
         at, document = start, int(np.searchsorted(self.ends, start, side="right"))
         while at < stop:
@@ -106,10 +107,12 @@ class TokenSequences(Dataset[Batch]):
 
 
 def split(num_documents: int, held_out_percent: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the documents to train on, shuffled by the seed, and of those held out, the same for every seed.
+    """Return the numbers of the training documents, shuffled by the seed, and of the held-out ones.
+
+    Every seed holds out the same documents.
 
     Raises:
-        ValueError: no document is left to train on.
+        ValueError: no document is left for training.
     """
     order = shuffled(num_documents, "held out")
     count = int(-(-num_documents * held_out_percent // 100))

@@ -19,16 +19,16 @@ from ringflash.training.mesh import Size, data_context_mesh, mesh_sizes
 
 
 def context_mesh(context_parallel_size: Size = "auto", data_parallel_size: Size = "auto") -> DeviceMesh:
-    """The ranks as axes "data_parallel" and "context_parallel", on the device that DeepSpeed chose.
+    """Return the mesh of axes "data_parallel" and "context_parallel", on the device that DeepSpeed has chosen.
 
-    Joins the process group where the caller has not: NCCL on GPUs, gloo on CPUs.
+    Joins the process group if the caller has not: NCCL on GPUs, gloo on CPUs.
 
     Args:
         context_parallel_size: ranks that share one sequence; "auto" is all that data_parallel_size leaves.
-        data_parallel_size: groups of ranks with sequences of their own; "auto" is all that is left.
+        data_parallel_size: number of sequences processed in parallel; "auto" is all that is left.
     Raises:
         ValueError: sizes that do not multiply to the number of ranks.
-        RuntimeError: a process that no launcher has started.
+        RuntimeError: the process was not started by a launcher.
     """
     skip_shared_memory_op()
     device_type = get_accelerator().device_name()
@@ -39,10 +39,10 @@ def context_mesh(context_parallel_size: Size = "auto", data_parallel_size: Size 
 
 
 def _join(backend: str) -> None:
-    """`deepspeed.init_distributed`, which asks MPI if no launcher has set the variables of a rank.
+    """Call `deepspeed.init_distributed`, which needs the environment variables of a launcher, or MPI.
 
     Raises:
-        RuntimeError: nor is there MPI.
+        RuntimeError: there is neither.
     """
     try:
         deepspeed.init_distributed(backend)
@@ -56,29 +56,29 @@ def _join(backend: str) -> None:
 
 
 def skip_shared_memory_op() -> None:
-    """Keep DeepSpeed from compiling its all-reduce between CPU processes; on GPUs it does not.
+    """Keep DeepSpeed from compiling its shared-memory all-reduce for CPU processes, which only inference calls.
 
-    Only inference calls it. Joining the process group would compile it, for a minute the first time, and fail
-    where there is no C++ compiler.
+    Otherwise joining the process group would compile it, which takes a minute the first time and fails without a C++
+    compiler. No effect on GPUs.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize`, for a loss that `ringflash.loss` has scaled; all ranks call it together.
+    """Call `deepspeed.initialize` for a loss scaled by `ringflash.loss`; all ranks call this together.
 
     Args:
-        model: its forward computes the loss: stage 3 gathers parameters there.
-        config: DeepSpeed's, a dictionary or the path of a JSON file, equal on all ranks. Without gradient_clipping
-            in it nothing is clipped (DeepSpeed itself clips at 1.0 then).
-        keywords: further ones of `deepspeed.initialize`: optimizer, model_parameters, lr_scheduler, ...
+        model: a module whose forward computes the loss: stage 3 gathers parameters there.
+        config: DeepSpeed config, a dictionary or the path of a JSON file, equal on all ranks. Without
+            gradient_clipping in it nothing is clipped (DeepSpeed itself would clip at 1.0).
+        keywords: further arguments of `deepspeed.initialize`: optimizer, model_parameters, lr_scheduler, ...
     Returns:
         engine, optimizer, dataloader, lr_scheduler: as `deepspeed.initialize`.
     Raises:
-        ValueError: what would make gradients other than the average over all ranks, or ranks that disagree;
-            before the engine is made, on every rank (of those that have joined, as by `context_mesh`).
-            NotImplementedError: tensor parallelism.
-        RuntimeError: an engine that averages over other ranks all the same.
+        ValueError: settings under which gradients are not averaged over all ranks, or ranks with different configs;
+            before the engine is built, on every rank (if the processes have joined, as by `context_mesh`).
+        NotImplementedError: tensor or expert parallelism, or fp16 at stage 0.
+        RuntimeError: the engine averages over other ranks all the same.
     """
     content, error = _read_and_check(config, keywords)
     if dist.is_initialized():
@@ -88,12 +88,12 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
     skip_shared_memory_op()
     made = deepspeed.initialize(model=model, config={"gradient_clipping": 0.0, **content}, **keywords)
     _check_engine(made[0])
-    _add_up_backwards(made[0])
+    _separate_backwards(made[0])
     return made
 
 
 def _read_and_check(config: Config, keywords: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
-    """The config as a dictionary, and what is wrong with it."""
+    """Return the config as a dictionary, and the error it deserves, if any."""
     try:
         content = read(config)
         check(content, keywords)
@@ -103,17 +103,18 @@ def _read_and_check(config: Config, keywords: dict[str, Any]) -> tuple[dict[str,
 
 
 def _signature(config: dict[str, Any]) -> dict[str, object]:
-    """What ranks compare: the keys and what they hold, or a checksum where that is long."""
+    """Signature that ranks compare: the keys and values of the config, or a checksum if it is long."""
     text = json.dumps({"keys": sorted(config), **config}, sort_keys=True, default=str)
     if len(text) > MESSAGE_BYTES // 2:
         return {"config": f"{len(text)} characters, checksum {zlib.crc32(text.encode())}"}
     return json.loads(text)
 
 
-def _add_up_backwards(engine: Any) -> None:
-    """Have each backward begin anew: DeepSpeed 0.19.8 takes it for the last one's rest unless a forward came between.
+def _separate_backwards(engine: Any) -> None:
+    """Make each backward of an engine independent of the previous one.
 
-    At stage 3 the second then overwrites the gradients of the first.
+    Unless a forward ran in between, DeepSpeed 0.19.8 takes a backward for a continuation of the previous one, and at
+    stage 3 overwrites the gradients of the first.
     """
     backward = engine.backward
 
@@ -126,7 +127,7 @@ def _add_up_backwards(engine: Any) -> None:
 
 
 def _check_engine(engine: Any) -> None:
-    """DeepSpeed keeps groups of an earlier engine in the process for the next one."""
+    """Check that an engine averages over all ranks: DeepSpeed reuses the groups of an earlier engine."""
     averaged, world_size = engine.seq_dp_world_size, dist.get_world_size()
     if averaged != world_size or engine.sequence_parallel_size != 1:
         raise RuntimeError(

@@ -1,7 +1,7 @@
-"""What makes ZeRO average over something else than all ranks, refused before DeepSpeed sees it.
+"""Refusal of settings under which ZeRO does not average over all ranks, before DeepSpeed sees them.
 
-With the loss of `ringflash.loss` (its scale holds cp_size) an average over all ranks is the true gradient. What
-deepspeed 0.19.8 does instead when it is told of the rings, on data x context ranks, against a dense reference:
+With the loss of `ringflash.loss`, whose scale includes cp_size, the average over all ranks is the true gradient. If
+deepspeed 0.19.8 is told about the rings, it does this on data x context ranks, compared with a dense reference:
 
     told by                                     stages 0, 1, 2              stage 3
     mpu                                         sums over a ring            averages over it, or ranks diverge
@@ -32,25 +32,25 @@ _DRAW_ALIKE = (
 
 _KEYWORDS = {
     "mpu": "its groups are summed over at some stages and averaged over at others",
-    "mesh_param": "gradients are then reduced over its data axis alone",
+    "mesh_param": "gradients are then reduced over its data axis only",
 }
-_TWICE = {"optimizer": "optimizer", "lr_scheduler": "scheduler"}  # keywords, and the keys that say the same
+_TWICE = {"optimizer": "optimizer", "lr_scheduler": "scheduler"}  # keyword -> config key with the same meaning
 _KEYS = {
-    "sequence_parallel_size": "gradients are then reduced over the data axis alone",
+    "sequence_parallel_size": "gradients are then reduced over the data axis only",
     "data_parallel_size": "with sequence_parallel_size it makes a mesh of DeepSpeed's own",
 }
 
 
 def read(config: Config) -> dict[str, Any]:
-    """The config as a dictionary.
+    """Return the config as a dictionary.
 
     Raises:
-        ValueError: a file that is no object of JSON, or has a key twice, of which one would be ignored.
+        ValueError: a file that is not a JSON object, or that repeats a key, of which all but the last would be ignored.
     """
     if isinstance(config, dict):
         return dict(config)
     try:
-        content = json.loads(Path(config).read_text(), object_pairs_hook=_without_repetition)
+        content = json.loads(Path(config).read_text(), object_pairs_hook=_reject_repeated_keys)
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"config must be a dictionary or a JSON file, got {config}: {error}; correct it.") from error
     if not isinstance(content, dict):
@@ -58,7 +58,7 @@ def read(config: Config) -> dict[str, Any]:
     return content
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -66,11 +66,11 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def parsed(config: Mapping[str, Any]) -> DeepSpeedConfig:
-    """What DeepSpeed takes the config for: it reads "true" and 1 as true, and "0" as 0.
+def parse(config: Mapping[str, Any]) -> DeepSpeedConfig:
+    """Parse a config as DeepSpeed does, which reads "true" and 1 as true, and "0" as 0.
 
     Raises:
-        ValueError: what DeepSpeed does not take, ignores or fails for.
+        ValueError: keys or values that DeepSpeed rejects or would ignore.
     """
     unknown = sorted(set(config) - _known_keys())
     if unknown:
@@ -79,7 +79,7 @@ def parsed(config: Mapping[str, Any]) -> DeepSpeedConfig:
             f"config must have keys that DeepSpeed reads, got {', '.join(unknown)}, which it would ignore; correct or "
             f"remove (close are: {', '.join(close) or 'none'})."
         )
-    left_open = [name for name in _left_open(config) if name != "data_types.keep_in_fp32_modules"]
+    left_open = [name for name in _auto_values(config) if name != "data_types.keep_in_fp32_modules"]
     if left_open:
         raise ValueError(
             f"config must have values, got 'auto' for {', '.join(left_open)}, which transformers' Trainer fills in and "
@@ -93,7 +93,7 @@ def parsed(config: Mapping[str, Any]) -> DeepSpeedConfig:
 
 @cache
 def _known_keys() -> frozenset[str]:
-    """The keys of a config that DeepSpeed looks for: of others it says nothing."""
+    """Return the config keys that DeepSpeed looks up; it silently ignores all others."""
     looked_for = set[str]()
 
     class Noting(dict[str, Any]):
@@ -109,32 +109,32 @@ def _known_keys() -> frozenset[str]:
             looked_for.add(key)
             return super().get(key, default)
 
-        def keys(self) -> Any:  # DeepSpeed asks whether a key is in them
+        def keys(self) -> Any:  # DeepSpeed tests if a key is in them
             return self
 
     DeepSpeedConfig(Noting(train_micro_batch_size_per_gpu=1))
     return frozenset(looked_for)
 
 
-def _left_open(value: Any, name: str = "") -> Iterator[str]:
-    """The names of values that are "auto"."""
+def _auto_values(value: Any, name: str = "") -> Iterator[str]:
+    """Yield the dotted names of values that are "auto"."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _left_open(inner, f"{name}.{key}" if name else str(key))
+            yield from _auto_values(inner, f"{name}.{key}" if name else str(key))
     elif value == "auto":
         yield name
 
 
 def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
-    """Return if gradients will be averaged over all ranks.
+    """Check that gradients will be averaged over all ranks.
 
     Args:
-        config: DeepSpeed's, as a dictionary.
-        keywords: further ones of `deepspeed.initialize`.
+        config: DeepSpeed config, as a dictionary.
+        keywords: further arguments of `deepspeed.initialize`.
     Raises:
-        ValueError: a key or keyword that changes what gradients are averaged over, or what a batch counts; one that
-            DeepSpeed ignores beside another.
-        NotImplementedError: parallelism over something else than data and context.
+        ValueError: a key or keyword that changes the ranks that gradients are averaged over, or how batches are
+            counted; one that DeepSpeed would ignore in favour of another.
+        NotImplementedError: tensor or expert parallelism, or fp16 at stage 0.
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"config must be an object of JSON, got {type(config).__name__}; see recipes/deepspeed.")
@@ -171,7 +171,7 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
             "rank of a ring as a sample of its own: give train_micro_batch_size_per_gpu and "
             "gradient_accumulation_steps."
         )
-    content = parsed(config)
+    content = parse(config)
     if not (isinstance(content.gradient_clipping, int | float) and content.gradient_clipping >= 0):
         raise ValueError(
             f"gradient_clipping must be a norm of at least 0, got {content.gradient_clipping!r}; leave it out for no "
@@ -182,7 +182,7 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
             "data_efficiency.enabled must be false, got true (it draws and drops tokens on each rank by itself); "
             f"{_DRAW_ALIKE}."
         )
-    # DeepSpeed 0.19.8 divides gradients of stage 0 by a scale that it has not multiplied the loss by.
+    # At stage 0 DeepSpeed 0.19.8 divides gradients by a scale without having multiplied the loss by it.
     if content.float16_config.enabled and content.zero_optimization_stage == 0:
         raise NotImplementedError(
             "fp16 must have a ZeRO stage of 1, 2 or 3, got 0, at which DeepSpeed does not scale the loss; set "

@@ -29,11 +29,10 @@ except ModuleNotFoundError as missing:
 
 from ringflash.comm.agreement import agree
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
-from ringflash.deepspeed.refusals import check, parsed, read
-from ringflash.lightning.checkpoints import COMPLETE, check_folders
+from ringflash.deepspeed.refusals import check, parse, read
+from ringflash.lightning.checkpoints import COMPLETE, check_folders, check_local, note_time
 from ringflash.lightning.stop import add_stop_on_signal
-from ringflash.lightning.trainers import TrainerChecks
-from ringflash.lightning.writing import check_local, note_time
+from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.sequence.layout import granularity
 from ringflash.training.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 
@@ -42,27 +41,27 @@ _BESIDE_A_CONFIG = {
     "logging_level", "load_full_weights", "exclude_frozen_parameters", "loss_scale", "initial_scale_power",
     "loss_scale_window", "hysteresis", "min_loss_scale",
 }  # fmt: skip
-_AVERAGE = "average"  # in a checkpoint, of which DeepSpeed leaves out what Lightning keeps as state_dict
+_AVERAGE = "average"  # key for averaged weights in a checkpoint: DeepSpeed drops Lightning's own key, state_dict
 
 
 class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpeedStrategy):
-    """ZeRO over all ranks, and each sequence cut over `context_parallel_size` of them.
+    """ZeRO over all ranks, with each sequence sharded over `context_parallel_size` of them.
 
-    As `ringflash.lightning.ContextParallelStrategy` towards a module: the sampler splits the data over the data
-    axis only, and gradients are averaged over all ranks, so that the loss needs the scale of `ringflash.loss`.
-    DeepSpeed clips gradients in its step, by the trainer's gradient_clip_val; their norm is logged as grad_norm.
+    Modules use it like `ringflash.lightning.ContextParallelStrategy`: the sampler splits the data over the data axis
+    only, and gradients are averaged over all ranks, so that the loss needs the scale of `ringflash.loss`. DeepSpeed
+    clips gradients in its step, by the trainer's gradient_clip_val; their norm is logged as grad_norm.
 
-    Every rank builds the whole model before stage 3 takes its part of it: `deepspeed.zero.Init` would leave a
-    Hugging Face model without its first values, and no matrix to tell from a vector by its dimensions.
+    Every rank builds the whole model before stage 3 shards it: with `deepspeed.zero.Init` a Hugging Face model would
+    lose its initial values, and its parameters their dims, which tell matrices from vectors.
 
     Args:
         context_parallel_size: ranks that share one sequence; "auto" is all that data_parallel_size leaves.
-        data_parallel_size: groups of ranks with sequences of their own; "auto" is all that is left.
+        data_parallel_size: number of sequences processed in parallel; "auto" is all that is left.
         layout: which tokens of a sequence a rank holds: "zigzag", or for packed documents "striped" (docs/masks.md).
-        config: DeepSpeed's, a dictionary or the path of a JSON file; without it the options make one.
-        options: further ones of DeepSpeedStrategy, such as stage.
+        config: DeepSpeed config, a dictionary or the path of a JSON file; default one built from the options.
+        options: further arguments of DeepSpeedStrategy, such as stage.
     Raises:
-        ValueError: a config that `check` refuses, or with gradient_clipping; options beside a config that would make
+        ValueError: a config with gradient_clipping or that `check` refuses; a config together with options that build
             one; an unknown layout; sizes that do not multiply to the number of ranks. Before any communication.
     """
 
@@ -79,7 +78,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
         _check_options(config, options)
         super().__init__(config=None if config is None else read(config), **options)
         _check_config(self.config)
-        granularity(1, layout)  # refuses what is none
+        granularity(1, layout)  # raises for an unknown layout
         self.layout = layout
         self._context_parallel_size, self._data_parallel_size = context_parallel_size, data_parallel_size
         self._device_mesh: DeviceMesh | None = None
@@ -87,12 +86,12 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
 
     @property
     def handles_gradient_accumulation(self) -> bool:
-        """False: DeepSpeed steps where Lightning says, also after the last batch of an epoch."""
+        """False: DeepSpeed steps when Lightning tells it to, also after the last batch of an epoch."""
         return False
 
     @property
     def device_mesh(self) -> DeviceMesh:  # type: ignore[override]
-        """All ranks, as data x context."""
+        """Mesh of all ranks, data x context."""
         if self._device_mesh is None:
             raise RuntimeError(
                 "device_mesh must be read after the processes have joined, got a strategy without a mesh; "
@@ -102,13 +101,13 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device, with an index on the CPU too, where DeepSpeed asks for one."""
+        """Device of this rank, with an index even on the CPU, because DeepSpeed requires one."""
         device = super().root_device
         return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """The data axis: ranks of one ring draw the same sequences."""
+        """Size and rank of the data axis: ranks of one ring draw the same sequences."""
         return {"num_replicas": self.dp_size, "rank": self.dp_rank}
 
     def setup_environment(self) -> None:
@@ -136,10 +135,10 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
             self._init_deepspeed_distributed()
 
     def setup(self, trainer: Any) -> None:
-        """Lightning's, where checkpoints can be written.
+        """Set up as Lightning does, after checking where checkpoints will be written.
 
         Raises:
-            ValueError: they would go to a bucket.
+            ValueError: checkpoints would be written to a bucket.
         """
         check_folders(trainer)
         super().setup(trainer)
@@ -147,17 +146,17 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Parameters are whole until DeepSpeed takes them over."""
+        """Leave parameters whole until DeepSpeed shards them."""
         self._init_config_if_needed()
         yield
 
     def shard_parameters(
         self, module: nn.Module, layers: Iterable[nn.Module], *, in_fp32: Iterable[nn.Module] = ()
     ) -> None:
-        """Nothing yet: DeepSpeed shards the whole LightningModule once its optimizer is known, in one dtype."""
+        """Do nothing: DeepSpeed shards the whole LightningModule, in one dtype, once it has the optimizer."""
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **keywords: Any) -> None:
-        """DeepSpeed's, without its division by the batches of a step: Lightning has divided the loss by them."""
+        """Run DeepSpeed's backward without its division by the batches of a step: Lightning has divided already."""
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization and self.deepspeed_engine.managed_gradient_accumulation():
             last = not self.lightning_module.trainer.fit_loop._should_accumulate()
@@ -166,24 +165,24 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Nothing to block: `backward` has said whether the step ends with it."""
+        """Do nothing: `backward` tells DeepSpeed if the step ends with it."""
         yield
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """DeepSpeed's, and a file that says that all ranks have written their parts: `--ckpt_path auto` finds it."""
+        """Save as DeepSpeed does, then mark the checkpoint as complete, which `--ckpt_path auto` requires."""
         check_local(filepath)
-        if "averaging_state" in checkpoint:  # of WeightAveraging, whose average is in the place of the weights
+        if "averaging_state" in checkpoint:  # WeightAveraging has put its average in place of the weights
             checkpoint = {**checkpoint, _AVERAGE: checkpoint["state_dict"]}
         mark = Path(self.broadcast(filepath), COMPLETE)
         if self.is_global_zero:
-            mark.unlink(missing_ok=True)  # of one of the same name, whose files are written over
-        super().save_checkpoint(checkpoint, filepath, storage_options)  # ranks wait for one another at both ends
+            mark.unlink(missing_ok=True)  # that of a checkpoint of the same name, which is overwritten
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # ranks wait for each other at both ends
         if self.is_global_zero:
             note_time(mark.parent)
             mark.touch()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **keywords: Any) -> Any:
-        """DeepSpeed's step; logs the norm of the whole gradient before clipping as grad_norm."""
+        """Run DeepSpeed's step, and log the norm of the whole gradient before clipping as grad_norm."""
 
         def measured() -> Any:
             result = closure()
@@ -198,20 +197,20 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
         return output
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """DeepSpeed's; a run goes on with its own gradient_clip_val, not the checkpoint's.
+        """Load as DeepSpeed does, but keep this run's gradient_clip_val.
 
-        An average of the weights (WeightAveraging) is what is evaluated, as with other strategies.
+        Evaluations use averaged weights (WeightAveraging) if the checkpoint has them, as with other strategies.
 
         Raises:
-            ValueError: one with the parts of another stage, or of a number of ranks that these cannot read; on every
-                rank.
+            ValueError: the checkpoint was written at another stage, or on a number of ranks that this run cannot read;
+                on every rank.
         """
         continued = self._trainer.state.fn == TrainerFn.FITTING
         writes_optimizer = self.deepspeed_engine.save_zero_checkpoint if continued else None
         path = Path(checkpoint_path)
-        error = _other_parts(path, self.zero_stage_3, writes_optimizer)
+        error = _stage_error(path, self.zero_stage_3, writes_optimizer)
         if error is None and not self.deepspeed_engine.load_universal_checkpoint():
-            error = _other_ranks(path, self.world_size, continued)
+            error = _num_ranks_error(path, self.world_size, continued)
         agree(dist.group.WORLD, {"ckpt_path": str(checkpoint_path)}, error)
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._set_clipping(self.config["gradient_clipping"])
@@ -225,7 +224,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
     def _clip_in_step(
         self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = GradClipAlgorithmType.NORM
     ) -> None:
-        """In the place of the precision plugin's, which does nothing: the engine clips in the step that follows.
+        """Set the norm by which the engine clips in its next step; replaces the precision plugin's method, a no-op.
 
         Raises:
             NotImplementedError: clipping by value.
@@ -243,7 +242,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
             engine.optimizer.clip_grad = norm
 
     def _initialize_deepspeed_train(self, model: nn.Module) -> None:
-        """The engine, around a model that is whole: optimizers tell matrices from vectors by their dimensions."""
+        """Build the engine from a model that is not sharded: optimizers tell matrices from vectors by their dims."""
         if any(hasattr(p, "ds_id") for p in model.parameters()):
             raise ValueError(
                 "model must be whole before stage 3 trains it, got one that an earlier validate() or fit() has "
@@ -253,17 +252,17 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
             raise ValueError(
                 "optimizer must not be in the config of a module that has configure_optimizers, got "
                 f"{self.config['optimizer']}, which Lightning would take, and ignore the module's; set the module's "
-                "(of the recipes model.learning_rate and beside it)."
+                "(in recipes: model.learning_rate, weight_decay and betas)."
             )
         stage = (self.config.get("zero_optimization") or {}).get("stage", 0)
-        if stage and not model.automatic_optimization:  # a step of its own may follow any number of backwards
+        if stage and not model.automatic_optimization:  # a manual step may follow any number of backwards
             self.config.setdefault("managed_gradient_accumulation", False)
             if stage == 1:
                 self.config["zero_optimization"] = {**self.config["zero_optimization"], "overlap_comm": False}
         super()._initialize_deepspeed_train(model)
 
     def _auto_select_batch_size(self) -> int:
-        """Lightning's, or 1 where the loader makes no batches; DeepSpeed's speed figures alone read it."""
+        """Return Lightning's choice, or 1 if the loader has no batch size; only DeepSpeed's speed figures use it."""
         try:
             return super()._auto_select_batch_size()
         except AttributeError:
@@ -287,10 +286,10 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
 
 
 def _check_options(config: Any, options: dict[str, Any]) -> None:
-    """What Lightning would ignore: its options make a config only where there is none."""
+    """Refuse options that Lightning would ignore, because it builds a config from them only if none is given."""
     parameters = inspect.signature(DeepSpeedStrategy).parameters
     for name, value in options.items():
-        if name in parameters and value != parameters[name].default:  # a command line gives defaults, too
+        if name in parameters and value != parameters[name].default:  # a command line passes defaults, too
             if config is not None and name not in _BESIDE_A_CONFIG:
                 raise ValueError(f"{name} must not be given beside config, got {value}; set it in the config.")
             if name == "remote_device":
@@ -298,7 +297,7 @@ def _check_options(config: Any, options: dict[str, Any]) -> None:
 
 
 def _check_config(config: dict[str, Any]) -> None:
-    """Before Lightning adds its own keys to it."""
+    """Check the config before Lightning adds its own keys."""
     if "gradient_clipping" in config:
         raise ValueError(
             f"gradient_clipping must not be in the config, got {config['gradient_clipping']}; "
@@ -308,8 +307,8 @@ def _check_config(config: dict[str, Any]) -> None:
 
 
 def _check_precision(config: dict[str, Any], precision: str) -> None:
-    """What the trainer does not name DeepSpeed would train in all the same."""
-    content = parsed(config)
+    """Refuse a config that enables another precision than the trainer's: DeepSpeed would train in it."""
+    content = parse(config)
     for name, number, enabled in (
         ("bf16", "bf16", content.bfloat16_config.enabled),
         ("bfloat16", "bf16", content.bfloat16_config.enabled),
@@ -327,11 +326,11 @@ def _check_precision(config: dict[str, Any], precision: str) -> None:
         )
 
 
-def _other_parts(path: Path, shards_model: bool, writes_optimizer: bool | None) -> ValueError | None:
-    """What is wrong with a checkpoint by the parts it has; DeepSpeed says nothing of use.
+def _stage_error(path: Path, shards_model: bool, writes_optimizer: bool | None) -> ValueError | None:
+    """Return the error for a checkpoint whose parts are those of another stage; DeepSpeed's own is unclear.
 
     Args:
-        writes_optimizer: whether this run's checkpoints have parts of the optimizer; None where that does not matter.
+        writes_optimizer: True if this run's checkpoints have optimizer parts; None if that does not matter.
     """
     names = [file.name for file in (path / "checkpoint").glob("*_states.pt")]
     sharded = any(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in names)
@@ -345,11 +344,11 @@ def _other_parts(path: Path, shards_model: bool, writes_optimizer: bool | None) 
     )
 
 
-def _other_ranks(path: Path, num_ranks: int, continued: bool) -> ValueError | None:
-    """What is wrong with a checkpoint by the number of its parts; at stage 3 some ranks alone would find none.
+def _num_ranks_error(path: Path, num_ranks: int, continued: bool) -> ValueError | None:
+    """Return the error for a checkpoint of another number of ranks; at stage 3 only some ranks would find no part.
 
     Args:
-        continued: with the optimizer, each part of which belongs to a rank; of weights alone any rank reads all.
+        continued: True if the optimizer is restored, whose parts belong to one rank each; False for weights only.
     """
     written = len(list((path / "checkpoint").glob("*_optim_states.pt")))
     whole = (path / "checkpoint" / "mp_rank_00_model_states.pt").is_file()
@@ -372,7 +371,7 @@ def _check_device(device_type: str) -> None:
 
 
 def _replicated_norm(engine: Any) -> torch.Tensor | None:
-    """2-norm of gradients that every rank holds whole (stage 0 without a wrapped optimizer); else None."""
+    """Return the 2-norm of gradients that every rank holds in full (stage 0 without a wrapped optimizer), or None."""
     gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
     if engine.zero_optimization() or hasattr(engine.optimizer, "_global_grad_norm") or not gradients:
         return None

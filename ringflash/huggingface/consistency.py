@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from inspect import signature
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -195,12 +196,17 @@ class ShardLoss:
     """
 
     def __init__(self, model: nn.Module, compute: Callable[..., Any], inputs: ForwardInputs) -> None:
-        self._model, self._compute, self._inputs = model, compute, inputs
+        self._model, self._compute, self._inputs = ref(model), compute, inputs  # a cycle would keep the model's memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardLoss, (self._model(), self._compute, self._inputs)  # of a copied model, the copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of logits and labels."""
         if self._inputs.options.group is not None:
-            check_adapters(self._model)  # added after set_group
+            model = self._model()
+            assert model is not None
+            check_adapters(model)  # added after set_group
             if kwargs.get("shift_labels") is None:
                 raise _labels_error()
         return self._compute(*args, **kwargs)

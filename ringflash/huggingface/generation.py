@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
+from weakref import ref
 
 from torch import nn
 
@@ -25,13 +25,26 @@ def generate_locally(model: nn.Module, inputs: ForwardInputs) -> None:
     for module in model.modules():
         if hasattr(type(module), "set_attn_implementation") and module.can_generate():  # type: ignore[operator]
             module._ringflash_given = inputs  # type: ignore[assignment]
-            module.generate = MethodType(_generate, module)  # type: ignore[assignment]
+            module.generate = LocalGenerate(module)  # type: ignore[assignment]
 
 
-def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run transformers' generate within this process: on one rank, or on each with a prompt of its own."""
-    with _off_the_ring(self, self._ringflash_given):
-        return type(self).generate(self, *args, **kwargs)
+class LocalGenerate:
+    """A model's `generate`: transformers' own, within this process. One rank may call it, or each with its own prompt.
+
+    The model is referred to weakly: a cycle would keep its memory, and its group, until Python collects garbage.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = ref(model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalGenerate, (self._model(),)  # of a copied model, the copy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what transformers' `generate` returns."""
+        model: Any = self._model()
+        with _off_the_ring(model, model._ringflash_given):
+            return type(model).generate(model, *args, **kwargs)
 
 
 @contextmanager

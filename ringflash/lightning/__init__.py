@@ -1,9 +1,9 @@
-"""Training through the ring with Lightning: a strategy, a language model, data that resumes, and a progress line.
+"""Training through the ring with Lightning: a strategy, a language model, data that resumes exactly, and callbacks.
 
     trainer = Trainer(strategy=ContextParallelStrategy(context_parallel_size=4), ...)
     trainer.fit(CausalLM(...), datamodule=TokenData(...))
 
-recipes/lightning holds trainings that use them, as forms to fill in.
+recipes/lightning has complete training runs built from these classes.
 """
 
 try:
@@ -13,16 +13,15 @@ except ModuleNotFoundError as missing:
         f"lightning must be installed for ringflash.lightning, got {missing}; pip install 'ringflash[lightning]'."
     ) from missing
 
+from ringflash.lightning.callbacks import ExposedCommunication, Progress
 from ringflash.lightning.checkpoints import ModelCheckpoint
-from ringflash.lightning.data import TextData
-from ringflash.lightning.exposed import ExposedCommunication
+from ringflash.lightning.data import TokenData
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.passkey import Passkey
-from ringflash.lightning.progress import Progress
 from ringflash.lightning.sharding import SequenceSharding
 from ringflash.lightning.stop import StopOnSignal
 from ringflash.lightning.strategy import ContextParallelStrategy
-from ringflash.lightning.tokens import TokenData
+from ringflash.lightning.text import TextData
 from ringflash.wrap import wrap_attention
 
 __all__ = [

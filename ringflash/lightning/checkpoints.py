@@ -1,49 +1,217 @@
-"""By what checkpoints are judged, and which one a run that is started again goes on from."""
+"""Checkpoints: written while training continues, ranked by evaluations, and found again on restart.
+
+save(step 100): copy to host memory | continue training ...   | save(step 200): wait for 100, copy, ...
+a thread:                           | write, rename, remove   |
+
+A checkpoint is written under a temporary name and renamed once it is complete.
+"""
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import shutil
+import time
 import zipfile
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch import callbacks
 from lightning.pytorch.utilities import rank_zero_info
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from ringflash.checkpoint_checksums import ChecksumWriter, Sums, write_checksums
 from ringflash.comm.agreement import agree
-from ringflash.lightning.writing import WRITTEN_AT, check_local, leftovers, restore
 
-COMPLETE = "complete"  # a file in a checkpoint of DeepSpeed's once all ranks have written theirs
+WRITTEN_AT = "written_at"  # file in a checkpoint: the time in ns, because copying changes the files' own times
+COMPLETE = "complete"  # file in a DeepSpeed checkpoint, written once all ranks have written their parts
+PARTIAL = ".partial"  # suffix of a checkpoint that is being written
+REPLACED = ".replaced"  # suffix of a complete checkpoint for the moment in which a new one takes its name
+
+
+class CheckpointWriter:
+    """Writer of distributed checkpoints, one at a time in a background thread; all ranks make the same calls.
+
+    Once all ranks have written their parts, rank 0 adds the rest of Lightning's state (meta.pt), the time and the
+    checksums of all files, and renames the directory. Under its final name a checkpoint is complete or does not exist.
+
+    Args:
+        timeout: how long a rank waits for the parts of other ranks.
+    """
+
+    def __init__(self, timeout: timedelta | None) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timeout)  # keeps the group of the training free
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._jobs: list[Future[None]] = []
+
+    def save(self, state: dict[str, Any], rest: dict[str, Any], path: Path) -> None:
+        """Wait for the previous checkpoint, copy the state, and return while it is written.
+
+        Args:
+            state: tensors and values, of which each rank writes its part.
+            rest: everything else, which rank 0 writes to meta.pt.
+        Raises:
+            RuntimeError: the previous checkpoint was not written; on every rank.
+        """
+        self.finish()
+        if dist.get_rank() == 0:
+            shutil.rmtree(_partial(path), ignore_errors=True)
+        meta = io.BytesIO()
+        torch.save(rest, meta)
+        storage, copy = ChecksumWriter(_partial(path)), DefaultStager(StagingOptions(*[False] * 4))
+        written = dcp.async_save(state, storage_writer=storage, async_stager=copy, process_group=self._group)
+        assert isinstance(written, Future)
+        self._jobs.append(self._thread.submit(_complete, written, storage, meta.getvalue(), path))
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint once all checkpoints requested so far are complete; never if one of them fails."""
+        self._jobs.append(self._thread.submit(_remove, list(self._jobs), path))
+
+    def finish(self) -> None:
+        """Wait until every requested checkpoint is on disk.
+
+        Raises:
+            RuntimeError: writing or removing failed on some rank; on every rank.
+        """
+        if not self._jobs:
+            return
+        mine = self._wait()
+        found: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine, group=self._group)
+        failed = {rank: text for rank, text in enumerate(found) if text}
+        if failed:
+            raise RuntimeError(
+                f"a checkpoint was not written: {next(iter(failed.values()))} (seen on ranks {list(failed)}); free "
+                "disk space, or choose another folder. The last complete checkpoint is untouched."
+            )
+
+    def close(self) -> str | None:
+        """Wait without contacting the other ranks, which may be gone, and end the thread and the group.
+
+        Returns:
+            The first failure on this rank, in words; None if there was none.
+        """
+        failed = self._wait()
+        self._thread.shutdown()
+        dist.destroy_process_group(self._group)
+        return failed
+
+    def _wait(self) -> str | None:
+        """Return the first failure of this rank's jobs, in words, after all of them have ended."""
+        errors = [job.exception() for job in self._jobs]
+        self._jobs = []
+        return next((_describe_error(error) for error in errors if error is not None), None)
+
+
+def check_local(place: str | Path) -> None:
+    """Refuse the address of a bucket: taken as a path it would be a local folder, named s3: for example.
+
+    Raises:
+        ValueError: an address instead of a folder.
+    """
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(place)):  # Path turns two slashes into one
+        raise ValueError(
+            f"checkpoints must go to a folder of a file system, got {place}; name one that all hosts share, and "
+            "copy them on from there."
+        )
+
+
+def restore(folder: str | Path) -> None:
+    """Rename back a complete checkpoint that a crash left under its `REPLACED` name.
+
+    Any number of ranks may call this concurrently.
+    """
+    for path in Path(folder).glob(f"**/*.ckpt{REPLACED}"):
+        original = path.with_name(path.name.removesuffix(REPLACED))
+        if not original.exists():
+            with suppress(FileNotFoundError):  # another rank was faster
+                path.rename(original)
+
+
+def leftovers(folder: str | Path) -> list[Path]:
+    """Return the partial and replaced checkpoints that a crash has left below a folder; call it when no rank writes."""
+    return [path for suffix in (PARTIAL, REPLACED) for path in Path(folder).glob(f"**/*.ckpt{suffix}")]
+
+
+def note_time(checkpoint: Path) -> None:
+    """Record the present time in a checkpoint as the time at which it was written."""
+    (checkpoint / WRITTEN_AT).write_text(str(time.time_ns()))
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + PARTIAL)
+
+
+def _complete(written: Future[Any], storage: ChecksumWriter, meta: bytes, path: Path) -> None:
+    """Wait for this rank's part; rank 0, which torch ends last, then adds the remaining files and renames."""
+    written.result()
+    if dist.get_rank() != 0:
+        return
+    with open(_partial(path) / "meta.pt", "wb") as file:
+        file.write(meta)
+        file.flush()
+        os.fsync(file.fileno())
+    sums = Sums()
+    sums.add(meta)
+    write_checksums(_partial(path), {**storage.sums, "meta.pt": sums})
+    note_time(_partial(path))
+    replaced = path.with_name(path.name + REPLACED)
+    if path.is_dir():
+        shutil.rmtree(replaced, ignore_errors=True)  # left by a crash during its removal
+        path.rename(replaced)
+    else:
+        path.unlink(missing_ok=True)
+    _partial(path).rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove(before: list[Future[None]], path: Path) -> None:
+    if dist.get_rank() == 0 and all(job.exception() is None for job in before) and path.exists():
+        shutil.rmtree(path)
+
+
+def _describe_error(error: BaseException) -> str:
+    """Return an error's type and message; if it was sent to all ranks, those of the first rank that failed."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = min(error.failures.items())
+        return f"{type(cause).__name__} on rank {rank}: {cause}"
+    return f"{type(error).__name__}: {error}"
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
-    """Lightning's, which judges a step by what an evaluation of that step has logged, and by no other.
+    """Lightning's ModelCheckpoint, except that a step is ranked only by the evaluation of that same step.
 
-    Lightning's own takes the evaluation that came last, also where the step's own is about to follow. Where `monitor`
-    is a metric of evaluations, a save that is due waits for the next of them.
+    Lightning uses the latest evaluation, even if the step's own evaluation is about to run. If `monitor` is a metric
+    of evaluations, a save that is due waits for the next evaluation.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._before: dict[str, Any] = {}  # all metrics when the evaluation began
-        self._of_evaluations: set[str] = set()
+        self._before: dict[str, Any] = {}  # all metrics at the start of the evaluation
+        self._of_evaluations: set[str] = set()  # metrics that evaluations have logged
         self._in_batch = False
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """Save where one is due, unless an evaluation is to be waited for."""
+        """Save if a checkpoint is due, unless it has to wait for an evaluation."""
         self._in_batch = True
         super().on_train_batch_end(*args)
         self._in_batch = False
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """What is logged from here on is of an evaluation."""
+        """Remember the metrics so far: those that change from now on belong to an evaluation."""
         self._before = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Save what has waited for this."""
+        """Save the checkpoint that has waited for this evaluation."""
         metrics = trainer.callback_metrics.items()
         self._of_evaluations |= {name for name, value in metrics if value is not self._before.get(name)}
         super().on_validation_end(trainer, pl_module)
@@ -53,15 +221,15 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         return {name: value for name, value in super()._monitor_candidates(trainer).items() if name not in hidden}
 
     def _should_save_on_train_epoch_end(self, trainer: lightning.Trainer) -> bool:
-        """Not what waits for an evaluation, which Lightning would forget there."""
+        """Return False while a save waits for an evaluation: Lightning would drop it at the end of an epoch."""
         return not self._defer_save_until_validation and super()._should_save_on_train_epoch_end(trainer)
 
 
 def check_folders(trainer: lightning.Trainer) -> None:
-    """Refuse a trainer whose checkpoints would go to a bucket, as `check_local` does.
+    """Refuse a trainer whose checkpoints would be written to a bucket, as `check_local` does.
 
     Raises:
-        ValueError: an address in the place of a folder.
+        ValueError: an address instead of a folder.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, callbacks.ModelCheckpoint) and callback.dirpath is not None:
@@ -69,14 +237,14 @@ def check_folders(trainer: lightning.Trainer) -> None:
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
-    """Return the checkpoint below a folder that was completed last, whichever version of the run wrote it."""
+    """Return the most recently completed checkpoint below a folder, whichever version of the run wrote it."""
     return next(iter(complete_checkpoints(output_dir)), None)
 
 
 def complete_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Return all complete checkpoints below a folder, the newest first.
+    """Return all complete checkpoints below a folder, newest first.
 
-    One that a crash has cut short has another name (ringflash.lightning.writing), or lacks its end: it does not count.
+    A checkpoint that a crash has cut short has another name (`PARTIAL`) or lacks its end, and is left out.
     """
     restore(output_dir)
     complete = [path for path in Path(output_dir).glob("**/*.ckpt") if is_complete(path)]
@@ -84,17 +252,17 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether all of a distributed checkpoint was written.
+    """Return True if all of a distributed checkpoint was written.
 
-    Once every rank has written its part, rank 0 writes the list of them (.metadata), then the rest of the
-    trainer's state: a zip file, whose directory is at its end. Of DeepSpeed's it writes COMPLETE.
+    Once every rank has written its part, rank 0 writes the list of parts (.metadata), then the rest of the trainer's
+    state: a zip file, whose directory is at its end. In a DeepSpeed checkpoint it writes `COMPLETE`.
     """
     whole = (checkpoint / ".metadata").is_file() and zipfile.is_zipfile(checkpoint / "meta.pt")
     return whole or (checkpoint / COMPLETE).is_file()
 
 
 def _age(checkpoint: Path) -> tuple[int, int]:
-    """When it was completed, as noted in it or by the time of its last file; where that is the same, its step."""
+    """Sort key of a checkpoint: the time recorded in it, or that of its last file; then the step in its name."""
     step, noted = re.search(r"step=(\d+)", checkpoint.name), checkpoint / WRITTEN_AT
     text = noted.read_text() if noted.is_file() else ""
     last = checkpoint / ("meta.pt" if (checkpoint / "meta.pt").is_file() else COMPLETE)
@@ -102,12 +270,14 @@ def _age(checkpoint: Path) -> tuple[int, int]:
 
 
 class SameCheckpoint(lightning.Callback):
-    """Fails on every rank where ranks do not continue from the same checkpoint, as they do when the hosts do not
-    share the folder. Lightning would load that of the first rank where there is one, and wait where there is none.
+    """Callback that raises on every rank if ranks would continue from different checkpoints.
+
+    They do if the hosts do not share the folder. Lightning would load the first rank's checkpoint if there is one, and
+    hang if there is none.
 
     Args:
-        ckpt_path: what this rank continues from.
-        output_dir: below which rank 0 then removes what a crash while writing has left, and where the strategy finds
+        ckpt_path: the checkpoint that this rank continues from.
+        output_dir: folder in which rank 0 then removes the leftovers of a crash, and in which the strategy finds
             `older_checkpoints`.
     """
 
@@ -116,7 +286,7 @@ class SameCheckpoint(lightning.Callback):
         self.output_dir = output_dir
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Compare, once the ranks have met and before any loads; then tidy up, once all have looked."""
+        """Compare paths after the processes have joined and before any rank loads; then remove leftovers."""
         agree(dist.group.WORLD, {"ckpt_path": self.ckpt_path and str(self.ckpt_path)})
         if self.output_dir is not None and dist.get_rank() == 0:
             for path in leftovers(self.output_dir):
@@ -125,9 +295,9 @@ class SameCheckpoint(lightning.Callback):
 
 
 def older_checkpoints(trainer: lightning.Trainer, path: Path) -> list[Path]:
-    """Return the checkpoints, the newest first, that automatic resume takes if the one at `path` is damaged.
+    """Return the checkpoints, newest first, that automatic resume tries if the one at `path` is damaged.
 
-    None of them for a path that the user named.
+    The list is empty for a path that the user named.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, SameCheckpoint) and callback.output_dir is not None and callback.ckpt_path == path:

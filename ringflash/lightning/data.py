@@ -1,72 +1,332 @@
-"""Bytes of text files as batches: data without a file to prepare. `tokens` has the data for real training."""
+"""Training data for a data x context mesh: the base of all data modules, and token files.
+
+Each data rank draws its own sequences, and a checkpoint keeps the position in the data. `ringflash.data.order` defines
+how samples are numbered over all epochs.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, cast
 
+import lightning
+import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ringflash import huggingface
-from ringflash.comm.agreement import READ_TIMEOUT, agree
-from ringflash.lightning.sequences import Batch, SequenceData
-from ringflash.lightning.strategy import strategy_of
-from ringflash.lightning.text import VOCAB_SIZE, PackedSequence, PackedText, is_held_out, text_files
+from ringflash.comm.agreement import READ_TIMEOUT, agree, gather
+from ringflash.data.files import TokenFiles, raise_for
+from ringflash.data.format import TokenFileError
+from ringflash.data.order import SampleOrder
+from ringflash.data.sequences import TokenSequences, split
+from ringflash.lightning.module import CausalLM
+from ringflash.lightning.strategy import ContextParallelStrategy, strategy_of
+from ringflash.lightning.trainer_checks import check_interval
+
+Loader = DataLoader[Any]
+Batch = dict[str, Any]  # as ringflash.huggingface.prepare_batch returns it
 
 
-class TextData(SequenceData):
-    """Bytes of text files, packed: sequences to train on, and some trained and some held-out ones to judge by.
+class Sequences(Protocol):
+    """Dataset with a length and numbered sequences."""
 
-    Every rank reads all of the text and cuts its part out of whole sequences.
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class SequenceData(lightning.LightningDataModule):
+    """Base of the data modules: sequences to train on, and fixed sequences to evaluate; a subclass reads them.
+
+    Evaluations use some sequences of the training set and some that are held out. A batch is one sequence on each
+    data rank. A run resumes exactly, even in the middle of an epoch or on a different number of ranks.
 
     Args:
         seqlen: tokens of a whole sequence, over all ranks that share it.
-        folder: where the files lie; default the sources of Python's standard library.
-        suffix: how their names end.
-        num_eval_sequences: sequences to judge by, of each kind; divisible by the data-parallel size.
-        seed: names the order of the sequences.
+        num_eval_sequences: sequences to evaluate from each of the two sets; divisible by the data-parallel size.
+        seed: determines the order of the sequences.
+    """
+
+    def __init__(self, seqlen: int, num_eval_sequences: int, seed: int) -> None:
+        super().__init__()
+        self.seqlen, self.num_eval_sequences, self.seed = seqlen, num_eval_sequences, seed
+        self.num_consumed = 0
+
+    def read(self) -> tuple[Sequences, Sequences]:
+        """Return the sequences to train on and the held-out ones."""
+        raise NotImplementedError(f"read must be overridden, got none in {type(self).__name__}; return two datasets.")
+
+    def setup(self, stage: str) -> None:
+        """Read the sequences, and add the callback that counts consumed samples.
+
+        Raises:
+            ValueError: a trainer that would split the sequences a second time, give all data ranks the same ones, wait
+                for epochs that never end, end them in the middle of a step, or evaluate by the clock; a number of
+                evaluation sequences that the data ranks do not divide.
+        """
+        _check_sampler(self.trainer)
+        if stage == "fit":
+            _check_epochs(self.trainer)
+            check_interval(self.trainer)
+        if not any(isinstance(callback, CountConsumed) for callback in self.trainer.callbacks):
+            self.trainer.callbacks.insert(0, CountConsumed())
+        self.train, self.held_out = self.read()
+        self._check_eval_sequences()
+
+    def train_dataloader(self) -> Loader:
+        """Return an endless loader that starts at the first unconsumed sequence."""
+        return _loader(self.train, _Unconsumed(self))
+
+    def val_dataloader(self) -> dict[str, Loader]:
+        """Return this data rank's share of the evaluation sequences, which are evenly spaced over each set."""
+        strategy = strategy_of(self.trainer)
+        loaders = {}
+        for name, text in (("train", self.train), ("held_out", self.held_out)):
+            chosen = [i * len(text) // self.num_eval_sequences for i in range(self.num_eval_sequences)]
+            loaders[name] = _loader(text, chosen[strategy.dp_rank :: strategy.dp_size])
+        return loaders
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
+        """Move all of the batch but cu_seqlens, which only the host reads."""
+        tensors = {name: value for name, value in batch.items() if name != "cu_seqlens"}
+        moved = super().transfer_batch_to_device(tensors, device, dataloader_idx)
+        return {**moved, "cu_seqlens": batch["cu_seqlens"]}
+
+    def identity(self) -> dict[str, Any]:
+        """Return the properties of the data that must match a checkpoint's for its position to mean the same."""
+        return {"num_sequences": len(self.train), "seqlen": self.seqlen, "seed": self.seed}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data, and the data's `identity`."""
+        return {"num_consumed": self.num_consumed, **self.identity()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the position of a checkpoint when fitting; evaluations ignore it.
+
+        Raises:
+            ValueError: text, length or order different from the checkpoint's.
+        """
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        for name, value in self.identity().items():
+            if state_dict[name] != value:
+                raise ValueError(
+                    f"{name} must be that of the checkpoint ({state_dict[name]}), got {value}; "
+                    "resume with the same text, seqlen and seed."
+                )
+        self.num_consumed = state_dict["num_consumed"]
+
+    def check_vocabulary(self, vocab_size: int, where: str) -> None:
+        """Refuse a `CausalLM` that lacks some of the tokens: ranks that meet one would fail, and the others hang.
+
+        Raises:
+            ValueError: a model with a smaller vocabulary; on every rank.
+        """
+        module = None if self.trainer is None else self.trainer.lightning_module
+        got = _vocab_size(module.config) if isinstance(module, CausalLM) else None
+        if got is not None and got < vocab_size:
+            raise ValueError(
+                f"vocab_size of the model must be {vocab_size} or more for {where}, got {got}; "
+                "give the model that of the tokenizer."
+            )
+
+    def _check_eval_sequences(self) -> None:
+        dp_size, available = strategy_of(self.trainer).dp_size, min(len(self.train), len(self.held_out))
+        count = self.num_eval_sequences
+        if count < 1 or count % dp_size or count > available:
+            raise ValueError(
+                f"num_eval_sequences must be a multiple of the data-parallel size ({dp_size}) from 1 to the number of "
+                f"held-out sequences ({available}), got {count}; change it, or give more text."
+            )
+
+
+def _vocab_size(config: dict[str, Any]) -> int | None:
+    """Return the vocabulary size of a configuration, by default that of its model family."""
+    if "vocab_size" in config:
+        return config["vocab_size"]
+    from transformers import AutoConfig
+
+    return getattr(AutoConfig.for_model(**config), "vocab_size", None)
+
+
+def _check_sampler(trainer: lightning.Trainer) -> None:
+    """Refuse Lightning's samplers: they ignore data ranks, or would split an evaluation set that is already split."""
+    if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
+        raise ValueError(
+            "use_distributed_sampler must be False with sequences that are shared out already, got True, which is "
+            "Lightning's default; pass Trainer(use_distributed_sampler=False)."
+        )
+    if trainer.overfit_batches and strategy_of(trainer).dp_size > 1:
+        raise ValueError(
+            f"overfit_batches must be 0 with several data ranks, got {trainer.overfit_batches}: all of them would "
+            "train on the same sequences; set data_parallel_size to 1."
+        )
+
+
+def _check_epochs(trainer: lightning.Trainer) -> None:
+    """Refuse epochs that never end, which is Lightning's default, or that end in the middle of a step."""
+    endless = isinstance(trainer.limit_train_batches, float) and not trainer.overfit_batches
+    if endless and trainer.max_epochs not in (None, -1):
+        raise ValueError(
+            f"max_epochs must be -1 without limit_train_batches, got {trainer.max_epochs}: the sequences have no end; "
+            "give max_steps, or the batches of an epoch with limit_train_batches, or max_epochs=-1 for no limit."
+        )
+    batches, accumulated = trainer.limit_train_batches, trainer.accumulate_grad_batches
+    if isinstance(batches, int) and batches % accumulated and not trainer.fast_dev_run:
+        raise ValueError(
+            f"limit_train_batches must be a multiple of accumulate_grad_batches ({accumulated}), got {batches}: the "
+            "last step of an epoch would divide by batches that it does not have; change one of them."
+        )
+
+
+class _Unconsumed(Sampler[int]):
+    """Sampler of this data rank's sequences; each iteration starts at the first unconsumed one.
+
+    A trainer whose epochs are limited (limit_train_batches) starts an iteration in each epoch.
+    """
+
+    def __init__(self, data: SequenceData) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[int]:
+        data, strategy = self.data, strategy_of(self.data.trainer)
+        order = SampleOrder(
+            len(data.train), seed=data.seed, dp_rank=strategy.dp_rank, dp_size=strategy.dp_size, first=data.num_consumed
+        )
+        return iter(order)
+
+
+def _check_class(data: object, checkpoint: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another data class: Lightning finds positions by class name, and would start at 0."""
+    places = [name for name, state in checkpoint.items() if isinstance(state, dict) and "num_consumed" in state]
+    if places and type(data).__qualname__ not in places:
+        raise ValueError(
+            f"data must be of the checkpoint's class ({', '.join(places)}), got {type(data).__qualname__}, which would "
+            "begin at its first sequence; resume with the same data, or start a new run from exported weights."
+        )
+
+
+def _loader(sequences: Sequences, chosen: Sampler[int] | list[int]) -> Loader:
+    return DataLoader(cast(Dataset[Any], sequences), batch_size=None, sampler=chosen)
+
+
+class CountConsumed(lightning.Callback):
+    """Callback that counts samples after each batch, and saves the count as of the last complete step.
+
+    The module could not count: its hook runs after the checkpoint callbacks, and the saved count would be one batch
+    behind. Checkpoint callbacks run after all other callbacks.
+    """
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        """Count one sample for every data rank."""
+        trainer.datamodule.num_consumed += strategy_of(trainer).dp_size
+
+    def on_load_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Round the number of batches up to whole steps, in case accumulate_grad_batches has changed.
+
+        Lightning ends a step by the number of batches so far; without rounding the first step could be short.
+
+        Raises:
+            ValueError: a checkpoint of another data class, whose position Lightning would not restore.
+        """
+        if trainer.state.fn == TrainerFn.FITTING:
+            _check_class(trainer.datamodule, checkpoint)
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        missing = -progress["current"]["ready"] % trainer.accumulate_grad_batches
+        for kind in ("current", "total"):
+            progress[kind] = {name: count + missing for name, count in progress[kind].items()}
+
+    def on_save_checkpoint(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save a position in the middle of a step (accumulate_grad_batches) as the start of that step.
+
+        Checkpoints do not contain partial gradients, so a resumed run repeats the whole step.
+        """
+        loop = trainer.fit_loop.epoch_loop
+        if not loop._should_accumulate():
+            return
+        count = loop.batch_progress.current.ready % trainer.accumulate_grad_batches
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for kind in ("current", "total"):
+            progress[kind] = dict.fromkeys(progress[kind], progress[kind]["ready"] - count)
+        data = trainer.datamodule
+        checkpoint[type(data).__qualname__]["num_consumed"] -= count * strategy_of(trainer).dp_size
+
+
+class TokenData(SequenceData):
+    """Documents of token files, shuffled and packed, with some of them held out.
+
+    Each rank reads only its own chunks of a sequence.
+
+    Args:
+        folder: token files written by `python -m ringflash.data prepare`; the same files on every host.
+        seqlen: tokens of a whole sequence, over all ranks that share it.
+        held_out_percent: percentage of documents held out of training; the same documents for every seed.
+        num_eval_sequences: sequences to evaluate from each of the two sets; divisible by the data-parallel size.
+        seed: determines the order of the documents in the sequences, and of the sequences.
+        verify: compare all checksums first; the ranks of a host share the work, so that each file is read once.
     """
 
     def __init__(
         self,
+        folder: str,
         seqlen: int,
-        folder: str | None = None,
-        suffix: str = ".py",
+        held_out_percent: float = 5.0,
         num_eval_sequences: int = 8,
         seed: int = 0,
+        verify: bool = True,
     ) -> None:
+        if not 0 < held_out_percent < 100:
+            raise ValueError(f"held_out_percent must be between 0 and 100, got {held_out_percent}; 5 is the default.")
         super().__init__(seqlen, num_eval_sequences, seed)
-        self.folder, self.suffix = folder, suffix
+        self.folder, self.held_out_percent, self.verify = folder, held_out_percent, verify
 
-    def read(self) -> tuple[PackedText, PackedText]:
-        """Read and pack the files, on all ranks or none.
+    def read(self) -> tuple[TokenSequences, TokenSequences]:
+        """Open the files, on all ranks or none.
 
         Raises:
-            ValueError: no files, or too little text in them; other text on another rank; a model without the bytes
-                and the separator.
+            TokenFileError: damaged files.
+            ValueError: a model with a smaller vocabulary.
         """
-        self.check_vocabulary(VOCAB_SIZE, "bytes and the separator between documents")
-        parts: list[PackedText] = []
-        error = None
-        try:
-            files = text_files(self.folder, self.suffix)
-            for held in (False, True):
-                paths = [path for name, path in files if is_held_out(name) == held]
-                parts.append(PackedText((path.read_bytes() for path in paths), self.seqlen))
-        except (ValueError, OSError) as problem:
-            error = problem
-        fingerprints = [part.fingerprint for part in parts]
-        agree(dist.group.WORLD, {"fingerprints of the text": fingerprints}, error, timeout=READ_TIMEOUT)
-        train, held_out = parts
+        strategy = strategy_of(self.trainer)
+        self.files = open_on_all_ranks(Path(self.folder), strategy, self.verify)
+        self.check_vocabulary(self.files.header.vocab_size, self.folder)
+        parts = split(len(self.files), self.held_out_percent, self.seed)
+        train, held_out = (self._sequences(documents, strategy) for documents in parts)
         return train, held_out
 
     def identity(self) -> dict[str, Any]:
-        """Also the text."""
-        assert isinstance(self.train, PackedText)
-        return {**super().identity(), "text": self.train.fingerprint}
+        """Add the files' fingerprint and the percentage held out."""
+        tokens = self.files.header.fingerprint
+        return {**super().identity(), "tokens": tokens, "held_out_percent": self.held_out_percent}
 
-    def on_before_batch_transfer(self, batch: PackedSequence, dataloader_idx: int) -> Batch:
-        """This rank's shard of the sequence, cut before it goes to the device."""
-        strategy = strategy_of(self.trainer)
-        return huggingface.prepare_batch(
-            batch["input_ids"], group=strategy.cp_group, cu_seqlens=batch["cu_seqlens"], layout=strategy.layout
+    def _sequences(self, documents: torch.Tensor, strategy: ContextParallelStrategy) -> TokenSequences:
+        cp_rank = strategy.cp_mesh.get_local_rank()
+        return TokenSequences(
+            self.files, documents, self.seqlen, cp_size=strategy.cp_size, cp_rank=cp_rank, layout=strategy.layout
         )
+
+
+def open_on_all_ranks(folder: Path, strategy: ContextParallelStrategy, verify: bool) -> TokenFiles:
+    """Open the files of a folder on all ranks or none: a rank that raised by itself would hang the others.
+
+    Raises:
+        TokenFileError: this rank's files are damaged or missing.
+        ValueError, RuntimeError: another rank's files are, or ranks have different files.
+    """
+    files, error = None, None
+    try:
+        files = TokenFiles(folder)
+        if verify:
+            raise_for(folder, files.corrupt_shards(strategy.local_rank, strategy.num_processes))
+    except (TokenFileError, OSError) as problem:
+        error = problem
+    agree(dist.group.WORLD, {}, error, timeout=READ_TIMEOUT)
+    assert files is not None and dist.group.WORLD is not None
+    if len(set(gather(dist.group.WORLD, files.header.fingerprint))) > 1:
+        raise ValueError(f"{folder} must hold the same token files on every rank, got others; copy them again.")
+    return files

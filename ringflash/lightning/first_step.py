@@ -1,6 +1,7 @@
-"""What a module of one's own computes on the ring beside what it computes on the whole sequence, and from which batch.
+"""Comparison of a user's training step on the ring with the same step on the whole sequence, before training.
 
-`check_wrapped` compares all that comes before the last attention; the losses here come after it.
+`ringflash.wrap.check.check_wrapped` compares everything up to the last attention; this file compares the losses, which
+are computed after it, and the batches of the ranks.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from ringflash.comm.group import Group, resolve
 
 
 class _Stopped(Exception):
-    """At the first backward of a step that does its own (automatic_optimization = False)."""
+    """Raised at the first manual backward of a step (automatic_optimization = False), to end it there."""
 
 
 @dataclass(eq=False)
 class FirstStep:
-    """A training step that trains nothing.
+    """Trial run of a training step, which changes no parameters.
 
     Args:
-        whole: on the whole sequence, by this rank alone.
-        num_tokens: labelled tokens of the whole sequence, of each call of `token_loss`.
-        loss: this rank's, if the step has one.
+        whole: True for the whole sequence on this rank, False for this rank's shard.
+        num_tokens: labelled tokens of the whole sequence, for each call of `token_loss`.
+        loss: this rank's loss, if the step has one.
     """
 
     whole: bool
@@ -38,14 +39,14 @@ class FirstStep:
     loss: float | None = None
 
     def run(self, training_step: Callable[[Any, int], Any], batch: Any) -> None:
-        """The step, up to its backward."""
+        """Run the step up to its backward."""
         try:
             self._keep(training_step(batch, 0))
         except _Stopped:
             pass
 
     def stop(self, loss: Any, *_: Any, **__: Any) -> None:
-        """In the place of manual_backward: optimizers and schedulers are stepped behind it."""
+        """Keep the loss and end the step; used as manual_backward, after which optimizers would step."""
         self._keep(loss)
         raise _Stopped
 
@@ -55,14 +56,14 @@ class FirstStep:
 
 
 def check_step(local: FirstStep, whole: FirstStep, group: Group, dtype: torch.dtype) -> None:
-    """Return if the ring's loss, the mean over its ranks, is that of the whole sequence.
+    """Check that the mean loss over the ring's ranks is the loss of the whole sequence, or 1 / cp_size of it.
 
-    Or the whole one is cp_size times it: a step that multiplies by cp_size itself does so there, too.
+    The second case is a step that multiplies its loss by cp_size itself, as it then does on the whole sequence, too.
 
     Args:
-        dtype: in which the module computes.
+        dtype: dtype in which the module computes.
     Raises:
-        ValueError: other labels, or a loss further off than sqrt(eps); on every rank.
+        ValueError: labels differ, or losses differ by more than sqrt(eps); on every rank.
     """
     resolved = resolve(group)
     if resolved is None:
@@ -71,13 +72,13 @@ def check_step(local: FirstStep, whole: FirstStep, group: Group, dtype: torch.dt
     agree(group, {"first step": len(local.num_tokens)}, error)
 
 
-def check_same(batch: Any, group: Group) -> None:
-    """Return if all ranks of a ring, of which each takes its part of the batch, have the same one: by its tensors.
+def check_same_batch(batch: Any, group: Group) -> None:
+    """Check that all ranks of a ring have a batch with the same tensors, of which each then takes its shard.
 
-    A rank may be late, with a callback of its own, by as much as in a ring (`ringflash.set_timeout`).
+    A rank may arrive late, after a callback for example, within the timeout of a ring (`ringflash.set_timeout`).
 
     Raises:
-        ValueError: they have not; on every rank.
+        ValueError: the batches differ; on every rank.
     """
     resolved, checksum = resolve(group), 0
     if resolved is None:
@@ -94,8 +95,8 @@ def check_same(batch: Any, group: Group) -> None:
     if len(set(sums)) > 1:
         raise ValueError(
             f"batch must be the same on all ranks of a ring, which each take a part of it, got {len(set(sums))} "
-            f"different ones on {len(sums)} ranks; share data out by data ranks alone (DistributedSampler with "
-            "num_replicas=strategy.dp_size and rank=strategy.dp_rank), and seed all that draws alike on them."
+            f"different ones on {len(sums)} ranks; split data over data ranks only (DistributedSampler with "
+            "num_replicas=strategy.dp_size and rank=strategy.dp_rank), and seed random draws alike on them."
         )
 
 
@@ -103,7 +104,7 @@ def _difference(local: FirstStep, whole: FirstStep, losses: list[Any], bound: fl
     if local.num_tokens != whole.num_tokens:
         return ValueError(
             f"token_loss must be given the labels of the whole sequence ({whole.num_tokens} in its calls), got "
-            f"{local.num_tokens} over the ring; shift labels before the batch is cut (ringflash.loss.shift_labels)."
+            f"{local.num_tokens} over the ring; shift labels before the batch is sharded (ringflash.loss.shift_labels)."
         )
     if whole.loss is None or None in losses or not math.isfinite(whole.loss):
         return None
@@ -113,5 +114,5 @@ def _difference(local: FirstStep, whole: FirstStep, losses: list[Any], bound: fl
     return ValueError(
         f"training_step's loss, averaged over the ring, must be that of the whole sequence ({whole.loss:.6g}), got "
         f"{mean:.6g}; use token_loss, which counts the tokens of all ranks, with labels shifted before the batch is "
-        "cut, or set check_sequence_sharding = False if another loss is meant."
+        "sharded, or set check_sequence_sharding = False if another loss is intended."
     )

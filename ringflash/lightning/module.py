@@ -1,4 +1,4 @@
-"""A causal language model as Lightning trains it: built, sharded, and its loss right on every rank."""
+"""A causal language model for Lightning: built, sharded, and trained on a loss with the right scale on every rank."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
-from ringflash.flops import layer_windows, multiplied, training_flops
+from ringflash.flops import layer_windows, matmul_sizes, training_flops
+from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, modules_in_fp32, read_config
-from ringflash.lightning.buckets import NUM_BUCKETS, position_buckets
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
 from ringflash.sequence.padding import IGNORE_INDEX
 
 Batch = dict[str, Any]
 
+NUM_BUCKETS = 8  # of `position_buckets`
+
 
 class CausalLM(lightning.LightningModule):
     """A transformers model with ring attention, AdamW, and a cosine schedule with warm-up.
 
-    Parameters are read from a checkpoint directory, or drawn from `seed` and their names alone: equal for every number
-    of ranks of one kind of device. With FSDP2 no rank ever holds all of them.
+    Parameters are read from a checkpoint directory, or drawn from `seed` and their names only, so that on one kind of
+    device they are equal for every number of ranks. With FSDP2 no rank ever holds all of them.
 
     Args:
-        model: keywords of `transformers.AutoConfig.for_model`: model_type, hidden_size, ...; with `pretrained` those
-            that differ from the checkpoint's, such as rope_parameters to extend its context.
+        model: keywords of `transformers.AutoConfig.for_model`: model_type, hidden_size, ...; with `pretrained` only
+            those that differ from the checkpoint's, such as rope_parameters to extend its context.
         pretrained: Hugging Face checkpoint directory (config.json, *.safetensors) to start from.
-        learning_rate: the schedule's highest.
+        learning_rate: peak of the schedule.
         warmup_steps: steps over which the rate rises from 0.
-        decay_steps: steps until the rate has fallen to `final_rate` of the highest, warm-up included; stays there.
-        weight_decay: of matrices; vectors (norms) have none.
-        betas: of AdamW.
-        seed: names the parameters' first values.
-        memory: what is kept of the activations; default all.
+        decay_steps: step at which the rate reaches `final_rate` times the peak, warm-up included; it stays there.
+        weight_decay: AdamW's decay of matrices; vectors (norms, biases) have none.
+        betas: AdamW's betas.
+        seed: determines the initial parameters.
+        memory: which activations are kept for the backward; default all.
     """
 
     def __init__(
@@ -66,10 +68,10 @@ class CausalLM(lightning.LightningModule):
         self.seed, self.memory = seed, memory
         self.model: huggingface.CausalLMWithLoss | None = None
         self._in_fp32: list[nn.Module] = []
-        self.flops_of: Callable[[Sequence[int]], float] | None = None  # of a sequence, by its documents' bounds
-        self._losses: list[torch.Tensor] = []  # of the batches of this step so far
-        self.eval_losses: dict[str, float] = {}  # of the last evaluation, by the name of its loader
-        self.eval_losses_by_position: dict[str, dict[int, float]] = {}  # likewise, by `position_buckets`
+        self.flops_of: Callable[[Sequence[int]], float] | None = None  # documents' bounds of a sequence -> its FLOPs
+        self._losses: list[torch.Tensor] = []  # one for each batch of this step so far
+        self.eval_losses: dict[str, float] = {}  # last evaluation, by name of the loader
+        self.eval_losses_by_position: dict[str, dict[int, float]] = {}  # and by `position_buckets`
 
     def configure_model(self) -> None:
         """Build the model and shard it over all ranks, once."""
@@ -88,10 +90,10 @@ class CausalLM(lightning.LightningModule):
             load_weights(self.model.model, device, self.pretrained)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What all casts and moves go through: as torch's, but no buffer is rounded, as in transformers' own loading.
+        """Apply a cast or move to all parameters and buffers, but never round a buffer, as transformers' loading does.
 
-        Rotary frequencies in bf16, as Lightning's bf16-true would have them, turn far tokens by other angles. Nor are
-        parameters that transformers keeps in fp32, where FSDP2 shards them by themselves.
+        Lightning's bf16-true would round rotary frequencies to bf16 and rotate distant tokens by wrong angles.
+        Parameters that transformers keeps in fp32 are not rounded either, if FSDP2 shards them as units of their own.
         """
         exact = dict(self.named_buffers())
         in_fp32 = {id(p) for module in self._in_fp32 for p in module.parameters() if isinstance(p, DTensor)}
@@ -108,17 +110,17 @@ class CausalLM(lightning.LightningModule):
         return result
 
     def forward(self, **batch: Any) -> Any:
-        """The loss of this rank, scaled as `ringflash.loss` says; with per_token=True that of each token."""
+        """Return this rank's loss, scaled as in `ringflash.loss`; with per_token=True the loss of each token."""
         assert self.model is not None
         return self.model(**batch)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW on matrices with decay and on vectors without; the rate follows `rate_factor` step by step.
+        """Return AdamW, with weight decay only on matrices, and a schedule that follows `rate_factor` step by step.
 
-        A checkpoint that is continued has the place in the schedule and AdamW's moments, not the rate, decay and betas.
+        A checkpoint restores the position in the schedule and AdamW's moments, but not the rate, decay and betas.
 
         Raises:
-            ValueError: parameters in fp16, where AdamW's eps of 1e-8 is 0 and the first step 0 / 0.
+            ValueError: parameters in fp16, in which AdamW's eps of 1e-8 is 0 and the first step 0 / 0.
         """
         if any(parameter.dtype == torch.float16 for parameter in self.parameters()):
             raise ValueError(
@@ -126,25 +128,26 @@ class CausalLM(lightning.LightningModule):
                 "bf16-mixed or bf16-true."
             )
         named = dict(self.named_parameters())
-        matrices = [p for name, p in named.items() if p.dim() > 1 and not name.endswith("bias")]  # some of experts
+        # By name, too: the biases of stacked experts have 2 dims.
+        matrices = [p for name, p in named.items() if p.dim() > 1 and not name.endswith("bias")]
         vectors = [p for name, p in named.items() if p.dim() <= 1 or name.endswith("bias")]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
-        scheduler = _Schedule(optimizer, self.rate_factor)
+        scheduler = LearningRateSchedule(optimizer, self.rate_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def rate_factor(self, step: int) -> float:
-        """The learning rate of a step (counted from 0) as a part of the highest."""
+        """Return the learning rate of a step (counted from 0) as a fraction of the peak."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
         return self.final_rate + (1 - self.final_rate) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """The loss of this rank; its mean over all ranks and the step's batches so far is logged.
+        """Return this rank's loss, and log its mean over all ranks and over the step's batches so far.
 
-        Of a model that has one, the last batch's balancing loss of the routers, too, which is in the loss times its
-        coefficient.
+        A mixture of experts also logs the routers' balancing loss of the last batch. The loss contains it, multiplied
+        by its coefficient.
         """
         if batch_idx % self.trainer.accumulate_grad_batches == 0:
             self._losses = []
@@ -163,9 +166,9 @@ class CausalLM(lightning.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Log the norm of the whole model's gradient, and clip by it; by value as Lightning does.
+        """Log the norm of the whole model's gradient, and clip by it; leave clipping by value to Lightning.
 
-        A strategy whose optimizer clips in its own step, as DeepSpeed's, logs the norm there.
+        A strategy that clips in the optimizer's step, as DeepSpeed does, logs the norm there.
         """
         strategy = strategy_of(self.trainer)
         if strategy.handles_gradient_clipping:
@@ -178,16 +181,16 @@ class CausalLM(lightning.LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the configuration beside the parameters, for `python -m ringflash.huggingface`."""
+        """Add the configuration, which `python -m ringflash.huggingface` needs for the export."""
         checkpoint["model_config"] = self.config
 
     def on_validation_epoch_start(self) -> None:
-        """Nothing judged yet: for each loader and bucket, sums of the losses and of the tokens."""
+        """Reset the sums of losses and of tokens for each loader and bucket."""
         shape = (len(self._eval_names()), NUM_BUCKETS, 2)
         self._totals = torch.zeros(shape, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Add this rank's tokens of the sequence."""
+        """Add the losses of this rank's tokens to the sums."""
         losses, _ = self(**batch, per_token=True)
         labelled = batch["shift_labels"] != IGNORE_INDEX
         seqlen = batch["shift_labels"].shape[1] * strategy_of(self.trainer).cp_size
@@ -196,7 +199,7 @@ class CausalLM(lightning.LightningModule):
         self._totals[dataloader_idx, :, 1].index_add_(0, buckets, torch.ones_like(buckets, dtype=torch.float64))
 
     def on_validation_epoch_end(self) -> None:
-        """The mean loss over the tokens of all ranks, for each loader, whole and by `position_buckets`."""
+        """Log each loader's mean loss over the tokens of all ranks, in total and by `position_buckets`."""
         dist.all_reduce(self._totals)
         self.eval_losses, self.eval_losses_by_position = {}, {}
         for name, totals in zip(self._eval_names(), self._totals, strict=True):
@@ -218,8 +221,8 @@ class CausalLM(lightning.LightningModule):
         return list(loaders)
 
 
-class _Schedule(LambdaLR):
-    """The rate, decay and betas are those that are asked for, also after a checkpoint that was made with others."""
+class LearningRateSchedule(LambdaLR):
+    """LambdaLR that keeps the requested rate, decay and betas when it loads a checkpoint with other ones."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> None:
         super().__init__(optimizer, factor)
@@ -227,7 +230,7 @@ class _Schedule(LambdaLR):
         self.asked = [{name: group[name] for name in names} for group in optimizer.param_groups]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The place in the schedule."""
+        """Restore only the position in the schedule."""
         own = {"asked": self.asked, "base_lrs": self.base_lrs}
         super().load_state_dict({**state_dict, **own})
         for group, asked, factor in zip(self.optimizer.param_groups, self.asked, self.lr_lambdas, strict=True):
@@ -240,12 +243,12 @@ def build_model(
     seed: int,
     memory: Memory = Memory(),  # noqa: B008, it cannot change
 ) -> huggingface.CausalLMWithLoss:
-    """A transformers model whose attention rings over `group`, wrapped so that its forward returns the loss.
+    """Build a transformers model with ring attention over `group`, wrapped so that its forward returns the loss.
 
     Args:
-        config: as `CausalLM`'s model.
-        seed: of the parameters; the caller's generators are left as they were.
-        memory: as `CausalLM`.
+        config: as in `CausalLM`'s `model`.
+        seed: determines the parameters; the caller's random number generators are not affected.
+        memory: as in `CausalLM`.
     """
     model = empty_model(config, group, memory)
     draw_weights(model.model, torch.device("cpu"), seed)
@@ -255,8 +258,8 @@ def build_model(
 def empty_model(
     config: dict[str, Any], group: dist.ProcessGroup | None, memory: Memory, layout: str = "zigzag"
 ) -> huggingface.CausalLMWithLoss:
-    """What `build_model` returns, on the meta device: `draw_weights` or `load_weights` gives it values."""
-    huggingface.register()  # refuses where transformers is missing
+    """Build the model of `build_model` on the meta device: `draw_weights` or `load_weights` gives it values."""
+    huggingface.register()  # raises if transformers is missing
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -269,11 +272,33 @@ def empty_model(
 
 
 def _flops_of(model: nn.Module) -> Callable[[Sequence[int]], float] | None:
-    """`training_flops` of a transformers model; None for one whose parameters are not counted."""
-    counted = multiplied(model)
+    """Return `training_flops` of a transformers model, or None if its parameters cannot be counted."""
+    counted = matmul_sizes(model)
     return None if counted is None else partial(training_flops, counted, layer_windows(model.config))
 
 
 def _layers(model: nn.Module) -> Iterable[nn.Module]:
-    """The decoder layers of what `build_model` returns."""
+    """Return the decoder layers of a model from `build_model`."""
     return model.get_submodule("model.model.layers").children()
+
+
+def position_buckets(position_ids: torch.Tensor, cu_seqlens: torch.Tensor | None, seqlen: int) -> torch.Tensor:
+    """Bucket of each token, by how many tokens of its document precede it; int64, shaped as position_ids.
+
+    Losses by bucket show if a model uses distant context.
+
+        bucket   0        1            ...   NUM_BUCKETS - 2   NUM_BUCKETS - 1
+        from     0        seqlen/128         seqlen / 4        seqlen / 2        preceding tokens
+
+    Args:
+        position_ids: (1, tokens), global, as `ringflash.huggingface.prepare_batch` returns them.
+        cu_seqlens: bounds of the documents in the whole sequence; None is one document.
+        seqlen: tokens of the whole sequence.
+    """
+    before = position_ids if cu_seqlens is None else within_documents(position_ids[0], cu_seqlens)[None]
+    return torch.bucketize(before, torch.tensor(bucket_bounds(seqlen)[1:], device=before.device), right=True)
+
+
+def bucket_bounds(seqlen: int) -> list[int]:
+    """Return the lower bound of each bucket, in preceding tokens."""
+    return [0, *(-(-seqlen // (1 << (NUM_BUCKETS - i))) for i in range(1, NUM_BUCKETS))]

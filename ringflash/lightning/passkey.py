@@ -1,11 +1,10 @@
-"""Passkey retrieval: does the model find a number that a long text hides?
+"""Passkey retrieval: how often a model finds a number that is hidden in a long text.
 
     filler ... The pass key is 48213. Remember it. ... filler ... What is the pass key? The pass key is 48213
                   depth of the sequence                                                   predicted
 
-The answer is predicted token by token with the right tokens before it, in one pass over the ring: no cache, no
-generation. A key is found when every token of it is the most likely one, which is what greedy generation would
-produce.
+Each token of the answer is predicted from the correct tokens before it, in one pass over the ring, without a cache or
+generation. A key counts as found if each of its tokens is the most likely one, as greedy generation would choose.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. T
 
 @dataclass(frozen=True)
 class Found:
-    """What became of the keys at one depth.
+    """Result at one depth.
 
     Args:
-        keys: part of the keys whose every token was the most likely one.
-        loss: mean over the keys' tokens, natural log.
+        keys: fraction of the keys that were found.
+        loss: mean cross-entropy over the keys' tokens, natural log.
     """
 
     keys: float
@@ -42,14 +41,14 @@ class Found:
 
 
 class Passkey(lightning.Callback):
-    """Hides keys in sequences as long as the data's, at each evaluation; prints and logs what was found.
+    """Callback that hides keys in sequences of the data's length at each evaluation, and reports how many are found.
 
     Args:
-        depths: parts of the sequence before the key.
+        depths: fractions of the sequence before the key.
         num_keys: keys tried at each depth.
-        num_digits: of a key.
+        num_digits: digits of a key.
         tokenizer: "bytes", or the directory of a Hugging Face tokenizer.
-        seed: names the keys.
+        seed: determines the keys.
     """
 
     def __init__(
@@ -66,10 +65,10 @@ class Passkey(lightning.Callback):
             raise ValueError(f"num_keys and num_digits must be 1 or more, got {num_keys} and {num_digits}; raise them.")
         self.depths, self.num_keys, self.num_digits, self.seed = tuple(depths), num_keys, num_digits, seed
         self.tokenizer = tokenizer
-        self.found: dict[float, Found] = {}  # of the last evaluation, by depth
+        self.found: dict[float, Found] = {}  # last evaluation, by depth
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
-        """Try every depth; all ranks of a ring share a sequence, and data ranks try the same ones."""
+        """Try each depth: the ranks of a ring share a sequence, and all data ranks try the same sequences."""
         encode = encoder(self.tokenizer)
         draw = random.Random(self.seed)
         for depth in self.depths:
@@ -103,14 +102,14 @@ class Passkey(lightning.Callback):
 
 
 def passkey_sequence(key: str, depth: float, seqlen: int, encode: Encode) -> tuple[torch.Tensor, torch.Tensor]:
-    """A text that hides a key and asks for it at its end.
+    """Build a text that hides a key and asks for it at the end.
 
     Args:
-        depth: part of the filler before the key.
+        depth: fraction of the filler before the key.
     Returns:
-        input_ids: (1, seqlen), int64.  labels: likewise, shifted, of the answer alone.
+        input_ids: (1, seqlen), int64.  labels: (1, seqlen), int64, shifted; only the answer is labelled.
     Raises:
-        ValueError: a length that the key and the question do not fit into.
+        ValueError: a length too short for the key and the question.
     """
     needle = list(encode(f"The pass key is {key}. Remember it. {key} is the pass key. "))
     question = list(encode("What is the pass key? The pass key is "))
@@ -127,7 +126,7 @@ def passkey_sequence(key: str, depth: float, seqlen: int, encode: Encode) -> tup
 
 
 def encoder(tokenizer: str) -> Encode:
-    """Text to tokens, without special ones."""
+    """Return a function from text to tokens that adds no special tokens."""
     if tokenizer == "bytes":
         return lambda text: list(text.encode())
     from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""A LightningModule of one's own on a ring: its attention wrapped, its batches cut, its loss scaled.
+"""A user's LightningModule on a ring: attention wrapped, batches sharded, and the loss scaled.
 
 class GPT(SequenceSharding, lightning.LightningModule): ...
 """
@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy
 
 from ringflash import huggingface
 from ringflash.comm.group import Group, resolve
-from ringflash.lightning.first_step import FirstStep, check_same, check_step
-from ringflash.lightning.sequences import SequenceData
-from ringflash.lightning.strategy import OneProcess, keeping_ties, mixed_precision_policy, ranks_of
+from ringflash.lightning.data import SequenceData
+from ringflash.lightning.first_step import FirstStep, check_same_batch, check_step
+from ringflash.lightning.strategy import OneProcess, check_ties, mixed_precision_policy, ranks_of
 from ringflash.sequence.layout import granularity, local_positions, shard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.wrap import wrap_attention
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-CHECKED_TOKENS = 8  # of each chunk, in the comparison with the whole sequence
+CHECKED_TOKENS = 8  # per chunk, in the comparison with the whole sequence
 
 
 class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
-    """Mixin for a LightningModule that holds whole sequences' model and is given whole sequences' batches.
+    """Mixin for a LightningModule that is written for whole sequences.
 
-    It comes before LightningModule among the bases, and wants a strategy with a context axis. In training and
-    evaluation each step then has a shard, `positions` and `token_loss` speak of the whole sequence, and before the
-    first training step `check_wrapped` compares the module with itself on a prefix of the first batch. Each method is
-    there to be overridden.
+    List it before LightningModule among the bases, and use a strategy with a context axis. Each training or evaluation
+    step then receives a shard of the batch, while `positions` and `token_loss` refer to the whole sequence. Before the
+    first training step `check_wrapped` compares the module on the ring with the module on the whole sequence, for a
+    prefix of the first batch. Each method may be overridden.
     """
 
     _ringflash_ready = False
-    _ringflash_cut = False  # whether batches reach the module in parts
+    _ringflash_cut = False  # True once a batch has been sharded
     _ringflash_checked = False
-    _ringflash_step: FirstStep | None = None  # while it is compared
-    check_sequence_sharding = True  # False skips comparisons: of batches, and of a training step run twice
+    _ringflash_step: FirstStep | None = None  # during the comparison
+    check_sequence_sharding = True  # False skips the checks of batches and of the first step
 
     def configure_model(self) -> None:
-        """Wrap the attention and shard the parameters over all ranks, once: each entry of a ModuleList is a unit.
+        """Wrap the attention and shard the parameters over all ranks, with each entry of a ModuleList as a unit.
 
         Raises:
-            ValueError: parameters of the module itself, or tied ones of two of its children.
+            ValueError: the module itself has parameters, or two of its children have tied ones.
         """
         if self._ringflash_ready:
             return
@@ -64,27 +64,27 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         wrap_attention(self, strategy.cp_group, layout=strategy.layout)
         if own := [name for name, _ in self.named_parameters(recurse=False)]:
             raise ValueError(
-                f"parameters must lie in submodules, whose forward gathers them, got {own}; move them into one."
+                f"parameters must be in submodules, whose forward gathers them, got {own}; move them into one."
             )
         if isinstance(strategy, OneProcess):
             return
-        with keeping_ties(self):
-            for child in _with_forward(self.children()):
+        with check_ties(self):
+            for child in _modules_to_shard(self.children()):
                 strategy.shard_parameters(child, _units(child))
 
     def shard_batch(self, batch: Any, group: Group) -> Any:
-        """This rank's part of a batch.
+        """Return this rank's shard of a batch.
 
         Args:
-            batch: {"input_ids", "labels" and "cu_seqlens" if there are any}, which `huggingface.prepare_batch` cuts;
-                or a tuple of tensors (batch, seqlen, ...), each cut along dim 1. Labels are already shifted.
+            batch: a dict with "input_ids" and optionally "labels" and "cu_seqlens", for `huggingface.prepare_batch`;
+                or a tuple of tensors (batch, seqlen, ...), each sharded along dim 1. Labels are already shifted.
         Raises:
-            ValueError: something else.
+            ValueError: any other batch.
         """
         if isinstance(batch, dict) and "input_ids" in batch:
             if other := batch.keys() - {"input_ids", "labels", "cu_seqlens"}:
                 raise ValueError(
-                    f"batch must have input_ids, labels and cu_seqlens alone, got {', '.join(sorted(other))}, too; "
+                    f"batch must have only input_ids, labels and cu_seqlens, got {', '.join(sorted(other))}, too; "
                     "leave it out (padding is a label of -100 at the end, or a document), or override shard_batch."
                 )
             return huggingface.prepare_batch(group=group, layout=ranks_of(self.trainer).layout, **batch)
@@ -96,24 +96,24 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Cut the batch before it goes to the device; on the first of a training also check the module.
+        """Shard the batch before it is moved to the device; check the module on the first training batch.
 
         Raises:
-            ValueError: ranks of a ring with different batches, or what a check finds; on every rank.
+            ValueError: ranks of a ring have different batches, or the check fails; on every rank.
         """
         trainer, group = self.trainer, ranks_of(self.trainer).cp_group
         self._ringflash_cut = True
         if isinstance(trainer.datamodule, SequenceData):
-            return batch  # the data module's batches are shards
+            return batch  # its batches are already shards
         if self.check_sequence_sharding:
-            check_same(batch, group)
+            check_same_batch(batch, group)
             if trainer.training and not self._ringflash_checked:
                 self._ringflash_checked = True
                 self._check(batch)
         return self.shard_batch(batch, group)
 
     def positions(self, tokens: Tensor) -> Tensor:
-        """Global positions of a shard's tokens, (seqlen_local,); those of all tokens where the batch is whole.
+        """Return the global positions of a shard's tokens, (seqlen_local,), or of all tokens if the batch is whole.
 
         Args:
             tokens: (batch, seqlen_local, ...).
@@ -124,36 +124,37 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         return local_positions(tokens.shape[1] * cp_size, cp_size, cp_rank, layout).to(tokens.device)
 
     def token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy over the tokens of the whole sequence, whose gradient `ringflash.loss` scales.
+        """Mean cross-entropy over the tokens of the whole sequence, with the gradient scale of `ringflash.loss`.
 
-        The value is the same on all ranks of a ring, so that it can be printed, logged and compared; its gradient is
-        that of this rank's tokens, times cp_size, as averaging over ranks needs it.
+        The value is equal on all ranks of a ring, so that it can be printed, logged and compared. The gradient is that
+        of this rank's tokens times cp_size, because gradients are then averaged over ranks.
 
         Args:
             logits: (batch, seqlen_local, vocab_size).  labels: (batch, seqlen_local), shifted, -100 is none.
         Returns:
-            loss: scalar, fp32 (fp64 for fp64), 0 without labels; in bf16 the sum of a million tokens has two digits, in
-                fp16 it is inf.
+            loss: scalar, fp32 (fp64 for fp64), 0 without labels. A sum over a million tokens has two digits in bf16,
+                and is inf in fp16.
         """
         group = self._group()
         losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         local = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
-        total, count = _summed(group, local.detach(), (labels != IGNORE_INDEX).sum())
+        total, count = _sum_over_group(group, local.detach(), (labels != IGNORE_INDEX).sum())
         if self._ringflash_step is not None:
             self._ringflash_step.num_tokens.append(int(count))
         cp_size, count = 1 if group is None else group.size(), count.clamp(min=1)
         return cast(Tensor, _WithValue.apply(local * cp_size / count, (total / count).to(local.dtype)))
 
     def log(self, name: str, value: Any, *args: Any, sync_dist: bool | None = None, **options: Any) -> None:
-        """Log a value as Lightning does, but by default its mean (least, greatest) over all ranks, which must all call.
+        """Log a value as Lightning does, but by default reduced over all ranks, which must all call this.
 
-        Each rank's own value would show a curve of one rank's tokens, and `EarlyStopping` and `ModelCheckpoint` would
-        decide by different numbers.
+        Otherwise the curve would show only one rank's tokens, and `EarlyStopping` and `ModelCheckpoint` would decide
+        by different numbers on different ranks.
 
         Args:
-            sync_dist: False logs each rank's own value; default True, unless `rank_zero_only` is.
+            sync_dist: False logs each rank's own value; default True, unless `rank_zero_only` is True.
         Raises:
-            ValueError: a sum without `sync_dist`: of counts it goes over all ranks, of equal values over none.
+            ValueError: a sum without `sync_dist`: counts must be summed over ranks, values that all ranks share must
+                not.
         """
         reduce_fx = options.get("reduce_fx", args[4] if len(args) > 4 else "mean")
         if sync_dist is None and reduce_fx in ("sum", sum, torch.sum):
@@ -179,7 +180,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         return resolve(ranks_of(self.trainer).cp_group)
 
     def _check(self, batch: Any) -> None:
-        """`check_wrapped` on the first tokens of a batch, and the loss of the ring beside that of the whole."""
+        """Run `check_wrapped` and `check_step` on the first tokens of a batch."""
         strategy, precision = ranks_of(self.trainer), self.trainer.precision_plugin
         prefix = _prefix(batch, granularity(strategy.cp_size, strategy.layout) * CHECKED_TOKENS)
         local, whole = FirstStep(whole=False), FirstStep(whole=True)
@@ -187,7 +188,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         def run(group: Group) -> None:
             shard = self.transfer_batch_to_device(self.shard_batch(prefix, group), self.trainer.strategy.root_device, 0)
             step = whole if group is None else local
-            with self._as_checked(step), precision.train_step_context():
+            with self._as_trial(step), precision.train_step_context():
                 step.run(self.training_step, shard)
 
         check_wrapped(self, run)
@@ -195,8 +196,8 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         check_step(local, whole, strategy.cp_group, dtype or next(self.parameters()).dtype)
 
     @contextmanager
-    def _as_checked(self, step: FirstStep) -> Iterator[None]:
-        """Positions and losses of a whole sequence where it is one; nothing is logged, nor trained."""
+    def _as_trial(self, step: FirstStep) -> Iterator[None]:
+        """Run the enclosed step as a trial: it logs and trains nothing, and knows if its sequence is whole."""
         self._ringflash_step = step
         self.log = self.log_dict = _log_nothing  # type: ignore[method-assign]
         self.manual_backward = step.stop  # type: ignore[method-assign]
@@ -207,12 +208,12 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         finally:
             del self.log, self.log_dict, self.manual_backward
             self._ringflash_step = None
-            for parameter, is_trained in trained:  # a step that was stopped may have toggled some
+            for parameter, is_trained in trained:  # a step that ended early may have toggled some
                 parameter.requires_grad_(is_trained)
 
 
 class _WithValue(torch.autograd.Function):
-    """One tensor's gradient under the value of another, which may be infinite."""
+    """Return `value`, which may be infinite, with the gradient of `own`."""
 
     @staticmethod
     def forward(ctx, own, value):  # type: ignore[no-untyped-def]
@@ -223,8 +224,8 @@ class _WithValue(torch.autograd.Function):
         return grad, None
 
 
-def _summed(group: Any, *values: Tensor) -> list[Tensor]:
-    """Scalars summed over a group, in one message: fp64 holds counts exactly."""
+def _sum_over_group(group: Any, *values: Tensor) -> list[Tensor]:
+    """Sum scalars over a group in one all-reduce; in fp64, which is exact for counts."""
     if group is None:
         return list(values)
     sums = torch.stack([value.double() for value in values])
@@ -233,37 +234,37 @@ def _summed(group: Any, *values: Tensor) -> list[Tensor]:
 
 
 def _check_data(data: lightning.LightningDataModule | None) -> None:
-    """Lightning asks a data module before it asks the module."""
+    """Refuse a data module that overrides the hook that shards batches: Lightning would not call the module's."""
     hook = "on_before_batch_transfer"
     if data is not None and not isinstance(data, SequenceData) and is_overridden(hook, data):
         raise ValueError(
-            f"{hook} must be left to the module, got one in {type(data).__name__}; it would take the place of the one "
-            "that cuts batches: do its work in the module's shard_batch."
+            f"{hook} must be left to the module, got one in {type(data).__name__}; it would replace the one "
+            "that shards batches: do its work in the module's shard_batch."
         )
 
 
 def _log_nothing(*_: Any, **__: Any) -> None:
-    """In the place of self.log, which Lightning allows in a step of its own only."""
+    """Replacement for self.log, which Lightning allows only in the steps that it runs itself."""
 
 
-def _with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """The modules that have parameters, those of a list in its place: only a forward can gather them."""
+def _modules_to_shard(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Modules with parameters; a list or dict is replaced by its entries, because it has no forward to gather in."""
     for module in modules:
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            yield from _with_forward(module.children())
+            yield from _modules_to_shard(module.children())
         elif any(True for _ in module.parameters()):
             yield module
 
 
 def _units(module: nn.Module) -> list[nn.Module]:
-    """The layers of a stack, outermost: each is gathered when it runs."""
+    """Return the entries of a module's outermost ModuleList, each gathered when it runs."""
     lists = (layer for layer in module.modules() if isinstance(layer, nn.ModuleList))
     first = next(lists, None)
-    return [] if first is None else list(_with_forward([first]))
+    return [] if first is None else list(_modules_to_shard([first]))
 
 
 def _prefix(batch: Any, size: int) -> Any:
-    """The first tokens of every tensor with a sequence, without documents."""
+    """Return the first tokens of every tensor with a sequence dim, without cu_seqlens."""
     if isinstance(batch, dict):
         batch = {name: x for name, x in batch.items() if name != "cu_seqlens"}
     return apply_to_collection(batch, Tensor, lambda x: x[:, :size] if x.dim() > 1 else x)

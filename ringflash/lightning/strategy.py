@@ -1,4 +1,4 @@
-"""The ranks as a mesh of data x context: sequences are spread over one axis, parameters (FSDP2) over both."""
+"""Lightning strategy on a data x context mesh: sequences are sharded over one axis, parameters (FSDP2) over both."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ringflash.lightning.checkpoints import check_folders, older_checkpoints
+from ringflash.lightning.checkpoints import CheckpointWriter, check_folders, check_local, older_checkpoints
 from ringflash.lightning.stop import add_stop_on_signal
-from ringflash.lightning.trainers import TrainerChecks
-from ringflash.lightning.writing import CheckpointWriter, check_local
+from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.safe_files import check_together
 from ringflash.sequence.layout import granularity
 from ringflash.training.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 
 
 class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStrategy):
-    """FSDP2 over all ranks, and each sequence cut over `context_parallel_size` of them.
+    """FSDP2 over all ranks, with each sequence sharded over `context_parallel_size` of them.
 
     Lightning's sampler splits the data over the data axis only, so that the ranks of one ring draw the same
     sequences; the module shards them (`ringflash.huggingface.prepare_batch`) and calls `shard_parameters` in
@@ -39,17 +38,17 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
 
     Args:
         context_parallel_size: ranks that share one sequence; "auto" is all that data_parallel_size leaves.
-        data_parallel_size: groups of ranks with sequences of their own; "auto" is all that is left.
+        data_parallel_size: number of sequences processed in parallel; "auto" is all that is left.
         layout: which tokens of a sequence a rank holds: "zigzag", or for packed documents "striped" (docs/masks.md).
-        save_distributed_checkpoint: True writes a directory, every rank its part, loadable on any number of
+        save_distributed_checkpoint: True writes a directory with a part from each rank, loadable on any number of
             ranks; False gathers everything into one file.
-        async_checkpoint: True trains on while a checkpoint is written, from a copy in the host's memory, and waits
-            for it at the next one and at the end of training; default as save_distributed_checkpoint.
+        async_checkpoint: True continues training while a checkpoint is written from a copy in host memory, and waits
+            for it at the next checkpoint and at the end of training; default as save_distributed_checkpoint.
         process_group_backend: default gloo on CPU and NCCL on CUDA.
         timeout: how long a collective waits for a missing rank.
     Raises:
-        ValueError: an unknown layout, sizes that do not multiply to the number of ranks, or one file to be written
-            while training goes on; before any communication.
+        ValueError: an unknown layout, sizes that do not multiply to the number of ranks, or an asynchronous checkpoint
+            in one file; before any communication.
     """
 
     handles_gradient_clipping = False
@@ -76,7 +75,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        granularity(1, layout)  # refuses what is none
+        granularity(1, layout)  # raises for an unknown layout
         self._context_parallel_size, self.layout = context_parallel_size, layout
         self._shard_mesh: DeviceMesh | None = None
         self._async_checkpoint = save_distributed_checkpoint if async_checkpoint is None else async_checkpoint
@@ -90,7 +89,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         world_size = self.num_nodes * self.num_processes
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, world_size)
         self._setup_distributed()
-        if self._shard_mesh is None:  # validate() and fit() of one trainer share the mesh, and the model on it
+        if self._shard_mesh is None:  # validate() and fit() of one trainer share a mesh and the model on it
             mesh = data_context_mesh(self.root_device.type, *sizes)
             self._device_mesh, self._shard_mesh = mesh, mesh._flatten("data_context")
             for each in (mesh, self._shard_mesh):
@@ -98,17 +97,17 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: Any) -> None:
-        """Lightning's, where checkpoints can be written.
+        """Set up as Lightning does, after checking where checkpoints will be written.
 
         Raises:
-            ValueError: they would go to a bucket.
+            ValueError: checkpoints would be written to a bucket.
         """
         check_folders(trainer)
         super().setup(trainer)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """All ranks in one axis, over which parameters are sharded."""
+        """Mesh of all ranks in one axis, over which parameters are sharded."""
         if self._shard_mesh is None:
             raise RuntimeError(
                 "shard_mesh must be read after the processes have joined, got a strategy without a mesh; "
@@ -119,18 +118,19 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
     def shard_parameters(
         self, module: nn.Module, layers: Iterable[nn.Module], *, in_fp32: Iterable[nn.Module] = ()
     ) -> None:
-        """Shard `layers`, each as a unit that is gathered at once, then what remains of `module`, in place.
+        """Shard each of `layers` as one FSDP2 unit, then the remaining parameters of `module`, in place.
 
-        Before them `in_fp32`, modules in them that no precision casts: units of their own, which must have one dtype.
+        Parameters are sharded by rows. If the ranks do not divide the number of stacked experts, each expert is
+        sharded along a later dim, provided that the ranks divide one. The loss must be computed in the forward of
+        `module`: outside it the output embedding is not gathered.
 
-        The loss must be computed in the forward of `module`: outside it the output embedding is not whole. Rows are
-        spread over the ranks; of stacked experts whose number the ranks do not divide, a part of each where one fits.
-
+        Args:
+            in_fp32: submodules that no precision casts; each becomes a unit of its own, which must have one dtype.
         Raises:
-            ValueError: a parameter of two of these, of which each would go on with one of its own.
+            ValueError: a parameter is tied across two units, which would each train their own copy.
         """
         policy = mixed_precision_policy(self.precision_plugin.precision)
-        with keeping_ties(module):
+        with check_ties(module):
             for exact in in_fp32:
                 fully_shard(exact, mesh=self.shard_mesh, shard_placement_fn=self._placement)
             for layer in layers:
@@ -139,35 +139,35 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         module.register_forward_hook(_reshard_without_backward)
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
-        """None for rows, as FSDP2 has it: of 8 experts over 64 ranks 8 would hold a whole one, and the others none."""
+        """Choose the dim to shard, None for rows: of 8 experts on 64 ranks, 8 ranks would hold one and 56 none."""
         num_ranks = self.shard_mesh.size()
         if parameter.dim() < 3 or parameter.shape[0] % num_ranks == 0:
             return None
         return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size % num_ranks == 0), None)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's shards where they are: the writer copies them to the host, once."""
+        """Return this rank's shards on their device: the writer copies them to the host."""
         if not self._save_distributed_checkpoint:
             return super().lightning_module_state_dict()
         assert self.model is not None
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """This rank's shards of it, where they are."""
+        """Return this rank's shards of the optimizer's state on their device."""
         if not self._save_distributed_checkpoint:
             return super().optimizer_state(optimizer)
         assert self.model is not None
         return get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint that has its name only once it is whole; during training return while it is written.
+        """Write a checkpoint, which takes its name once it is complete; during training return before that.
 
         Raises:
             ValueError: the address of a bucket.
-            RuntimeError: this one, or the one before where that was left to be written, failed; on every rank.
+            RuntimeError: this checkpoint or the previous one, if that was still being written, failed; on every rank.
         """
         check_local(filepath)
-        if not self._save_distributed_checkpoint or storage_options is not None:  # which Lightning refuses
+        if not self._save_distributed_checkpoint or storage_options is not None:  # Lightning refuses storage_options
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         optimizers = enumerate(checkpoint.pop("optimizer_states", []))
         state = {"state_dict": checkpoint.pop("state_dict"), **{f"optimizer_{i}": each for i, each in optimizers}}
@@ -177,14 +177,15 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             self.finish_checkpoints()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load, on all ranks or none, an undamaged checkpoint of this model that holds only data.
+        """Load a checkpoint of this model, on all ranks or none, if it is undamaged and holds only data.
 
-        On automatic resume (`SameCheckpoint`) the previous checkpoint takes the place of a damaged one.
+        Automatic resume (`SameCheckpoint`) uses the previous checkpoint instead of a damaged one.
 
         Args:
-            weights_only: of a single file; a directory is always read as data.
+            weights_only: applies to a single file; a directory is always read as data only.
         Raises:
-            ValueError: a file that is damaged or would run code; another model's, unless its strict_loading is False.
+            ValueError: a file is damaged or would run code, or the checkpoint is another model's and the module's
+                strict_loading is True.
         """
         path = Path(self.broadcast(checkpoint_path))
         weights_only = True if weights_only is None else weights_only
@@ -192,36 +193,36 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             return super().load_checkpoint(path, weights_only=weights_only)
         older = older_checkpoints(self._trainer, path) if self.is_global_zero else []
         path = self._first_undamaged([path, *self.broadcast(older)])
-        found = saved_in(path)
+        found = saved_entries(path)
         assert self.lightning_module is not None and self.model is not None
         module = self.lightning_module if self.lightning_module.strict_loading else None
         check_fits(path, found, module, self.optimizers)
-        with keeping_options(found, self.model, self.optimizers):
+        with keep_options(found, self.model, self.optimizers):
             return super().load_checkpoint(path, weights_only=weights_only)
 
     def _first_undamaged(self, paths: list[Path]) -> Path:
-        """Return the first checkpoint that passes `check_together`, on all ranks the same."""
+        """Return the first checkpoint that passes `check_together`; all ranks return the same one."""
         for path, previous in pairwise(paths):
             try:
                 check_together(path)
                 return path
             except ValueError as error:
-                rank_zero_warn(f"{error} Going on from the previous one, {previous}.")
-                self._trainer._checkpoint_connector._ckpt_path = previous  # which ModelCheckpoint then keeps
+                rank_zero_warn(f"{error} Continuing from the previous one, {previous}.")
+                self._trainer._checkpoint_connector._ckpt_path = previous  # ModelCheckpoint then does not delete it
         check_together(paths[-1])
         return paths[-1]
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint once those that take its place are whole."""
+        """Remove a checkpoint once the checkpoints that replace it are complete."""
         if self._writer is None:
             return super().remove_checkpoint(filepath)
         self._writer.remove(Path(filepath))
 
     def finish_checkpoints(self) -> None:
-        """Return when the checkpoints asked for are on the disk; all ranks call this together.
+        """Wait until all requested checkpoints are on disk; all ranks call this together.
 
         Raises:
-            RuntimeError: one was not written; on every rank.
+            RuntimeError: a checkpoint was not written; on every rank.
         """
         if self._writer is None:
             return
@@ -232,17 +233,17 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
                 self._close_writer()
 
     def on_train_start(self) -> None:
-        """From here the next save, or the end, waits for a checkpoint."""
+        """Let saves return early from now on: the next save, or the end of training, waits for them."""
         super().on_train_start()
         self._training = True
 
     def on_train_end(self) -> None:
-        """Callbacks have asked for their last checkpoint."""
+        """Wait for the last checkpoint, which callbacks have requested by now."""
         self._training = False
         self.finish_checkpoints()
 
     def teardown(self) -> None:
-        """After an error too: let a checkpoint that is being written become whole."""
+        """Wait for a checkpoint that is being written, also after an error."""
         self._training = False
         self._close_writer()
         super().teardown()
@@ -254,9 +255,9 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             rank_zero_warn(f"A checkpoint was not written: {failed}")
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-        """2-norm of the gradients of the whole model, equal on every rank, fp32 (fp64 for fp64).
+        """Return the 2-norm of the whole model's gradient, equal on every rank, fp32 (fp64 for fp64).
 
-        One message for all parameters, which `shard_parameters` has sharded.
+        One all-reduce for all parameters, which `shard_parameters` must have sharded.
         """
         shards = [cast(DTensor, p.grad).to_local() for p in parameters if p.grad is not None]
         dtype = torch.promote_types(shards[0].dtype, torch.float32) if shards else torch.float32
@@ -268,21 +269,21 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
 
 
 def _reshard_without_backward(module: nn.Module, *_: Any) -> None:
-    """Shard the parameters of an outermost module again after a forward without gradients.
+    """Reshard the parameters of an outermost module after a forward without gradients.
 
-    FSDP2 leaves them whole for the backward. After an evaluation there is none: callbacks would meet plain tensors, and
-    a whole embedding and head would stay in memory.
+    FSDP2 keeps them gathered for the backward. An evaluation has none: callbacks would see plain tensors, and the
+    whole embedding and head would stay in memory.
     """
     if not torch.is_grad_enabled():
         cast(FSDPModule, module).reshard()
 
 
 @contextmanager
-def keeping_ties(module: nn.Module) -> Iterator[None]:
-    """Parameters that have two names at the start are one at the end: FSDP2 parts those of two units, and says nothing.
+def check_ties(module: nn.Module) -> Iterator[None]:
+    """Check that tied parameters are still tied at the end: FSDP2 silently separates those of different units.
 
     Raises:
-        ValueError: names both.
+        ValueError: a pair was separated; the message names both.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -298,20 +299,20 @@ def keeping_ties(module: nn.Module) -> Iterator[None]:
                 )
 
 
-def saved_in(path: Path) -> Mapping[str, Any]:
-    """What a distributed checkpoint has, by name."""
+def saved_entries(path: Path) -> Mapping[str, Any]:
+    """Return the metadata of a distributed checkpoint's entries, by name."""
     return FileSystemReader(path).read_metadata().state_dict_metadata
 
 
 def check_fits(path: Path, found: Mapping[str, Any], module: nn.Module | None, optimizers: Sequence[Any]) -> None:
-    """Return if a checkpoint has the module's tensors and no others, and something for its optimizers, if any.
+    """Check that a checkpoint has exactly the module's tensors, and an optimizer state if there are optimizers.
 
-    torch reads what is asked for: of a deeper model it would leave layers out, and say nothing.
+    torch reads only the entries it is asked for: it would silently skip layers of a deeper model.
 
     Args:
-        found: what the checkpoint at `path` has, by name.
+        found: metadata of the entries of the checkpoint at `path`, by name.
     Raises:
-        ValueError: names the first tensor that differs; of a checkpoint that all ranks see, on all of them.
+        ValueError: tensors differ, of which the message names the first; on all ranks, if all see the checkpoint.
     """
     prefix = "state_dict."
     if module is not None:
@@ -332,12 +333,13 @@ def check_fits(path: Path, found: Mapping[str, Any], module: nn.Module | None, o
 
 
 @contextmanager
-def keeping_options(
+def keep_options(
     found: Container[str], module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[None]:
-    """Optimizers' options that a distributed checkpoint lacks keep their values while it is loaded.
+    """Keep the values of optimizers' options that a distributed checkpoint lacks while it is loaded.
 
-    torch wants each of them in it: initial_lr, which a scheduler adds, and what a later torch has added.
+    torch requires every option in the checkpoint: also initial_lr, which a scheduler adds, and options that a newer
+    version of torch has added.
     """
     kept: list[tuple[torch.optim.Optimizer, int, str, Any]] = []
     for i, optimizer in enumerate(optimizers):
@@ -345,7 +347,7 @@ def keeping_options(
             there = f"optimizer_{i}.param_groups.{j}."
             kept += [(optimizer, j, name, x) for name, x in options.items() if there + name not in found]
     for optimizer in {id(x): x for x, *_ in kept}.values():
-        get_optimizer_state_dict(module, optimizer)  # makes the state that is loaded, by a step that needs the options
+        get_optimizer_state_dict(module, optimizer)  # creates the state to load into, by a step that needs the options
     for optimizer, j, name, _ in kept:
         del optimizer.param_groups[j][name]
     yield
@@ -354,9 +356,9 @@ def keeping_options(
 
 
 def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy:
-    """What FSDP2 gathers and reduces in, for one of Lightning's precisions.
+    """Return the dtypes in which FSDP2 gathers and reduces, for one of Lightning's precisions.
 
-    Numerics: gradients are summed over ranks in fp32, also where parameters are bf16.
+    Numerics: gradients are summed over ranks in fp32, also if parameters are bf16.
     """
     if precision == "bf16-mixed":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -366,7 +368,7 @@ def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy:
 
 
 class OneProcess:
-    """The only rank of Lightning's default strategy, as a data x context mesh of 1 x 1."""
+    """Mesh coordinates of the only rank of Lightning's default strategy: a data x context mesh of 1 x 1."""
 
     cp_group = None
     cp_size = dp_size = 1
@@ -375,16 +377,16 @@ class OneProcess:
 
 
 def ranks_of(trainer: Any) -> Any:
-    """Return the trainer's strategy, or for Lightning's default one, which has no mesh, `OneProcess`.
+    """Return the trainer's strategy, or `OneProcess` for Lightning's default one, which has no mesh.
 
     Raises:
-        ValueError: several processes without a context axis.
+        ValueError: a strategy of several processes without a context axis.
     """
     return OneProcess() if isinstance(trainer.strategy, SingleDeviceStrategy) else strategy_of(trainer)
 
 
 def strategy_of(trainer: Any) -> Any:
-    """The trainer's strategy, once it is known to have a context axis.
+    """Return the trainer's strategy after checking that it has a context axis.
 
     Raises:
         ValueError: a strategy without one.

@@ -1,10 +1,11 @@
-"""Text files as packed sequences of bytes: every file a document, cut where a sequence is full.
+"""Text files as training data that needs no preparation: bytes are tokens, and each file is a document.
 
     files      a.py  b.py      c.py
     stream     |aaaa|bbbbbbbbb|ccc          | is SEPARATOR, the first token of a document
     sequences  |aaaa|b   bbbbbbbb   |ccc    cu_seqlens (0, 5, 7)   (0, 8)   ...
 
-A document that is cut goes on in the next sequence as a document of its own.
+A document that does not fit continues in the next sequence as a document of its own. For real training use
+`ringflash.lightning.TokenData`.
 """
 
 from __future__ import annotations
@@ -14,32 +15,38 @@ import sysconfig
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 
-SEPARATOR = 256  # the token after the 256 bytes
+from ringflash import huggingface
+from ringflash.comm.agreement import READ_TIMEOUT, agree
+from ringflash.lightning.data import Batch, SequenceData
+from ringflash.lightning.strategy import strategy_of
+
+SEPARATOR = 256  # the first token that is not a byte
 VOCAB_SIZE = 257
 
 _HELD_OUT_PERCENT = 5
 
 
 class PackedSequence(TypedDict):
-    """input_ids: (1, seqlen), int64.  cu_seqlens: (num_documents + 1,), int32, bounds of the documents in it."""
+    """One sequence: input_ids, (1, seqlen), int64; cu_seqlens, (num_documents + 1,), int32, its documents' bounds."""
 
     input_ids: torch.Tensor
     cu_seqlens: torch.Tensor
 
 
 class PackedText(Dataset[PackedSequence]):
-    """Sequences of `seqlen` tokens out of one stream of documents; the tail that fills none is left out.
+    """Sequences of `seqlen` tokens cut from one stream of documents; an incomplete last sequence is dropped.
 
     Args:
-        documents: the bytes of each; none is empty.
+        documents: the bytes of each document; none may be empty.
         seqlen: tokens of a whole sequence, over all ranks that share it.
     Raises:
-        ValueError: documents that together do not fill one sequence.
+        ValueError: documents too short to fill one sequence together.
     """
 
     def __init__(self, documents: Iterable[bytes], seqlen: int) -> None:
@@ -58,7 +65,7 @@ class PackedText(Dataset[PackedSequence]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of all tokens."""
+        """Hash of all tokens."""
         return hashlib.blake2b(self.stream.numpy().tobytes(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
@@ -75,14 +82,14 @@ class PackedText(Dataset[PackedSequence]):
 
 
 def text_files(folder: str | None = None, suffix: str = ".py") -> list[tuple[str, Path]]:
-    """Files of the folder and below that are not empty, as (path within the folder, path), sorted.
+    """Return the non-empty files in and below a folder as (path relative to the folder, path), sorted.
 
-    Installed packages below it are left out.
+    Installed packages below it are skipped.
 
     Args:
-        folder: default the sources of Python's own standard library: real text on every machine.
+        folder: default the sources of Python's standard library, which every machine has.
     Raises:
-        ValueError: no such file.
+        ValueError: there is no such file.
     """
     root = Path(folder or sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__"}
@@ -94,6 +101,65 @@ def text_files(folder: str | None = None, suffix: str = ".py") -> list[tuple[str
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file is kept from training: one in twenty, by its name alone, the same on every machine."""
+    """Return True if a file is held out of training: one in twenty, chosen by name, the same on every machine."""
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % 100 < _HELD_OUT_PERCENT
+
+
+class TextData(SequenceData):
+    """Bytes of text files, packed into sequences, with one file in twenty held out.
+
+    Every rank reads all of the text and cuts its shard out of whole sequences.
+
+    Args:
+        seqlen: tokens of a whole sequence, over all ranks that share it.
+        folder: folder with the files; default the sources of Python's standard library.
+        suffix: end of the names of the files to read.
+        num_eval_sequences: sequences to evaluate from each of the two sets; divisible by the data-parallel size.
+        seed: determines the order of the sequences.
+    """
+
+    def __init__(
+        self,
+        seqlen: int,
+        folder: str | None = None,
+        suffix: str = ".py",
+        num_eval_sequences: int = 8,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seqlen, num_eval_sequences, seed)
+        self.folder, self.suffix = folder, suffix
+
+    def read(self) -> tuple[PackedText, PackedText]:
+        """Read and pack the files, on all ranks or none.
+
+        Raises:
+            ValueError: no files, or too little text in them; ranks with different text; a model without the bytes and
+                the separator in its vocabulary.
+        """
+        self.check_vocabulary(VOCAB_SIZE, "bytes and the separator between documents")
+        parts: list[PackedText] = []
+        error = None
+        try:
+            files = text_files(self.folder, self.suffix)
+            for held in (False, True):
+                paths = [path for name, path in files if is_held_out(name) == held]
+                parts.append(PackedText((path.read_bytes() for path in paths), self.seqlen))
+        except (ValueError, OSError) as problem:
+            error = problem
+        fingerprints = [part.fingerprint for part in parts]
+        agree(dist.group.WORLD, {"fingerprints of the text": fingerprints}, error, timeout=READ_TIMEOUT)
+        train, held_out = parts
+        return train, held_out
+
+    def identity(self) -> dict[str, Any]:
+        """Add the text's fingerprint."""
+        assert isinstance(self.train, PackedText)
+        return {**super().identity(), "text": self.train.fingerprint}
+
+    def on_before_batch_transfer(self, batch: PackedSequence, dataloader_idx: int) -> Batch:
+        """Cut this rank's shard out of the sequence before it is moved to the device."""
+        strategy = strategy_of(self.trainer)
+        return huggingface.prepare_batch(
+            batch["input_ids"], group=strategy.cp_group, cu_seqlens=batch["cu_seqlens"], layout=strategy.layout
+        )

@@ -1,1 +1,1 @@
-"""Dense attention in fp64 and the tolerance derived from it, for tests, `verify`, `doctor` and benchmarks."""
+"""Dense attention in fp64 and the tolerance derived from it, used by tests, `verify`, `doctor` and benchmarks."""

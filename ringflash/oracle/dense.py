@@ -1,6 +1,6 @@
-"""Attention of a whole sequence on one device, written out plainly: the oracle in fp64, the baseline in a low dtype.
+"""Plain attention over a whole sequence on one device: the oracle in fp64, the baseline in a low dtype.
 
-Independent of the package: visibility is decided pair by pair from global positions.
+It shares no code with the rest of the package: global positions decide the visibility of each pair.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-_ROWS = 1024  # query rows at a time, so that an oracle of 32k tokens fits into memory
+_ROWS = 1024  # query rows per block, so that an oracle of 32k tokens fits into memory
 
 
 def visible(
@@ -20,7 +20,7 @@ def visible(
     window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Which keys each query sees, from their global positions: (queries, keys), bool."""
+    """Return the mask of visible pairs from global positions: (queries, keys), bool."""
     distance = key[None, :] - query[:, None]
     left, right = window_size
     seen = torch.ones_like(distance, dtype=torch.bool)
@@ -48,12 +48,12 @@ def attention(
     cu_seqlens: Sequence[int] | None = None,
     softmax_scale: float | None = None,
 ) -> dict[str, torch.Tensor]:
-    """out, lse, dq, dk and dv in the dtype of q (lse: fp32 at least), by eager torch and autograd.
+    """Compute out, lse, dq, dk and dv in the dtype of q (lse: at least fp32), by eager torch and autograd.
 
     Args:
         q, dout: (batch, seqlen, num_heads, head_dim).  k, v: (batch, seqlen, num_kv_heads, head_dim).
-        dlse: (batch, num_heads, seqlen), or None for a loss that does not see lse.
-    Numerics: eager in the dtype of q; dk and dv of the row blocks are summed in fp32 at least, as one matmul does.
+        dlse: (batch, num_heads, seqlen), or None if the loss does not depend on lse.
+    Numerics: eager in the dtype of q; dk and dv of the row blocks are summed in at least fp32, as in a single matmul.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     state = torch.promote_types(q.dtype, torch.float32)

@@ -1,8 +1,8 @@
-"""The one place that decides whether attention is right: `ringflash verify`, all tests and benchmarks call it.
+"""The single criterion for correct attention, shared by `ringflash verify`, all tests and the benchmarks.
 
-fp64 is compared with fp64, relative to the largest value. A lower dtype is given what plain eager attention
-in that dtype would lose, twice, and one rounding more. Both hold chunk by chunk, for the maximum and the
-mean: over a whole causal sequence the early rows set the scale, and zeroed last rows would pass.
+fp64 is compared with fp64, relative to the largest value. In a lower dtype the budget is twice the error of plain eager
+attention in that dtype, plus one rounding. Both are checked chunk by chunk, for the maximum and the mean: over a whole
+causal sequence the early rows would set the scale, and zeroed last rows would pass.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 RTOL_FP64 = 1e-11
 
-SEQUENCE_DIM = {"lse": 2, "dlse": 2}  # every other tensor has its sequence in dim 1
+SEQUENCE_DIM = {"lse": 2, "dlse": 2}  # dim 1 for all other tensors
 
 
 class Ratio(NamedTuple):
-    """Error over budget, for one tensor and chunk: at most 1 is right.
+    """Error divided by budget for one tensor and chunk; correct if at most 1.
 
-    A budget of nothing, spent by nothing, is 0.
+    If error and budget are both 0, the ratio is 0.
     """
 
     name: str
@@ -37,17 +37,17 @@ def ratios(
     *,
     num_chunks: int = 1,
 ) -> list[Ratio]:
-    """How much of its error budget a result spends.
+    """Return the share of its error budget that a result uses, by chunk.
 
         max|got - want| <= 2 max|baseline - want| + eps max|want|        (and the same with means)
 
     Args:
         got: out, lse, dq, dk or dv, (batch, seqlen, heads, head_dim) or (batch, heads, seqlen).
-        want: the same in fp64. baseline: the same in the low dtype, by plain eager attention; None compares
-            fp64 with fp64 to RTOL_FP64.
-        num_chunks: pieces of the sequence, each with a budget of its own.
+        want: the reference, in fp64.
+        baseline: plain eager attention in the low dtype; None compares fp64 with fp64 to RTOL_FP64.
+        num_chunks: number of chunks of the sequence; each has a separate budget.
     Raises:
-        AssertionError: shapes differ, or `got` is NaN or infinite where `want` is not, or the other way round.
+        AssertionError: shapes differ, or `got` and `want` are not finite at the same elements.
     """
     assert got.shape == want.shape, f"{name} must be {tuple(want.shape)}, got {tuple(got.shape)}"
     odd = ~torch.isfinite(want)
@@ -76,7 +76,7 @@ def assert_close(
     *,
     num_chunks: int = 1,
 ) -> list[Ratio]:
-    """Assert that every tensor of `got` keeps within its budget; return what each spent."""
+    """Assert that every tensor of `got` is within its budget; return the ratios."""
     spent = measure(got, want, baseline, num_chunks=num_chunks)
     assert_within(spent)
     return spent
@@ -89,7 +89,7 @@ def measure(
     *,
     num_chunks: int = 1,
 ) -> list[Ratio]:
-    """What every tensor of `got` spends of its budget, for a table; finiteness and shapes are asserted."""
+    """Return the ratios of every tensor of `got`, for a table; only finiteness and shapes are asserted."""
     base = baseline or {}
     return [r for name in got for r in ratios(name, got[name], want[name], base.get(name), num_chunks=num_chunks)]
 
@@ -98,7 +98,7 @@ def assert_within(spent: Iterable[Ratio]) -> None:
     """Assert that no budget is exceeded.
 
     Raises:
-        AssertionError: names each tensor and chunk beyond its budget.
+        AssertionError: lists each tensor and chunk that exceeds its budget.
     """
     beyond = [ratio for ratio in spent if not (ratio.maximum <= 1 and ratio.mean <= 1)]
     assert not beyond, "errors must stay within their budget, got " + "; ".join(

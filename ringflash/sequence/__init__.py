@@ -1,1 +1,1 @@
-"""The sequence as all ranks see it: which tokens a rank holds (`layout`), which pairs attend (`mask`), and padding."""
+"""The sequence in global coordinates: tokens of each rank (`layout`), visible pairs (`mask`), and padding."""

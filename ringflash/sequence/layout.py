@@ -1,14 +1,14 @@
-"""Which tokens of the sequence each rank holds: the coordinate system everything else derives from.
+"""Distribution of the tokens over the ranks: the coordinate system that everything else derives from.
 
 The sequence is cut into chunks. `zigzag` gives rank r the chunks r and 2 * cp_size - 1 - r, so that under a
-causal mask every rank has the same work; `contiguous` gives it the chunk r. Four ranks, eight chunks:
+causal mask every rank has the same work. `contiguous` gives it chunk r. With four ranks and eight chunks:
 
     position   0   1   2   3   4   5   6   7
     zigzag     r0  r1  r2  r3  r3  r2  r1  r0
 
-`striped` is 32 zigzags one behind another: no rank has much more of any document than the others.
+`striped` concatenates 32 zigzags, so that every document is spread almost evenly over the ranks.
 
-Within a shard positions only ever rise, so an interval of positions is an interval of local rows.
+Positions increase within a shard, so an interval of positions is an interval of local rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.autograd.function import once_differentiable
 from ringflash.comm.group import Group, resolve
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
-_ZIGZAGS = {"zigzag": 1, "striped": 32}  # in a sequence
+_ZIGZAGS = {"zigzag": 1, "striped": 32}  # zigzags per sequence
 
 
 class Chunk(NamedTuple):
-    """Positions [start, stop) of the sequence, held from row `row` of the shard on."""
+    """Positions [start, stop) of the sequence, stored from row `row` of the shard."""
 
     start: int
     stop: int
@@ -34,17 +34,17 @@ class Chunk(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return self.stop - self.start
 
 
 def chunks(seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag") -> tuple[Chunk, ...]:
-    """The chunks of one rank, in local order.
+    """Return the chunks of one rank, in local order.
 
     Args:
         seqlen: length of the whole sequence, tokens.
     Raises:
-        ValueError: unknown layout, or a length that the layout cannot cut evenly.
+        ValueError: unknown layout, or a length that the layout cannot divide evenly.
     """
     check_seqlen(seqlen, cp_size, layout)
     if layout == "contiguous":
@@ -59,7 +59,7 @@ def chunks(seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag") -> t
 
 
 def granularity(cp_size: int, layout: str = "zigzag") -> int:
-    """The number that the sequence length must be a multiple of."""
+    """Return the number that must divide the sequence length."""
     if layout not in LAYOUTS:
         raise ValueError(
             f"layout must be one of {LAYOUTS}, got {layout!r}; zigzag balances causal masks, striped packed documents."
@@ -68,12 +68,12 @@ def granularity(cp_size: int, layout: str = "zigzag") -> int:
 
 
 def chunks_of_rank(layout: str) -> int:
-    """How many each rank holds."""
+    """Return the number of chunks per rank."""
     return 2 * _ZIGZAGS[layout] if layout in _ZIGZAGS else 1
 
 
 def check_seqlen(seqlen: int, cp_size: int, layout: str) -> None:
-    """Raise ValueError unless `layout` can cut `seqlen` tokens evenly over `cp_size` ranks."""
+    """Raise ValueError unless `layout` can divide `seqlen` tokens evenly among `cp_size` ranks."""
     unit = granularity(cp_size, layout)
     if seqlen < 1 or seqlen % unit:
         count = chunks_of_rank(layout)
@@ -83,14 +83,14 @@ def check_seqlen(seqlen: int, cp_size: int, layout: str) -> None:
 
 
 def local_positions(seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag") -> torch.Tensor:
-    """Global position of every local token, in local order.
+    """Return the global position of every local token, in local order.
 
     `local_positions(16, 4, 1)` is `[2, 3, 12, 13]`.
 
     Args:
         seqlen: length of the whole sequence, tokens.
     Returns:
-        positions: (seqlen // cp_size,), int64, rising.
+        positions: (seqlen // cp_size,), int64, increasing.
     Raises:
         ValueError: length or layout as in `chunks`; rank outside [0, cp_size).
     """
@@ -100,13 +100,13 @@ def local_positions(seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigz
 
 
 def shard_sequence(x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:
-    """This rank's part of a tensor that every rank holds whole.
+    """Return this rank's shard of a tensor that every rank holds in full.
 
     Args:
-        x: any shape; `dim` is the sequence.
+        x: any shape; `dim` is the sequence dimension.
         group: ProcessGroup, 1-D DeviceMesh, or None for a single process.
     Returns:
-        shard: as x with seqlen / cp_size along `dim`, in local order. Differentiable; the gradient of x is
+        shard: as x, with seqlen / cp_size tokens along `dim`, in local order. Differentiable; the gradient of x is
             zero outside the shard.
     """
     group = resolve(group)
@@ -118,11 +118,11 @@ def shard_sequence(x: torch.Tensor, group: Group, dim: int = 1, layout: str = "z
 
 
 def unshard_sequence(x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:
-    """The whole tensor on every rank, from each rank's shard: the inverse of `shard_sequence`.
+    """All-gather the shards of a tensor and return it in full on every rank: the inverse of `shard_sequence`.
 
-    Differentiable. The gradient of a shard is the sum, over ranks, of the gradients of the whole tensor at
-    its positions: right where the objective is the sum of what the ranks compute. Ranks that all compute
-    one and the same loss from the result divide it by cp_size.
+    Differentiable. The gradient of a shard is the sum over ranks of the gradients of the full tensor at its
+    positions, which is correct if the objective is the sum of the ranks' losses. If every rank computes the same loss
+    from the result, divide it by cp_size.
     """
     group = resolve(group)
     if group is None:
@@ -149,7 +149,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def _order(x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str) -> torch.Tensor:
-    """Where each position of the sequence lies in the concatenation of the shards."""
+    """Return the index of each position of the sequence in the concatenation of the shards."""
     seqlen = x.shape[dim] * group.size()
     positions = torch.cat([local_positions(seqlen, group.size(), r, layout) for r in range(group.size())])
     return torch.argsort(positions)

@@ -1,4 +1,4 @@
-"""The mask in global coordinates: the query at position p sees the keys first(p) <= position <= last(p)."""
+"""Mask in global coordinates: the query at position p sees the keys first(p) <= position <= last(p)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ringflash_kernels.mask import Region, band_of
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """Causal, window and document limits over one sequence, alone or together.
+    """Causal, window and document limits of one sequence, in any combination.
 
     Args:
         seqlen: length of the whole sequence, tokens.
-        window_size: (left, right), inclusive, -1 unlimited; `causal` is a right window of 0.
-        cu_seqlens: document bounds (0, ..., seqlen); a query sees only its own document.
+        window_size: (left, right), inclusive, -1 unlimited; `causal` means a right window of 0.
+        cu_seqlens: document bounds (0, ..., seqlen); a query sees only keys of its document.
     """
 
     seqlen: int
@@ -31,28 +31,28 @@ class SequenceMask:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Document bounds; one document where none were given."""
+        """Document bounds; a single document if none were given."""
         return self.cu_seqlens if self.cu_seqlens is not None else (0, self.seqlen)
 
     @property
     def band(self) -> tuple[int | None, int | None]:
-        """(lower, upper) of lower <= key position - query position <= upper; None is unlimited."""
+        """(lower, upper) in lower <= key position - query position <= upper; None is unlimited."""
         return band_of(self.causal, self.window_size)
 
     @property
     def num_visible(self) -> int:
-        """Visible pairs of the whole sequence."""
+        """Number of visible query-key pairs of the whole sequence."""
         documents = pairwise(self.bounds)
         return sum(Region(start, stop, start, stop, *self.band).num_visible for start, stop in documents)
 
     def document_of(self, position: int) -> int:
-        """Index of the document that holds `position`."""
+        """Return the index of the document that holds `position`."""
         return bisect_right(self.bounds, position) - 1
 
     def visible_span(self, start: int, stop: int) -> tuple[int, int]:
-        """Keys [first, stop) that the queries [start, stop) see between them.
+        """Return the keys [first, stop) that at least one of the queries [start, stop) sees.
 
-        One span: every query sees itself, and the bounds of neighbouring queries overlap or adjoin.
+        They form one interval, since every query sees itself, and the intervals of adjacent queries overlap or touch.
         """
         lower, upper = self.band
         first = self.bounds[self.document_of(start)]
@@ -74,7 +74,7 @@ def check_window_size(window_size: tuple[int, ...]) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: tuple[int, ...], seqlen: int) -> None:
-    """Raise ValueError unless cu_seqlens rises from 0 to the global length."""
+    """Raise ValueError unless cu_seqlens increases from 0 to the global length."""
     if len(cu_seqlens) < 2 or cu_seqlens[0] != 0:
         raise ValueError(
             f"cu_seqlens must start at 0 and hold two or more bounds, got {_short(cu_seqlens)}; prepend 0."
@@ -89,7 +89,7 @@ def check_cu_seqlens(cu_seqlens: tuple[int, ...], seqlen: int) -> None:
 
 
 def cut_into_chunks(bounds: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Document bounds with one after every `size` tokens of a document: (0, 7, 20) in chunks of 8 is (0, 7, 15, 20)."""
+    """Cut every document into chunks of `size` tokens: bounds (0, 7, 20) with size 8 become (0, 7, 15, 20)."""
     return (*(cut for start, stop in pairwise(bounds) for cut in range(start, stop, size)), bounds[-1])
 
 

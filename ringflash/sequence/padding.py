@@ -1,4 +1,4 @@
-"""Lengthen a sequence to what the layout can cut, without changing loss or gradients."""
+"""Padding of a sequence to a length that the layout can divide, without effect on loss or gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IGNORE_INDEX = -100
 
 
 class PaddedBatch(NamedTuple):
-    """Tokens, labels and document bounds of one padded length.
+    """Tokens, labels and document bounds of a padded sequence.
 
     tokens, labels: (batch, padded length).  cu_seqlens: (num_documents + 1 or + 2,), int32, or None.
     """
@@ -36,18 +36,18 @@ def pad_sequence(
 ) -> PaddedBatch:
     """Pad at the end, tokens with `pad_token_id` and labels with -100, before sharding.
 
-    Under a causal mask no real token sees what comes after it; with `cu_seqlens` the padding is a document
-    of its own. Either way the padding carries no label and changes neither loss nor gradients.
+    Under a causal mask no real token sees the padding after it; with `cu_seqlens` the padding is a separate document.
+    In both cases the padding has no label and changes neither loss nor gradients.
 
     Args:
         tokens: (batch, seqlen), whole sequence.
-        labels: the same, already shifted (`ringflash.loss.shift_labels`); without them nothing tells padding from
-            tokens, and `prepare_batch` would label it.
+        labels: (batch, seqlen), already shifted (`ringflash.loss.shift_labels`). Without them padding cannot be told
+            from tokens, and `prepare_batch` would label it.
         cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence; batch must then be 1.
-        multiple_of: a further divisor of the padded length, such as a kernel's tile.
+        multiple_of: another divisor of the padded length, such as the tile size of a kernel.
         causal: False for attention in both directions; padding then needs `cu_seqlens`.
     Raises:
-        ValueError: padding without cu_seqlens under a mask that would let real tokens see it; a divisor that is none.
+        ValueError: padding without cu_seqlens for a mask under which real tokens would see it; multiple_of below 1.
     """
     if multiple_of < 1:
         raise ValueError(f"multiple_of must be 1 or more, got {multiple_of}; leave it out for the layout's own.")

@@ -1,1 +1,1 @@
-"""Parts shared by the Lightning and DeepSpeed strategies: the device mesh and seeding."""
+"""Device mesh and seeding, shared by the Lightning and DeepSpeed strategies."""

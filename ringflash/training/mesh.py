@@ -1,6 +1,6 @@
-"""The ranks as a mesh of data x context.
+"""The data x context device mesh.
 
-Six ranks, context_parallel_size 2; a row shares one sequence:
+Six ranks with context_parallel_size 2; each row shares one sequence:
 
                         context_parallel
     data_parallel  0       r0  r1
@@ -23,13 +23,13 @@ Size = int | Literal["auto"]
 
 
 def mesh_sizes(data_parallel_size: Size, context_parallel_size: Size, world_size: int) -> tuple[int, int]:
-    """Both sizes as numbers.
+    """Return both sizes as numbers, data-parallel first.
 
     Args:
-        data_parallel_size, context_parallel_size: "auto" is what the other leaves; both "auto" is one sequence
-            over all ranks.
+        data_parallel_size, context_parallel_size: "auto" is world_size divided by the other; both "auto" is one
+            sequence over all ranks.
     Raises:
-        ValueError: sizes whose product is not the world size.
+        ValueError: the product of the sizes is not world_size.
     """
     dp, cp = data_parallel_size, context_parallel_size
     for name, size in (("data_parallel_size", dp), ("context_parallel_size", cp)):
@@ -49,12 +49,12 @@ def mesh_sizes(data_parallel_size: Size, context_parallel_size: Size, world_size
 
 
 def data_context_mesh(device_type: str, dp_size: int, cp_size: int) -> DeviceMesh:
-    """All ranks in the two axes; the process group exists already."""
+    """Return the mesh of all ranks; the process group must exist."""
     return init_device_mesh(device_type, (dp_size, cp_size), mesh_dim_names=(DATA_AXIS, CONTEXT_AXIS))
 
 
 def set_group_timeouts(mesh: DeviceMesh, timeout: timedelta | None) -> None:
-    """Set how long a collective waits for a missing rank in the groups of a mesh, which gives them torch's own."""
+    """Set how long collectives in a mesh's groups wait for a missing rank; None keeps torch's default."""
     if timeout is None:
         return
     for group in mesh.get_all_groups():
@@ -62,32 +62,32 @@ def set_group_timeouts(mesh: DeviceMesh, timeout: timedelta | None) -> None:
 
 
 class DataContextRanks:
-    """Where a rank stands, for what has such a mesh as `device_mesh`. `layout`: which tokens of a sequence it holds."""
+    """Mixin: this rank's coordinates on a data x context `device_mesh`; `layout` says which tokens it holds."""
 
     device_mesh: DeviceMesh
     layout: str
 
     @property
     def cp_mesh(self) -> DeviceMesh:
-        """The ranks that share this rank's sequence."""
+        """Mesh of the ranks that share this rank's sequence."""
         return self.device_mesh[CONTEXT_AXIS]
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
-        """The process group of `cp_mesh`."""
+        """Process group of `cp_mesh`."""
         return self.cp_mesh.get_group()
 
     @property
     def cp_size(self) -> int:
-        """Ranks that share one sequence."""
+        """Number of ranks that share one sequence."""
         return self.cp_mesh.size()
 
     @property
     def dp_size(self) -> int:
-        """Sequences in work at a time."""
+        """Number of sequences processed in parallel."""
         return self.device_mesh[DATA_AXIS].size()
 
     @property
     def dp_rank(self) -> int:
-        """Which of these sequences is this rank's."""
+        """Index of this rank's sequence among them."""
         return self.device_mesh[DATA_AXIS].get_local_rank()

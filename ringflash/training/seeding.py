@@ -1,4 +1,4 @@
-"""torch's random numbers."""
+"""Temporary seeding of torch's random number generators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random numbers of `seed`, on the CPU and the current GPU alone; the generators are left as they were."""
+    """Seed the generators of the CPU and the current GPU with `seed`, and restore their states on exit."""
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The attention alone, over the ring and with the model's masks, against dense attention in fp64."""
+"""Check of ring attention by itself, with the model's masks, against dense attention in fp64."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 64
 def attention_checks(
     group: dist.ProcessGroup, data: Data, windows: set[int | None], causal: bool, dtype: torch.dtype
 ) -> list[Check]:
-    """One check for each window (itself included; None is unlimited), equal on all ranks.
+    """Run one check per window (the query's own key included; None is unlimited); results are equal on all ranks.
 
-    fp32 is judged in fp64: what the ring adds to fp32's rounding is as large as that, and neither is a mistake.
+    fp32 is checked in fp64: in fp32 the ring's legitimate rounding is as large as the rounding of fp32 itself.
     """
     kind = torch.float64 if dtype == torch.float32 else dtype
     return [_check(group, data, window, causal, kind) for window in sorted(windows, key=lambda w: w or 0)]
@@ -37,7 +37,7 @@ def _check(group: dist.ProcessGroup, data: Data, window: int | None, causal: boo
 
 
 def _spent(group: dist.ProcessGroup, data: Data, mask: dict[str, Any], dtype: torch.dtype) -> dict[str, float]:
-    """Error over budget of this rank's out, dq, dk and dv; infinite where one is not finite."""
+    """Return error over budget of this rank's out, dq, dk and dv; infinity if any of them is not finite."""
     tensors = _draw(data, dtype)
     bounds = None if data.cu_seqlens is None else data.cu_seqlens.tolist()
     want, base = (
@@ -56,7 +56,7 @@ def _spent(group: dist.ProcessGroup, data: Data, mask: dict[str, Any], dtype: to
 
 
 def _draw(data: Data, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """q, k, v and dout of the whole sequence, equal on all ranks."""
+    """Draw q, k, v and dout of the whole sequence, equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     heads = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS)
     shapes = ((1, data.seqlen, num, HEAD_DIM) for num in heads)

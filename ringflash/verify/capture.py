@@ -1,4 +1,4 @@
-"""What the layers of a model put out, rank by rank, joined to whole sequences in the order of positions."""
+"""Capture of layer outputs, and their assembly from all ranks into whole sequences in position order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ HIDDEN = "last hidden state"
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or module's name without those of the wrappers round it."""
+    """Return the name of a parameter or module without the names of its wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def watched(module: nn.Module) -> dict[str, nn.Module]:
-    """The layers and their direct children, by name: the items of every outermost ModuleList, else every module.
+def watched_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules to watch, by name: items of every outermost ModuleList and their direct children.
 
-    Where no accessor of transformers' names the last hidden state, also what stands beside the lists: the layers may.
+    If the model has no ModuleList, all modules are watched. If no transformers accessor gives the last hidden state,
+    the modules outside the lists are watched as well, since one of them may produce it.
     """
     found: dict[str, nn.Module] = {}
     lists: list[str] = []
@@ -35,13 +36,13 @@ def watched(module: nn.Module) -> dict[str, nn.Module]:
             found |= {f"{name}.{index}.{part}": m for part, m in layer.named_children()}
             found[f"{name}.{index}"] = layer
     if found and embedding_head(module) is None:
-        found |= _beside(module, lists)
+        found |= _modules_outside(module, lists)
     found = found or {name: child for name, child in module.named_modules() if name}
     return {plain_name(name): m for name, m in found.items()}
 
 
-def _beside(module: nn.Module, lists: list[str]) -> dict[str, nn.Module]:
-    """The outermost modules that neither hold a list nor lie in one."""
+def _modules_outside(module: nn.Module, lists: list[str]) -> dict[str, nn.Module]:
+    """Return the outermost modules that neither contain a list nor are in one."""
     found: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
         holds = any(f"{inner}.".startswith(f"{name}." if name else "") for inner in lists)
@@ -51,7 +52,7 @@ def _beside(module: nn.Module, lists: list[str]) -> dict[str, nn.Module]:
 
 
 def tensor_of(output: Any, length: int) -> Tensor | None:
-    """The (batch, length, ...) tensor of a module's output, if it has one."""
+    """Return the (batch, length, ...) tensor of a module's output, if there is one."""
     if isinstance(output, tuple | list) and output:
         output = output[0]
     output = getattr(output, "last_hidden_state", output)
@@ -61,17 +62,17 @@ def tensor_of(output: Any, length: int) -> Tensor | None:
 
 
 class Capture:
-    """Keeps what the watched modules put out while it is entered, in the order in which they finish.
+    """Context manager that keeps the outputs of the watched modules, in the order in which the modules finish.
 
     Args:
-        length: tokens of this rank.
-        keep_gradient: also keep the loss's gradient at the last of them, read by `gradient`.
+        length: number of tokens of this rank.
+        keep_gradient: also keep the gradient of the loss at the last output; `gradient` returns it.
     """
 
     def __init__(self, module: nn.Module, length: int, *, keep_gradient: bool = False) -> None:
         self.length, self.keep_gradient = length, keep_gradient
         self.outputs: dict[str, Tensor] = {}
-        self._modules = watched(module)
+        self._modules = watched_modules(module)
         head = embedding_head(module)
         if head is not None:
             self._modules[HIDDEN] = head[0]
@@ -101,12 +102,12 @@ class Capture:
         return keep
 
     def gradient(self) -> Tensor | None:
-        """The loss's gradient at the last output, after the backward."""
+        """Return the gradient of the loss at the last output, after the backward."""
         return None if self._last is None else self._last.grad
 
 
 def embedding_head(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-    """The body of a causal language model and its output embedding, where transformers' accessors name them."""
+    """Return the body of a causal language model and its output embedding, if transformers' accessors name them."""
     for child in module.modules():
         read = getattr(child, "get_output_embeddings", None)
         if read is not None and read() is not None and hasattr(child, "base_model"):
@@ -115,6 +116,6 @@ def embedding_head(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     return None
 
 
-def whole(x: Tensor, group: dist.ProcessGroup | None, layout: str) -> Tensor:
-    """The whole sequence, on the CPU, in the order of positions."""
+def gather_whole(x: Tensor, group: dist.ProcessGroup | None, layout: str) -> Tensor:
+    """Gather the whole sequence on the CPU, in position order."""
     return unshard_sequence(x.detach(), group, 1, layout).cpu()

@@ -1,4 +1,4 @@
-"""`ringflash verify`: does this model train over the ring as it does on one device?"""
+"""The command `ringflash verify`: does this model train over the ring as it does on one device?"""
 
 from __future__ import annotations
 
@@ -19,37 +19,42 @@ from ringflash.comm.agreement import agree
 from ringflash.console import console
 from ringflash.sequence.layout import check_seqlen
 from ringflash.sequence.mask import check_cu_seqlens
-from ringflash.verify.report import print_report, to_json
-from ringflash.verify.session import Report, Settings, session_for
+from ringflash.verify.report import Report, print_report, to_json
+from ringflash.verify.session import Session, Settings
 from ringflash.verify.subject import Factory, load
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_WAIT = timedelta(minutes=30)  # the other ranks wait while rank 0 computes the whole sequence
+_TIMEOUT = timedelta(minutes=30)  # the other ranks wait while rank 0 computes the whole sequence
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command."""
     add = parser.add_argument
     add("target", type=str, help="folder with config.json, or package.module:factory (docs/verify.md)")
-    add("--nproc", type=int | None, default=None, help="start this many local ranks; null where torchrun did")
+    add("--nproc", type=int | None, default=None, help="start this many local ranks; null if torchrun has started them")
     add("--seqlen", type=int, default=256, help="tokens of the whole sequence")
     add("--layers", type=int | None, default=None, help="decoder layers of a configuration's model; null is all")
     add("--cu_seqlens", type=list[int] | None, default=None, help="bounds of packed documents, as [0,100,256]")
-    add("--window", type=int | None, default=None, help="keys a query sees, its own included; null asks the model")
-    add("--causal", type=bool, default=True, help="false for attention in both directions, windows to both sides")
+    add(
+        "--window",
+        type=int | None,
+        default=None,
+        help="keys that a query sees, its own included; null reads the model's",
+    )
+    add("--causal", type=bool, default=True, help="false for attention and windows in both directions")
     add("--dtype", type=str | None, default=None, help="float32 or bfloat16; null is float32 on CPUs, else bfloat16")
-    add("--device", type=str | None, default=None, help="cpu or cuda; null is cuda where there is one")
-    add("--seed", type=int, default=0, help="of the tokens, and of parameters without a checkpoint")
+    add("--device", type=str | None, default=None, help="cpu or cuda; null is cuda if available")
+    add("--seed", type=int, default=0, help="seed of the tokens, and of parameters without a checkpoint")
     add("--json", action="store_true", help="print JSON instead of the table")
 
 
 def run(options: Any) -> int:
-    """Verify.
+    """Run the verification, in local ranks that it starts or in the ranks of torchrun.
 
     Returns:
-        status: 0 cp=N trains as cp=1; 1 it does not.
+        status: 0 if cp=N trains as cp=1 does, else 1.
     Raises:
-        ValueError, RuntimeError: it could not be run as asked.
+        ValueError, RuntimeError: the verification could not be run as requested.
     """
     if "RANK" in os.environ and options.nproc is None:
         return _run_rank(options)
@@ -63,15 +68,15 @@ def run(options: Any) -> int:
         run_id=uuid4().hex, max_restarts=0,
     )  # fmt: skip
     try:
-        return elastic_launch(config, _answer)(options)[0]
-    except SignalException as stopped:  # the launcher has ended the ranks
+        return elastic_launch(config, _run_started_rank)(options)[0]
+    except SignalException as stopped:  # the launcher has already stopped the ranks
         raise SystemExit(128 + stopped.sigval) from stopped
     except ChildFailedError as error:
         raise RuntimeError(f"every rank must answer, got {error}; see its output above.") from error
 
 
-def _answer(options: Any) -> int:
-    """The status of a rank that `run` started; errors are printed by rank 0 and are status 2."""
+def _run_started_rank(options: Any) -> int:
+    """Return the status of a rank that `run` started; rank 0 prints an error, which is status 2."""
     try:
         return _run_rank(options)
     except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
@@ -81,26 +86,26 @@ def _answer(options: Any) -> int:
 
 
 def _run_rank(options: Any) -> int:
-    if dist.is_initialized():  # a process that has joined already stays so
-        return _verdict(*_asked(options), options.json)
-    asked, problem = None, None
+    if dist.is_initialized():  # keep the process group of the caller
+        return _verdict(*_factory_and_settings(options), options.json)
+    made, problem = None, None
     try:
-        asked = _asked(options)
+        made = _factory_and_settings(options)
     except (ValueError, RuntimeError, NotImplementedError, ImportError) as error:
         problem = error
     if problem is not None and int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise problem
     on_gpus = options.device != "cpu" and torch.cuda.is_available()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=_WAIT)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=_TIMEOUT)
     try:
-        agree(dist.group.WORLD, {}, problem)  # the others would wait for a rank that is gone
-        assert asked is not None
-        return _verdict(*asked, options.json)
+        agree(dist.group.WORLD, {}, problem)  # raises on all ranks; else the others would wait for a rank that has gone
+        assert made is not None
+        return _verdict(*made, options.json)
     finally:
         dist.destroy_process_group()
 
 
-def _asked(options: Any) -> tuple[Factory, Settings]:
+def _factory_and_settings(options: Any) -> tuple[Factory, Settings]:
     settings = _settings(options)
     return load(options.target, options.layers, options.seed), settings
 
@@ -110,9 +115,28 @@ def _verdict(factory: Factory, settings: Settings, as_json: bool) -> int:
     if group is None or group.size() < 2:
         raise ValueError("verify must run on two ranks or more, got 1; pass --nproc_per_node 2 to torchrun.")
     check_seqlen(settings.seqlen, group.size(), "zigzag")
-    report = session_for(factory, group, settings).run()
+    report = _session(factory, group, settings).run()
     _show(report, as_json)
     return 0 if report.passed else 1
+
+
+def _session(factory: Factory, group: dist.ProcessGroup, settings: Settings) -> Session:
+    """Return the session for a factory; Lightning's Trainer runs a LightningModule."""
+    if "lightning" not in sys.modules:  # a factory of a LightningModule has imported it
+        return Session(factory, group, settings)
+    from lightning import LightningModule
+
+    from ringflash.verify.lightning import LightningSession
+
+    made, problem = None, None
+    try:
+        made = factory(group)
+    except Exception as error:  # the model is the user's code
+        text = f"the model must be built on every rank, got {type(error).__name__}: {error}; call it by itself."
+        problem = RuntimeError(text)
+    agree(group, {}, problem)
+    is_lightning = made is not None and isinstance(made.module, LightningModule)
+    return (LightningSession if is_lightning else Session)(factory, group, settings)
 
 
 def _show(report: Report, as_json: bool) -> None:

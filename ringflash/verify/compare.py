@@ -1,10 +1,11 @@
-"""cp=N against cp=1, check by check in the order of the data path; each has the budget that rounding alone explains.
+"""Comparison of cp=N with cp=1: checks in the order of the data path, each with the error budget that rounding allows.
 
     max|got - want| <= 2 max|baseline - want| + eps max|want|          (and the same with means)
 
-`want` is cp=1 in fp64, `baseline` cp=1 in the dtype under test, `got` cp=N in that dtype; positions are judged chunk
-by chunk. It is the tests' rule (`tolerance`), with one addition: where the baseline of a chunk or parameter happens to
-be closer than is usual for its kind, the usual relative error (the upper quartile) takes its place.
+`want` is cp=1 in fp64, `baseline` is cp=1 in the dtype under test, `got` is cp=N in that dtype; positions are compared
+chunk by chunk. This is the rule of the tests (`ringflash.oracle.tolerance`) with one addition: if the baseline of a
+chunk or parameter happens to be more accurate than is usual for its kind, the usual relative error (the upper quartile)
+replaces it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from ringflash.verify.observe import Observation, Tensors
 
 @dataclass
 class Check:
-    """What was compared, and the worst of it.
+    """Result of one comparison.
 
     Args:
-        name: of the check.
-        ratio: the largest error over its budget; at most 1 is right. None where nothing could be compared.
-        failed: names beyond their budget, in the order of computation (gradients: of the backward).
-        position: the first position of the first of them that is beyond, where it has positions.
-        note: what a reader should see beside the verdict.
+        name: name of the check.
+        ratio: the largest error over budget; correct if at most 1. None if nothing could be compared.
+        failed: names that exceed their budget, in the order of computation (gradients: of the backward).
+        position: the first wrong position of the first failed name, if it has positions.
+        note: explanation shown next to the verdict.
     """
 
     name: str
@@ -45,13 +46,13 @@ class Check:
         return "not compared" if self.ratio is None else "ok"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the check as plain values."""
         return {"verdict": self.verdict, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The three runs, and how many chunks the layout made of the sequence."""
+    """The three runs, and the number of chunks of the sequence in the layout."""
 
     got: Observation
     want: Observation
@@ -61,7 +62,7 @@ class Runs:
 
 
 def compare(runs: Runs) -> list[Check]:
-    """All checks, in the order in which a mistake would travel."""
+    """Run all checks, in the order in which a mistake would propagate."""
     return [
         _weights(runs),
         _inputs(runs),
@@ -84,7 +85,7 @@ def _weights(runs: Runs) -> Check:
 
 
 def _inputs(runs: Runs) -> Check:
-    """The batch's whole tensors are equal to the bit."""
+    """Check that the gathered tensors of the batch are bitwise equal."""
     names = [name for name in runs.want.inputs if name in runs.got.inputs]
     check = Check("batch", 0.0 if names else None)
     for name in names:
@@ -130,13 +131,13 @@ def _whole(name: str, runs: Runs, read: Callable[[Observation], Tensors]) -> Che
 
 
 def _lacking(name: str, got: Mapping[str, object], want: Mapping[str, object]) -> Check:
-    """A check in which what cp=N does not have at all is beyond every budget."""
+    """Return a check in which every name that is missing at cp=N has failed."""
     missing = [key for key in want if key not in got]
     return Check(name, float("inf") if missing else None, missing)
 
 
 def _scalars(name: str, runs: Runs, read: Callable[[Observation], dict[str, float]]) -> Check:
-    """Judged with the relative error usual for what they are computed from."""
+    """Compare scalars; their budget uses the usual relative error of the last layer's output."""
     got, want, baseline = read(runs.got), read(runs.want), read(runs.baseline)
     check, last = _lacking(name, got, want), list(runs.want.layers)[-1:]
     usual = _usual((runs.baseline.layers[key], runs.want.layers[key]) for key in last)
@@ -170,7 +171,7 @@ class _Spent:
 
 
 def _usual(pairs: Any) -> float:
-    """The upper quartile of the baseline's relative errors."""
+    """Return the upper quartile of the baseline's relative errors."""
     errors = [_relative(base, want) for base, want in pairs]
     return float(torch.tensor(errors).quantile(0.75)) if errors else 0.0
 
@@ -181,7 +182,7 @@ def _relative(base: Tensor, want: Tensor) -> float:
 
 
 def _spent(got: Tensor, base: Tensor, want: Tensor, usual: float, eps: float) -> _Spent:
-    """Error over budget, by maximum and by mean; and the first row (dim 1) beyond it."""
+    """Return error over budget (the worse of maximum and mean) and the first row (dim 1) that exceeds it."""
     want = want.double()
     error, allowed = (got.double() - want).abs(), (base.double() - want).abs()
     if not torch.isfinite(error).all():
@@ -194,10 +195,10 @@ def _spent(got: Tensor, base: Tensor, want: Tensor, usual: float, eps: float) ->
 
 
 def _extent(x: Tensor) -> tuple[float, float]:
-    """(maximum, mean)."""
+    """Return (maximum, mean)."""
     return x.max().item(), x.mean().item()
 
 
 def _over(error: float, limit: float) -> float:
-    """Where the baseline is infinite, rounding explains nothing."""
+    """Return error over limit: infinity if the limit is 0, or infinite because the baseline is."""
     return 0.0 if error == 0 else error / limit if 0 < limit < float("inf") else float("inf")

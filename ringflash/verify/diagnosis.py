@@ -1,4 +1,4 @@
-"""From what differs to the mistake that makes such differences, where the pattern is known."""
+"""Diagnosis of failed checks: known patterns of differences, and the mistakes that cause them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from statistics import median
 from torch import Tensor
 
 from ringflash.sequence.layout import chunks, local_positions
+from ringflash.verify import layer_masks
 from ringflash.verify.compare import Check, Runs
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks hold what."""
+    """Positions that each rank holds."""
 
     seqlen: int
     cp_size: int
     layout: str
 
     def describe(self, position: int) -> str:
-        """A position with its chunk and rank."""
+        """Return the text of a position with its chunk and rank."""
         for rank in range(self.cp_size):
             for chunk in chunks(self.seqlen, self.cp_size, rank, self.layout):
                 if chunk.start <= position < chunk.stop:
@@ -30,7 +31,7 @@ class Place:
         raise AssertionError(position)
 
     def positions(self, rank: int) -> list[int]:
-        """What a rank holds."""
+        """Return the positions that a rank holds."""
         return local_positions(self.seqlen, self.cp_size, rank, self.layout).tolist()
 
     @property
@@ -41,15 +42,39 @@ class Place:
 
 @dataclass(frozen=True)
 class Reach:
-    """What a perturbed position reaches through one layer, at cp=N and at cp=1."""
+    """Positions that a perturbed position reaches through one layer, at cp=N and at cp=1."""
 
     position: int
     got: list[int]
     want: list[int]
 
 
+def explain(check: Check, runs: Runs, probes: list[Reach], place: Place) -> tuple[str, str]:
+    """Return (the first difference and its place, its likely cause) of a failed check."""
+    where = "" if check.position is None else f" at {place.describe(check.position)}"
+    first = f"{check.name}: {check.failed[0]}{where}"
+    if check.name == "layer outputs":
+        if not runs.got.layers[check.failed[0]].isfinite().all():
+            return first, infinite_hint(check.failed[0], runs)
+        index = next((part for part in check.failed[0].split(".") if part.isdigit()), "0")
+        assert check.position is not None
+        return first, layer_hint(check.failed[0], check.position, probes, place, int(index) > 0)
+    hints = {
+        "weights before": weights_hint,
+        "batch": lambda: batch_hint(check.failed[0], runs, place),
+        "loss": lambda: loss_hint(runs, place),
+        "loss gradient by position": lambda: loss_hint(runs, place),
+        "evaluation loss": lambda: eval_hint(check.failed[0], runs, place),
+        "gradients": lambda: gradient_hint(check.failed, runs, place),
+        "gradients equal on all ranks": lambda: gradient_hint(check.failed, runs, place),
+        "mask": lambda: mask_hint(check),
+        layer_masks.NAME: lambda: mask_hint(check),
+    }
+    return first, hints.get(check.name, lambda: "")()
+
+
 def batch_hint(name: str, runs: Runs, place: Place) -> str:
-    """Why a tensor of the batch is not the whole one cut."""
+    """Explain why a tensor of the batch is not the shard of the whole tensor."""
     wrong = (runs.got.inputs[name] != runs.want.inputs[name]).any(0).nonzero().flatten().tolist()
     if set(wrong) <= place.chunk_ends:
         return "only last tokens of chunks differ: labels are shifted after sharding; shift the whole sequence first."
@@ -59,13 +84,13 @@ def batch_hint(name: str, runs: Runs, place: Place) -> str:
 
 
 def infinite_hint(name: str, runs: Runs) -> str:
-    """Where a layer that differs is NaN or infinite, so that nothing can be told from what reaches what."""
+    """Describe a layer whose output is NaN or infinite, which rules out a probe of what it sees."""
     where = "at cp=N alone" if runs.baseline.layers[name].isfinite().all() else "at cp=1 as well, in this dtype"
     return f"{name} puts out NaN or infinity, {where}: look for a division by 0 or an overflow in it."
 
 
 def layer_hint(name: str, position: int, probes: list[Reach], place: Place, earlier_agree: bool) -> str:
-    """What an attention layer does wrong from a position on, from what reaches what through it."""
+    """Name the mistake of an attention layer whose output differs from `position` on, from probes of what it sees."""
     for probe in probes:
         own = next(set(p) for p in map(place.positions, range(place.cp_size)) if probe.position in p)
         got, want = set(probe.got), set(probe.want)
@@ -78,14 +103,14 @@ def layer_hint(name: str, position: int, probes: list[Reach], place: Place, earl
             seen = place.describe(min(got - want))
             return f"a mask is dropped at cp=N: position {probe.position} is seen from {seen}, as it is not at cp=1."
     if probes and all(set(p.got) == set(p.want) for p in probes):
-        if position <= min(place.chunk_ends):  # a position of the first chunk is the same within its shard
+        if position <= min(place.chunk_ends):  # in the first chunk, local and global positions are equal
             return "every position sees what it should, with other numbers: look for what else the layer has at cp=N."
         return "every position sees what it should, with other numbers: look for positions (RoPE) of the shard's own."
     return ""
 
 
 def loss_hint(runs: Runs, place: Place) -> str:
-    """What is wrong with a loss whose logits are right."""
+    """Name the mistake of a loss whose logits are correct."""
     if not runs.got.loss_gradient:
         return _scale_hint("the loss", runs.got.loss / runs.want.loss, place.cp_size)
     (got,), (want,) = (x.loss_gradient.values() for x in (runs.got, runs.want))
@@ -110,7 +135,7 @@ def loss_hint(runs: Runs, place: Place) -> str:
 
 
 def _scale(got: Tensor, want: Tensor, positions: list[int]) -> float:
-    """The usual factor between two gradients at a rank's positions."""
+    """Return the median factor between two gradients at a rank's positions."""
     pairs = ((got[:, p].double(), want[:, p].double()) for p in positions)
     factors = [(g * w).sum().item() / w.square().sum().item() for g, w in pairs if w.any()]
     return median(factors) if factors else 1.0
@@ -129,12 +154,12 @@ def _scale_hint(what: str, scale: float, cp_size: int) -> str:
 
 
 def eval_hint(name: str, runs: Runs, place: Place) -> str:
-    """What is wrong with an evaluation loss whose training loss is right."""
+    """Name the mistake of an evaluation loss whose training loss is correct."""
     return _scale_hint(name, runs.got.eval_losses[name] / runs.want.eval_losses[name], place.cp_size)
 
 
 def gradient_hint(failed: list[str], runs: Runs, place: Place) -> str:
-    """What is wrong with gradients of a loss that is right."""
+    """Name the mistake of gradients whose loss is correct."""
     if runs.got.disagreement:
         return "the ranks have different gradients: they are averaged over the wrong ranks; reduce over all of them."
     missing = [name for name in failed if name not in runs.got.gradients]
@@ -158,10 +183,10 @@ def gradient_hint(failed: list[str], runs: Runs, place: Place) -> str:
 
 
 def weights_hint() -> str:
-    """Why nothing else can agree."""
+    """Explain why later checks cannot agree."""
     return "the models differ before the first step: build them from one seed or one checkpoint on every rank."
 
 
 def mask_hint(check: Check) -> str:
-    """Where a mask is not applied at all, cp=1 included."""
+    """Explain a mask that is not applied, possibly not even at cp=1."""
     return f"{check.note}; does the batch carry cu_seqlens, and does the layer use its window?"

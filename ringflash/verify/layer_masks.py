@@ -1,6 +1,7 @@
-"""What the attention of every layer sees, against the kind that the configuration gives the layer.
+"""Check of each layer's attention mask against the kind of attention in the configuration.
 
-A window that is dropped hides behind full layers, which see everything anyway: only its own layer shows it.
+Layers are checked one by one, because the output of the model does not show a dropped window if other layers have full
+attention.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from torch import Tensor, nn
 
 from ringflash.huggingface.validation import attention_modules, layer_type
 from ringflash.sequence.layout import shard_sequence
-from ringflash.verify.capture import plain_name, tensor_of, whole
+from ringflash.verify.capture import gather_whole, plain_name, tensor_of
 from ringflash.verify.compare import Check
 from ringflash.verify.observe import Tensors
 from ringflash.verify.subject import Data
 
 NAME = "masks of layers"
-_REACH = 1e-12  # of the largest value, in fp64
+_MIN_CHANGE = 1e-12  # relative to the largest value, in fp64
 
 
 @dataclass(frozen=True)
 class LayerMask:
-    """What a configuration says of a layer: its tokens' window, themselves included, or chunk; None is all."""
+    """Mask of a layer in the configuration: a window (the token itself included) or a chunk; None is unlimited."""
 
     window: int | None = None
     chunk: int | None = None
 
     def span(self, position: int, document: tuple[int, int], causal: bool) -> tuple[int, int]:
-        """Which queries see the key at a position: [first, stop)."""
+        """Return the range [first, stop) of queries that see the key at a position."""
         first, stop = document
         if self.window is not None:
             first, stop = max(first, position - self.window + 1), min(stop, position + self.window)
@@ -49,16 +50,16 @@ class LayerMask:
 
 
 def declared_masks(module: nn.Module, window: int | None = None) -> dict[str, LayerMask]:
-    """What every layer's attention is to see, by its name; of a model that is not transformers' none.
+    """Return the mask of each attention layer, by name; empty unless the model is transformers'.
 
     Args:
-        window: of every layer; None asks the configuration.
+        window: window of every layer; None reads the configuration.
     """
     return {name: LayerMask(window) if window else _mask_of(m) for name, m in _attentions(module).items()}
 
 
 def _attentions(module: nn.Module) -> dict[str, nn.Module]:
-    """Of transformers' decoder layers, by name."""
+    """Return the attention modules of transformers' decoder layers, by name."""
     found = set(attention_modules(module))
     return {plain_name(name): m for name, m in module.named_modules() if m in found and hasattr(m, "config")}
 
@@ -71,10 +72,11 @@ def _mask_of(attention: Any) -> LayerMask:
     return LayerMask(getattr(attention.config, "sliding_window", None) if windowed else None)
 
 
-class Reaches:
-    """Reads how much each attention's output changes with its input at one position; it is called anew for each.
+class ReachReader:
+    """Measure how much the output of each attention changes with its input at single positions.
 
-    By name (1, seqlen, 1 + positions), fp64: the largest value of every row, and its largest change.
+    Each attention is called again for each position. Results by name are (1, seqlen, 1 + positions), fp64: the largest
+    value of every row, then its largest change for each position.
     """
 
     def __init__(
@@ -87,24 +89,24 @@ class Reaches:
         self._busy = False
         self._handles: list[Any] = []
         for name, attention in _attentions(module).items():
-            call = _Call(attention)
+            call = RecordedCall(attention)
             self._handles.append(attention.register_forward_pre_hook(call.note, prepend=True, with_kwargs=True))
             self._handles.append(attention.register_forward_hook(self._hook(name, call)))
 
     def close(self) -> Tensors:
-        """The changes by name; nothing is watched any more."""
+        """Remove the hooks and return the changes by name."""
         for handle in self._handles:
             handle.remove()
-        return {name: whole(x, self.group, self.layout) for name, x in self._found.items()}
+        return {name: gather_whole(x, self.group, self.layout) for name, x in self._found.items()}
 
-    def _hook(self, name: str, call: _Call) -> Callable[..., None]:
+    def _hook(self, name: str, call: RecordedCall) -> Callable[..., None]:
         def read(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             before = tensor_of(output, self._rows.shape[1])
             if self._busy or name in self._found or before is None:
                 return
             self._busy = True
             try:
-                others = [tensor_of(call.turned(row), before.shape[1]) for row in self._rows]
+                others = [tensor_of(call.repeat_with_change(row), before.shape[1]) for row in self._rows]
             finally:
                 self._busy = False
             changes = [(x - before).double() for x in others if x is not None]
@@ -113,8 +115,8 @@ class Reaches:
         return torch.compiler.disable(read, reason="calls the module again")
 
 
-class _Call:
-    """An attention's first call, to be made again; what it takes out of the notes of its model is put back."""
+class RecordedCall:
+    """First call of an attention module, which can be repeated; the model's notes are restored to what they were."""
 
     def __init__(self, attention: nn.Module) -> None:
         self.attention, notes = attention, getattr(attention, "_ringflash_given", None)
@@ -122,11 +124,11 @@ class _Call:
         self.first: tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]] | None = None
 
     def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook before all others, which may add to the arguments."""
+        """Record the arguments: a pre-hook that runs before all others, which may change them."""
         self.first = self.first or (args, kwargs, dict(self.notes))
 
-    def turned(self, row: Tensor) -> Any:
-        """The output, with the features of the marked row of the hidden states moved round by one place."""
+    def repeat_with_change(self, row: Tensor) -> Any:
+        """Repeat the call with the features of the marked row of the hidden states rotated by one."""
         assert self.first is not None
         args, kwargs, notes = self.first
         self.notes.update(notes)
@@ -138,7 +140,7 @@ class _Call:
 
 
 class Wrong(NamedTuple):
-    """A layer that sees what it must not, or does not see what it must."""
+    """A layer that sees a hidden position, or misses a visible one."""
 
     name: str
     position: int
@@ -147,7 +149,7 @@ class Wrong(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerMasks:
-    """The check of all layers."""
+    """Check of the masks of all layers."""
 
     masks: dict[str, LayerMask]
     data: Data
@@ -155,15 +157,18 @@ class LayerMasks:
 
     @property
     def positions(self) -> list[int]:
-        """What is changed: the last token before the longest document, and in it the first and last one, two in the
-        middle, of which one begins no chunk, and one behind them; and the first of the last document."""
+        """Positions to change.
+
+        The last token before the longest document; in that document the first and last tokens, two in the middle (at
+        least one of which does not start a chunk) and one after them; and the first token of the last document.
+        """
         start, stop = max(self._documents, key=lambda x: x[1] - x[0])
         middle, last = (start + stop) // 2, self._documents[-1][0]
         found = {max(0, start - 1), start, middle, min(middle + 1, stop - 1), (middle + stop) // 2, stop - 1, last}
         return sorted(found)
 
     def check(self, at_cp1: Callable[[bool], Tensors], at_cpn: Callable[[bool], Tensors]) -> Check:
-        """The verdict, from what `Reaches` reads in the dtype under test and, where asked, in fp64."""
+        """Return the verdict from the results of `ReachReader` in the dtype under test or, for True, in fp64."""
         if not self.masks:
             return Check(NAME, note="no configuration of transformers says what a layer sees")
         check, wrong = Check(NAME, 0.0), dict[str, list[Wrong]]()
@@ -173,7 +178,7 @@ class LayerMasks:
                 return Check(NAME, note=f"no attention puts out (1, seqlen, ...) at {run}")
             found = self._wrong(reaches, 0.0)
             if found:
-                again = {(x.name, x.position) for x in self._wrong(read(True), _REACH)}
+                again = {(x.name, x.position) for x in self._wrong(read(True), _MIN_CHANGE)}
                 found = [x for x in found if (x.name, x.position) in again]
             if found:
                 wrong[run] = found
@@ -198,7 +203,7 @@ class LayerMasks:
         return next(x for x in self._documents if x[0] <= position < x[1])
 
     def _wrong(self, reaches: Tensors, least: float) -> list[Wrong]:
-        """Of every layer the first thing that is wrong."""
+        """Return the first error of each layer."""
         found = []
         for name, table in ((name, reaches[name][0]) for name in self.masks if name in reaches):
             size, changes = table[:, 0].max().item(), table[:, 1:].T
@@ -207,7 +212,7 @@ class LayerMasks:
         return found
 
     def _beyond(self, name: str, reached: Tensor) -> Wrong | None:
-        """A position that its mask hides."""
+        """Return a hidden position that is reached."""
         for position, seen in zip(self.positions, reached, strict=True):
             first, stop = self._span(name, position)
             beyond = [p for p in seen.nonzero().flatten().tolist() if not first <= p < stop]
@@ -216,8 +221,8 @@ class LayerMasks:
         return None
 
     def _short(self, name: str, reached: Tensor) -> Wrong | None:
-        """The last position that its mask shows, and does not change."""
-        if reached.sum() <= len(self.positions):  # the keys are another layer's
+        """Return the last visible position, if it is not reached."""
+        if reached.sum() <= len(self.positions):  # this layer uses the keys of another layer
             return None
         for position, seen in zip(self.positions, reached, strict=True):
             first, stop = self._span(name, position)
@@ -230,11 +235,11 @@ class LayerMasks:
         return self.masks[name].span(position, self._document(position), self.causal)
 
     def _hides(self, name: str, position: int) -> bool:
-        """Whether the layer's mask ends before the position's document does."""
+        """Return True if the layer's mask ends before the position's document."""
         return self._span(name, position)[1] < self._document(position)[1]
 
     def _blind(self) -> str:
-        """A mask whose bound lies beyond what is looked at."""
+        """Name the masks whose bound none of the changed positions can show."""
         masks = {mask: name for name, mask in self.masks.items() if mask != LayerMask()}
         blind = [str(m) for m, name in masks.items() if not any(self._hides(name, p) for p in self.positions)]
         return " and ".join(blind)

@@ -1,6 +1,6 @@
-"""Verification of a LightningModule: Lightning's own Trainer takes the step, with `ContextParallelStrategy`.
+"""Verification of a LightningModule: Lightning's Trainer takes the step, with `ContextParallelStrategy`.
 
-cp=1 is the same number of ranks with a sequence each, and all of them the same one.
+cp=1 uses the same number of ranks; each of them trains on the whole sequence, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -19,23 +19,19 @@ from torch.utils.data import DataLoader
 from ringflash import huggingface
 from ringflash.lightning.sharding import SequenceSharding
 from ringflash.lightning.strategy import ContextParallelStrategy
-from ringflash.verify.capture import Capture, plain_name, whole
+from ringflash.verify.capture import Capture, plain_name
 from ringflash.verify.observe import (
     Observation,
     Tensors,
     assign,
     average,
     check_not_random,
-    disagreement_of,
     generator_states,
     gradient_order,
-    gradients_of,
-    logits_of,
-    parameters_of,
-    prepared,
+    prepare_batch,
     whole_inputs,
 )
-from ringflash.verify.probe import Look
+from ringflash.verify.probe import MakeReader
 from ringflash.verify.session import Session
 from ringflash.verify.subject import Data, Training
 
@@ -43,25 +39,25 @@ _PRECISION: dict[torch.dtype, Any] = {torch.float32: "32-true", torch.bfloat16: 
 
 
 class LightningSession(Session):
-    """One verification of one LightningModule; all ranks take part in every run."""
+    """Verification of one LightningModule; all ranks take part in every run."""
 
     def observe(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Observation:
-        """Evaluate, and take one training step."""
-        observer = _Observer(self, weights)
+        """Evaluate, then take one training step."""
+        observer = _StepObserver(self, weights)
         trainer = self._trainer(observer, ring=ring, wide=wide)
         trainer.validate(observer.module, _Sequence(observer), verbose=False)
         observer.seen.eval_losses = {n: x.item() for n, x in trainer.callback_metrics.items() if "loss" in n}
         trainer.fit(observer.module, datamodule=_Sequence(observer))
         return observer.seen
 
-    def read(self, data: Data, look: Look, *, ring: bool, wide: bool = False) -> Tensors:
-        """What `look` reads in an evaluation."""
-        reader = _Reader(self, data, look)
+    def read(self, data: Data, make_reader: MakeReader, *, ring: bool, wide: bool = False) -> Tensors:
+        """Return the tensors that a reader collects in one evaluation."""
+        reader = _EvaluationReader(self, data, make_reader)
         self._trainer(reader, ring=ring, wide=wide).validate(reader.module, _Sequence(reader), verbose=False)
         return reader.outputs
 
-    def _trainer(self, reader: _Reads, *, ring: bool, wide: bool = False) -> lightning.Trainer:
-        """A trainer that writes and prints nothing, for a module that it gives to `reader`."""
+    def _trainer(self, reader: _SessionCallback, *, ring: bool, wide: bool = False) -> lightning.Trainer:
+        """Build a training for `reader`, and a trainer for it that writes and prints nothing."""
         size = self.group.size()
         training = self.factory(self.group if ring else None)
         strategy = ContextParallelStrategy(*((size, 1) if ring else (1, size)))
@@ -72,7 +68,7 @@ class LightningSession(Session):
             strategy=strategy, accelerator=self.settings.device.type, devices=local_size, num_nodes=size // local_size,
             max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=[reader],
-            inference_mode=False,  # no DTensor can be read in it; over gloo Lightning never uses it
+            inference_mode=False,  # which cannot read DTensors, and which Lightning never uses over gloo
             **precision,
         )  # fmt: skip
 
@@ -83,22 +79,22 @@ class LightningSession(Session):
         return make()
 
 
-class _Reads(lightning.Callback):
-    """Reads something off one training; gives it the sequence."""
+class _SessionCallback(lightning.Callback):
+    """Callback that observes one training and supplies its data."""
 
     session: Session
     training: Training
     strategy: ContextParallelStrategy
 
     def start(self, training: Training, strategy: ContextParallelStrategy) -> None:
-        """Take the training to be read, with the optimizer that verify steps."""
+        """Attach to a training and give it the optimizer that verify uses."""
         self.training, self.strategy = training, strategy
         module = training.module
         module.configure_optimizers = lambda: training.optimizer(module.parameters())  # type: ignore[assignment]
         if isinstance(module, SequenceSharding):
-            module.check_sequence_sharding = False  # it would raise before verify has looked
+            module.check_sequence_sharding = False  # verify itself reports the difference; the check would raise first
             if training.prepare is huggingface.prepare_batch:
-                training.prepare = _whole
+                training.prepare = _unsharded_batch
 
     @property
     def module(self) -> Any:
@@ -107,47 +103,48 @@ class _Reads(lightning.Callback):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the sequence; None where each has it whole."""
+        """The ranks that share the sequence; None if each has all of it."""
         return self.strategy.cp_group if self.strategy.cp_size > 1 else None
 
     def data(self) -> Data:
-        """The whole sequence."""
+        """Return the whole sequence."""
         return self.session.data
 
     def batch(self) -> Any:
-        """What a data loader gives this rank: its part of it, or all of it for a module that cuts its batches."""
-        return prepared(self.training, None if isinstance(self.module, SequenceSharding) else self.group, self.data())
+        """Return a data loader's batch for this rank: its shard, or everything if the module shards its batches."""
+        group = None if isinstance(self.module, SequenceSharding) else self.group
+        return prepare_batch(self.training, group, self.data())
 
 
-def _whole(input_ids: Tensor, *, labels: Tensor, cu_seqlens: Tensor | None, group: None) -> Any:
-    """The batch that `SequenceSharding.shard_batch` cuts."""
+def _unsharded_batch(input_ids: Tensor, *, labels: Tensor, cu_seqlens: Tensor | None, group: None) -> Any:
+    """Return the batch that `SequenceSharding.shard_batch` is to shard."""
     if cu_seqlens is None:
         return input_ids, labels
     return {"input_ids": input_ids, "labels": labels, "cu_seqlens": cu_seqlens}
 
 
-class _Reader(_Reads):
-    """Reads something in one evaluation."""
+class _EvaluationReader(_SessionCallback):
+    """Callback that applies a reader to one evaluation."""
 
-    def __init__(self, session: Session, data: Data, look: Look) -> None:
-        self.session, self._data, self.look = session, data, look
+    def __init__(self, session: Session, data: Data, make_reader: MakeReader) -> None:
+        self.session, self._data, self.make_reader = session, data, make_reader
         self.outputs: Tensors = {}
 
     def data(self) -> Data:
-        """The sequence that was asked for."""
+        """Return the requested sequence."""
         return self._data
 
     def on_validation_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        """Watch the layers."""
-        self._watch = self.look(module, self.group, self._data, self.training.layout)
+        """Add the hooks of the reader."""
+        self._reader = self.make_reader(module, self.group, self._data, self.training.layout)
 
     def on_validation_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        """Read them."""
-        self.outputs = self._watch.close()
+        """Take the results of the reader."""
+        self.outputs = self._reader.close()
 
 
-class _Observer(_Reads):
-    """Reads one evaluation and one step."""
+class _StepObserver(_SessionCallback):
+    """Callback that observes one evaluation and one step."""
 
     def __init__(self, session: Session, weights: Tensors | None) -> None:
         self.session, self.weights = session, weights
@@ -155,23 +152,22 @@ class _Observer(_Reads):
         self.order: list[str] = []
 
     def data(self) -> Data:
-        """The sequence, drawn once the model over the ring is there."""
+        """Return the whole sequence, which is drawn once the model over the ring exists."""
         if self.group is not None:
-            self.session._see(self.training)
+            self.session.inspect(self.training)
         return super().data()
 
     def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        """The first thing after the model was built: give it its weights, and read them."""
+        """Set and record the weights: this is the first hook after the model has been built."""
         if self.seen.weights:
             return
         for name, parameter in module.named_parameters():
             if self.weights is not None:
                 assign(parameter, self.weights[plain_name(name)])
-        self.seen.weights = parameters_of(module)
-        self.seen.apart_before = disagreement_of(self.seen.weights, self.group)
+        self.seen.record_weights(module, self.group)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Keep the batch as the module gets it, and watch the layers."""
+        """Record the batch that the module receives, and start the capture of the layers."""
         self.seen.inputs = whole_inputs(batch, self.group, self.session.data.seqlen, self.training.layout)
         self.order = gradient_order(module)
         length = self.session.data.seqlen // self.strategy.cp_size
@@ -179,41 +175,32 @@ class _Observer(_Reads):
         self.states = generator_states(self.session.data.input_ids.device)
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        """The forward is over."""
+        """Check that the forward, which has just ended, drew no random numbers."""
         check_not_random(self.states)
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """Gradients, before they are clipped."""
+        """Record the layer outputs and the gradients, before they are clipped."""
         self.capture.__exit__(None, None, None)
-        layout = self.training.layout
-        self.seen.layers = {n: whole(x, self.group, layout) for n, x in self.capture.outputs.items()}
-        gradient = self.capture.gradient()
-        if gradient is not None:
-            shared = whole(gradient, self.group, layout) / self.strategy.cp_size
-            self.seen.loss_gradient = {"d loss / d hidden": shared}
-        self.seen.logits = logits_of(module, self.seen.layers)
-        gradients = gradients_of(module)
-        self.seen.gradients = {name: gradients[name] for name in dict.fromkeys([*self.order, *gradients])}
-        self.seen.disagreement = disagreement_of(gradients, self.group)
+        self.seen.record_outputs(module, self.capture, self.group, self.training.layout)
+        self.seen.record_gradients(module, self.order, self.group)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The loss, and what the step made of the parameters."""
+        """Record the loss, and the parameters after the step."""
         self.seen.loss = average(outputs["loss"], self.group)
-        self.seen.stepped = parameters_of(module)
-        self.seen.apart_after = disagreement_of(self.seen.stepped, self.group)
+        self.seen.record_step(module, self.group)
 
 
 class _Sequence(lightning.LightningDataModule):
-    """One batch to train on and to judge by."""
+    """Data module with a single batch, for both training and evaluation."""
 
-    def __init__(self, reader: _Reads) -> None:
+    def __init__(self, reader: _SessionCallback) -> None:
         super().__init__()
         self.reader = reader
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Asked for after the model was built."""
+        """Return the batch; Lightning calls this after the model has been built."""
         return DataLoader([self.reader.batch()], batch_size=None)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> dict[str, DataLoader[Any]]:
-        """By name, as `CausalLM` wants it."""
+        """Return the loader by name, as `CausalLM` expects it."""
         return {"verify": self.train_dataloader()}

@@ -1,4 +1,4 @@
-"""One training step and one evaluation, and everything about them that must not depend on the number of ranks."""
+"""Observation of one training step and one evaluation: everything that must not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ringflash.verify.capture import HIDDEN, Capture, embedding_head, plain_name, whole
+from ringflash.verify.capture import HIDDEN, Capture, embedding_head, gather_whole, plain_name
 from ringflash.verify.subject import Batch, Data, Factory, Training
 
 Tensors = dict[str, Tensor]
@@ -20,15 +20,16 @@ _WRAPPED = (nn.parallel.DistributedDataParallel, FSDPModule)
 
 @dataclass
 class Observation:
-    """Whole tensors on the CPU.
+    """Results of a step and an evaluation, gathered to whole tensors on the CPU.
 
     Args:
-        weights: before the step.  stepped: after it.
-        inputs: the tensors of the batch that run along the sequence.
+        weights: parameters before the step.
+        inputs: tensors of the batch that have a sequence dim.
         layers: outputs in the order of computation, (1, seqlen, ...).
-        loss_gradient: of the training loss, at the last layer's output.
-        disagreement: parameters whose averaged gradient is not the same on all ranks.
-        apart_before, apart_after: parameters that are not, before and after the step.
+        loss_gradient: gradient of the training loss at the last layer's output.
+        disagreement: names of the parameters whose averaged gradient differs between ranks.
+        stepped: parameters after the step.
+        apart_before, apart_after: names of the parameters that differ between ranks, before and after the step.
     """
 
     weights: Tensors = field(default_factory=dict)
@@ -44,14 +45,39 @@ class Observation:
     apart_before: list[str] = field(default_factory=list)
     apart_after: list[str] = field(default_factory=list)
 
+    def record_weights(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+        """Record the parameters before the step."""
+        self.weights = parameters_of(module)
+        self.apart_before = disagreement_of(self.weights, group)
+
+    def record_outputs(self, module: nn.Module, capture: Capture, group: dist.ProcessGroup | None, layout: str) -> None:
+        """Record the layer outputs, the logits, and the gradient of the loss, after the backward."""
+        size = 1 if group is None else group.size()
+        self.layers = {name: gather_whole(x, group, layout) for name, x in capture.outputs.items()}
+        gradient = capture.gradient()
+        if gradient is not None:
+            self.loss_gradient = {"d loss / d hidden": gather_whole(gradient, group, layout) / size}
+        self.logits = logits_of(module, self.layers)
+
+    def record_gradients(self, module: nn.Module, order: list[str], group: dist.ProcessGroup | None) -> None:
+        """Record the averaged gradients, in the order in which the backward computed them."""
+        gradients = gradients_of(module)
+        self.gradients = {name: gradients[name] for name in dict.fromkeys([*order, *gradients])}
+        self.disagreement = disagreement_of(self.gradients, group)
+
+    def record_step(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+        """Record the parameters after the step."""
+        self.stepped = parameters_of(module)
+        self.apart_after = disagreement_of(self.stepped, group)
+
 
 def build(
     factory: Factory, group: dist.ProcessGroup | None, dtype: torch.dtype, device: torch.device, weights: Tensors | None
 ) -> Training:
-    """The model on its device with parameters of `dtype`; buffers, such as RoPE's frequencies, keep theirs.
+    """Build the model on its device with parameters of `dtype`; buffers, such as RoPE's frequencies, keep theirs.
 
     Args:
-        weights: the parameters' values; None leaves what the factory drew.
+        weights: values of the parameters; None keeps those of the factory.
     """
     training = factory(group)
     training.module.to(device)
@@ -69,7 +95,7 @@ def build(
 
 @torch.no_grad()
 def assign(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter, sharded or not, the values of a whole tensor."""
+    """Copy the values of a whole tensor into a parameter, which may be sharded."""
     value = value.to(parameter.device, parameter.dtype)
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
@@ -77,68 +103,61 @@ def assign(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def observe(training: Training, group: dist.ProcessGroup | None, data: Data) -> Observation:
-    """Run the step; every rank of the group calls it together. `training` is used up."""
+    """Run the step on every rank of the group; `training` cannot be used again."""
     module, size = training.module, 1 if group is None else group.size()
-    seen, order = Observation(weights=parameters_of(module)), gradient_order(module)
-    seen.apart_before = disagreement_of(seen.weights, group)
-    batch = prepared(training, group, data)
+    seen, order = Observation(), gradient_order(module)
+    seen.record_weights(module, group)
+    batch = prepare_batch(training, group, data)
     length = data.seqlen // size
     seen.inputs = whole_inputs(batch, group, data.seqlen, training.layout)
     seen.eval_losses = {"eval loss": evaluate(training, group, batch)}
-    module.train()  # after the evaluation: FSDP2 leaves the parameters of a root whole until a backward
+    module.train()  # after the evaluation, because FSDP2 keeps a root's parameters unsharded until a backward
     with Capture(module, length, keep_gradient=True) as capture:
         states = generator_states(data.input_ids.device)
         loss = module(**batch)
         check_not_random(states)
     loss.backward()
     seen.loss = average(loss, group)
-    seen.layers = {name: whole(x, group, training.layout) for name, x in capture.outputs.items()}
-    gradient = capture.gradient()
-    if gradient is not None:
-        seen.loss_gradient = {"d loss / d hidden": whole(gradient, group, training.layout) / size}
-    seen.logits = logits_of(module, seen.layers)
+    seen.record_outputs(module, capture, group, training.layout)
     if training.wrap is None:
-        _reduce(module, group)
-    gradients = gradients_of(module)
-    seen.gradients = {name: gradients[name] for name in dict.fromkeys([*order, *gradients])}
-    seen.disagreement = disagreement_of(seen.gradients, group)
+        _average_gradients(module, group)
+    seen.record_gradients(module, order, group)
     training.optimizer([p for p in module.parameters() if p.requires_grad]).step()
-    seen.stepped = parameters_of(module)
-    seen.apart_after = disagreement_of(seen.stepped, group)
+    seen.record_step(module, group)
     return seen
 
 
 def generator_states(device: torch.device) -> dict[torch.device, Tensor]:
-    """Of the generators that a forward on the device may draw from."""
+    """Return the states of the generators that a forward on the device may use."""
     states = {torch.device("cpu"): torch.get_rng_state()}
     return states | ({device: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
 def check_not_random(before: dict[torch.device, Tensor]) -> None:
-    """Raise ValueError where a forward has drawn random numbers: two runs then differ, and that is no rounding."""
+    """Raise ValueError if a forward has drawn random numbers, since runs would then differ by more than rounding."""
     if any(not torch.equal(state, generator_states(device)[device]) for device, state in before.items()):
         raise ValueError("the forward must draw no random numbers, got some; set every dropout and jitter to 0.")
 
 
-def prepared(training: Training, group: dist.ProcessGroup | None, data: Data) -> Batch:
-    """This rank's batch."""
+def prepare_batch(training: Training, group: dist.ProcessGroup | None, data: Data) -> Batch:
+    """Return this rank's batch."""
     return training.prepare(data.input_ids, group=group, cu_seqlens=data.cu_seqlens, labels=data.labels)
 
 
 def whole_inputs(batch: Any, group: dist.ProcessGroup | None, seqlen: int, layout: str) -> Tensors:
-    """The integer tensors of a batch, a dict or a tuple, that run along the sequence."""
+    """Gather the integer tensors of a batch (a dict or a tuple) that have a sequence dim."""
     length = seqlen // (1 if group is None else group.size())
     if isinstance(batch, tuple | list):
         batch = {f"batch[{i}]": x for i, x in enumerate(batch)}
     return {
-        name: whole(x, group, layout)
+        name: gather_whole(x, group, layout)
         for name, x in batch.items()
         if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == length and not x.is_floating_point()
     }
 
 
 def average(loss: Tensor, group: dist.ProcessGroup | None) -> float:
-    """Mean over the ranks of the group."""
+    """Return the mean of a loss over the ranks of the group."""
     total = loss.detach().double().clone()
     if group is None:
         return total.item()
@@ -148,7 +167,7 @@ def average(loss: Tensor, group: dist.ProcessGroup | None) -> float:
 
 @torch.no_grad()
 def evaluate(training: Training, group: dist.ProcessGroup | None, batch: Batch) -> float:
-    """The evaluation loss that the training would report."""
+    """Return the evaluation loss that the training would report."""
     module = training.module.eval()
     if training.evaluate is None:
         return average(module(**batch), group)
@@ -156,17 +175,17 @@ def evaluate(training: Training, group: dist.ProcessGroup | None, batch: Batch) 
 
 
 def parameters_of(module: nn.Module) -> Tensors:
-    """Whole parameters by name."""
+    """Return the whole parameters by name."""
     return {plain_name(name): _full(p.detach()) for name, p in module.named_parameters()}
 
 
 def gradients_of(module: nn.Module) -> Tensors:
-    """Whole gradients by name, of the parameters that have one."""
+    """Return the whole gradients by name."""
     return {plain_name(name): _full(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
 def gradient_order(module: nn.Module) -> list[str]:
-    """Fills, in the backward to come, with the names of the parameters in the order of their gradients."""
+    """Return a list that the next backward fills with the names of parameters, in the order of their gradients."""
     order: list[str] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -179,8 +198,8 @@ def _full(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).cpu().clone()
 
 
-def _reduce(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Average the gradients, as DDP does."""
+def _average_gradients(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Average the gradients over the group, as DDP does."""
     if group is None:
         return
     for parameter in module.parameters():
@@ -192,7 +211,7 @@ def _reduce(module: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 def disagreement_of(tensors: Tensors, group: dist.ProcessGroup | None) -> list[str]:
-    """Tensors that differ between the ranks of the group."""
+    """Return the names of the tensors that differ between the ranks of the group."""
     if group is None:
         return []
     norms: list[object] = [None] * group.size()
@@ -202,7 +221,7 @@ def disagreement_of(tensors: Tensors, group: dist.ProcessGroup | None) -> list[s
 
 @torch.no_grad()
 def logits_of(module: nn.Module, layers: Tensors) -> Tensors:
-    """From the last hidden states, for models whose loss never makes them; empty where the head is not known."""
+    """Compute the logits from the last hidden states, since a loss may not; empty if the head is not known."""
     found = embedding_head(module)
     if found is None or HIDDEN not in layers:
         return {}

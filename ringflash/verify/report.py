@@ -1,22 +1,39 @@
-"""The verdict as a table for people and as JSON for machines."""
+"""Report of a verification: a table for people, JSON for machines."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ringflash.verify.session import Report
+from ringflash.verify.compare import Check
 
 _STYLE = {"ok": "green", "FAILED": "bold red", "not compared": "yellow"}
 _SHOWN = 3  # names of failed tensors in a row of the table
 
 
+@dataclass
+class Report:
+    """The verdict, equal on all ranks."""
+
+    cp_size: int
+    settings: str
+    checks: list[Check] = field(default_factory=list)
+    first: str = ""
+    hint: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """True if no check failed."""
+        return not any(check.failed for check in self.checks)
+
+
 def print_report(report: Report, console: Console) -> None:
-    """The table, and under it the first difference and its likely cause."""
+    """Print the table, then the first difference and its likely cause."""
     table = Table(title=f"cp={report.cp_size} against cp=1: {report.settings}", title_justify="left")
     for heading in ("check", "verdict", "error / budget", "what"):
         table.add_column(heading, overflow="fold")
@@ -35,7 +52,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def to_json(report: Report) -> str:
-    """Everything in the report; a budget overrun without bound is null."""
+    """Return the report as JSON; an infinite ratio is null."""
     content: dict[str, Any] = {
         "passed": report.passed, "cp_size": report.cp_size, "settings": report.settings,
         "first_difference": report.first, "likely_cause": report.hint,

@@ -1,10 +1,10 @@
-"""The three runs, the checks, and the search for the first thing that differs; all ranks walk it together."""
+"""One verification: the three runs, the checks, and the search for the first difference. All ranks run it together."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -12,31 +12,37 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ringflash.comm.agreement import agree
 from ringflash.sequence.layout import chunks_of_rank
-from ringflash.verify import diagnosis, layer_masks
 from ringflash.verify.attention import attention_checks
-from ringflash.verify.capture import HIDDEN, watched
+from ringflash.verify.capture import HIDDEN, watched_modules
 from ringflash.verify.compare import Check, Runs, compare
-from ringflash.verify.diagnosis import Place, Reach
-from ringflash.verify.layer_masks import LayerMasks, Reaches
+from ringflash.verify.diagnosis import Place, Reach, explain
+from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks
 from ringflash.verify.observe import Observation, Tensors, build, observe
-from ringflash.verify.probe import Look, Touch, Watch, changed, watched_forward, with_other_tokens
+from ringflash.verify.probe import (
+    MakeReader,
+    OutputReader,
+    Touch,
+    changed_positions,
+    read_forward,
+    replace_tokens,
+)
+from ringflash.verify.report import Report
 from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
 from ringflash.wrap.wrapper import check_norms
 
 T = TypeVar("T")
-_REACH = 1e-6  # of the largest value: what a token does to another in fp64, though norms may be computed in fp32
+_MIN_CHANGE = 1e-6  # relative to the largest value, in fp64; transformers' norms are computed in fp32 nevertheless
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How to look.
+    """Settings of a verification.
 
     Args:
         bounds: cu_seqlens of packed documents; None is one document.
-        window: of every layer, itself included; None asks the model's configuration.
-        causal: otherwise attention goes both ways, and so do its windows.
+        window: window of every layer, the query's own key included; None reads the model's configuration.
+        causal: False for attention and windows in both directions.
     """
 
     seqlen: int
@@ -48,24 +54,8 @@ class Settings:
     causal: bool = True
 
 
-@dataclass
-class Report:
-    """The verdict, equal on all ranks."""
-
-    cp_size: int
-    settings: str
-    checks: list[Check] = field(default_factory=list)
-    first: str = ""
-    hint: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing failed."""
-        return not any(check.failed for check in self.checks)
-
-
 class Session:
-    """One verification of one factory over one group."""
+    """Verification of one factory over one group."""
 
     def __init__(self, factory: Factory, group: dist.ProcessGroup, settings: Settings) -> None:
         self.factory, self.group, self.settings = factory, group, settings
@@ -77,7 +67,7 @@ class Session:
         self.masks: LayerMasks
 
     def run(self) -> Report:
-        """The verdict.
+        """Run everything and return the verdict.
 
         Raises:
             RuntimeError: the model does not run at cp=1.
@@ -87,7 +77,7 @@ class Session:
         report = Report(self.group.size(), described.replace("torch.", ""))
         got, error = self._try_ring()
         if got is None or error:
-            self._runs(Observation())  # raises where cp=1 fails as well
+            self._runs(Observation())  # raises if cp=1 fails as well
             report.checks = [Check("cp=N run", None, [error])]
             report.first = f"cp={report.cp_size} does not run: {error}"
             report.hint = "cp=1 runs; the message says what a ring needs."
@@ -100,43 +90,45 @@ class Session:
         return report
 
     def observe(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Observation:
-        """One run; at cp=1 rank 0 alone calls it.
+        """Observe one run; at cp=1 only rank 0 calls it.
 
         Args:
-            wide: in fp64 instead of the dtype under test.  weights: the parameters' values.
+            wide: run in fp64 instead of the dtype under test.
+            weights: values of the parameters.
         """
         training = self._build(ring=ring, wide=wide, weights=weights)
         if ring:
-            self._see(training)
+            self.inspect(training)
         return observe(training, self.group if ring else None, self.data)
 
-    def _see(self, training: Training) -> None:
-        """Take from the model what the rest depends on.
+    def inspect(self, training: Training) -> None:
+        """Read layout, layer names, windows and masks from the model, and draw the data.
 
         Raises:
-            NotImplementedError: a norm over tokens, which at cp=1 and cp=N is over others.
+            NotImplementedError: the model has a norm over tokens, which differ between cp=1 and cp=N.
         """
         s, module = self.settings, training.module
         check_norms(module)
-        self.layout, self.layer_names = training.layout, list(watched(module))
+        self.layout, self.layer_names = training.layout, list(watched_modules(module))
         self.data = draw_data(vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device)
         self.windows = windows_of(module)
         if s.window is not None:
             self.windows = [s.window] * max(1, len(self.windows))
-        self.masks = LayerMasks(layer_masks.declared_masks(module, s.window), self.data, s.causal)
+        self.masks = LayerMasks(declared_masks(module, s.window), self.data, s.causal)
 
     def _build(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Training:
         group = self.group if ring else None
         return build(self.factory, group, torch.float64 if wide else self.settings.dtype, self.settings.device, weights)
 
     def _try_ring(self) -> tuple[Observation | None, str]:
-        """The run over the ring, or the first rank's error."""
+        """Return the run over the ring and the error of the first rank that has one."""
         seen, error = None, ""
         try:
             seen = self.observe(ring=True)
         except Exception as problem:  # the model is the user's code
             error = f"{type(problem).__name__}: {problem}"
-            print(f"rank {self.group.rank()}: {error}", file=sys.stderr)  # the other ranks may wait for this one
+            # printed immediately, since the other ranks may be waiting for this one
+            print(f"rank {self.group.rank()}: {error}", file=sys.stderr)
         errors: list[str] = [""] * self.group.size()
         dist.all_gather_object(errors, error, group=self.group)
         error = next((e for e in errors if e), "")
@@ -145,7 +137,7 @@ class Session:
         return seen, error
 
     def _runs(self, got: Observation) -> Any:
-        """All runs together, on rank 0; None elsewhere."""
+        """Return all runs on rank 0, None on other ranks."""
         return self._on_first(lambda: self._with_cp1(got))
 
     def _with_cp1(self, got: Observation) -> Runs:
@@ -155,7 +147,7 @@ class Session:
         return Runs(got, want, baseline, num_chunks, torch.finfo(self.settings.dtype).eps)
 
     def _on_first(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank 0 and None elsewhere; an error of its reaches all ranks."""
+        """Call `make` on rank 0 and return its result there, None on other ranks; an error is raised on all ranks."""
         made, error = None, ""
         if self.is_first:
             try:
@@ -168,11 +160,11 @@ class Session:
         return made
 
     def _at_cp1(self, make: Callable[[], Any]) -> Any:
-        """What `make` finds at cp=1, on all ranks."""
+        """Call `make`, which runs at cp=1, and return its result on all ranks."""
         return self._shared(make)
 
     def _shared(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank 0, on all ranks."""
+        """Call `make` on rank 0 and return its result on all ranks."""
         return self._broadcast(self._on_first(make))
 
     def _broadcast(self, value: T) -> T:
@@ -181,7 +173,7 @@ class Session:
         return box[0]
 
     def _mask_check(self) -> Check:
-        """Some tokens reach no position that the declared mask hides, at cp=N and at cp=1."""
+        """Check that some tokens reach no position that the declared mask hides, at cp=N and at cp=1."""
         check, spans = Check("mask", 0.0), self._spans()
         want = self._at_cp1(lambda: self._beyond(spans, ring=False))
         for run, beyond in (("cp=1", want), ("cp=N", self._beyond(spans, ring=True))):
@@ -195,32 +187,33 @@ class Session:
         return check
 
     def _layer_mask_check(self) -> Check:
-        """The attention of every layer sees what the configuration says of it, at cp=N and at cp=1."""
-        look = partial(Reaches, positions=self.masks.positions)
+        """Check the mask of every attention layer against the configuration, at cp=N and at cp=1."""
+        make_reader = partial(ReachReader, positions=self.masks.positions)
         return self.masks.check(
-            lambda wide: self._at_cp1(lambda: self.read(self.data, look, ring=False, wide=wide)),
-            lambda wide: self.read(self.data, look, ring=True, wide=wide),
+            lambda wide: self._at_cp1(lambda: self.read(self.data, make_reader, ring=False, wide=wide)),
+            lambda wide: self.read(self.data, make_reader, ring=True, wide=wide),
         )
 
     def _beyond(self, spans: dict[int, tuple[int, int]], *, ring: bool) -> list[int]:
-        """Positions outside of all spans that what is changed reaches.
+        """Return the positions outside all spans that the changed tokens reach.
 
-        Bits that change are looked at again in fp64: how an expert rounds a token depends on how many others it has.
+        If any bit changes, the test is repeated in fp64, because the rounding of a token in an expert depends on the
+        number of tokens of that expert.
         """
-        pair = self.data, with_other_tokens(self.data, list(spans))
+        pair = self.data, replace_tokens(self.data, list(spans))
         seen = {p for span in spans.values() for p in range(*span)}
 
         def beyond(wide: bool, least: float) -> list[int]:
             reached = self._reached(lambda x: self.layer_outputs(x, ring=ring, wide=wide), pair, least=least)
             return [p for p in reached if p not in seen]
 
-        return beyond(False, 0.0) and beyond(True, _REACH)
+        return beyond(False, 0.0) and beyond(True, _MIN_CHANGE)
 
     def _spans(self) -> dict[int, tuple[int, int]]:
-        """The positions that are changed, and where each may reach to.
+        """Return the positions to change, and the range that each may reach.
 
-        Under a causal mask the first document's middle, and every document's last, which no other sees. In both
-        directions the middle of every second document: what lies between these must not change.
+        With a causal mask: the middle of the first document, and the last token of every document, which no other token
+        sees. Otherwise: the middle of every second document; the documents between them must not change.
         """
         bounds = [0, self.data.seqlen] if self.data.cu_seqlens is None else self.data.cu_seqlens.tolist()
         reach = self.data.seqlen
@@ -233,20 +226,19 @@ class Session:
         return {middle: (middle, min(bounds[1], middle + 1 + reach))} | {p - 1: (p - 1, p) for p in bounds[1:]}
 
     def _explain(self, report: Report, runs: Any) -> None:
-        """Name the first failure in the order of the data, and its likely cause."""
+        """Add the first failure in the order of the data path, and its likely cause, to the report."""
         check = next((check for check in report.checks if check.failed), None)
         if check is None:
             return
         probes = self._probe(check) if check.name == "layer outputs" and check.failed[0] != HIDDEN else []
         place = Place(self.settings.seqlen, self.group.size(), self.layout)
-        report.first, report.hint = self._shared(lambda: _explanation(check, runs, probes, place))
+        report.first, report.hint = self._shared(lambda: explain(check, runs, probes, place))
 
     def _probe(self, check: Check) -> list[Reach]:
-        """The first layer that differs, perturbed just before where it differs and at the first position.
+        """Probe the first layer that differs, just before the first different position and at position 0.
 
-        A layer that treats tokens one by one only passes on what it was given, a projection after an attention
-        written out by hand for example: then the input of the enclosing layer is perturbed instead, in the end that of
-        the model.
+        A layer that processes each token by itself (such as a projection after hand-written attention) only passes a
+        difference on. Then the input of the enclosing layer is perturbed instead, and finally the input of the model.
         """
         name, found = check.failed[0], []
         assert check.position is not None
@@ -259,9 +251,9 @@ class Session:
         return found
 
     def _probe_at(self, position: int, touched: str | None, name: str) -> Reach:
-        """Reach of a position from the input of one layer, or of the model, to the output of another."""
+        """Return the reach of a position from the input of one layer (or the model) to the output of another."""
         touch = None if touched is None else Touch(touched, position)
-        other = with_other_tokens(self.data, [position]) if touch is None else self.data
+        other = replace_tokens(self.data, [position]) if touch is None else self.data
 
         def reached(*, ring: bool) -> list[int]:
             return self._reached(
@@ -271,63 +263,20 @@ class Session:
         return Reach(position, reached(ring=True), self._at_cp1(partial(reached, ring=False)))
 
     def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool, wide: bool = False) -> Tensors:
-        """What the layers put out."""
-        return self.read(data, partial(Watch, touch=touch), ring=ring, wide=wide)
+        """Return the layer outputs of one forward."""
+        return self.read(data, partial(OutputReader, touch=touch), ring=ring, wide=wide)
 
-    def read(self, data: Data, look: Look, *, ring: bool, wide: bool = False) -> Tensors:
-        """What `look` reads in a forward; at cp=1 rank 0 alone calls it."""
-        return watched_forward(self._build(ring=ring, wide=wide), self.group if ring else None, data, look)
+    def read(self, data: Data, make_reader: MakeReader, *, ring: bool, wide: bool = False) -> Tensors:
+        """Return the tensors that a reader collects in one forward; at cp=1 only rank 0 calls it."""
+        return read_forward(self._build(ring=ring, wide=wide), self.group if ring else None, data, make_reader)
 
     @staticmethod
     def _reached(
         outputs: Callable[[Any], Tensors], pair: tuple[Any, Any], name: str | None = None, least: float = 0.0
     ) -> list[int]:
-        """Positions at which a module's output (default the last one's) differs between two forwards."""
+        """Return the positions at which the output of a module (default: the last) differs between two forwards."""
         before, after = (outputs(x) for x in pair)
         if not before:
             raise RuntimeError("a layer must put out (1, seqlen, ...), got none; see Limits in docs/verify.md.")
         name = name or list(before)[-1]
-        return changed(before[name], after[name], least)
-
-
-def _explanation(check: Check, runs: Runs, probes: list[Reach], place: Place) -> tuple[str, str]:
-    """(what differs first and where, likely cause)."""
-    where = "" if check.position is None else f" at {place.describe(check.position)}"
-    first = f"{check.name}: {check.failed[0]}{where}"
-    if check.name == "layer outputs":
-        if not runs.got.layers[check.failed[0]].isfinite().all():
-            return first, diagnosis.infinite_hint(check.failed[0], runs)
-        index = next((part for part in check.failed[0].split(".") if part.isdigit()), "0")
-        assert check.position is not None
-        return first, diagnosis.layer_hint(check.failed[0], check.position, probes, place, int(index) > 0)
-    hints = {
-        "weights before": diagnosis.weights_hint,
-        "batch": lambda: diagnosis.batch_hint(check.failed[0], runs, place),
-        "loss": lambda: diagnosis.loss_hint(runs, place),
-        "loss gradient by position": lambda: diagnosis.loss_hint(runs, place),
-        "evaluation loss": lambda: diagnosis.eval_hint(check.failed[0], runs, place),
-        "gradients": lambda: diagnosis.gradient_hint(check.failed, runs, place),
-        "gradients equal on all ranks": lambda: diagnosis.gradient_hint(check.failed, runs, place),
-        "mask": lambda: diagnosis.mask_hint(check),
-        layer_masks.NAME: lambda: diagnosis.mask_hint(check),
-    }
-    return first, hints.get(check.name, lambda: "")()
-
-
-def session_for(factory: Factory, group: dist.ProcessGroup, settings: Settings) -> Session:
-    """A session for what the factory builds: Lightning's Trainer runs its modules."""
-    if "lightning" in sys.modules:
-        from lightning import LightningModule
-
-        from ringflash.verify.lightning import LightningSession
-
-        made, problem = None, None
-        try:
-            made = factory(group)
-        except Exception as error:  # the model is the user's code
-            text = f"the model must be built on every rank, got {type(error).__name__}: {error}; call it by itself."
-            problem = RuntimeError(text)
-        agree(group, {}, problem)
-        if made is not None and isinstance(made.module, LightningModule):
-            return LightningSession(factory, group, settings)
-    return Session(factory, group, settings)
+        return changed_positions(before[name], after[name], least)

@@ -1,4 +1,4 @@
-"""What is verified: a model together with how it is trained, and the tokens it is shown."""
+"""The subject of a verification: a model, its training, and the tokens."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.training.seeding import seeded
 
 Batch = dict[str, Any]
-LEARNING_RATE = 0.01  # of the one step that is compared: as linear in the gradient as the gradient itself
+LEARNING_RATE = 0.01  # of the SGD step that is compared
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The default optimizer. Adam's first step divides each gradient by its own size and so compares only signs."""
+    """Return the default optimizer: SGD, since Adam's first step depends only on the signs of the gradients."""
     return torch.optim.SGD(parameters, lr=LEARNING_RATE)
 
 
 @dataclass
 class Training:
-    """A model and what a training does with it; every field but the model has the default that ringflash's docs use.
+    """A model and how to train it; the defaults are those of ringflash's docs.
 
     Args:
-        module: `module(**batch)` is the loss of this rank, scaled so that its average over the ranks is the loss
-            (`ringflash.loss`). Not wrapped yet: its parameters get the dtype under test first.
-        prepare: `prepare(input_ids, group=, cu_seqlens=, labels=)`, whole tensors in, this rank's batch out.
-        evaluate: `evaluate(module, batch)`, the evaluation loss that would be reported, on every rank; None is the
-            average of `module(**batch)` over the group.
-        wrap: `wrap(module, group)`, the module in DDP or sharded by FSDP2, at cp=N; it then averages the gradients.
-            None averages them here, over the group.
-        optimizer: `optimizer(parameters)`, for one step.
-        layout: how `prepare` cuts the sequence.
+        module: `module(**batch)` returns the loss of this rank, scaled so that the average over the ranks is the loss
+            (`ringflash.loss`). It must not be wrapped yet: its parameters are first cast to the dtype under test.
+        prepare: `prepare(input_ids, group=, cu_seqlens=, labels=)` returns this rank's batch for whole tensors.
+        evaluate: `evaluate(module, batch)` returns the evaluation loss that would be reported, on every rank; None is
+            the average of `module(**batch)` over the group.
+        wrap: `wrap(module, group)` returns the module in DDP or sharded by FSDP2, at cp=N; the wrapper averages the
+            gradients. If None, verify averages them over the group.
+        optimizer: `optimizer(parameters)` returns the optimizer of the step.
+        layout: layout in which `prepare` shards the sequence.
     """
 
     module: nn.Module
@@ -60,7 +60,7 @@ Factory = Callable[[dist.ProcessGroup | None], Training]
 
 @dataclass(frozen=True)
 class Data:
-    """One whole sequence, equal on all ranks; the first quarter has no labels, as a prompt has none.
+    """One whole sequence, equal on all ranks; the first quarter has no labels, like a prompt.
 
     Args:
         input_ids, labels: (1, seqlen), int64; labels shifted.
@@ -73,12 +73,12 @@ class Data:
 
     @property
     def seqlen(self) -> int:
-        """Tokens of the whole sequence."""
+        """Number of tokens of the whole sequence."""
         return self.input_ids.shape[1]
 
 
 def draw_data(vocab_size: int, seqlen: int, bounds: list[int] | None, seed: int, device: torch.device) -> Data:
-    """Random tokens."""
+    """Draw a sequence of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(0, vocab_size, (1, seqlen), generator=generator).to(device)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
@@ -88,13 +88,13 @@ def draw_data(vocab_size: int, seqlen: int, bounds: list[int] | None, seed: int,
 
 
 def load(target: str, num_layers: int | None, seed: int) -> Factory:
-    """The factory behind the command's argument.
+    """Return the factory that the command's argument names.
 
     Args:
-        target: folder or file of a Hugging Face configuration, with weights or without; or "package.module:factory".
-        num_layers: decoder layers of a Hugging Face model; default its own.
+        target: folder or file of a Hugging Face configuration, with or without weights; or "package.module:factory".
+        num_layers: number of decoder layers of a Hugging Face model; default: as configured.
     Raises:
-        ValueError: neither of the two.
+        ValueError: the target is neither of the two.
     """
     path = Path(target)
     if path.exists():
@@ -108,7 +108,7 @@ def load(target: str, num_layers: int | None, seed: int) -> Factory:
         raise ValueError(f"layers must be left out for a factory, got {num_layers}; let the factory build fewer.")
     module_name, name = target.split(":")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # where the user's modules are, whichever way the command was started
+        sys.path.insert(0, os.getcwd())  # for the user's modules, however the command was started
     function = getattr(_imported(module_name), name, None)
     if function is None:
         raise ValueError(f"target must name a function of {module_name}, got {name!r}; check its spelling.")
@@ -118,7 +118,7 @@ def load(target: str, num_layers: int | None, seed: int) -> Factory:
 def _imported(name: str) -> ModuleType:
     try:
         return import_module(name)
-    except Exception as error:  # whatever the user's own code raises
+    except Exception as error:  # the user's code may raise anything
         raise ValueError(
             f"target must name a module that can be imported, got {type(error).__name__}: {error}; "
             f"python -c 'import {name}' shows where."
@@ -126,7 +126,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def _seeded(function: Callable[..., Any], group: dist.ProcessGroup | None, seed: int) -> Training:
-    """What a factory builds, with the same random numbers on every rank and in every run."""
+    """Call a factory with the same random numbers on every rank and in every run."""
     with seeded(seed):
         made = function(group)
     if isinstance(made, nn.Module):
@@ -140,7 +140,7 @@ def _seeded(function: Callable[..., Any], group: dist.ProcessGroup | None, seed:
 
 
 def _from_folder(path: Path, num_layers: int | None, seed: int) -> Factory:
-    """A transformers model over the ring; weights are read from safetensors alone."""
+    """Return the factory of a transformers model over the ring; weights are only read from safetensors."""
     huggingface.register()
     from transformers import AutoModelForCausalLM
 
@@ -148,11 +148,11 @@ def _from_folder(path: Path, num_layers: int | None, seed: int) -> Factory:
     if path.is_dir() and not has_weights and any(path.glob("*.bin")):
         raise ValueError(f"weights must be safetensors, got .bin files in {path}; save_pretrained writes safetensors.")
 
-    _config(path, num_layers)  # what is wrong with it is said before the ranks build the model
+    _config(path, num_layers)  # raises its errors now, before the ranks build the model
 
     def build(group: dist.ProcessGroup | None) -> Training:
         config = _config(path, num_layers)
-        # grouped products of experts know no fp64, in which cp=1 is run as well
+        # grouped matmuls of experts do not support fp64, which one of the runs uses
         options = {"attn_implementation": "ringflash", "experts_implementation": "eager", "dtype": torch.float32}
         if has_weights:
             with nullcontext() if num_layers is None else _transformers_quiet():
@@ -181,7 +181,7 @@ def _config(path: Path, num_layers: int | None) -> Any:
         raise ValueError(f"target must be a folder with config.json, got {path} without; name the model's own folder.")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers' own, and Python's for a file of another form
+    except Exception as error:  # transformers' errors, and Python's if the file has another form
         said = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"config.json must be one that transformers reads, got {type(error).__name__} ({said}) in {path}; "
@@ -193,7 +193,7 @@ def _config(path: Path, num_layers: int | None) -> Any:
 
 @contextmanager
 def _transformers_quiet() -> Iterator[None]:
-    """Without its list, for every rank and load, of the layers that were cut off."""
+    """Suppress transformers' list of the layers that were cut off, which every rank would print at every load."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -217,7 +217,10 @@ def _cut_layers(config: Any, num_layers: int | None) -> None:
 
 
 def windows_of(module: nn.Module) -> list[int | None]:
-    """The window of each decoder layer of a transformers model, itself included; None is unlimited. Else empty."""
+    """Return the window of each decoder layer (the query's own key included; None is unlimited).
+
+    The list is empty unless the model is transformers'.
+    """
     config = next((m.config for m in module.modules() if hasattr(m, "config")), None)
     layers: int = getattr(config, "num_hidden_layers", 0)
     window = getattr(config, "sliding_window", None)
@@ -226,7 +229,7 @@ def windows_of(module: nn.Module) -> list[int | None]:
 
 
 def vocab_size_of(module: nn.Module) -> int:
-    """Rows of the first embedding."""
+    """Return the number of rows of the first embedding."""
     for child in module.modules():
         if isinstance(child, nn.Embedding):
             return child.num_embeddings

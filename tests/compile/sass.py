@@ -164,7 +164,7 @@ class Program:
         return tuple(self.instructions[slice(*self._blocks[number])])
 
     def _has_mma(self, body: frozenset[int]) -> bool:
-        return any(_count(self._block(number), "HGMMA") for number in body)
+        return any(_count(self._block(number), name) for name in ("HGMMA", "QGMMA") for number in body)
 
 
 def share_of_exp_before_last_wait(loop: Loop) -> float:

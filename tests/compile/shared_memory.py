@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from triton._C.libtriton import ir, nvidia, passes
 
-_BYTES = {"i64": 8, "i32": 4, "f32": 4, "bf16": 2, "f16": 2}
+_BYTES = {"f8E4M3FN": 1, "i64": 8, "i32": 4, "f32": 4, "bf16": 2, "f16": 2}
 _ALLOCATION = re.compile(r"%(\w+) = ttg\.local_alloc .*?offset = (\d+) : i32.*? -> !ttg\.memdesc<([\dx]+)x(\w+),")
 _CAPTURES = re.compile(r"(ttg\.warp_specialize)\(.*?allocation\.offset = (\d+) : i32")
 

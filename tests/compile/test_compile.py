@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)
 
 SHARED_MEMORY_LIMIT = 232_448  # bytes a thread block may use
 LAUNCHES = production_launches()
-ATTENTION = [x for x in LAUNCHES if x.kernel.is_gluon()]
+ATTENTION = [x for x in LAUNCHES if x.kernel.is_gluon() and not x.name.startswith("quantise")]
 FORWARD = [x for x in ATTENTION if x.name.startswith("forward")]
 BACKWARD = [x for x in ATTENTION if x.name.startswith("backward")]
 
@@ -42,6 +42,11 @@ KNOWN_SPILLS = {
     "backward_keys hd128 bfloat16 bounds store": 4,
     "backward_keys hd128 bfloat16 bounds deterministic": 2,
     "backward_keys hd128 float16 band": 4,
+    # Scalars, most of them where dK and dV leave the registers every 64 blocks: these instructions are in the loop too.
+    "backward_keys_fp8 hd128 fp8 band": 21,
+    "backward_keys_fp8 hd128 fp8 bounds": 31,
+    "backward_keys_fp8 hd128 fp8_scores band": 3,
+    "backward_keys_fp8 hd128 fp8_scores bounds": 3,
 }
 
 
@@ -95,7 +100,7 @@ def test_nothing_shares_its_place(launch, compiled):
 def test_hopper_instructions(launch, compiled):
     """Tensor cores, TMA loads, and in the backward TMA reductions wherever dQ, dK or dV is summed."""
     counts = compiled[launch].program.counts
-    assert counts["HGMMA"] and counts["UTMALDG"]
+    assert counts["QGMMA" if launch.name.endswith("fp8") else "HGMMA"] and counts["UTMALDG"]
     sums = launch in BACKWARD and not (launch.name == "backward_wide" and "store" in launch.variant)
     assert counts["UTMAREDG"] if sums else counts["UTMASTG"]
 

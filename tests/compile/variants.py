@@ -6,6 +6,7 @@ dv stored in fp32 at head_dim 128 and 256 only.
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import ModuleType
 from unittest import mock
@@ -15,11 +16,15 @@ import torch
 from ringflash_kernels.hopper import gather_scatter
 from ringflash_kernels.hopper.backward import host as backward
 from ringflash_kernels.hopper.forward import host as forward
+from ringflash_kernels.hopper.fp8 import backward as fp8_backward
+from ringflash_kernels.hopper.fp8 import forward as fp8_forward
+from ringflash_kernels.hopper.fp8 import quantise
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
+HEAD_DIMS_OF_FP8 = (64, 128, 256)
 _TOKENS = 256
 _MASKS = {
     "full": Mask.full(_TOKENS, _TOKENS),
@@ -37,6 +42,10 @@ def production_launches() -> list[Launch]:
         _forward(recorder, 128, "band", torch.float16)
         _backward(recorder, 128, "band", torch.float16)
         _exchange(recorder, 128)
+        for head_dim, products in ((64, "fp8_scores"), (64, "fp8"), (128, "fp8_scores"), (128, "fp8"), (256, "bf16")):
+            _fp8_backward(recorder, head_dim, products)
+        for head_dim in HEAD_DIMS_OF_FP8:
+            _fp8(recorder, head_dim)
     return list(recorder.launches.values())
 
 
@@ -137,6 +146,18 @@ def _backward(
     run.finish()
 
 
+def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
+    q, k = _operands(head_dim, torch.bfloat16)
+    lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
+    for mask in ("band", "bounds"):
+        recorder.variant = f"hd{head_dim} {products} {mask}"
+        row_max = lse if products == "fp8" else None
+        run = fp8_backward.Fp8Backward(q, q, q, lse, softmax_scale=1.0, products=products, row_max=row_max)
+        dk, dv = (torch.empty(k.shape) for _ in range(2))
+        run.add(k, k, _MASKS[mask], dk, dv)
+        run.finish()
+
+
 def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = gather_scatter) -> None:
     recorder.variant = f"hd{head_dim} bfloat16 sum over ranks"
     own, others = torch.zeros(1, _TOKENS, 2, 2, head_dim), torch.zeros(3 * _TOKENS, 2, 2, head_dim)
@@ -145,6 +166,23 @@ def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = gather_sca
     recorder.variant = f"hd{head_dim} bfloat16 to the peers"
     lines, there = torch.zeros(2, 2, dtype=torch.int64), torch.arange(_TOKENS, dtype=torch.int32)
     module.publish(dk, dv, torch.zeros(dk.numel() * 2, dtype=dk.dtype), lines, there, _TOKENS)
+
+
+def _fp8(recorder: Recorder, head_dim: int) -> None:
+    q, k = _operands(head_dim, torch.bfloat16)
+    recorder.variant = f"hd{head_dim} bfloat16"
+    rows = quantise.quantise_q(q)
+    for for_backward in (False, True):
+        recorder.variant = f"hd{head_dim} bfloat16" + (" for the backward" if for_backward else "")
+        records = quantise.quantise_kv(k, k, for_backward=for_backward)
+    for mask, resume in itertools.product(_MASKS, (False, True)):
+        if mask == "full" and resume:
+            continue
+        recorder.variant = f"hd{head_dim} {mask}" + (" resume fp32 out" if resume else "")
+        out = torch.empty(q.shape, dtype=torch.float32 if resume else q.dtype)
+        lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
+        acc = torch.empty(q.shape) if resume else None
+        fp8_forward.forward(rows, records, _MASKS[mask], 1.0, out=out, lse=lse, acc=acc)
 
 
 def _operands(head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -165,10 +165,10 @@ def test_numbers_that_travel_beside_keys(pool: Pool, memory: Any, mistake: Calla
         assert text.startswith("all ranks of the group must make their calls in one order, got call ")
         if mistake is backwards_swapped:
             mine, other = (f"call 3 (backward of call {number})" for number in (1 + rank, 2 - rank))
-            assert f"{mine} on this rank beside {other} on rank {1 - rank}, " in text
+            assert f"{mine} on this rank and {other} on rank {1 - rank}, " in text
         else:
             mine, other = ("3 (forward)", "3 (backward of call 2)")[:: 1 - 2 * rank]
-            assert f"call {mine} on this rank beside call {other} on rank {1 - rank}, " in text
+            assert f"call {mine} on this rank and call {other} on rank {1 - rank}, " in text
 
 
 def in_order(ctx: Context, memory: Any, turns: bool) -> None:

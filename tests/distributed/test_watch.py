@@ -47,9 +47,9 @@ def ended() -> dict[tuple[str, int], Ended]:
 def test_a_rank_that_raises_ends_first_and_is_named(ended: dict[tuple[str, int], Ended]) -> None:
     codes, texts = ended["raises", 1]
     assert codes == [1, 1, 1], texts
-    assert texts[1].rstrip().endswith("ValueError: planted") and "must get on" not in texts[1]
+    assert texts[1].rstrip().endswith("ValueError: planted") and "made no progress" not in texts[1]
     for rank in (0, 2):
-        assert "; rank 1 says nothing: it died, or its host is stuck; " in texts[rank], texts[rank]
+        assert "; rank 1 does not answer: it has died, or its host is stuck; " in texts[rank], texts[rank]
 
 
 def test_a_rank_that_dies_is_named_by_all_others(ended: dict[tuple[str, int], Ended]) -> None:
@@ -57,17 +57,17 @@ def test_a_rank_that_dies_is_named_by_all_others(ended: dict[tuple[str, int], En
     assert codes == [1, -9, 1], texts
     for rank in (0, 2):
         assert f"rank {rank} has done {GOOD_STEPS} steps" in texts[rank]
-        report = next(line for line in texts[rank].splitlines() if "must get on" in line and "asking" not in line)
-        assert f"ring attention over copy_engine must get on within {TIMEOUT_S} s, got: rank 0 has waited " in report
+        report = next(line for line in texts[rank].splitlines() if "made no progress" in line and "asking" not in line)
+        assert f"ring attention over copy_engine made no progress for {TIMEOUT_S} s: rank 0 has been waiting " in report
         assert report.count(f"s for the gradients of section 0 {BACKWARD};") == 2
-        assert "; rank 1 says nothing: it died, or its host is stuck; " in report
+        assert "; rank 1 does not answer: it has died, or its host is stuck; " in report
 
 
 def test_a_rank_that_sleeps_ends_too(ended: dict[tuple[str, int], Ended]) -> None:
     codes, texts = ended["sleeps", 1]
     assert codes == [1, 1, 1], texts
     for text in texts:
-        assert re.search(rf"; rank 1 has waited \d+ s for section 0 {BACKWARD}; rank 2 has", text), text
+        assert re.search(rf"; rank 1 has been waiting \d+ s for section 0 {BACKWARD}; rank 2 has", text), text
     assert "in _fail" in texts[1]  # where Python was
 
 
@@ -75,7 +75,7 @@ def test_the_rank_that_keeps_the_store_may_be_the_one_that_dies(ended: dict[tupl
     codes, texts = ended["dies", 0]
     assert codes == [-9, 1, 1], texts
     for rank in (1, 2):
-        assert f"got: rank {rank} has waited" in texts[rank]
+        assert f"s: rank {rank} has been waiting" in texts[rank]
         assert f"s for the gradients of section 0 {BACKWARD}; no other rank could be asked" in texts[rank]
         assert "the process that keeps the group's store, often rank 0, may be gone" in texts[rank]
 
@@ -83,7 +83,7 @@ def test_the_rank_that_keeps_the_store_may_be_the_one_that_dies(ended: dict[tupl
 def test_ranks_without_a_fault_end_well() -> None:
     codes, texts = begun("none", timeout_s=60).finish(LIMIT_S)
     assert codes == [0, 0, 0], texts
-    assert all("has ended well" in text and "must get on" not in text for text in texts)
+    assert all("has ended well" in text and "made no progress" not in text for text in texts)
 
 
 class Recorder(AbstractContextManager):

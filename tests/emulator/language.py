@@ -356,6 +356,8 @@ class Language:
     permute = staticmethod(lambda x, *order: x.permute(*order))
     expand_dims = staticmethod(lambda x, axis: Tensor(np.expand_dims(x.data, axis), x.dtype))
     split = staticmethod(lambda x: x.split())
+    trans = staticmethod(lambda x: x.permute(1, 0))
+    dot = staticmethod(lambda a, b: Tensor(a.data.astype(np.float32) @ b.data.astype(np.float32), real_gl.float32))
     join = staticmethod(lambda a, b: Tensor(np.stack([a.data, b.data], -1), a.dtype))
     program_id, num_programs = staticmethod(program_id), staticmethod(num_programs)
     range = staticmethod(device_range)

@@ -131,6 +131,19 @@ def test_rows_that_see_nothing_keep_their_state(mask):
     assert torch.equal(out[:, unseen], state[:, unseen].to(out.dtype))
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_nan_reaches_lse(resume):
+    """An lse of -inf would say that the row saw nothing: the backward would return no gradient for it."""
+    mask, shape = _CAUSAL, Shape()
+    q, k, v, _ = inputs(mask, shape)
+    q[0, 3, 1, 7] = math.nan
+    out, lse = torch.zeros(q.shape), torch.zeros(1, 2, 190)
+    _forward(None, q, k, v, mask, shape.scale, out=out, lse=lse, acc=out.clone() if resume else None)
+    broken = torch.zeros(2, 190, dtype=torch.bool)
+    broken[1, 3] = True
+    assert torch.equal(lse[0].isnan(), broken) and torch.equal(out[0].isnan().all(-1).T, broken)
+
+
 def test_outputs_lie_in_larger_tensors():
     """Strided destinations: neighbouring memory stays as it was."""
     mask, shape = Mask.band(150, 150, causal=True), Shape(num_heads=2, batch=2)

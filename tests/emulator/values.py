@@ -52,7 +52,8 @@ def numpy_dtype(dtype) -> np.dtype:
 def gluon_dtype(dtype: np.dtype | torch.dtype):
     """The Gluon type of a numpy or torch `dtype`."""
     if isinstance(dtype, torch.dtype):
-        return getattr(gl, {torch.bool: "int1"}.get(dtype, str(dtype).removeprefix("torch.")))
+        names = {torch.bool: "int1", torch.float8_e4m3fn: "float8e4nv"}
+        return getattr(gl, names.get(dtype, str(dtype).removeprefix("torch.")))
     short = next(name for name, stored in _NUMPY.items() if np.dtype(stored) == dtype)
     return getattr(gl, _LONG_NAMES.get(short, short))
 
@@ -192,10 +193,11 @@ class Tensor:
         return reduce_sum(self, axis)
 
     def max(self, axis=None) -> Tensor:
-        return Tensor(self.data.max(axis), self.dtype)
+        """As the device's, which passes over NaN."""
+        return Tensor(np.fmax.reduce(self.data, axis), self.dtype)
 
     def min(self, axis=None) -> Tensor:
-        return Tensor(self.data.min(axis), self.dtype)
+        return Tensor(np.fmin.reduce(self.data, axis), self.dtype)
 
 
 def _dims(dims) -> tuple[int, ...]:

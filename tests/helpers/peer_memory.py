@@ -26,7 +26,7 @@ import torch.distributed as dist
 import ringflash
 from ringflash.attention import sections
 from ringflash.comm.transport import MessageMemory, PointToPoint
-from ringflash.comm.transport.lanes import Kept, T
+from ringflash.comm.transport.lanes import T, ViewCache
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 
 DELAY_S = 0.004
@@ -76,7 +76,7 @@ class SharedMemory(Threads):
         self.areas: dict[str, list[torch.Tensor]] = {}
         self.threads: dict[str, ThreadPoolExecutor] = {}
         self.random = random.Random(self.rank)
-        self.kept = Kept()
+        self.kept = ViewCache()
         self.reserve("barriers", _CHANNELS * group.size() * 8)  # of each channel and rank: how many it came to
         self.barriers = self.areas["barriers"][0].view(torch.int64).view(_CHANNELS, group.size()).numpy()
 
@@ -149,7 +149,7 @@ def copy_engine() -> Iterator[None]:
     try:
         with (
             mock.patch("ringflash.attention.plan.choose_transport", lambda *_: "copy_engine"),
-            mock.patch("ringflash.comm.transport._opened", lambda _, group: SharedMemory(group)),
+            mock.patch("ringflash.comm.transport._create_transport", lambda _, group: SharedMemory(group)),
         ):
             yield
     finally:

@@ -26,8 +26,7 @@ from torch import nn
 
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
-from ringflash.lightning import CausalLM, ContextParallelStrategy, Progress, TextData
-from ringflash.lightning import progress as progress_module
+from ringflash.lightning import CausalLM, ContextParallelStrategy, Progress, TextData, callbacks
 from ringflash.lightning.module import build_model
 from ringflash.lightning.passkey import Passkey, encoder, passkey_sequence
 from ringflash.memory import Memory
@@ -254,7 +253,7 @@ def progress(folder: str) -> dict[str, Any]:
     The sanity check takes half of the sequences.
     """
     clock, recorder, losses, lines = Clock(), Recorder(), Losses(), Progress(every_n_steps=1)
-    progress_module.time = clock  # type: ignore[assignment]
+    callbacks.time = clock  # type: ignore[assignment]
     trainer = trainer_with(
         callbacks=[clock, lines, Probe(clock), recorder, losses], logger=Curve(), accumulate_grad_batches=4,
         check_val_every_n_epoch=None, val_check_interval=6, num_sanity_val_steps=1,

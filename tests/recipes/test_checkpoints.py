@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from ringflash.lightning import ContextParallelStrategy
-from ringflash.lightning.checkpoints import COMPLETE, newest_checkpoint
-from ringflash.lightning.writing import WRITTEN_AT, leftovers
+from ringflash.lightning.checkpoints import COMPLETE, WRITTEN_AT, leftovers, newest_checkpoint
 from tests.recipes.launching import run_ranks, write_text
 
 WORLD_SIZE = 2
@@ -54,7 +53,7 @@ def test_full_disk_of_one_rank_fails_all(ranks: list[dict[str, Any]], when: str,
     """At the next save where there is one, else at the end of training."""
     for rank in ranks:
         error = rank["failures"][when]["error"]
-        assert error.startswith("RuntimeError: a checkpoint must be written in full, got OSError on rank 1: ")
+        assert error.startswith("RuntimeError: a checkpoint was not written: OSError on rank 1: ")
         assert "No space left on device" in error and "(seen on ranks [0, 1])" in error
         assert rank["failures"][when]["steps"] == steps
 
@@ -68,7 +67,7 @@ def test_last_whole_checkpoint_outlives_a_failed_one(ranks: list[dict[str, Any]]
 def test_folder_that_is_a_file_fails_all(ranks: list[dict[str, Any]]) -> None:
     """As any folder that cannot be written to."""
     for rank in ranks:
-        assert "must be written in full, got NotADirectoryError on rank 0" in rank["failures"]["folder"]["error"]
+        assert "was not written: NotADirectoryError on rank 0" in rank["failures"]["folder"]["error"]
 
 
 def test_training_that_fails_lets_a_write_end(ranks: list[dict[str, Any]]) -> None:

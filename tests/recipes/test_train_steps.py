@@ -19,7 +19,7 @@ from benchmarks.device_time import IDLE
 from benchmarks.train_steps import Step, StepTimes, line, plans, schedule
 from ringflash.commands.cli import main as ringflash
 from ringflash.commands.plan.read import model_of
-from ringflash.flops import Multiplied, training_flops
+from ringflash.flops import MatmulSizes, training_flops
 from ringflash.memory import Memory
 from tests.recipes.launching import ROOT, run_ranks
 from tests.recipes.test_8b_recipes import SMALL
@@ -50,7 +50,7 @@ def test_steps_of_two_lengths(tmp_path: Path) -> None:
     assert not any("parts" in step or step["mfu_percent"] is not None for step in steps) and result["plans"] == {}
     assert (result["ranks"], result["memory"]["offload_checkpoints"]) == (2, True)
     model, windows = model_of(result["model"])
-    counted = Multiplied(model.matmul_parameters, model.mean_size)
+    counted = MatmulSizes(model.matmul_parameters, model.mean_size)
     for step in steps:
         assert step["tokens_per_second_per_gpu"] * 2 * step["seconds"] == pytest.approx(step["seqlen"])
         bounds = {96: [0, 96], 192: [0, 100, 192], 384: [0, 100, 200, 300, 384]}[step["seqlen"]]

@@ -68,7 +68,7 @@ def test_a_row_that_is_gone_is_named_and_exits_with_1(tmp_path: Path, capsys: py
     new = write(tmp_path / "new", a={"ringflash": 600}, b={"fa": 500})
     arguments = ["bench", str(new), "--baseline", str(old)]
     assert main(arguments) == 1
-    assert "in the baseline alone: b, forward" in capsys.readouterr().out
+    assert "only in the baseline: b, forward" in capsys.readouterr().out
     assert main([*arguments, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["gone"] == ["b, forward"]
     assert main([*arguments, "--rows", "^a"]) == 0

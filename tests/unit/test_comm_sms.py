@@ -14,8 +14,7 @@ import torch
 import ringflash
 from ringflash.attention import ring_of_hops
 from ringflash.attention.schedule import build
-from ringflash.comm.transport.point_to_point import check_capture
-from ringflash.comm.transport.sms import comm_sms
+from ringflash.comm.transport.point_to_point import check_capture, comm_sms
 from ringflash.sequence.mask import SequenceMask
 
 

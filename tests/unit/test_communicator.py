@@ -36,7 +36,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg
 from ringflash.comm import communicator
-from ringflash.comm.watchdog.calls import Call
+from ringflash.comm.watchdog.calls import CallInFlight
 
 class Transport:
     Options = mock.Mock()
@@ -47,7 +47,7 @@ class Transport:
 
 def call(error):
     try:
-        with Call(0, 0, "forward", 0.0):
+        with CallInFlight(0, 0, "forward", 0.0):
             if error: raise error
     except MemoryError:
         pass

@@ -87,7 +87,7 @@ def test_what_the_driver_refuses_torch_copies(driver: Driver) -> None:
     """It may have made some of them by then."""
     driver.problem, pairs = 801, pieces(3)
     driver.made = 1
-    with pytest.warns(UserWarning, match="one by one, .* of 3 in one call the driver says error 801"):
+    with pytest.warns(UserWarning, match="one by one, .* returned error 801 for 3 copies"):
         Copies(pairs, CPU)()
     assert all(torch.equal(target, source) for target, source in pairs) and driver.calls == [(3, 7)]
 

@@ -10,14 +10,16 @@ import platform
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from ringflash.comm import host
-from ringflash.comm.host import this_host
+from ringflash.comm import group as comm_group
+from ringflash.comm.group import this_host
 from ringflash.commands.cli import main
 from ringflash.commands.doctor import command, probe
 from ringflash.commands.doctor.command import _kernel, _probe, _ring, examine
@@ -119,6 +121,11 @@ def test_ranges_are_those_of_the_project() -> None:
     assert ranges.keys() == {"torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers"}
 
 
+def test_a_clone_that_is_not_installed_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringflash.commands.doctor.judge.requires", Mock(side_effect=PackageNotFoundError))
+    test_ranges_are_those_of_the_project()
+
+
 def test_hosts_that_differ_are_named() -> None:
     other = {**HEALTHY, "host": "b", "packages": packages(torch="2.12.0")}
     (finding,) = differences({0: HEALTHY, 1: other, 2: other})
@@ -141,7 +148,7 @@ def test_hosts_of_one_name_are_told_apart_by_their_boots() -> None:
 
 def test_a_system_without_a_boots_id_has_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(this_host().boot) == 8 and str(this_host()) == f"{platform.node()} ({this_host().boot})"
-    monkeypatch.setattr(host, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(comm_group, "_BOOT_ID", tmp_path / "none")
     assert str(this_host()) == platform.node()
 
 
@@ -327,7 +334,7 @@ def test_every_gpu_of_every_host_is_probed(monkeypatch: pytest.MonkeyPatch) -> N
     assert [(x.level, x.what, x.found) for x in found] == [
         ("ok", "a, rank 0: kernel", "by 0"), ("fault", "a, rank 1: kernel", "by 1"), ("fault", "b: kernel", "by 2"),
         ("fault", "c: probes", "rank 4 did not report"),
-        ("warning", "a: ring", "not tried: its ranks see GPUs of their own"),
+        ("warning", "a: ring", "not tried: its ranks see different GPUs"),
     ]  # fmt: skip
 
 

@@ -9,7 +9,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringflash.attention.schedule import build
-from ringflash.flops import Chunk, Multiplied, layer_windows, multiplied, peak_tflops, training_flops, visible_pairs
+from ringflash.flops import (
+    ChunkedAttention,
+    MatmulSizes,
+    layer_windows,
+    matmul_sizes,
+    peak_tflops,
+    training_flops,
+    visible_pairs,
+)
 from ringflash.sequence.mask import SequenceMask
 
 CONFIG = {
@@ -53,7 +61,7 @@ def test_flops_are_those_torch_counts(family: str, options: dict[str, Any]) -> N
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, length, dtype=torch.long)).logits.sum().backward()
-    counted = multiplied(model)
+    counted = matmul_sizes(model)
     assert counted is not None and len(layer_windows(config)) == 3
     square = 12 * counted.q_size * 3 * (length**2 - visible_pairs(length))
     rotary = 2 * 6 * 4 * length  # torch counts outer products of positions and frequencies, forward and not backward
@@ -66,16 +74,16 @@ def test_parameters_that_nobody_can_place_are_not_counted() -> None:
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
     model.model.layers[0].register_parameter("mixing", torch.nn.Parameter(torch.ones(2, 2)))
-    assert multiplied(model) is None
+    assert matmul_sizes(model) is None
 
 
 def test_documents_and_windows_shrink_attention() -> None:
-    counted = Multiplied(1000, 32)
+    counted = MatmulSizes(1000, 32)
     linear = 6 * 1000 * 100
     whole, packed = (training_flops(counted, [None] * 3, bounds) for bounds in ([0, 100], [0, 1, 40, 100]))
     assert whole - linear == 12 * 32 * 3 * 5050
     assert packed - linear == 12 * 32 * 3 * (1 + 39 * 40 // 2 + 60 * 61 // 2)
-    chunked = training_flops(counted, [Chunk(32)] * 3, [0, 1, 40, 100])
+    chunked = training_flops(counted, [ChunkedAttention(32)] * 3, [0, 1, 40, 100])
     assert chunked - linear == 12 * 32 * 3 * sum(visible_pairs(length) for length in (1, 32, 7, 32, 28))
     windowed = training_flops(counted, [None, 9, 9], [0, 100])
     assert windowed - linear == 12 * 32 * (5050 + 2 * (10 * 100 - 45))
@@ -85,7 +93,11 @@ def test_documents_and_windows_shrink_attention() -> None:
     ("family", "options", "windows"),
     [
         ("llama", {}, [None] * 4),
-        ("llama4_text", {"attention_chunk_size": 16, "no_rope_layers": [1, 1, 1, 0]}, [*[Chunk(16)] * 3, None]),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 16, "no_rope_layers": [1, 1, 1, 0]},
+            [*[ChunkedAttention(16)] * 3, None],
+        ),
         ("mistral", {"sliding_window": 16}, [15] * 4),
         ("mistral", {"sliding_window": None}, [None] * 4),
         ("qwen3", {"sliding_window": 16, "use_sliding_window": False}, [None] * 4),

@@ -40,7 +40,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
     capture = Capture()
     monkeypatch.setattr(cuda_graphs, "capturing", capture)
     yield capture
-    cuda_graphs.let_go()
+    cuda_graphs.release()
 
 
 def test_a_captured_buffer_outlives_its_growth(capture: Capture) -> None:

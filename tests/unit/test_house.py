@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # A unit imports from the units before its own, and units of one line do not import each other.
 LAYERS = (
-    ("console", "safe_files"),
+    ("console", "checkpoint_checksums"),
     ("comm",),
-    ("sequence",),
+    ("safe_files", "sequence"),
     ("attention",),
     ("loss", "memory", "training", "compat"),
     ("huggingface",),

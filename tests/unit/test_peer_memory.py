@@ -63,7 +63,7 @@ def test_cached_blocks_are_given_back_for_an_area(failures: int, made: bool) -> 
     area, out = torch.empty(1), RuntimeError("CUDA driver error: out of memory")
     make = mock.Mock(side_effect=[*[out] * failures, area])
     with mock.patch.object(torch.cuda, "empty_cache") as empty:
-        got, problem = peer_memory._made(make)
+        got, problem = peer_memory._allocate(make)
     assert (got is area) == made and (problem == "") == made
     assert empty.call_count == min(failures, 1)
 

@@ -26,7 +26,7 @@ from ringflash.comm.transport.buffers import buffer_bytes, release_buffers
 from ringflash.commands.cli import main
 from ringflash.commands.plan import read
 from ringflash.commands.plan.command import visible_fraction
-from ringflash.commands.plan.job import Job
+from ringflash.commands.plan.job import TrainingJob
 from ringflash.commands.plan.machine import GIB, GPUS, Machine
 from ringflash.commands.plan.memory import (
     activation_bytes,
@@ -41,11 +41,11 @@ from ringflash.commands.plan.memory import (
     transport_bytes,
     worst_moment,
 )  # fmt: skip
-from ringflash.commands.plan.passes import Passes
 from ringflash.commands.plan.read import ReadShape
 from ringflash.commands.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
 from ringflash.commands.plan.timing import attention_flops, linear_flops, step_time
-from ringflash.flops import Chunk, layer_windows, multiplied
+from ringflash.commands.plan.traffic import TrafficCounter
+from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from ringflash.sequence.mask import SequenceMask
@@ -63,11 +63,11 @@ HOST = Machine(GPUS["H200"], 8)
 
 
 @cache
-def _model_of(config: str) -> tuple[ReadShape, list[int | Chunk | None]]:
+def _model_of(config: str) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
     return read.model_of(json.loads(config))
 
 
-def model_of(config: dict[str, Any]) -> tuple[ReadShape, list[int | Chunk | None]]:
+def model_of(config: dict[str, Any]) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
     """As the plan's, once for each configuration."""
     return _model_of(json.dumps(config))
 
@@ -78,7 +78,7 @@ def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringflash.commands.plan.command.model_of", model_of)
 
 
-JOB = Job(model_of(QWEN3_8B)[0], 1 << 20, cp_size=8, mlp_tile_tokens=8192)
+JOB = TrainingJob(model_of(QWEN3_8B)[0], 1 << 20, cp_size=8, mlp_tile_tokens=8192)
 
 
 def _runs(result: Any) -> list[dict[str, Any]]:
@@ -147,7 +147,7 @@ class Areas:
         """Nothing is moved."""
 
 
-def gathered_bytes(job: Job, rank: int, turns: int) -> int:
+def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     """Bytes of a rank's areas and buffers, made without memory."""
     mask = SequenceMask(job.seqlen)
     areas, gathering = Areas(rank, turns), gather(mask, job.cp_size, rank, "zigzag")
@@ -236,10 +236,10 @@ def _of(measured: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> pytest.Ma
     return pytest.mark.parametrize(("run", "step"), [x[1:] for x in measured], ids=ids)
 
 
-def _planned(run: dict[str, Any], step: dict[str, Any]) -> tuple[Job, Machine]:
+def _planned(run: dict[str, Any], step: dict[str, Any]) -> tuple[TrainingJob, Machine]:
     seqlen = step["seqlen"]
     bounds = document_bounds(seqlen, run.get("document_tokens", 0))
-    job = Job(
+    job = TrainingJob(
         model_of(run["model"])[0], seqlen, run["ranks"], precision=run["precision"],
         visible_fraction=visible_fraction(seqlen, [None], bounds),
         **{**run["memory"], "liger": bool(run["memory"]["liger"])},
@@ -317,14 +317,14 @@ def test_bytes_between_products_are_those_of_its_operators() -> None:
         (lambda: torch.cat([x, x]), 80 + 160),
         (lambda: torch.nn.functional.embedding(rows, w), 0),
     ):
-        with Passes() as passes:
+        with TrafficCounter() as passes:
             compute()
         assert passes.num_bytes == num_bytes
 
 
 def test_what_is_computed_again_passes_again() -> None:
     """Layers with checkpoints; tiles by themselves, and their sums once a tile."""
-    job = Job(model_of(small("qwen3_moe", **EXPERTS))[0], 1 << 20, 8, checkpointing="none")
+    job = TrainingJob(model_of(small("qwen3_moe", **EXPERTS))[0], 1 << 20, 8, checkpointing="none")
     tiles, layers = 1 << 17 >> 13, job.model.num_layers
     passed, tiled = job.layers.passed, job.model.tiled_parameters
     whole, checkpointed, in_tiles, both = (
@@ -370,7 +370,7 @@ def test_what_is_offloaded_must_fit_into_the_host() -> None:
 
 def test_flops_are_counted_by_hand() -> None:
     """Of one GPU: 6 for each parameter that multiplies a token; 4 * head_dim for each pair a head sees."""
-    job = Job(model_of(small("llama"))[0], 256, cp_size=2)
+    job = TrainingJob(model_of(small("llama"))[0], 256, cp_size=2)
     matrices = 2 * (64 * 128 * 2 + 64 * 32 * 2 + 3 * 64 * 160) + 100 * 64
     assert linear_flops(job) == 6 * matrices * 128
     assert attention_flops(job) == 4 * 8 * 16 * (256 * 257 / 2) / 2 * 2
@@ -381,7 +381,7 @@ def test_visible_pairs_are_those_of_the_schedule(window: int | None) -> None:
     seqlen = 64
     mask = SequenceMask(seqlen, window_size=(-1 if window is None else window, -1))
     pairs = sum(build(mask, 4, rank, "zigzag").num_visible for rank in range(4))
-    job = Job(JOB.model, seqlen, cp_size=4, visible_fraction=visible_fraction(seqlen, [window]))
+    job = TrainingJob(JOB.model, seqlen, cp_size=4, visible_fraction=visible_fraction(seqlen, [window]))
     assert job.visible_pairs == pytest.approx(pairs, rel=1e-12)
 
 
@@ -446,7 +446,7 @@ def test_more_gpus_are_named_only_where_they_suffice() -> None:
     assert fewest_gpus(replace(job, seqlen=1 << 40), HOST) is None
 
 
-def exposed(job: Job, machine: Machine = HOST) -> float:
+def exposed(job: TrainingJob, machine: Machine = HOST) -> float:
     """Seconds a layer that attention waits for messages."""
     return step_time(job, machine).parts["ring exposed"] / job.model.num_layers
 
@@ -684,12 +684,12 @@ def test_what_is_read_off_a_model_is_its_own(family: str, options: dict[str, Any
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert (shape.matmul_parameters, shape.mean_size) == multiplied(model)
+    assert (shape.matmul_parameters, shape.mean_size) == matmul_sizes(model)
     assert windows == layer_windows(model.config)
     first, _ = model_of({**config, "num_hidden_layers": 1, **_of_one_layer(config)})
     seqlen = 96
     for tile in (0, 40) if first.tiled_parameters else (0,):
-        kept = activation_bytes(Job(first, seqlen, 1, mlp_tile_tokens=tile))
+        kept = activation_bytes(TrainingJob(first, seqlen, 1, mlp_tile_tokens=tile))
         rotary = saved_bytes({**config, **_of_one_layer(config)}, seqlen, tile) - kept
         assert 0 <= rotary <= seqlen * 2 * shape.head_dim * 4
 
@@ -733,7 +733,7 @@ def test_experts_take_memory_all_and_time_by_the_active(tmp_path: Path, capsys: 
     )  # fmt: skip
     assert weights[1] > 1.9 * weights[0] == 1.9 * weights[2]
     assert linear[1] < 1.1 * linear[0] < linear[2] and at_work[1] < 1.1 * at_work[0] < at_work[2]
-    assert any("products of experts run at the rate of all" in text for text in plans[0]["assumptions"])
+    assert any("products of experts run at the rate of all products" in text for text in plans[0]["assumptions"])
 
 
 def test_a_model_that_computes_all_experts_takes_their_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -743,8 +743,8 @@ def test_a_model_that_computes_all_experts_takes_their_time(tmp_path: Path, caps
     model = plan["job"]["model"]
     others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; beside them rotary angles
     assert model["computed_parameters"] - model["matmul_parameters"] == pytest.approx(others, rel=1e-4)
-    assert any("computes experts for tokens of others, too" in assumption for assumption in plan["assumptions"])
-    chunked = (visible_fraction(1 << 17, [Chunk(40)]) + 1) / 2
+    assert any("also computes experts for tokens of others" in assumption for assumption in plan["assumptions"])
+    chunked = (visible_fraction(1 << 17, [ChunkedAttention(40)]) + 1) / 2
     assert plan["job"]["visible_fraction"] == pytest.approx(chunked)
 
 
@@ -770,7 +770,7 @@ def test_models_that_no_plan_counts_are_refused(
 
 def test_changes_that_a_model_does_not_take_are_not_proposed() -> None:
     shape, _ = model_of(small("starcoder2"))
-    job = Job(shape, 1 << 10, cp_size=8, checkpointing="none")
+    job = TrainingJob(shape, 1 << 10, cp_size=8, checkpointing="none")
     job = replace(job, seqlen=longest_sequence(replace(job, checkpointing="full"), HOST))
     cheapest = cheapest_change(job, HOST)
     assert cheapest is not None and not cheapest[1].liger and not cheapest[1].mlp_tile_tokens

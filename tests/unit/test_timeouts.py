@@ -15,7 +15,7 @@ from ringflash import set_timeout
 from ringflash.comm import timeouts, transport
 from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import point_to_point
-from ringflash.comm.watchdog import Watch
+from ringflash.comm.watchdog import Watchdog
 
 OWN_S = 7200.0
 CPU = torch.device("cpu")
@@ -56,9 +56,9 @@ def test_a_backend_without_a_timeout(group: dist.ProcessGroup) -> None:
 def test_watch_nccl_barriers_and_messages_wait_as_long_as_the_group(group: dist.ProcessGroup) -> None:
     over_gloo = transport.PointToPoint("gloo", group)
     assert over_gloo.post([], [])._timeout == timedelta(seconds=OWN_S)
-    assert Watch().add(mock.Mock(spec=transport.PeerMemory, group=group), CPU).line.timeout == OWN_S
+    assert Watchdog().add(mock.Mock(spec=transport.PeerMemory, group=group), CPU).queue.timeout == OWN_S
     with mock.patch.object(transport, "SymmetricMemory") as memory:
-        transport._opened("copy_engine", group)
+        transport._create_transport("copy_engine", group)
     memory.assert_called_once_with(group, int(OWN_S + 15) * 1000)
     with (
         mock.patch.object(point_to_point, "communicator", side_effect=StopIteration) as made,

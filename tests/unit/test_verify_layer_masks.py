@@ -12,8 +12,8 @@ from torch import nn
 
 from ringflash.oracle.dense import visible
 from ringflash.verify.compare import Check
-from ringflash.verify.layer_masks import LayerMask, LayerMasks, Reaches, declared_masks
-from ringflash.verify.probe import watched_forward
+from ringflash.verify.layer_masks import LayerMask, LayerMasks, ReachReader, declared_masks
+from ringflash.verify.probe import read_forward
 from ringflash.verify.subject import Training, draw_data
 from tests.helpers.models import TINY
 
@@ -49,8 +49,8 @@ def check_of(config: Any, bounds: list[int] | None, window: int | None = None) -
     training = Training(huggingface.CausalLMWithLoss(model, None))
     data = draw_data(61, SEQLEN, bounds, 0, torch.device("cpu"))
     masks = LayerMasks(declared_masks(training.module, window), data, causal=True)
-    look = partial(Reaches, positions=masks.positions)
-    check = masks.check(*2 * [lambda wide: watched_forward(training, None, data, look)])
+    look = partial(ReachReader, positions=masks.positions)
+    check = masks.check(*2 * [lambda wide: read_forward(training, None, data, look)])
     return [str(mask) for mask in masks.masks.values()], check
 
 

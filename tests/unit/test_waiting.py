@@ -11,7 +11,7 @@ import torch
 from ringflash.attention import ring_of_hops
 from ringflash.attention.schedule import build
 from ringflash.comm.wait_timer import measured, waiting
-from ringflash.lightning import ExposedCommunication, exposed
+from ringflash.lightning import ExposedCommunication, callbacks
 from ringflash.sequence.mask import SequenceMask
 
 CPU = torch.device("cpu")
@@ -55,8 +55,8 @@ def test_nothing_is_counted_unasked() -> None:
 
 
 def test_the_callback_logs_the_longest_wait_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposed, "strategy_of", lambda trainer: mock.Mock(root_device=CPU))
-    monkeypatch.setattr(exposed.dist, "all_reduce", lambda x, op: x.fill_(7000.0))  # what another rank waited
+    monkeypatch.setattr(callbacks, "strategy_of", lambda trainer: mock.Mock(root_device=CPU))
+    monkeypatch.setattr(callbacks.dist, "all_reduce", lambda x, op: x.fill_(7000.0))  # what another rank waited
     callback, trainer, module = ExposedCommunication(every_n_steps=2), mock.Mock(), mock.Mock()
     for trainer.global_step in (0, 1):
         callback.on_train_batch_start(trainer, module, None, 0)

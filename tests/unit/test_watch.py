@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from ringflash.comm.transport import PointToPoint
-from ringflash.comm.watchdog import RingStalled, Watch, thread, watching
-from ringflash.comm.watchdog.calls import Call, Unwatched
+from ringflash.comm.watchdog import RingStalled, Watchdog, thread, watching
+from ringflash.comm.watchdog.calls import CallInFlight, Unwatched
 from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
 from ringflash.comm.watchdog.store import Board, StoreGone
 
@@ -79,7 +79,7 @@ class Rank:
         self.said: list[str] = []
         self.ends: list[float] = []
         self.looking = False
-        self.watch = Watch(lambda: world.now, world.pass_time, self.said.append, self.ends.append)
+        self.watch = Watchdog(lambda: world.now, world.pass_time, self.said.append, self.ends.append)
         self.memory = Memory(Group(rank, size, store))
         self.watch.add(self.memory, CPU)  # type: ignore[arg-type]
 
@@ -89,7 +89,7 @@ class Rank:
         self.watch.add(messages, CPU)
         return messages
 
-    def begin(self, way: str = "forward", memory: Memory | Messages | None = None) -> Call:
+    def begin(self, way: str = "forward", memory: Memory | Messages | None = None) -> CallInFlight:
         return self.watch.begin(memory or self.memory, way, CPU)  # type: ignore[arg-type]
 
     def issue(self, sections: int, way: str = "forward", memory: Memory | Messages | None = None) -> list[Token]:
@@ -104,7 +104,7 @@ class Rank:
     def look(self) -> None:
         if not self.looking and not self.watch.stalled:
             self.looking = True
-            self.watch.look()
+            self.watch.poll()
             self.looking = False
 
 
@@ -165,19 +165,19 @@ def test_every_rank_names_who_waits_for_what() -> None:
     for rank in world.living:
         assert rank.watch.stalled == rank.said[-1]
         text = rank.watch.stalled
-        assert "ring attention over copy_engine must get on within 600 s, got: rank 0 has waited" in text
+        assert "ring attention over copy_engine made no progress for 600 s: rank 0 has been waiting" in text
         assert "s for section 2 in backward call 2; " in text
         assert "; rank 1 has not begun call 2 (its last, forward call 1, is done); " in text
         assert " s for all ranks to begin in backward call 2; " in text
-        assert "; rank 3 says nothing: it died, or its host is stuck; " in text
-        assert "ringflash.set_timeout waits longer" in text
+        assert "; rank 3 does not answer: it has died, or its host is stuck; " in text
+        assert "ringflash.set_timeout raises the limit" in text
     assert world.ranks[3].said == []
 
 
 def test_who_found_it_says_so_before_it_asks() -> None:
     first = stalled_world().ranks[2].said
     assert len(first) == 2
-    assert "rank 2 has waited 600 s for all ranks to begin in backward call 2; asking the other ranks" in first[0]
+    assert "rank 2 has been waiting 600 s for all ranks to begin in backward call 2; asking the other ranks" in first[0]
 
 
 def test_each_process_is_ended_once() -> None:
@@ -186,7 +186,7 @@ def test_each_process_is_ended_once() -> None:
 
 def test_the_next_call_raises_the_report() -> None:
     rank = stalled_world().ranks[1]
-    with pytest.raises(RingStalled, match="rank 3 says nothing"):
+    with pytest.raises(RingStalled, match="rank 3 does not answer"):
         rank.begin()
 
 
@@ -195,7 +195,7 @@ def test_a_rank_outside_the_ring_is_named_by_both_its_numbers() -> None:
         world = World(2)
     world.ranks[0].issue(1)
     world.run(TIMEOUT_S + 5)
-    assert "rank 0 (4) has waited" in world.ranks[1].watch.stalled
+    assert "rank 0 (4) has been waiting" in world.ranks[1].watch.stalled
     assert "rank 1 (5) has not begun call 1 (it has made none)" in world.ranks[0].watch.stalled
 
 
@@ -248,7 +248,7 @@ def test_the_host_of_another_rank_may_be_what_is_waited_for() -> None:
     world.ranks[0].issue(1)
     with world.ranks[1].begin():
         world.run(TIMEOUT_S + 5)
-    assert "rank 1 still issues forward call 1: its host is busy" in world.ranks[0].watch.stalled
+    assert "rank 1 is still issuing forward call 1: its host is busy" in world.ranks[0].watch.stalled
 
 
 def test_a_call_that_raised_is_no_stall() -> None:
@@ -311,7 +311,7 @@ def test_later_calls_of_another_group_hide_no_stall() -> None:
     for _ in range(6):
         finish(rank.issue(1, memory=other))
         world.run(100)
-    assert "rank 0 has waited 600 s" in rank.watch.stalled
+    assert "rank 0 has been waiting 600 s" in rank.watch.stalled
 
 
 def test_a_store_that_is_gone_ends_nobody() -> None:
@@ -331,7 +331,7 @@ def test_a_stall_is_reported_without_the_store() -> None:
     rank.issue(1)
     rank.memory.group.store = mock.Mock(**{"clone.side_effect": RuntimeError("connection reset\nframe #0")})
     world.run(TIMEOUT_S + 5)
-    assert "rank 0 has waited 600 s for all ranks to begin in forward call 1; no other rank" in rank.watch.stalled
+    assert "rank 0 has been waiting 600 s for all ranks to begin in forward call 1; no other rank" in rank.watch.stalled
     assert "could be asked (connection reset): the process that keeps the group's store" in rank.watch.stalled
     assert rank.ends == [thread.END_S]
 
@@ -382,7 +382,7 @@ def test_a_device_that_failed_is_said_once_and_told_to_who_asks() -> None:
     assert len(broken.said) == 1 and not broken.ends
     waiting.issue(1)
     world.run(TIMEOUT_S + 5)
-    told = "rank 0 lost its device (CUDA error 719) when it waited for all ranks to begin in forward call 2"
+    told = "rank 0 lost its device (CUDA error 719) while waiting for all ranks to begin in forward call 2"
     assert told in waiting.watch.stalled
     assert broken.watch.stalled == waiting.watch.stalled
 
@@ -397,7 +397,7 @@ def test_a_device_may_fail_between_two_places() -> None:
         rank.look()
     start.error = DeviceLost("CUDA error 700")
     rank.look()
-    assert rank.said == ["rank 0 lost its device (CUDA error 700) when it waited in forward call 1 over copy_engine"]
+    assert rank.said == ["rank 0 lost its device (CUDA error 700) while waiting in forward call 1 over copy_engine"]
 
 
 def broken_world() -> tuple[World, list[Messages]]:
@@ -416,12 +416,12 @@ def test_what_nccl_lost_is_named_without_waiting_for_the_timeout() -> None:
     assert world.is_quiet()
     channels[0].broken = channels[1].broken = True
     world.run(8)
-    lost = "lost NCCL (its log says how) when it waited for all ranks to begin in forward call 1"
+    lost = "lost NCCL (see its log) while waiting for all ranks to begin in forward call 1"
     for rank in world.living:
         report = rank.said[-1]
-        assert report.startswith("ring attention over nccl must reach all of its ranks, got: rank 0 " + lost), report
-        assert f"; rank 1 {lost}; rank 2 has waited " in report, report
-        assert "; rank 3 says nothing: it died" in report, report
+        assert report.startswith("ring attention over nccl lost the connection to a rank: rank 0 " + lost), report
+        assert f"; rank 1 {lost}; rank 2 has been waiting " in report, report
+        assert "; rank 3 does not answer: it has died" in report, report
         assert len(rank.ends) == 1
 
 
@@ -429,11 +429,11 @@ def test_an_error_of_nccl_becomes_one_that_names_the_ranks() -> None:
     world, channels = broken_world()
     caller = world.living.pop(0)  # its thread that looks would wait for the report of the one that works
     cause = dist.DistBackendError("NCCL error in: file\nLast error:\nConnection closed by remote peer there<1>")
-    with pytest.raises(RingStalled, match="rank 3 says nothing: it died") as caught:
+    with pytest.raises(RingStalled, match="rank 3 does not answer: it has died") as caught:
         with caller.begin("backward", channels[0]):
             raise cause
     lost = (
-        "rank 0 lost NCCL (Connection closed by remote peer there<1>) when it waited for all ranks to begin in forward"
+        "rank 0 lost NCCL (Connection closed by remote peer there<1>) while waiting for all ranks to begin in forward"
     )
     assert lost in str(caught.value) and caught.value.__cause__ is cause
     assert caller.said[-1] == str(caught.value) and len(caller.ends) == 1
@@ -469,8 +469,8 @@ def test_which_answers_of_nccl_are_a_broken_connection(error: str, broken: int) 
 
 
 def test_a_fault_of_its_own_ends_the_watch_alone(caplog: pytest.LogCaptureFixture) -> None:
-    watch = Watch(say=pytest.fail, end=pytest.fail)
-    watch.look = mock.Mock(side_effect=ValueError("a mistake"))  # type: ignore[method-assign]
+    watch = Watchdog(say=pytest.fail, end=pytest.fail)
+    watch.poll = mock.Mock(side_effect=ValueError("a mistake"))  # type: ignore[method-assign]
     watch._wake.set()
     watch._run()
     assert "a rank that stalls may go unnoticed" in caplog.text
@@ -478,8 +478,8 @@ def test_a_fault_of_its_own_ends_the_watch_alone(caplog: pytest.LogCaptureFixtur
 
 def test_the_thread_looks_until_it_is_stopped() -> None:
     looked = threading.Event()
-    watch = Watch()
-    watch.look = looked.set  # type: ignore[method-assign]
+    watch = Watchdog()
+    watch.poll = looked.set  # type: ignore[method-assign]
     watch._wake.set()
     watch.start()
     assert looked.wait(10)
@@ -490,7 +490,7 @@ def test_the_thread_looks_until_it_is_stopped() -> None:
 def test_many_calls_are_looked_at_before_the_period_is_over() -> None:
     """Or a fast device would leave thousands of events."""
     rank = World(1).ranks[0]
-    for _ in range(thread._MANY - 1):
+    for _ in range(thread._EARLY_POLL_CALLS - 1):
         rank.issue(1)
     assert not rank.watch._wake.is_set()
     rank.issue(1)
@@ -505,14 +505,14 @@ def test_few_tokens_are_asked_however_many_calls_wait() -> None:
     rank.watch._events[CPU] = asked
     rank.look()
     assert asked.call_count < 15
-    assert [call.number for call in rank.watch._watched[rank.memory].line.calls] == list(range(151, 201))  # type: ignore[index]
+    assert [call.number for call in rank.watch._watched[rank.memory].queue.calls] == list(range(151, 201))  # type: ignore[index]
 
 
 @pytest.fixture
 def the_watch(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     """In place of this process's."""
     watch = mock.Mock()
-    monkeypatch.setattr(thread, "_watch", watch)
+    monkeypatch.setattr(thread, "_watchdog", watch)
     return watch
 
 
@@ -539,9 +539,9 @@ def test_captured_calls_are_not_watched(the_watch: mock.Mock, capturing: bool) -
 def test_a_forked_process_starts_its_own(the_watch: mock.Mock) -> None:
     child = os.fork()
     if not child:
-        os._exit(0 if thread._watch is None else 1)
+        os._exit(0 if thread._watchdog is None else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert thread._watch is the_watch
+    assert thread._watchdog is the_watch
 
 
 class Driver:

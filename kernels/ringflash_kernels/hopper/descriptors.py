@@ -8,7 +8,12 @@ import torch
 
 from ringflash_kernels.hopper.compat import TensorDescriptor, gl
 
-_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_ELEMENT = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 
 class Descriptor(TensorDescriptor):

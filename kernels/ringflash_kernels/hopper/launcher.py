@@ -14,14 +14,15 @@ class Launcher:
     Args:
         kernel: a Gluon or Triton function.
         specialised: let triton specialise on the values of integers and pointers (equal to 1, multiples of 16).
+        num_warps: warps of a program.
     """
 
-    def __init__(self, kernel: Any, *, specialised: bool = False) -> None:
-        self._kernel, self._specialised = kernel, specialised
+    def __init__(self, kernel: Any, *, specialised: bool = False, num_warps: int = 4) -> None:
+        self._kernel, self._specialised, self._num_warps = kernel, specialised, num_warps
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, variant: Hashable, num_programs: int, *args: Any, **constants: Any) -> None:
-        """Launch with 4 warps.
+        """Launch.
 
         Args:
             variant: key that differs whenever triton would compile differently: dtypes, boxes of descriptors, which
@@ -38,7 +39,7 @@ class Launcher:
             launch, names = compiled
             launch[num_programs, 1, 1](*args, *(constants[name] for name in names))
             return
-        compiled = self._kernel[num_programs,](*args, **constants, num_warps=4)
+        compiled = self._kernel[num_programs,](*args, **constants, num_warps=self._num_warps)
         if hasattr(compiled, "packed_metadata"):  # false for the recorder and the emulator of the tests
             names = [parameter.name for parameter in self._kernel.params][len(args) :]
             self._compiled[key] = compiled, names

@@ -1,4 +1,12 @@
-"""How K, V and gradients move between the ranks of a ring."""
+"""Transports that move K, V and gradients between the ranks of a group.
+
+point_to_point   batches of sends and receives, over gloo or NCCL
+peer_memory      memory that all GPUs of a host map, and copies between them ("copy_engine")
+message_memory   the interface of peer_memory over NCCL messages
+lanes            CUDA streams and cached views, shared by both kinds of memory
+copies           many copies between GPUs with one driver call
+buffers          the pool of communication buffers
+"""
 
 from __future__ import annotations
 
@@ -17,7 +25,7 @@ from ringflash.comm.transport.peer_memory import NoPeerMemory, OutOfReach, PeerM
 from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoint
 
 TRANSPORTS = ("gloo", "nccl", "copy_engine")
-UNDECIDED = "copy_engine or nccl"  # what auto stands for until the ranks of a group have compared their places
+UNDECIDED = "copy_engine or nccl"  # meaning of "auto" until the ranks of a group have compared their hosts
 
 Transport = PointToPoint | PeerMemory
 
@@ -44,13 +52,13 @@ _decided: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """The transport that `name` stands for; UNDECIDED for "auto" over NCCL before its ranks first called together.
+    """Return the transport that `name` selects; None for a single process, which sends nothing.
 
-    None for a single process, which sends nothing.
+    For "auto" over NCCL, return UNDECIDED before the first call of the group.
 
     Raises:
         ValueError: unknown name.
-        NotImplementedError: the group or the device cannot carry it.
+        NotImplementedError: the group or the device does not support it.
     """
     if name not in ("auto", *TRANSPORTS):
         raise ValueError(
@@ -75,33 +83,33 @@ def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.d
 
 
 def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
-    """The transport of a group; but for gloo opened on first use by all its ranks together and kept.
+    """Return the transport of a group, which is opened on first use and cached. The first call is collective.
 
     Args:
-        name: one of TRANSPORTS; UNDECIDED is decided here: the copy engine where every rank can map the others'
-            memory, which is tried, else NCCL.
+        name: one of TRANSPORTS, or UNDECIDED, which tries the copy engine and takes NCCL if any rank cannot map the
+            memory of another.
     Raises:
-        RuntimeError: on every rank, where "copy_engine" finds more than one host or GPUs without peer access.
+        RuntimeError: on every rank, if "copy_engine" finds several hosts or GPUs without peer access.
     """
-    if name == "gloo":  # nothing to open; a group kept beyond destroy_process_group keeps gloo's threads running
+    if name == "gloo":  # not cached: a group that outlives destroy_process_group keeps gloo's threads running
         return PointToPoint(name, group)
     if name == UNDECIDED:
         name = _decided[group] = _decide(group)
     key = (name, group.group_name)
     known = _open.get(key)
     if known is None or known[0] is not group:
-        known = _open[key] = (group, _opened(name, group))
+        known = _open[key] = (group, _create_transport(name, group))
     return known[1]
 
 
-def _opened(name: str, group: dist.ProcessGroup) -> Transport:
+def _create_transport(name: str, group: dist.ProcessGroup) -> Transport:
     if name != "copy_engine":
         return PointToPoint(name, group)
     return SymmetricMemory(group, int(device_timeout(group).total_seconds() * 1000))
 
 
 def _decide(group: dist.ProcessGroup) -> str:
-    """The same on every rank: only what all of them were told stands in the way of the copy engine."""
+    """Return the copy engine or NCCL; the same on every rank, since every rank raises the same errors."""
     try:
         memory = open_transport("copy_engine", group)
         assert not isinstance(memory, PointToPoint)
@@ -115,14 +123,14 @@ def _decide(group: dist.ProcessGroup) -> str:
 
 
 def transport_name(transport: Transport | None) -> str | None:
-    """One of TRANSPORTS; None for a single process."""
+    """Return one of TRANSPORTS; None for a single process."""
     if transport is None:
         return None
     return transport.name if isinstance(transport, PointToPoint | MessageMemory) else "copy_engine"
 
 
 def message_memory(channel: PointToPoint, device: torch.device) -> MessageMemory:
-    """What gathers keys by heads over these messages; one for a channel, kept as long."""
+    """Return the memory that all-gathers K/V by heads over this channel; cached with the channel."""
     key = (f"{channel.name} by heads", channel.group.group_name)
     known = _open.get(key)
     if known is None or known[0] is not channel.group:
@@ -132,15 +140,15 @@ def message_memory(channel: PointToPoint, device: torch.device) -> MessageMemory
 
 
 def buffer_bytes() -> int:
-    """Bytes held for communication by this process, on all devices, those that peers map too."""
+    """Return the bytes that this process holds for communication on all devices, including memory mapped by peers."""
     return buffers.buffer_bytes() + sum(memory.num_bytes() for memory in _peer_memories())
 
 
 def release_buffers() -> None:
-    """Give the communication buffers back; the next call allocates them anew.
+    """Free the communication buffers; the next call allocates them again.
 
-    CUDA graphs of earlier calls must not be replayed after it. With the transport "copy_engine" every rank of its
-    groups must call this, between the same two calls.
+    CUDA graphs of earlier calls must not be replayed afterwards. With the transport "copy_engine", every rank of its
+    groups must call this between the same two ring calls.
     """
     buffers.release_buffers()
     for memory in _peer_memories():

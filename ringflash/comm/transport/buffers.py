@@ -1,4 +1,4 @@
-"""Communication buffers: allocated once, grown when a longer sequence comes, shared by all layers."""
+"""Communication buffers: allocated once, grown for longer sequences, shared by all layers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ringflash.comm import cuda_graphs
 
 
 class Views(Protocol):
-    """Views of buffers, kept from call to call."""
+    """Views of buffers, cached between calls."""
 
     def drop(self) -> None:
-        """Keep them no longer."""
+        """Forget the views."""
 
 
 _storage: dict[tuple[torch.device, str], torch.Tensor] = {}
@@ -23,44 +23,44 @@ _views: WeakSet[Views] = WeakSet()
 
 
 def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor over the pooled storage of this name, with whatever its last user left in it.
+    """Return a contiguous, uninitialised tensor over the pooled storage of this name.
 
-    One process computes one ring at a time on a stream, so layers and groups share their buffers. What a CUDA graph
-    captured stays beside a larger one that comes later.
+    A process computes one ring call at a time on a stream, so layers and groups share their buffers. A buffer that a
+    CUDA graph captured stays alive even if a larger one replaces it.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     storage = _storage.get((device, name))
     if storage is None or storage.numel() < num_bytes:
         cuda_graphs.check_growth(name, num_bytes, device)
         if storage is not None:
-            settle(device)
+            synchronize(device)
             for views in _views:
                 views.drop()
-            del storage, _storage[device, name]  # before the larger one is there
+            del storage, _storage[device, name]  # free it before the larger one is allocated
         storage = _storage[device, name] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     cuda_graphs.hold(storage, device)
     return storage[:num_bytes].view(dtype).view(shape)
 
 
 def drop_with_growth(views: Views) -> None:
-    """From now on, have these dropped when a buffer grows: they would hold what it was before."""
+    """Register views to be dropped when a buffer grows, since they would keep its old storage alive."""
     _views.add(views)
 
 
-def settle(device: torch.device) -> None:
-    """Wait for the device: memory that is given up may come to another stream than the one that still uses it."""
+def synchronize(device: torch.device) -> None:
+    """Synchronise the device, since freed memory may be reused on another stream than the one that still reads it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def buffer_bytes() -> int:
-    """Bytes of the buffers of this process alone, on all devices."""
+    """Return the bytes of the pooled buffers of this process on all devices, without memory mapped by peers."""
     return sum({id(x): x.nbytes for x in (*_storage.values(), *cuda_graphs.held_tensors())}.values())
 
 
 def release_buffers() -> None:
-    """Give these buffers back; the next call allocates them anew."""
+    """Free the pooled buffers; the next call allocates them again."""
     for device in {device for device, _ in _storage}:
-        settle(device)
+        synchronize(device)
     _storage.clear()
-    cuda_graphs.let_go()
+    cuda_graphs.release()

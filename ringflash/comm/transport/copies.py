@@ -1,6 +1,6 @@
-"""Copies between the GPUs of a host, many with one call of the driver, where it has one that takes many.
+"""Batched copies between the GPUs of a host: one driver call makes many copies, if the driver supports it.
 
-torch's copy costs the host some 6 to 11 µs, and the keys of a packed sequence are hundreds of pieces.
+A copy by torch costs 6 to 11 µs of host time, and the keys of a packed sequence are hundreds of pieces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes of CUDA 13. The hints are for managed memory."""
+    """CUmemcpyAttributes of CUDA 13. The hints apply to managed memory."""
 
     _fields_ = [
         ("source_access_order", ctypes.c_int),
@@ -30,11 +30,11 @@ class _Attributes(ctypes.Structure):
 
 
 class Copies:
-    """Copies in no order among themselves, prepared once, to be made again and again.
+    """Copies without an order among them, prepared once and run repeatedly.
 
     Args:
-        pairs: target and source of each, contiguous and of one size; they stay where they are.
-        device: of the stream.
+        pairs: target and source of each copy, contiguous and of equal size, at fixed addresses.
+        device: device of the stream.
     """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
@@ -47,20 +47,20 @@ class Copies:
         )
 
     def __call__(self) -> None:
-        """On the current stream, which is not the default one."""
+        """Run the copies on the current stream, which must not be the default stream."""
         batch = _driver_batch() if len(self._pairs) > 1 else None
-        if batch is None or capturing(self._device) or self._refused(batch):  # a graph takes no batch
+        if batch is None or capturing(self._device) or self._refused(batch):  # graphs do not support batches
             for target, source in self._pairs:
                 target.copy_(source, non_blocking=True)
 
     def _refused(self, batch: Callable[..., int]) -> bool:
-        """Whether the driver made none of them, or not all."""
+        """Run the batch; return True if the driver refused some or all of the copies."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
         problem = batch(*self._arrays, len(self._pairs), _ATTRIBUTES, _FROM_THE_FIRST, 1, stream)
         if problem:
             warnings.warn(
-                f"copies are made one by one, at more of the host's time: of {len(self._pairs)} in one call the driver "
-                f"says error {problem}.",
+                f"copies are made one by one, which takes more host time: the driver returned error {problem} for "
+                f"{len(self._pairs)} copies in one call.",
                 stacklevel=2,
             )
         return problem != 0
@@ -72,7 +72,7 @@ _FROM_THE_FIRST = ctypes.c_size_t(0)
 
 @functools.cache
 def _driver_batch() -> ctypes._NamedFuncPointer | None:
-    """cuMemcpyBatchAsync as drivers for CUDA 13 have it."""
+    """Return cuMemcpyBatchAsync in the version of CUDA 13 drivers; None if the driver lacks it."""
     try:
         function = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
     except (OSError, AttributeError):

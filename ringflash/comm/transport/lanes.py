@@ -1,4 +1,4 @@
-"""Streams beside the caller's, and what is kept between calls: what every memory of a group needs on a GPU."""
+"""Extra CUDA streams and cached views that every kind of group memory needs on a GPU."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from ringflash.comm import cuda_graphs
 from ringflash.comm.transport.buffers import drop_with_growth
 
 T = TypeVar("T")
-_MOST_KEPT = 12
+_MAX_CACHED = 12  # a cache of views drops the oldest entry beyond this number
 
 
 class Token(Protocol):
-    """Work under way."""
+    """Work that has been issued to a stream."""
 
     def query(self) -> bool:
-        """Whether it has ended."""
+        """Return True if the work has finished."""
 
 
-class Kept:
-    """A few things made once and kept until they are dropped: views of areas and buffers, not to outlive these."""
+class ViewCache:
+    """Cache of views of areas and buffers, dropped with their areas so that the views do not outlive them."""
 
     def __init__(self) -> None:
         self._things: dict[Hashable, tuple[Any, Collection[str]]] = {}
         drop_with_growth(self)
 
     def get(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        """The one of this key, with views of these areas; the oldest of others gives way to a new one."""
+        """Return the entry of this key, made if it is missing; `areas` names the areas that its views belong to."""
         if key not in self._things:
-            made = make()  # may drop others
-            if len(self._things) == _MOST_KEPT:
+            made = make()  # may drop other entries
+            if len(self._things) == _MAX_CACHED:
                 del self._things[next(iter(self._things))]
             self._things[key] = made, areas
         return cast(T, self._things[key][0])
 
     def drop(self, area: str | None = None) -> None:
-        """Those with views of an area, default all."""
+        """Drop the entries with views of an area; by default all entries."""
         kept = {} if area is None else {key: both for key, both in self._things.items() if area not in both[1]}
         self._things = kept
 
 
 class Lanes:
-    """See `PeerMemory`, whose part this is, on one GPU."""
+    """Streams and areas of one GPU: the part of `PeerMemory` that does not depend on the transport."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._areas: dict[str, torch.Tensor] = {}
         self._captured: set[str] = set()  # areas that a CUDA graph reads and writes
-        self._kept = Kept()
+        self._kept = ViewCache()
         self._lanes: dict[str, torch.cuda.Stream] = {}
 
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
@@ -72,7 +72,7 @@ class Lanes:
         if lane not in self._lanes:
             self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
         stream, current = self._lanes[lane], self._current()
-        torch.cuda.set_stream(stream)  # the context manager takes several times as long
+        torch.cuda.set_stream(stream)  # the context manager is several times slower
         try:
             for token in after:
                 token.wait(stream)  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ class Lanes:
         return sum(area.numel() for area in self._areas.values())
 
     def _retire(self, name: str) -> list[object]:
-        """Forget an area that grows; what a graph captured of it is kept, the caller adds to that."""
+        """Forget an area that is about to grow. Return its memory if a CUDA graph captured it."""
         self._kept.drop(name)
         old = self._areas.pop(name, None)
         if name not in self._captured:
@@ -101,4 +101,5 @@ class Lanes:
         return [old]
 
     def _current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device.index)  # of a device or of none it takes several times as long
+        # With a torch.device as argument, or without any, this is several times slower.
+        return torch.cuda.current_stream(self._device.index)

@@ -1,7 +1,7 @@
-"""Areas of a rank's own, whose contents travel between ranks as messages: over NCCL, inside a host and between hosts.
+"""Local memory areas whose contents travel between ranks as NCCL messages, within a host or between hosts.
 
-Messages are in order behind one another and ahead of their lane, so that no barrier is needed: a rank sends what it
-wrote before, receives where nobody reads any more, and the caller's stream waits for both.
+Messages are ordered among each other and with the work of their lane, so no barrier is needed: a rank sends data that
+it wrote earlier, receives into memory that is no longer read, and the caller's stream waits for both.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringflash.comm import cuda_graphs
-from ringflash.comm.transport.buffers import settle
+from ringflash.comm.transport.buffers import synchronize
 from ringflash.comm.transport.lanes import Lanes
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 from ringflash.comm.transport.point_to_point import Message, PointToPoint
 
 
 class MessageMemory(Lanes):
-    """As `PeerMemory`.
+    """Implementation of `PeerMemory` over messages.
 
-    A message needs SMs, which a kernel of the forward keeps to its end; with a third buffer it may come while the next
-    but one computes.
+    Messages need SMs, which a forward kernel holds until it ends. A third buffer gives a message the time of two
+    sections to arrive.
 
     Args:
-        channel: of the group.
-        device: of the tensors.
+        channel: messages of the group.
+        device: device of the tensors.
     """
 
     turns = 3
@@ -40,7 +40,7 @@ class MessageMemory(Lanes):
             return
         cuda_graphs.check_growth(name, num_bytes, self._device)
         if name in self._areas:
-            settle(self._device)
+            synchronize(self._device)
         for thing in self._retire(name):
             cuda_graphs.keep(thing)
         self._areas[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -64,14 +64,14 @@ class MessageMemory(Lanes):
         return move
 
     def barrier(self, channel: int) -> None:
-        """Messages order the ranks."""
+        """Do nothing, since messages order the ranks."""
 
     @property
     def num_posted(self) -> int:
         return self.channel.num_posted
 
     def release(self) -> None:
-        settle(self._device)
+        synchronize(self._device)
         self._kept.drop()
         self._captured.clear()
         self._areas.clear()

@@ -1,10 +1,10 @@
-"""Memory of a rank that its peers read and write, and who may do so when: what a copy-engine ring stands on.
+"""Memory that peers read and write directly, with the barriers that order their accesses: the copy-engine transport.
 
-    reserve      every rank makes an area of the same size, and maps those of the others
-    barrier      on the stream: what any rank did before it lies before what any rank does after it
-    beside       work on a stream of its own
+    reserve      every rank allocates an area of the same size, and maps the areas of the others
+    barrier      on the stream: work that any rank issued before it precedes work that any rank issues after it
+    beside       run work on a separate stream
 
-Nothing here blocks the host but `reserve`, and that only where an area grows.
+Only `reserve` blocks the host, and only if an area grows.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import torch.distributed as dist
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
-from ringflash.comm.host import this_host
+from ringflash.comm.group import this_host
 from ringflash.comm.transport.copies import Copies
 from ringflash.comm.transport.lanes import Lanes, T, Token
 
 
 class NoPeerMemory(RuntimeError):
-    """Raised on every rank of the group, after they compared what each of them found."""
+    """Raised on every rank of the group, after the ranks have compared their hosts, GPUs and errors."""
 
 
 class OutOfReach(NoPeerMemory):
-    """Ranks that do not share a host, or GPUs without peer access."""
+    """Raised for ranks on different hosts, or GPUs without peer access."""
 
 
 class Incoming(NamedTuple):
-    """What comes here. `source`: where it is, where that is in reach; or on this very rank."""
+    """A tensor to receive from a rank. `source` is the memory to copy from if this rank maps it, else None."""
 
     target: torch.Tensor
     rank: int
@@ -42,16 +42,17 @@ class Incoming(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What another rank has come to it, where memory is out of reach."""
+    """A tensor to send to a rank that cannot map our memory."""
 
     tensor: torch.Tensor
     rank: int
 
 
 class PeerMemory(Protocol):
-    """One per group and process. Areas have names; all ranks reserve the same ones in the same order.
+    """Named memory areas of one group and process. All ranks reserve the same areas in the same order.
 
-    `rank` is this process's in the group; `turns`: buffers that take turns, so that what comes is not late.
+    `rank`: this process's rank in the group.  `turns`: number of buffers to rotate through, so transfers stay ahead
+    of compute.
     """
 
     rank: int
@@ -60,66 +61,66 @@ class PeerMemory(Protocol):
 
     @property
     def num_posted(self) -> int:
-        """Barriers, or batches of messages, that this rank issued: as many on every rank after the same calls."""
+        """Number of barriers or message batches that this rank issued; equal on all ranks after the same calls."""
 
     def reserve(self, name: str, num_bytes: int) -> None:
-        """Make the area at least so large; collective where it is not yet."""
+        """Grow the area to at least `num_bytes`; a collective call if it is smaller."""
 
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """The area of a rank, from its beginning; None where it is out of reach."""
+        """Return a tensor at the start of a rank's area; None if this rank cannot map it."""
 
     def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
-        """What brings here what others have, on the stream that is then current.
+        """Return a function that performs these transfers on the current stream.
 
-        Both of a pair of ranks name its moves in one order.
+        Any two ranks must list their transfers in the same order.
         """
 
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        """What `make` returned for this key, made again after one of its areas grew or many other keys came."""
+        """Return the cached result of `make` for this key; made again if one of its areas has grown."""
 
     def barrier(self, channel: int) -> None:
-        """Order the current streams of all ranks. Barriers of one channel follow one another."""
+        """Order the current streams of all ranks. Barriers of one channel must not overlap."""
 
     def mark(self) -> Token:
-        """What the current stream holds so far."""
+        """Return a token for the work that the current stream holds so far."""
 
     def wait(self, *tokens: Token) -> None:
-        """Order the current stream after these."""
+        """Order the current stream after these tokens."""
 
     def beside(self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False) -> Token:
-        """Run `work` after these tokens, in the order of its lane, beside the current stream.
+        """Run `work` after these tokens, in the order of its lane, concurrently with the current stream.
 
-        Urgent work gets a free SM before work that is not; a lane is one or the other.
+        Urgent work has priority for free SMs. Either all work of a lane is urgent or none is.
         """
 
     def join(self) -> None:
-        """Order the current stream and every lane after all lanes, also after work that raised and has no token.
+        """Order the current stream and every lane after all lanes, including work that raised and has no token.
 
-        Memory that one lane allocated and another still uses may then be freed.
+        Afterwards it is safe to free memory that one lane allocated and another one used.
         """
 
     def num_bytes(self) -> int:
-        """Bytes this rank gives to its areas."""
+        """Return the bytes of this rank's areas."""
 
     def release(self) -> None:
-        """Give the areas back; every rank does so, or the next `reserve` waits for ever."""
+        """Free the areas. Every rank must do so, or the next `reserve` never returns."""
 
 
 class SymmetricMemory(Lanes):
-    """Areas in torch's symmetric memory: every peer of one host maps them; a copy between two takes no SM.
+    """Areas in torch's symmetric memory: all GPUs of a host map them, and copies between them need no SM.
 
     Args:
-        group: its ranks open this together.
-        timeout_ms: how long a barrier may take before the kernel that waits in it traps.
+        group: the ranks that share the memory; creating it is a collective call.
+        timeout_ms: limit after which the kernel that waits in a barrier traps.
     Raises:
-        OutOfReach: on every rank, where one cannot reach another's memory.
+        OutOfReach: on every rank, if one cannot map the memory of another.
     """
 
     turns = 2
     num_posted = 0
 
     def __init__(self, group: dist.ProcessGroup, timeout_ms: int) -> None:
-        # Multicast objects are never used; without this torch makes one for every area.
+        # We use no multicast objects; by default torch creates one for every area.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         super().__init__(torch.device("cuda", torch.cuda.current_device()))
         self.rank, self.group, self._timeout_ms = group.rank(), group, timeout_ms
@@ -127,20 +128,19 @@ class SymmetricMemory(Lanes):
         _check_places(gather(group, _place(self._device)))
 
     def reserve(self, name: str, num_bytes: int) -> None:
-        """As PeerMemory."""
         if name in self._areas and self._areas[name].numel() >= num_bytes:
             return
         cuda_graphs.check_growth(name, num_bytes, self._device)
         import torch.distributed._symmetric_memory as symmetric_memory
 
         torch.cuda.synchronize(self._device)
-        gather(self.group, None)  # nor do the streams of the others still read what is given up here
+        gather(self.group, None)  # the streams of the other ranks have finished reading the old area, too
         captured, handle = self._retire(name), self._handles.pop(name, None)
         for thing in captured and [*captured, handle]:
             cuda_graphs.keep(thing)
         del captured, handle
         make = functools.partial(symmetric_memory.empty, num_bytes, dtype=torch.uint8, device=self._device)
-        area, problem = _made(make)
+        area, problem = _allocate(make)
         _raise_together(gather(self.group, problem))
         assert area is not None
         try:
@@ -159,7 +159,7 @@ class SymmetricMemory(Lanes):
     def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
         pairs = [(target, source, rank) for target, rank, source in incoming if source is not None]
         assert len(pairs) == len(incoming)
-        # A copy within this GPU waits for SMs, which a kernel may keep to its end: behind those that need none.
+        # A copy within this GPU needs SMs, which a kernel may hold until it ends, so copies from peers go first.
         from_peers, from_here = (
             Copies([(target, source) for target, source, rank in pairs if (rank == self.rank) is here], self._device)
             for here in (False, True)
@@ -184,12 +184,12 @@ class SymmetricMemory(Lanes):
 
     @property
     def _pad(self) -> torch.distributed._symmetric_memory._SymmetricMemory:
-        """Barriers live beside an area; the K/V of a group are always there."""
+        """Handle with the signal pad for barriers: that of the area "kv", which every group has."""
         return self._handles["kv"]
 
 
-def _made(make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str]:
-    """An area, or the error of the driver, which is asked again once torch has given it back its cached blocks."""
+def _allocate(make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str]:
+    """Return an area, or the driver's error after a second attempt with torch's cached blocks freed."""
     problem = ""
     for last in (False, True):
         try:
@@ -202,7 +202,7 @@ def _made(make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str]:
 
 
 def _place(device: torch.device) -> list[object]:
-    """Where this rank's memory lies, and with which visible devices it shares no peer access."""
+    """Return this rank's host, its GPU, and the visible GPUs without peer access to it."""
     strangers = [
         str(torch.cuda.get_device_properties(other).uuid)
         for other in range(torch.cuda.device_count())
@@ -212,7 +212,7 @@ def _place(device: torch.device) -> list[object]:
 
 
 def _check_places(places: list) -> None:
-    """Raise alike on every rank: all of them hold the same list."""
+    """Raise the same error on every rank, since all ranks hold the same list."""
     hosts = sorted({host for host, _, _ in places})
     devices = [device for _, device, _ in places]
     cut = [rank for rank, (_, _, strangers) in enumerate(places) if set(strangers) & set(devices)]

@@ -1,4 +1,4 @@
-"""The calls of a group as this rank issued them, and how far its device came in them."""
+"""Ring calls of a group that this rank has issued, and the progress of its device in them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,20 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ringflash.comm.communicator import note_end
+from ringflash.comm.transport.lanes import Token
 
-
-class Waypoint(Protocol):
-    """A token of peer memory, or an event of a stream."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-
-
-Ended = Callable[[Any], bool]  # of a waypoint
-LATE_S = 2.0  # of a call over NCCL that does not move: its peers may have met an error that this rank does not
+HasEnded = Callable[[Any], bool]  # tells if the device has passed a marker, which is a Token
+NCCL_QUIET_S = 2.0  # without progress over NCCL: a peer may have met an error that this rank does not see
 
 
 class Unwatched:
-    """A call that nobody looks at: of one process, over gloo, or captured into a graph, whose events say nothing."""
+    """A call that is not watched: in a single process, over gloo, or captured into a CUDA graph."""
 
     def __enter__(self) -> Unwatched:
         return self
@@ -34,35 +27,35 @@ class Unwatched:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def reach(self, waypoint: Waypoint, what: str, *values: object) -> None:
+    def reach(self, marker: Token, what: str, *values: object) -> None:
         pass
 
     def mark(self, what: str, *values: object) -> None:
         pass
 
 
-class Call:
-    """One call of this rank, while it is issued and until the device has ended it.
+class CallInFlight:
+    """A call of this rank, from the start of its issue until the device has finished it.
 
     Args:
-        serial: its place among all calls of the process.
-        number: its place among those of the group, the same on every rank.
+        serial: its number among all calls of the process.
+        number: its number among the calls of the group, equal on every rank.
         way: "forward" or "backward".
-        begun: when its issue began.
-        broken: called where a message could not be issued; raises.
+        begun: time at which its issue began.
+        broken: called if a message could not be issued; raises.
     """
 
-    __slots__ = ("begun", "broken", "issued", "number", "passed", "serial", "way", "waypoints")
+    __slots__ = ("begun", "broken", "issued", "markers", "number", "passed", "serial", "way")
 
     def __init__(
         self, serial: int, number: int, way: str, begun: float, broken: Callable[[Exception], None] | None = None
     ) -> None:
         self.serial, self.number, self.way, self.begun, self.broken = serial, number, way, begun, broken
-        self.waypoints: list[tuple[Waypoint, str, tuple[object, ...]]] = []
+        self.markers: list[tuple[Token, str, tuple[object, ...]]] = []
         self.passed = 0
         self.issued = False
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> CallInFlight:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -71,31 +64,31 @@ class Call:
             if self.broken is not None and isinstance(error, dist.DistBackendError):
                 self.broken(error)
         finally:
-            if error is not None:  # what the caller does about it is no stall
-                self.waypoints = []
+            if error is not None:  # the time that the caller takes to handle it is no stall
+                self.markers = []
             self.issued = True
 
-    def reach(self, waypoint: Waypoint, what: str, *values: object) -> None:
-        """What the device comes to next, and what it has waited for until then: `what`, formatted with the values."""
-        self.waypoints.append((waypoint, what, values))
+    def reach(self, marker: Token, what: str, *values: object) -> None:
+        """Append the next marker of the device, and what it waits for until then: `what`, formatted with the values."""
+        self.markers.append((marker, what, values))
 
     def mark(self, what: str, *values: object) -> None:
-        """`reach`, for what the current stream holds so far."""
+        """Append a marker after the work that the current stream holds so far."""
         self.reach(torch.cuda.current_stream().record_event(), what, *values)
 
-    def over(self, ended: Ended) -> bool:
-        return self.issued and (not self.waypoints or ended(self.waypoints[-1][0]))
+    def has_ended(self, ended: HasEnded) -> bool:
+        return self.issued and (not self.markers or ended(self.markers[-1][0]))
 
-    def advance(self, ended: Ended) -> bool:
-        """Go on to the first waypoint that the device has not come to; whether that is further than before."""
-        before, waypoints = self.passed, self.waypoints
-        while self.passed < len(waypoints) and ended(waypoints[self.passed][0]):
+    def advance(self, ended: HasEnded) -> bool:
+        """Skip the markers that the device has passed; return True if there were any."""
+        before, markers = self.passed, self.markers
+        while self.passed < len(markers) and ended(markers[self.passed][0]):
             self.passed += 1
         return self.passed > before
 
     def place(self) -> str:
-        """What the device waits for; nothing where it has come to all that was issued."""
-        ahead = self.waypoints[self.passed :]
+        """Return what the device waits for; empty if it has passed all markers."""
+        ahead = self.markers[self.passed :]
         if not ahead:
             return ""
         _, what, values = ahead[0]
@@ -105,89 +98,91 @@ class Call:
         return f"{self.way} call {self.number}"
 
 
-class Line:
-    """The calls of one group that may still be under way, oldest first.
+class CallQueue:
+    """Calls of one group that may still be in flight, oldest first.
 
     Args:
-        transport: its name.
-        rank: of this process in the group.
-        timeout: seconds without progress that are a stall.
-        now: the time.
+        transport: name of the transport.
+        rank: rank of this process in the group.
+        timeout: seconds without progress that count as a stall.
+        now: the current time.
     """
 
     def __init__(self, transport: str, rank: int, timeout: float, now: float) -> None:
         self.transport, self.rank, self.timeout = transport, rank, timeout
-        self.calls: deque[Call] = deque()
+        self.calls: deque[CallInFlight] = deque()
         self.num_calls = 0
-        self.last: Call | None = None  # of those that are over
-        self.moved = now  # when the oldest call began or came further, or a call before it
-        self.idle = now  # when a call was last seen to be over, or to come further
+        self.last: CallInFlight | None = None  # the last one that has ended
+        self.last_progress = now  # when the oldest call, or one before it, last began or advanced
+        self.last_change = now  # when a call was last seen to end or to advance
         self._lock = Lock()
 
-    def begin(self, serial: int, way: str, now: float, broken: Callable[[Exception], None] | None = None) -> Call:
-        """A new call."""
+    def begin(
+        self, serial: int, way: str, now: float, broken: Callable[[Exception], None] | None = None
+    ) -> CallInFlight:
+        """Append a new call."""
         with self._lock:
             self.num_calls += 1
-            call = Call(serial, self.num_calls, way, now, broken)
+            call = CallInFlight(serial, self.num_calls, way, now, broken)
             self.calls.append(call)
         return call
 
-    def look(self, ended: Ended, now: float) -> int | None:
-        """Drop what is over; the serial number of the first call that came further since the last look.
+    def poll(self, ended: HasEnded, now: float) -> int | None:
+        """Drop calls that have ended; return the serial number of the first call that advanced since the last poll.
 
-        The calls of a group end in their order, so that few questions find the first that has not ended.
+        The calls of a group end in order, so a bisection finds the first one that has not ended with few queries.
         """
         calls = list(self.calls)
-        over = bisect_left(calls, True, key=lambda call: not call.over(ended))
-        self._drop(calls[:over])
-        came_further = bool(over)
-        if over < len(calls):
-            head = calls[over]
+        num_ended = bisect_left(calls, True, key=lambda call: not call.has_ended(ended))
+        self._drop(calls[:num_ended])
+        advanced = bool(num_ended)
+        if num_ended < len(calls):
+            head = calls[num_ended]
             if head.advance(ended):
-                came_further = True
-            if not head.place():  # the host is slow, which nobody waits for here
-                self.moved = now
-            self.moved = max(self.moved, head.begun)
-        if not came_further:
+                advanced = True
+            if not head.place():  # the device waits for its own host, which is no stall
+                self.last_progress = now
+            self.last_progress = max(self.last_progress, head.begun)
+        if not advanced:
             return None
-        self.moved = self.idle = now
+        self.last_progress = self.last_change = now
         return calls[0].serial
 
     def follows(self, serial: int) -> bool:
-        """Whether the oldest call was issued after that one: until then, it waited for its turn."""
+        """Return True if the oldest call was issued after the call `serial`, and may have queued behind it."""
         return bool(self.calls) and self.calls[0].serial > serial
 
     def is_stalled(self, now: float) -> bool:
-        return bool(self.calls) and now - self.moved >= self.timeout
+        return bool(self.calls) and now - self.last_progress >= self.timeout
 
     def is_quiet(self, now: float) -> bool:
-        """Whether so little moves that another rank of the group may soon call this a stall, or has lost NCCL."""
-        waits_for_nccl = self.transport == "nccl" and bool(self.calls) and now - self.moved >= LATE_S
-        return waits_for_nccl or now - self.idle >= self.timeout / 2
+        """Return True if another rank of the group may be about to report a stall, or may have lost NCCL."""
+        waits_for_nccl = self.transport == "nccl" and bool(self.calls) and now - self.last_progress >= NCCL_QUIET_S
+        return waits_for_nccl or now - self.last_change >= self.timeout / 2
 
     def place(self) -> str:
-        """Where it waits, also where the oldest call has no waypoint yet, or there is none."""
+        """Return where this rank waits, even if the oldest call has no marker yet, or there is no call."""
         if not self.calls:
             return f"before call {self.num_calls + 1}"
         return self.calls[0].place() or f"in {self.calls[0]}"
 
     def state(self, now: float) -> str:
-        """What this rank does, in words."""
+        """Describe what this rank is doing."""
         if not self.calls:
             last = f"its last, {self.last}, is done" if self.last else "it has made none"
             return f"has not begun call {self.num_calls + 1} ({last})"
         place = self.calls[0].place()
         return (
-            f"has waited {now - self.moved:.0f} s {place}"
+            f"has been waiting {now - self.last_progress:.0f} s {place}"
             if place
-            else f"still issues {self.calls[0]}: its host is busy"
+            else f"is still issuing {self.calls[0]}: its host is busy"
         )
 
-    def _drop(self, calls: list[Call]) -> None:
+    def _drop(self, calls: list[CallInFlight]) -> None:
         if not calls:
             return
         with self._lock:
             for _ in calls:
                 self.calls.popleft()
-        calls[-1].waypoints = []  # its events need not live on
+        calls[-1].markers = []  # free its events
         self.last = calls[-1]

@@ -1,8 +1,8 @@
-"""Whether the device has come to an event, asked from a thread beside the one that works.
+"""Queries of CUDA events from the watchdog thread.
 
-Through the driver, not torch: torch's `Event.query` holds Python's lock, and a driver that is busy with a
-synchronisation may answer late. And a process that captures a CUDA graph forbids such a question to all its threads
-(CUDA invalidates the capture) but those that said that they know what they do.
+They use the driver, not torch, for two reasons. torch's `Event.query` holds the GIL, and the driver may answer late
+while it is busy with a synchronisation. And while a CUDA graph is captured, a query by any thread of the process
+invalidates the capture, unless that thread has switched to the relaxed capture mode.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _SUCCESS, _NOT_READY = 0, 600
 
 
 class DeviceLost(RuntimeError):
-    """The device failed; the next call of the working thread will say how."""
+    """Raised if the device has failed; the next CUDA call of the main thread reports how."""
 
 
 class Events:
-    """Made in the thread that asks.
+    """Event queries of one device; must be created in the thread that uses them.
 
     Args:
-        device: of the events.
+        device: device of the events.
     Raises:
         OSError: there is no driver.
-        DeviceLost: it answers with an error.
+        DeviceLost: the driver returned an error.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +38,11 @@ class Events:
         _check(self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)))
 
     def ended(self, event: torch.cuda.Event) -> bool:
-        """Raises DeviceLost."""
+        """Return True if the device has passed the event.
+
+        Raises:
+            DeviceLost: the driver returned an error.
+        """
         code = self._driver.cuEventQuery(ctypes.c_void_p(event.cuda_event))
         return False if code == _NOT_READY else _check(code)
 

@@ -1,7 +1,8 @@
-"""What the ranks of a group tell one another when one of them is stuck, over the store that they met in.
+"""Messages between the watchdogs of a group through the store that the group was created with.
 
-Nothing is read or written while all goes well. A store may be gone, with the process that kept it, and a request to it
-may never come back; neither may keep a rank from its end, nor end one. So each request has its own thread and a limit.
+The store is not used while calls make progress. It may be gone, along with the process that hosted it, and a request
+may never return. Neither may end a healthy rank or keep a stalled rank from ending, so every request runs in its own
+thread with a time limit.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 T = TypeVar("T")
-ANSWER_S = 5.0  # for the other ranks to answer
-ASK_EVERY_S = ANSWER_S / 2  # between two questions of a rank to the store: soon enough to answer in time
-_RETRY_S = 30.0  # from a request that got no answer to the next
-_PATIENCE_S = 2.0  # with the store itself
-_PAUSE_S = 0.25
+ANSWER_S = 5.0  # time for the other ranks to answer
+ASK_EVERY_S = ANSWER_S / 2  # interval of a rank's queries to the store: short enough to answer in time
+_RETRY_S = 30.0  # interval after a request without an answer
+_PATIENCE_S = 2.0  # time for the store itself to answer
+_PAUSE_S = 0.25  # interval of the queries for answers of other ranks
 _ASKED = "asked"
 
 
 class StoreGone(RuntimeError):
-    """No answer from the store."""
+    """Raised if the store does not answer."""
 
 
 class Board:
-    """One group's.
+    """Board on which the ranks of one group post what they are doing.
 
     Args:
-        group: not kept alive.
-        patience: seconds that a request to the store may take beyond what it waits for.
+        group: its ranks; the board does not keep it alive.
+        patience: seconds that a request to the store may take in addition to the time that it waits for other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, patience: float = _PATIENCE_S) -> None:
@@ -43,14 +44,14 @@ class Board:
         self._ask_after = float("-inf")
 
     def is_open(self) -> bool:
-        """Whether the group is still there."""
+        """Return True if the group has not been destroyed."""
         return _store(self._group()) is not None
 
     def asked(self, now: float) -> str:
-        """Return why a rank of the group asks the others, if one does, as far as the store has been asked lately.
+        """Return the reason if a rank of the group has asked the others what they are doing, else an empty string.
 
-        A store that answers with an error is left alone from then on. One that does not answer may be busy, and is
-        asked again later, over a new connection.
+        The store is queried every ASK_EVERY_S at most. After an error it is never queried again. A store that does not
+        answer may be busy, and is queried again later over a new connection.
         """
         if self._gone or now < self._ask_after:
             return ""
@@ -64,18 +65,18 @@ class Board:
     def exchange(
         self, why: str, own: str, clock: Callable[[], float], pause: Callable[[float], object]
     ) -> dict[int, str]:
-        """What each rank says, of those that answer in time, after telling them what this one does.
+        """Post what this rank is doing, and return the answers of all ranks that answer in time.
 
         Args:
-            why: what makes this rank ask, the first words of the report; not empty.
-            own: what this rank does.
+            why: the reason for asking, with which the report begins; not empty.
+            own: what this rank is doing.
         Raises:
-            StoreGone: nobody could be asked.
+            StoreGone: the store could not be reached.
         """
         answers: dict[int, str] = {}
 
         def exchange() -> None:
-            store, deadline = self._opened(), clock() + ANSWER_S
+            store, deadline = self._connect(), clock() + ANSWER_S
             store.set(str(self.rank), own)
             store.set(_ASKED, why)
             while len(answers) < self.size:
@@ -90,11 +91,11 @@ class Board:
         return dict(answers)
 
     def _question(self) -> str:
-        store = self._opened()
+        store = self._connect()
         return store.get(_ASKED).decode() if store.check([_ASKED]) else ""
 
-    def _opened(self) -> dist.Store:
-        """A connection of its own: the working thread may hold the group's for as long as it waits for a key."""
+    def _connect(self) -> dist.Store:
+        """Return a separate connection, since the main thread may hold the group's while it waits for a key."""
         if self._store is None:
             store = _store(self._group())
             if store is None:
@@ -103,13 +104,14 @@ class Board:
         return self._store
 
     def _within(self, seconds: float, request: Callable[[], T]) -> T:
+        """Return the result of a request that may take `seconds`; raise StoreGone if it fails or takes longer."""
         results: list[T] = []
         errors: list[Exception] = []
 
         def run() -> None:
             try:
                 results.append(request())
-            except Exception as error:  # a store raises what its kind raises
+            except Exception as error:  # each kind of store has its own errors
                 errors.append(error)
                 self._gone = True
 

@@ -1,4 +1,4 @@
-"""The thread that looks after this process's calls, decides that one is stalled, reports it and ends the process."""
+"""The watchdog thread: it polls the calls of this process, detects and reports a stall, and ends the process."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ import torch.distributed as dist
 from ringflash.comm.cuda_graphs import capturing
 from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import MessageMemory, PointToPoint, Transport, transport_name
-from ringflash.comm.watchdog.calls import Call, Ended, Line, Unwatched
+from ringflash.comm.watchdog.calls import CallInFlight, CallQueue, HasEnded, Unwatched
 from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
 from ringflash.comm.watchdog.store import ANSWER_S, Board, StoreGone
 
-END_S = 25.0  # from a stall to the end of the process: a trap or NCCL's error comes before, and says where Python was
-_PERIOD_S = 1.0  # between two looks, where the timeout is not short
-_MANY = 256  # calls that wait to be looked at: so many events are let go before the period is over
+END_S = 25.0  # from a stall to the end of the process: later than a trap or NCCL's error, which show where Python was
+_PERIOD_S = 1.0  # between two polls, unless the timeout is short
+_EARLY_POLL_CALLS = 256  # poll early after this number of calls, to free their events
 
 _log = logging.getLogger("ringflash")
 
 
 class RingStalled(RuntimeError):
-    """A ring of this process or of one of its peers is stuck; the process is about to end."""
+    """Raised if a ring call of this process or of a peer is stuck; the process is about to end."""
 
 
-class Watched:
-    """A line of calls with what looks after it."""
+class WatchedGroup:
+    """One group's calls in flight, with its store board, device and rank names."""
 
-    def __init__(self, line: Line, board: Board, device: torch.device, names: list[str]) -> None:
-        self.line, self.board, self.device, self.names = line, board, device, names
-        self.lost = ""  # what the device or NCCL failed with
+    def __init__(self, queue: CallQueue, board: Board, device: torch.device, names: list[str]) -> None:
+        self.queue, self.board, self.device, self.names = queue, board, device, names
+        self.lost = ""  # the error of the device or of NCCL
 
 
-class Watch:
-    """Looks after all calls of a process.
+class Watchdog:
+    """Watches all ring calls of a process.
 
     Args:
-        clock, pause: time.
-        say: tells the user.
-        end: sees to it that the process ends in so many seconds, whatever it does.
+        clock, pause: return the time in seconds, and sleep.
+        say: prints a message for the user.
+        end: makes the process end after the given number of seconds, whatever it does until then.
     """
 
     def __init__(
@@ -61,128 +61,132 @@ class Watch:
         self.clock, self.pause = clock, pause
         self.say, self.end = say or _say, end or _end
         self.stalled = ""  # the report
-        self._watched: WeakKeyDictionary[Transport, Watched] = WeakKeyDictionary()
-        self._events: dict[torch.device, Ended] = {}
+        self._watched: WeakKeyDictionary[Transport, WatchedGroup] = WeakKeyDictionary()
+        self._events: dict[torch.device, HasEnded] = {}
         self._serials = itertools.count()
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._stopped = False
-        self._looked = clock()
+        self._last_poll = clock()
 
-    def begin(self, transport: Transport, way: str, device: torch.device) -> Call:
-        """A call that is issued now.
+    def begin(self, transport: Transport, way: str, device: torch.device) -> CallInFlight:
+        """Return a new call, which is issued now.
 
         Raises:
-            RingStalled: another one is stuck.
+            RingStalled: an earlier call is stuck.
         """
         if self.stalled:
             raise RingStalled(self.stalled)
         watched = self._watched.get(transport)
         if watched is None:
             watched = self.add(transport, device)
-        line = watched.line
-        if len(line.calls) % _MANY == _MANY - 1:
+        queue = watched.queue
+        if len(queue.calls) % _EARLY_POLL_CALLS == _EARLY_POLL_CALLS - 1:
             self._wake.set()
-        return line.begin(next(self._serials), way, self.clock(), lambda error: self._break(watched, error))
+        return queue.begin(
+            next(self._serials), way, self.clock(), lambda error: self._report_nccl_error(watched, error)
+        )
 
-    def add(self, transport: Transport, device: torch.device) -> Watched:
-        """Look after the calls of a transport from now on."""
+    def add(self, transport: Transport, device: torch.device) -> WatchedGroup:
+        """Start watching the calls of a transport."""
         group, name = transport.group, transport_name(transport)
         assert name is not None
-        line = Line(name, group.rank(), timeout(group).total_seconds(), self.clock())
-        watched = Watched(line, Board(group), device, _names(group))
+        queue = CallQueue(name, group.rank(), timeout(group).total_seconds(), self.clock())
+        watched = WatchedGroup(queue, Board(group), device, _names(group))
         with self._lock:
             self._watched[transport] = watched
         return watched
 
     def start(self) -> None:
-        """Look from a thread until the process ends."""
+        """Poll from a daemon thread until the process ends."""
         self._thread = threading.Thread(target=self._run, name="ringflash-watch", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Leave no thread in foreign code for an interpreter that ends; a report is brought to its end."""
+        """Stop the thread before the interpreter shuts down, letting a report finish first."""
         self._stopped = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(2 * ANSWER_S)
 
-    def look(self) -> None:
-        """Once round all lines. The report of a stall is made before it returns."""
+    def poll(self) -> None:
+        """Poll all groups once. If a call is stalled, report it before returning."""
         now = self.clock()
-        gap = now - self._looked  # without the time that a look takes
+        gap = now - self._last_poll  # since the end of the previous poll
         with self._lock:
-            lines = list(self._watched.items())
-        lines = [(transport, watched) for transport, watched in lines if watched.board.is_open()]
-        serials = [serial for _, watched in lines if (serial := self._look_at(watched, now)) is not None]
-        for transport, watched in lines:
-            line = watched.line
-            if gap > line.timeout / 2 or (serials and line.follows(min(serials))):  # a stopped process, or its turn
-                line.moved = now
+            groups = list(self._watched.items())
+        groups = [(transport, watched) for transport, watched in groups if watched.board.is_open()]
+        serials = [serial for _, watched in groups if (serial := self._poll_group(watched, now)) is not None]
+        for transport, watched in groups:
+            queue = watched.queue
+            # The process was stopped, or the oldest call was queued behind a call of another group.
+            if gap > queue.timeout / 2 or (serials and queue.follows(min(serials))):
+                queue.last_progress = now
             if _is_broken(transport):
-                watched.lost = f"lost NCCL (its log says how) when it waited {watched.line.place()}"
-                return self._report(watched, now, _UNREACHED)
-            if not watched.lost and line.is_stalled(now):
+                watched.lost = f"lost NCCL (see its log) while waiting {watched.queue.place()}"
+                return self._report(watched, now, _LOST_CONNECTION)
+            if not watched.lost and queue.is_stalled(now):
                 return self._report(watched, now)
-            if line.is_quiet(now) and (why := watched.board.asked(now)):
+            if queue.is_quiet(now) and (why := watched.board.asked(now)):
                 return self._report(watched, now, why)
-        self._looked = self.clock()
+        self._last_poll = self.clock()
 
-    def _look_at(self, watched: Watched, now: float) -> int | None:
-        """As `Line.look`; a device that failed is left to the error that its host will meet."""
+    def _poll_group(self, watched: WatchedGroup, now: float) -> int | None:
+        """Run `CallQueue.poll`. If the device has failed, print a message and leave the error to its host."""
         if watched.lost:
             return None
         try:
-            return watched.line.look(self._ended(watched.device), now)
+            return watched.queue.poll(self._event_query(watched.device), now)
         except DeviceLost as error:
-            line = watched.line
-            watched.lost = f"lost its device ({error}) when it waited {line.place()}"
-            self.say(f"{watched.names[line.rank]} {watched.lost} over {line.transport}")
+            queue = watched.queue
+            watched.lost = f"lost its device ({error}) while waiting {queue.place()}"
+            self.say(f"{watched.names[queue.rank]} {watched.lost} over {queue.transport}")
             return None
 
-    def _ended(self, device: torch.device) -> Ended:
+    def _event_query(self, device: torch.device) -> HasEnded:
+        """Return the query that tells if a marker on this device has been passed."""
         if device not in self._events:
             self._events[device] = Events(device).ended if device.type == "cuda" else lambda token: token.query()
         return self._events[device]
 
-    def _break(self, watched: Watched, error: Exception) -> None:
-        """What the working thread does with an error of NCCL.
+    def _report_nccl_error(self, watched: WatchedGroup, error: Exception) -> None:
+        """Report an NCCL error that occurred in the main thread.
 
         Raises:
             RingStalled: with the report.
         """
         cause = str(error).strip().rpartition("\n")[2]
-        watched.lost = f"lost NCCL ({cause}) when it waited {watched.line.place()}"
-        self._report(watched, self.clock(), _UNREACHED)
+        watched.lost = f"lost NCCL ({cause}) while waiting {watched.queue.place()}"
+        self._report(watched, self.clock(), _LOST_CONNECTION)
         raise RingStalled(self.stalled) from error
 
-    def _report(self, watched: Watched, now: float, why: str = "") -> None:
-        """Say who waits for what, as far as ranks answer, and see to the end; once, whichever thread begins.
+    def _report(self, watched: WatchedGroup, now: float, why: str = "") -> None:
+        """Report what every rank that answers waits for, and make the process end. Only the first thread does so.
 
         Args:
-            why: its first words; default that nothing moved for too long.
+            why: first words of the report; by default that no progress was made within the timeout.
         """
         with self._reporting:
             if not self.stalled:
                 self._report_once(watched, now, why)
 
-    def _report_once(self, watched: Watched, now: float, why: str) -> None:
+    def _report_once(self, watched: WatchedGroup, now: float, why: str) -> None:
         self.end(END_S)
-        line, names = watched.line, watched.names
-        own = watched.lost or line.state(now)
-        limit = why or f"ring attention over {line.transport} must get on within {line.timeout:.0f} s, got:"
-        self.say(f"{limit} {names[line.rank]} {own}; asking the other ranks")
+        queue, names = watched.queue, watched.names
+        own = watched.lost or queue.state(now)
+        event = why or f"ring attention over {queue.transport} made no progress for {queue.timeout:.0f} s:"
+        self.say(f"{event} {names[queue.rank]} {own}; asking the other ranks")
         try:
-            answers = watched.board.exchange(limit, own, self.clock, self.pause)
-            told = [f"{name} {answers.get(rank, _SILENT)}" for rank, name in enumerate(names)]
+            answers = watched.board.exchange(event, own, self.clock, self.pause)
+            states = [f"{name} {answers.get(rank, _SILENT)}" for rank, name in enumerate(names)]
         except StoreGone as problem:
-            told = [f"{names[line.rank]} {own}", _NO_STORE.format(problem=str(problem).partition("\n")[0])]
-        self.stalled = f"{limit} {'; '.join(told)}; {_REMEDY}"
+            states = [f"{names[queue.rank]} {own}", _NO_STORE.format(problem=str(problem).partition("\n")[0])]
+        self.stalled = f"{event} {'; '.join(states)}; {_REMEDY}"
         self.say(self.stalled)
-        if _log.hasHandlers():  # last: the thread that is stuck may hold a handler
+        if _log.hasHandlers():  # last, since the stuck thread may hold the lock of a handler
             _log.error(self.stalled)
 
     def _run(self) -> None:
@@ -191,27 +195,29 @@ class Watch:
                 self._wake.wait(self._period())
                 self._wake.clear()
                 if not self._stopped:
-                    self.look()
-        except Exception:  # better no watch than a healthy run that ends
-            _log.exception("the watch over rings ended; a rank that stalls may go unnoticed")
+                    self.poll()
+        except Exception:  # never end a healthy run
+            _log.exception("the watchdog of ring attention has failed; a rank that stalls may go unnoticed")
 
     def _period(self) -> float:
         with self._lock:
-            return min([_PERIOD_S, *(watched.line.timeout / 10 for watched in self._watched.values())])
+            return min([_PERIOD_S, *(watched.queue.timeout / 10 for watched in self._watched.values())])
 
 
-_UNREACHED = "ring attention over nccl must reach all of its ranks, got:"
-_SILENT = "says nothing: it died, or its host is stuck"
+_LOST_CONNECTION = "ring attention over nccl lost the connection to a rank:"
+_SILENT = "does not answer: it has died, or its host is stuck"
 _NO_STORE = (
     "no other rank could be asked ({problem}): the process that keeps the group's store, often rank 0, may be gone"
 )
-_REMEDY = "a rank that says nothing or has not begun is the cause: see its log (ringflash.set_timeout waits longer)."
+_REMEDY = (
+    "the cause is a rank that does not answer or has not begun: see its log (ringflash.set_timeout raises the limit)."
+)
 
 
 def _names(group: dist.ProcessGroup) -> list[str]:
-    """Of the ranks, in the errors: by their number in the group, and in the world where that is another."""
-    everywhere = dist.get_process_group_ranks(group)
-    return [f"rank {rank}" + ("" if rank == there else f" ({there})") for rank, there in enumerate(everywhere)]
+    """Return rank names for error messages: the group rank, plus the world rank if it differs."""
+    world_ranks = dist.get_process_group_ranks(group)
+    return [f"rank {rank}" + ("" if rank == world else f" ({world})") for rank, world in enumerate(world_ranks)]
 
 
 def _is_broken(transport: Transport) -> bool:
@@ -223,41 +229,41 @@ def _say(text: str) -> None:
 
 
 def _end(seconds: float) -> None:
-    """Not by Python, whose lock the stuck thread may hold: prints where every thread is, then exits with 1."""
+    """Print all stacks after `seconds` and exit with 1; needs no GIL, which the stuck thread may hold."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
-_watch: Watch | None = None
+_watchdog: Watchdog | None = None
 _unwatched = Unwatched()
 
 
-def watching(transport: Transport | None, way: str, device: torch.device) -> Call | Unwatched:
-    """A call, to be entered while it is issued.
+def watching(transport: Transport | None, way: str, device: torch.device) -> CallInFlight | Unwatched:
+    """Return a call as a context, to be entered while the call is issued.
 
     Args:
-        transport: what carries it; None for a single process.
+        transport: transport of the call; None for a single process.
         way: "forward" or "backward".
     Raises:
         RingStalled: an earlier call of this process is stuck.
     """
-    global _watch
+    global _watchdog
     if transport_name(transport) in (None, "gloo"):
         return _unwatched
     if capturing(device):
         return _unwatched
     assert transport is not None
-    if isinstance(transport, MessageMemory):  # calls of a group have one order, by heads and by hops
+    if isinstance(transport, MessageMemory):  # calls by heads and by hops share one order in a group
         transport = transport.channel
-    if _watch is None:
-        _watch = Watch()
-        _watch.start()
-    return _watch.begin(transport, way, device)
+    if _watchdog is None:
+        _watchdog = Watchdog()
+        _watchdog.start()
+    return _watchdog.begin(transport, way, device)
 
 
 def _forget() -> None:
-    """A forked process has the calls of its parent, but not the thread that looked after them."""
-    global _watch
-    _watch = None
+    """Forget the watchdog in a forked process, which has its parent's calls but not its thread."""
+    global _watchdog
+    _watchdog = None
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -1,5 +1,5 @@
-"""ringflash doctor: is this machine, and every host of the job, fit for a long run?
+"""The command `ringflash doctor`: is this machine, and every host of the job, fit for a long run?
 
-facts (what a rank sees)  ->  judge (findings, pure functions)  ->  command (the table)
-probe (a kernel, a ring exchange: in processes of their own, with a time limit)
+facts (of one rank)  ->  gather (from all ranks)  ->  judge (findings, pure functions)  ->  command (the table)
+probe (a kernel, a ring exchange: in separate processes, with a time limit)
 """

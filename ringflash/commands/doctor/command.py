@@ -1,4 +1,4 @@
-"""ringflash doctor: is this machine, and every host of the job, fit for a long run?"""
+"""The command `ringflash doctor`: is this machine, and every host of the job, fit for a long run?"""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
 from ringflash.commands.doctor.facts import collect
-from ringflash.commands.doctor.finding import Finding, fault, ok, warning
 from ringflash.commands.doctor.gather import Meeting, tell_apart, world
-from ringflash.commands.doctor.judge import Facts, differences, judge
+from ringflash.commands.doctor.judge import Facts, Finding, differences, fault, judge, ok, warning
 from ringflash.console import console
 
-_SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # less than this between GPUs of one host is not NVLink
+_SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # a slower link between GPUs of one host is not NVLink
 _SLOW_NIC_GBYTES = 10.0
 _STYLE = {"ok": "green", "warning": "yellow", "fault": "red"}
-_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*Error\b")  # how a traceback ends; the source lines in it are indented
+_ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*Error\b")  # last line of a traceback; its source lines are indented
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """How long to wait, what to leave out, how to print."""
+    """Add the arguments of the command."""
     parser.add_argument(
-        "--seconds", type=float, default=120.0, help="how long each probe may take, and a rank to answer"
+        "--seconds", type=float, default=120.0, help="time limit of each probe, and for a rank to answer"
     )
     parser.add_argument(
         "--no_probes", action="store_true", help="read versions and settings only; run no kernel and no ring"
     )
-    parser.add_argument("--json", action="store_true", help="print for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: Namespace) -> int:
-    """Print the findings on the first rank; 1 where one is a fault. Other ranks return 0."""
+    """Print the findings on the first rank, and return 1 there if one is a fault. Other ranks return 0."""
     if options.seconds <= 0:
         raise ValueError(f"--seconds must be positive, got {options.seconds}; 120 is the default.")
     facts, meeting, rank = collect(), Meeting(options.seconds), world()[0]
@@ -66,7 +65,7 @@ def run(options: Namespace) -> int:
 
 
 def examine(ranks: dict[int, Facts], missing: list[int]) -> list[Finding]:
-    """What the facts of all ranks say; a host's findings once, with its name where there are several hosts."""
+    """Return the findings from the facts of all ranks: once per host, labelled if there are several hosts."""
     findings: list[Finding] = []
     if missing:
         named = ", ".join(map(str, missing))
@@ -79,7 +78,7 @@ def examine(ranks: dict[int, Facts], missing: list[int]) -> list[Finding]:
 
 
 def first_with_their_gpus(ranks: dict[int, Facts]) -> list[int]:
-    """On each host the first rank, and the first of those that see other GPUs than it."""
+    """Return, for each host and each set of visible GPUs, the first rank with that set."""
     seen = {
         (facts["host"], facts["environment"].get("CUDA_VISIBLE_DEVICES")): rank
         for rank, facts in sorted(ranks.items(), reverse=True)
@@ -88,7 +87,7 @@ def first_with_their_gpus(ranks: dict[int, Facts]) -> list[int]:
 
 
 def probes_of_all(meeting: Meeting, ranks: dict[int, Facts], probing: list[int], seconds: float) -> list[Finding]:
-    """`probes` of this rank and, as they report them, of the others that probe; named where there are several."""
+    """Run the probes of this rank and collect those of the other probing ranks, labelled if there are several."""
     found = {0: probes(ranks[0], seconds)}
     hosts = [ranks[rank]["host"] for rank in probing]
     for rank in probing[1:]:
@@ -102,18 +101,18 @@ def probes_of_all(meeting: Meeting, ranks: dict[int, Facts], probing: list[int],
         findings += [Finding(x.level, label + x.what, x.found, x.remedy) for x in found[rank]]
     for host in sorted({host for host in hosts if hosts.count(host) > 1}):
         remedy = "let a rank see all GPUs of its host, and run doctor again"
-        findings.append(warning(f"{host}: ring", "not tried: its ranks see GPUs of their own", remedy))
+        findings.append(warning(f"{host}: ring", "not tried: its ranks see different GPUs", remedy))
     return findings
 
 
 def probes(facts: Facts, seconds: float) -> list[Finding]:
-    """Kernels on every GPU that this rank sees, or on its CPU, and a ring between two of its host's ranks."""
+    """Probe a kernel on every visible GPU, or on the CPU, and a ring over the visible GPUs or two CPU processes."""
     devices = [f"cuda:{i}" for i in range(len(facts["gpus"]))] or ["cpu"]
     return [*(_kernel(device, seconds) for device in devices), *_ring(facts, seconds)]
 
 
 def ring_of_hosts(ranks: dict[int, Facts]) -> dict[str, Any]:
-    """Where the first ranks of all hosts meet for an exchange; nothing on a single host."""
+    """Return the rendezvous for an exchange between the first ranks of all hosts; empty on a single host."""
     first = {facts["host"]: rank for rank, facts in sorted(ranks.items(), reverse=True)}
     if len(first) < 2:
         return {}
@@ -123,7 +122,7 @@ def ring_of_hosts(ranks: dict[int, Facts]) -> dict[str, Any]:
 
 
 def join_ring(ring: dict[str, Any], rank: int, seconds: float) -> tuple[dict[str, Any], str]:
-    """One host's part of the exchange between hosts, if the rank has one; what its probe said."""
+    """Take part in the exchange between hosts if this rank is in it; return the result of the probe and its error."""
     if rank not in ring.get("ranks", ()):
         return {}, ""
     place = {
@@ -143,7 +142,7 @@ def _between_hosts(found: dict[str, Any], error: str, hosts: int) -> Iterator[Fi
 
 
 def _exchanges(found: dict[str, Any], what: str, who: str, slow: dict[str, float], remedy: str) -> Iterator[Finding]:
-    """A line for each transport: whether the values are right, and whether it is as fast as it may be."""
+    """Yield a finding for each transport: a fault for wrong values, a warning if it is slow."""
     for transport, exchange in found["exchanges"].items():
         shown = f"{exchange['gbytes_per_second']:.1f} GB/s each way{', ' if who else ''}{who}"
         if not exchange["right"]:
@@ -168,7 +167,7 @@ def _kernel(device: str, seconds: float) -> Finding:
 
 
 def _ring(facts: Facts, seconds: float) -> Iterator[Finding]:
-    """gloo on CPUs, NCCL and the copy engine on GPUs; nothing on a single GPU."""
+    """Probe a ring over gloo on CPUs, NCCL and the copy engine on GPUs; skipped on a single GPU."""
     size = len(facts["gpus"]) or 2
     if size < 2:
         return
@@ -182,14 +181,14 @@ def _ring(facts: Facts, seconds: float) -> Iterator[Finding]:
     yield from _exchanges(found, f"ring over {size} ranks", "", _SLOW_GBYTES, remedy)
     if found["missing"]:
         what = f"ring over {size} ranks, copy_engine"
-        yield warning(what, found["missing"], "transport 'auto' takes NCCL, which is slower beside kernels")
+        yield warning(what, found["missing"], "transport 'auto' uses NCCL, which is slower while kernels run")
 
 
 def _probe(command: list[str], seconds: float, **place: str) -> tuple[dict[str, Any], str]:
-    """The result that a probe printed, or what became of it. Its processes are gone afterwards.
+    """Run a probe and return (its result, its error); all its processes have ended on return.
 
     Args:
-        place: variables that make it a rank among others.
+        place: environment variables that make the probe a rank among others.
     """
     ours = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
@@ -209,16 +208,16 @@ def _probe(command: list[str], seconds: float, **place: str) -> tuple[dict[str, 
         lines = errors.splitlines()
         said = [line for line in lines if _ERROR.match(line)] or lines or ["nothing"]
         return {}, f"exit status {process.returncode}: {said[0].strip()[:300]}"
-    results = [line for line in output.splitlines() if line.startswith("{")]  # NCCL_DEBUG=INFO prints others behind it
-    if not results:  # what ranks other than the first do
+    results = [line for line in output.splitlines() if line.startswith("{")]  # NCCL_DEBUG=INFO prints other lines
+    if not results:  # ranks other than the first print none
         return {}, "exit status 0, and nothing printed"
     return json.loads(results[-1]), ""
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes below one: torchrun's have sessions of their own."""
+    """Return the descendants of a process; torchrun starts its own in new sessions, so a group signal misses them."""
     children: list[int] = []
-    with suppress(OSError):  # it has ended meanwhile
+    with suppress(OSError):  # the process has ended in the meantime
         for file in Path(f"/proc/{pid}/task").glob("*/children"):
             children += map(int, file.read_text().split())
     return [*children, *(below for child in children for below in _descendants(child))]

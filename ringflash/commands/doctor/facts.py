@@ -1,4 +1,4 @@
-"""What one rank sees of its machine, as JSON values; nothing here judges."""
+"""Facts of one rank about its machine, as JSON values; `judge` evaluates them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from ringflash.comm.host import this_host
-from ringflash_kernels.hopper.environment import check_environment
+from ringflash.comm.group import this_host
+from ringflash_kernels.api import hopper_environment_error
 
 PACKAGES = (
     "ringflash", "torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers", "liger-kernel",
     "flash-attn-4",
 )  # fmt: skip
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "WORLD_SIZE", "RANK")
-_SECONDS = 20
+_TIMEOUT_S = 20
 
 
 def collect() -> dict[str, Any]:
-    """All of it."""
+    """Return all facts of this rank."""
     host = this_host()
     return {
         "host": host.name,
@@ -40,7 +40,7 @@ def collect() -> dict[str, Any]:
         "links": _links(),
         "links_sleep_us": parse_threshold(_nvidia_smi("nvlink", "-gLowPwrInfo")),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(VARIABLES)},
-        "kernel_environment": _kernel_environment(),
+        "kernel_environment": hopper_environment_error(),
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
@@ -60,37 +60,37 @@ def _nccl() -> str | None:
 
 
 def _driver() -> str | None:
-    """The driver's version, also where torch cannot use it."""
+    """Return the version of the driver, even if torch cannot use it."""
     answer = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
     return answer.strip().partition("\n")[0] or None
 
 
 def _links() -> list[list[str]]:
-    """What joins GPU i and GPU j, by nvidia-smi's names: NV18, PIX, SYS, ...; empty where these cannot be told."""
+    """Return the links between GPUs i and j by nvidia-smi's names (NV18, PIX, SYS, ...); empty if unknown."""
     rows = parse_topology(_nvidia_smi("topo", "-m"))
-    return rows if len(rows) == torch.cuda.device_count() else []  # some GPUs are hidden, and their numbers differ
+    return rows if len(rows) == torch.cuda.device_count() else []  # fewer if some GPUs are hidden
 
 
 def parse_topology(text: str) -> list[list[str]]:
-    """The GPUs' part of the matrix that `nvidia-smi topo -m` prints."""
+    """Return the GPU part of the matrix that `nvidia-smi topo -m` prints."""
     lines = [line.split() for line in re.sub(r"\x1b\[\d*m", "", text).splitlines()]
     rows = [words for words in lines if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and "X" in words]
     return [words[1 : len(rows) + 1] for words in rows]
 
 
 def parse_threshold(text: str) -> int | None:
-    """After how many µs without use a link of a GPU sleeps, as `nvidia-smi nvlink -gLowPwrInfo` prints it."""
+    """Return the idle time in µs after which a link sleeps, from the output of `nvidia-smi nvlink -gLowPwrInfo`."""
     found = re.search(r"Low Power Threshold: (\d+) us", text)
     return int(found[1]) if found else None
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """What it prints; "" without nvidia-smi or an answer in time."""
+    """Return the output of nvidia-smi; "" if it is missing, fails or takes too long."""
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
         command = ["nvidia-smi", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -101,15 +101,6 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _peers() -> list[list[bool]]:
-    """Whether GPU i can read GPU j's memory."""
+    """Return the matrix of peer access: True if GPU i can read the memory of GPU j."""
     count = torch.cuda.device_count()
     return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)]
-
-
-def _kernel_environment() -> str:
-    """What the Hopper kernels miss; "" for nothing."""
-    try:
-        check_environment()
-    except RuntimeError as error:
-        return str(error)
-    return ""

@@ -1,4 +1,4 @@
-"""The facts of every rank on the first one, within a deadline: a rank that does not answer is named, not waited for."""
+"""Gather of the facts of all ranks on the first rank, with a deadline: a rank that does not answer is reported."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringflash.comm.host import Host
+from ringflash.comm.group import Host
 
 _PREFIX = "ringflash/doctor"
 
 
 def world() -> tuple[int, int]:
-    """(rank, number of ranks) as torchrun has set them; one process without it."""
+    """Return (rank, number of ranks) from torchrun's environment; (0, 1) without torchrun."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 class Meeting:
-    """Where ranks tell the first one what they found, and it tells them what to do. No collective: torchrun's store.
+    """Messages between the first rank and the others over torchrun's store, because collectives could hang.
 
     Args:
-        seconds: how long the first rank waits for all, and the others twice as long for it.
+        seconds: how long the first rank waits for all others; these wait twice as long for it.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -33,7 +33,7 @@ class Meeting:
         self._store = dist.PrefixStore(_PREFIX, _store(seconds)) if self._size > 1 else None
 
     def gather(self, facts: dict[str, Any]) -> tuple[dict[int, dict[str, Any]], list[int]]:
-        """Facts by rank, and the ranks that did not answer; on other ranks than the first their own facts alone."""
+        """Return (facts by rank, ranks that did not answer); ranks other than the first get only their own facts."""
         if self._store is None:
             return {0: facts}, []
         self._store.set(str(self._rank), json.dumps(facts))
@@ -45,24 +45,24 @@ class Meeting:
         return ranks, [other for other in range(self._size) if other not in answered]
 
     def tell(self, what: dict[str, Any]) -> None:
-        """From the first rank to all."""
+        """Send instructions from the first rank to all others."""
         if self._store is not None:
             self._store.set("told", json.dumps(what))
 
     def hear(self) -> dict[str, Any]:
-        """What the first rank told; nothing where it does not in time."""
+        """Return the instructions of the first rank; empty if they do not arrive in time."""
         assert self._store is not None
         if not _wait(self._store, "told", time.monotonic() + 2 * self._seconds):
             return {}
         return json.loads(self._store.get("told"))
 
     def report(self, what: Any) -> None:
-        """From another rank to the first."""
+        """Send a report from another rank to the first one."""
         assert self._store is not None
         self._store.set(f"report{self._rank}", json.dumps(what))
 
     def reported(self, rank: int, seconds: float) -> Any:
-        """What another rank reports; None where it does not in so many seconds from now."""
+        """Return the report of another rank; None if it does not arrive within `seconds`."""
         assert self._store is not None
         if not _wait(self._store, f"report{rank}", time.monotonic() + seconds):
             return None
@@ -70,7 +70,7 @@ class Meeting:
 
 
 def tell_apart(ranks: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Facts by rank, in which hosts of one name have names of their own, with their boots."""
+    """Return the facts by rank with distinct host names: hosts of the same name are told apart by their boot id."""
     hosts = {rank: Host(facts["host"], facts["boot"]) for rank, facts in ranks.items()}
     names = [name for name, _ in set(hosts.values())]
     return {
@@ -80,7 +80,7 @@ def tell_apart(ranks: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 def _store(seconds: float) -> dist.Store:
-    """The store of torchrun's own agent, or one on the first rank where there is none."""
+    """Return the store of torchrun's agent; without an agent, one on the first rank."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=not agent and world()[0] == 0,
@@ -89,7 +89,7 @@ def _store(seconds: float) -> dist.Store:
 
 
 def _wait(store: dist.Store, key: str, deadline: float) -> bool:
-    """Whether the key is there before the deadline."""
+    """Wait for a key; False if the deadline passes first."""
     try:
         store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
     except (dist.DistStoreError, RuntimeError):

@@ -1,33 +1,65 @@
-"""From facts to findings: pure functions, so that every fault can be tried without having it."""
+"""Evaluation of facts: pure functions that return findings, so that tests can simulate every fault."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from ringflash.commands.doctor.finding import Finding, fault, ok, warning
-
 Facts = dict[str, Any]
 
 _CORE = ("torch", "triton")
-_OPTIONAL = {"liger-kernel": ">=0.8", "flash-attn-4": ">=4.0.0b1"}  # used where asked for; no extra names them
+_OPTIONAL = {"liger-kernel": ">=0.8", "flash-attn-4": ">=4.0.0b1"}  # used on request; in no extra
 _GIB = 1 << 30
+
+Level = Literal["ok", "warning", "fault"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Args:
+        level: "fault" if training would fail or be wrong, "warning" if it would be slow or nothing can be said.
+        remedy: advice for the user; "" for ok.
+    """
+
+    level: Level
+    what: str
+    found: str
+    remedy: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding as a dict, for JSON."""
+        return asdict(self)
+
+
+def ok(what: str, found: str) -> Finding:
+    return Finding("ok", what, found)
+
+
+def warning(what: str, found: str, remedy: str) -> Finding:
+    return Finding("warning", what, found, remedy)
+
+
+def fault(what: str, found: str, remedy: str) -> Finding:
+    return Finding("fault", what, found, remedy)
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """All findings about one rank's machine."""
+    """Return all findings about the machine of one rank."""
     judges: Sequence[Callable[[Facts], Iterator[Finding]]] = (versions, gpus, links, environment, limits)
     return [finding for each in judges for finding in each(facts)]
 
 
 def versions(facts: Facts) -> Iterator[Finding]:
-    """Packages against the ranges that ringflash declares."""
+    """Compare the versions of packages with the ranges that ringflash declares."""
     ranges = {**{name: SpecifierSet(text, prereleases=True) for name, text in _OPTIONAL.items()}, **declared_ranges()}
     for name, allowed in ranges.items():
         found = facts["packages"].get(name)
@@ -42,11 +74,11 @@ def versions(facts: Facts) -> Iterator[Finding]:
 
 
 def declared_ranges() -> dict[str, SpecifierSet]:
-    """The ranges of what `facts.PACKAGES` looks at; of the installed ringflash, or of the clone it runs from."""
+    """Return the version ranges that the installed ringflash, or the clone it runs from, declares."""
     try:
         lines = requires("ringflash") or []
     except PackageNotFoundError:
-        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+        project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
         lines = [*project["dependencies"], *(x for extra in project["optional-dependencies"].values() for x in extra)]
     wanted = ("torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers")
     found = [Requirement(line) for line in lines]
@@ -54,7 +86,7 @@ def declared_ranges() -> dict[str, SpecifierSet]:
 
 
 def gpus(facts: Facts) -> Iterator[Finding]:
-    """Kind and capability of the GPUs, and what the kernels need."""
+    """Check the kind and capability of the GPUs, and the requirements of the kernels."""
     if not facts["gpus"]:
         if facts["driver"] is not None:
             remedy = (
@@ -83,7 +115,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def links(facts: Facts) -> Iterator[Finding]:
-    """Whether the GPUs of this host reach one another's memory."""
+    """Check that the GPUs of this host can access each other's memory, over NVLink."""
     if len(facts["gpus"]) < 2:
         return
     cut = [(i, j) for i, row in enumerate(facts["peers"]) for j, reached in enumerate(row) if not reached]
@@ -124,12 +156,12 @@ _HURTS: dict[str, tuple[Callable[[str], bool], str]] = {
 
 
 def environment(facts: Facts) -> Iterator[Finding]:
-    """Variables that hurt."""
+    """Check for environment variables that slow training down."""
     here: dict[str, str] = facts["environment"]
     found = [name for name, (hurts, _) in _HURTS.items() if name in here and hurts(here[name])]
     for name in found:
         yield warning("environment", f"{name}={here[name]}", _HURTS[name][1])
-    allocator = here.get("PYTORCH_ALLOC_CONF", "") + here.get("PYTORCH_CUDA_ALLOC_CONF", "")  # newer and older name
+    allocator = here.get("PYTORCH_ALLOC_CONF", "") + here.get("PYTORCH_CUDA_ALLOC_CONF", "")  # new and old name
     if facts["gpus"] and "expandable_segments:True" not in allocator:
         remedy = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; long sequences leave large holes"
         yield warning("environment", "no expandable segments", remedy)
@@ -140,7 +172,7 @@ def environment(facts: Facts) -> Iterator[Finding]:
 
 
 def limits(facts: Facts) -> Iterator[Finding]:
-    """Of the operating system."""
+    """Check the limits of the operating system."""
     shared = facts["shared_memory_bytes"]
     if shared < _GIB:
         yield warning(
@@ -155,7 +187,7 @@ def limits(facts: Facts) -> Iterator[Finding]:
 
 
 def differences(ranks: dict[int, Facts]) -> list[Finding]:
-    """What should be equal on all hosts and is not.
+    """Report facts that differ between ranks although they should be equal.
 
     Args:
         ranks: facts by rank.

@@ -1,6 +1,6 @@
-"""What is tried rather than read: kernels against fp64, and a ring exchange over each transport.
+"""Probes: a kernel against fp64, and a ring exchange over each transport.
 
-Each runs as a process of its own:
+Each runs as a separate process:
 
 python -m ringflash.commands.doctor.probe kernel <device>
 torchrun --nproc_per_node 2 -m ringflash.commands.doctor.probe ring
@@ -20,17 +20,14 @@ import torch.distributed as dist
 import ringflash
 from ringflash.comm.transport import PointToPoint, open_transport
 from ringflash.comm.transport.peer_memory import NoPeerMemory
+from ringflash.oracle import dense, tolerance
 
 _TOKENS, _HEADS, _KV_HEADS, _HEAD_DIM = 1024, 8, 2, 128
 _EXCHANGES = 5
 
 
 def kernel(device: torch.device) -> dict[str, Any]:
-    """Error over budget of the kernel that impl="auto" takes, forward and backward, and its name."""
-    from ringflash.oracle import (
-        dense,  # the probe of a ring does without them, and what they import
-        tolerance,  # the probe of a ring does without them, and what they import
-    )
+    """Return the name of the kernel that impl="auto" chooses, and its error over budget, forward and backward."""
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(0)
@@ -50,9 +47,9 @@ def kernel(device: torch.device) -> dict[str, Any]:
 
 
 def ring(megabytes: float = 64.0) -> dict[str, Any]:
-    """By transport: GB/s at which each rank gets its neighbour's K/V, and whether they are right.
+    """Return by transport the GB/s at which each rank receives its neighbour's values, and if these are correct.
 
-    On GPUs also why there is no copy engine, where there is none.
+    On GPUs, `missing` says why the copy engine is not available, if it is not.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -74,7 +71,7 @@ def _numbers(rank: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def _messages(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """To one neighbour and from the other."""
+    """Return an exchange that sends to one neighbour and receives from the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def exchange(got: torch.Tensor) -> None:
@@ -86,7 +83,7 @@ def _messages(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
 
 
 def _pulls(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    """From the neighbour's area, as the transport "copy_engine" copies."""
+    """Return an exchange that copies from the neighbour's memory, like the transport "copy_engine"."""
     assert dist.group.WORLD is not None
     memory = open_transport("copy_engine", dist.group.WORLD)
     assert not isinstance(memory, PointToPoint)
@@ -123,7 +120,7 @@ def _timed(exchange: Callable[[torch.Tensor], None], expected: torch.Tensor) -> 
 
 
 def main(arguments: list[str]) -> None:
-    """Print a probe's result as the last line, on the first rank."""
+    """Run a probe; the first rank prints its result as the last line."""
     if arguments[0] == "kernel":
         print(json.dumps(kernel(torch.device(arguments[1]))))
         return

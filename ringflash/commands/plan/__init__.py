@@ -1,6 +1,6 @@
-"""ringflash plan: memory, time and the longest sequence of a training, before it is started.
+"""The command `ringflash plan`: memory, time and the longest sequence of a training, before it is started.
 
-    kept, passes  ->  read (the model)  ->  job (what is asked), machine  ->  memory, timing  ->  search  ->  command
+    saved_bytes, traffic  ->  read (the model)  ->  job, machine  ->  memory, timing  ->  search  ->  command
 
-The assumptions are `machine.Rates`; docs/plan.md says which of them are measured.
+The assumptions are in `machine.Rates`; docs/plan.md says which of them are measured.
 """

@@ -1,4 +1,4 @@
-"""ringflash plan: will it fit, how long is a step, and what to change."""
+"""The command `ringflash plan`: will a training fit, how long is a step, and what can be changed?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
-from ringflash.commands.plan.job import Checkpointing, Job, Precision
+from ringflash.commands.plan.job import Checkpointing, Precision, TrainingJob
 from ringflash.commands.plan.machine import GIB, GPUS, Machine, Rates
 from ringflash.commands.plan.memory import worst_moment
 from ringflash.commands.plan.read import model_of
@@ -26,7 +26,7 @@ from ringflash.commands.plan.search import (
 )
 from ringflash.commands.plan.timing import step_time
 from ringflash.console import console
-from ringflash.flops import Chunk, seen_pairs, visible_pairs
+from ringflash.flops import ChunkedAttention, count_visible_pairs, visible_pairs
 from ringflash.huggingface.weights import laid_over, read_config
 from ringflash.memory import Memory
 
@@ -60,14 +60,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": int, "help": "tokens whose MLP is computed at a time, 0 is all; null is the recipe's, else 0",
     },
     "offload_checkpoints": _SWITCH | {"help": "keep checkpoints on the host; null is the recipe's, else false"},
-    "liger": _SWITCH | {"help": "count Liger's kernels; null is whether the recipe has them (auto has), else false"},
+    "liger": _SWITCH | {"help": "count Liger's kernels; null is the recipe's (auto counts as true), else false"},
     "accumulates": _SWITCH | {"help": "a step has several sequences in turn; null is the recipe's, else false"},
     "offload_optimizer": _SWITCH | {"default": False, "help": "keep and step the optimizer on the host (DeepSpeed)"},
     "rates": {
         "type": dict[str, float], "default": {},
         "help": 'assumptions to replace, as {"products": 0.6}; the plan prints all',
     },
-    "json": {"action": "store_true", "help": "print for machines"},
+    "json": {"action": "store_true", "help": "print JSON"},
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the plan; 0 where the job fits, 1 where it does not."""
+    """Print the plan and return 0 if the job fits, else 1."""
     named = _model(options.model)
     gpus = (named.cp_size or 8) if options.gpus is None else options.gpus
     job, machine = _job(options, named, gpus), _machine(options, gpus)
@@ -94,8 +94,8 @@ def run(options: Namespace) -> int:
     return 0 if plan["fits"] else 1
 
 
-def make_plan(job: Job, machine: Machine) -> dict[str, Any]:
-    """Everything the command says, in bytes, seconds and tokens."""
+def make_plan(job: TrainingJob, machine: Machine) -> dict[str, Any]:
+    """Return everything that the command prints, in bytes, seconds and tokens."""
     time, local = step_time(job, machine), job.seqlen * job.dp_size
     moment, memory = worst_moment(job, machine)
     plan: dict[str, Any] = {
@@ -118,7 +118,7 @@ def make_plan(job: Job, machine: Machine) -> dict[str, Any]:
     return plan
 
 
-def _remedy(job: Job, machine: Machine) -> dict[str, Any]:
+def _remedy(job: TrainingJob, machine: Machine) -> dict[str, Any]:
     gpus = fewest_gpus(job, machine)
     remedy: dict[str, Any] = {"gpus": gpus, "cp": gpus and gpus // job.dp_size}
     cheapest = cheapest_change(job, machine)
@@ -130,7 +130,7 @@ def _remedy(job: Job, machine: Machine) -> dict[str, Any]:
 
 
 def _flags(change: dict[str, object]) -> dict[str, str]:
-    """The change as flags of this command, and of the recipes' training; AdamW on the host is another recipe's."""
+    """Return a change as flags of this command and of the recipes; AdamW on the host needs another recipe, no flag."""
     written = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in change.items()}
     below = {"precision": "trainer", **dict.fromkeys(_MEMORY, "model.memory")}
     return {
@@ -140,7 +140,7 @@ def _flags(change: dict[str, object]) -> dict[str, str]:
 
 
 class _Named(NamedTuple):
-    """What the files on the command line say; a configuration alone says nothing but that."""
+    """Content of the files on the command line; a configuration without a recipe sets only `config`."""
 
     config: dict[str, Any]
     seqlen: int | None = None
@@ -149,7 +149,7 @@ class _Named(NamedTuple):
     precision: Precision | None = None
 
 
-def _job(options: Namespace, named: _Named, gpus: int) -> Job:
+def _job(options: Namespace, named: _Named, gpus: int) -> TrainingJob:
     config = named.config
     names = (*_MEMORY, "accumulates")
     memory = named.memory | {name: options[name] for name in names if options[name] is not None}
@@ -162,9 +162,9 @@ def _job(options: Namespace, named: _Named, gpus: int) -> Job:
         if options.window < 0:
             raise ValueError(f"--window must be 0 or more, got {options.window}; leave it out for none.")
         windows = [options.window]
-    liger = memory.get("liger")  # auto counts as installed
+    liger = memory.get("liger")  # "auto" is planned as if Liger were installed
     memory["liger"] = shape.liger is not None if liger == "auto" else bool(liger)
-    return Job(
+    return TrainingJob(
         shape,
         asked,
         cp_size,
@@ -177,7 +177,7 @@ def _job(options: Namespace, named: _Named, gpus: int) -> Job:
 
 
 def _model(paths: list[Path]) -> _Named:
-    """Read the files."""
+    """Read a configuration, or a recipe and the recipes laid over it."""
     if paths[0].suffix not in (".yaml", ".yml"):
         if len(paths) > 1:
             raise ValueError(
@@ -196,7 +196,7 @@ def _model(paths: list[Path]) -> _Named:
         _check_memory(memory, paths[-1])
         memory["accumulates"] = (trainer.get("accumulate_grad_batches") or 1) > 1
         strategy, precision = trainer.get("strategy"), trainer.get("precision")
-        chosen = strategy.get("init_args") if isinstance(strategy, dict) else None  # by name alone it has none
+        chosen = strategy.get("init_args") if isinstance(strategy, dict) else None  # a strategy given by name has none
         cp_size = (chosen or {}).get("context_parallel_size")
         named = _Named(
             config, data.get("init_args", data).get("seqlen"), memory, cp_size if cp_size != "auto" else None, precision
@@ -241,7 +241,7 @@ def _check_numbers(named: _Named, path: Path) -> None:
 
 
 def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of both recipes; of a key in both the value above, mappings key by key."""
+    """Merge two recipes: values of `above` win, mappings are merged key by key."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -249,15 +249,17 @@ def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def visible_fraction(seqlen: int, windows: Sequence[int | Chunk | None], bounds: Sequence[int] | None = None) -> float:
-    """Part of a sequence's causal pairs that the layers' windows and chunks leave; the mean of the layers.
+def visible_fraction(
+    seqlen: int, windows: Sequence[int | ChunkedAttention | None], bounds: Sequence[int] | None = None
+) -> float:
+    """Return the fraction of causal pairs that windows and chunks leave visible, averaged over the layers.
 
     Args:
-        bounds: of the documents in the sequence, from 0 to its length; without them it is one.
+        bounds: bounds of the documents in the sequence, from 0 to its length; None is one document.
     """
     if not seqlen:
-        return 1.0  # a length that is refused later
-    return seen_pairs(windows, bounds or (0, seqlen)) / (len(windows) * visible_pairs(seqlen))
+        return 1.0  # a later check rejects this length
+    return count_visible_pairs(windows, bounds or (0, seqlen)) / (len(windows) * visible_pairs(seqlen))
 
 
 def _tokens(text: str) -> int:
@@ -301,7 +303,7 @@ def _print(plan: dict[str, Any]) -> None:
     if plan["host_memory_bytes"]:
         known = machine["host_memory_bytes"]
         of_known = "" if known is None else f" of {known / GIB:.0f}"
-        out.print(f"kept in the memory of a host: {plan['host_memory_bytes'] / GIB:.0f} GiB{of_known}, beside the rest")
+        out.print(f"kept in the memory of a host, in addition: {plan['host_memory_bytes'] / GIB:.0f} GiB{of_known}")
     out.print(f"longest sequence that fits: {plan['longest_sequence']:,} tokens")
     for line in _verdict(plan):
         out.print(line)

@@ -1,4 +1,4 @@
-"""A training step as it would be asked for."""
+"""The training job to be planned."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ Precision = Literal["bf16-mixed", "bf16-true"]
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """One optimizer step: a sequence on every data rank.
 
     Args:
-        seqlen: tokens of a whole sequence.
-        cp_size, dp_size: ranks that share a sequence; sequences at a time.
-        visible_fraction: visible pairs as a part of the causal ones; windows and packed documents have less than 1.
+        seqlen: number of tokens of a whole sequence.
+        cp_size: number of ranks that share a sequence.
+        dp_size: number of sequences that are processed in parallel.
+        visible_fraction: fraction of the causal pairs that are visible; below 1 for windows and packed documents.
         precision: bf16-mixed keeps weights, gradients and AdamW's two moments in fp32; bf16-true in bf16.
-        checkpointing: what of a layer is kept for the backward: all, its input and attention's (out, lse), or its
-            input alone.
-        offload_checkpoints: the layers' inputs lie in the host's memory between forward and backward.
-        offload_optimizer: AdamW's moments and the fp32 weights too, and the host steps.
-        mlp_tile_tokens: tokens whose MLP is computed at a time; 0 is all.
-        liger: Liger's norms, rotary embedding and SwiGLU, which keep less than transformers' own.
-        accumulates: a step has several sequences one after another; gradients of the first ones are kept meanwhile.
+        checkpointing: tensors that a layer keeps for the backward: all, its input and attention's (out, lse), or only
+            its input.
+        offload_checkpoints: keep the layers' inputs in host memory between forward and backward.
+        offload_optimizer: keep AdamW's moments and the fp32 weights in host memory, and step on the host.
+        mlp_tile_tokens: number of tokens whose MLP is computed at a time; 0 is all.
+        liger: use Liger's norms, rotary embedding and SwiGLU, which keep less than those of transformers.
+        accumulates: a step has several sequences in turn, so gradients of earlier ones are kept.
     """
 
     model: ReadShape
@@ -80,27 +81,27 @@ class Job:
 
     @property
     def layers(self) -> Layers:
-        """What the model's layers keep and move, with Liger or without."""
+        """Bytes that the layers keep and move, with Liger or without."""
         fused = self.model.liger if self.liger else None
         return self.model.plain if fused is None else fused
 
     @property
     def world_size(self) -> int:
-        """Ranks, over all of which parameters are sharded."""
+        """Number of ranks, over which parameters are sharded."""
         return self.cp_size * self.dp_size
 
     @property
     def local_tokens(self) -> int:
-        """Tokens of one rank."""
+        """Number of tokens of one rank."""
         return self.seqlen // self.cp_size
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of a tile, 0 for none: checkpointed layers go without where one would be all of a rank's."""
+        """Number of tokens of a tile, 0 for no tiles: checkpointed layers skip a tile that would hold all tokens."""
         whole = self.checkpointing != "none" and self.mlp_tile_tokens >= self.local_tokens
         return 0 if whole else self.mlp_tile_tokens
 
     @property
     def visible_pairs(self) -> float:
-        """Pairs of a query and a key it sees, of a whole sequence."""
+        """Number of visible (query, key) pairs of a whole sequence."""
         return self.visible_fraction * self.seqlen * (self.seqlen + 1) / 2

@@ -1,4 +1,4 @@
-"""What a GPU and its links can do, and what of it is reached: the assumptions of a plan, all in one place."""
+"""Peak figures of GPUs and links, and the rates that are reached: all assumptions of a plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Gpu:
     """Figures of a data sheet.
 
     Args:
-        memory_bytes: what a process can allocate, as the driver reports it.
+        memory_bytes: memory that a process can allocate, as the driver reports it.
         peak_tflops: dense bf16, without sparsity.
-        memory_gbytes: GB/s of its memory.
+        memory_gbytes: GB/s of the GPU's memory.
         nvlink_gbytes: GB/s between two GPUs of a host, in one direction.
     """
 
@@ -37,22 +37,22 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Rates:
-    """Parts of the peaks that are reached. Every one is printed with a plan, and can be set.
+    """Fractions of the peaks that are reached, and fixed costs. A plan prints all of them; each can be set.
 
     Args:
-        products: of the peak FLOP/s, matrix products of the layers and the head.
-        passes: of the memory's GB/s, what is read and written between the products.
-        attention_forward, attention_backward: of the peak FLOP/s, the attention kernels on visible work.
-        copies: of the links' GB/s, what the copy engine moves inside a host.
-        nvlink: of the links' GB/s, NCCL's messages inside a host.
-        network: of a NIC's GB/s, NCCL's messages between hosts.
-        optimizer: of the memory's GB/s, what a step of AdamW must read and write; it moves more.
-        host_seconds: for the host to give out a layer's work, forward and backward: what a short step takes at least.
-        reserved_bytes: CUDA context, NCCL, libraries' workspaces.
-        fragmentation: of what is allocated, lost between blocks (with expandable segments).
-    Source: attention, benchmarks/results/kernels_h200.json (head_dim 128, 8k to 128k tokens); products and passes, the
-        steps in docs/plan.md, and optimizer its part of them; copies and nvlink, two H200s (366 and 266 of 450 GB/s);
-        host_seconds, steps of 16,384 tokens on 4 H200s, 36 layers checkpointed under Lightning and FSDP2; the others
+        products: fraction of the peak FLOP/s in matmuls of the layers and the head.
+        passes: fraction of the memory's GB/s in operators between the matmuls.
+        attention_forward, attention_backward: fraction of the peak FLOP/s in attention kernels, on visible work.
+        copies: fraction of the links' GB/s for the copy engine inside a host.
+        nvlink: fraction of the links' GB/s for NCCL inside a host.
+        network: fraction of a NIC's GB/s for NCCL between hosts.
+        optimizer: fraction of the memory's GB/s for the bytes that AdamW must read and write; it moves more.
+        host_seconds: time of the host to launch one layer, forward and backward: a lower limit for short steps.
+        reserved_bytes: CUDA context, NCCL, and workspaces of libraries.
+        fragmentation: fraction of the allocated memory that is lost between blocks (with expandable segments).
+    Source: attention: benchmarks/results/kernels_h200.json (head_dim 128, 8k to 128k tokens). products and passes: the
+        steps in docs/plan.md; optimizer: its share of them. copies and nvlink: two H200s (366 and 266 of 450 GB/s).
+        host_seconds: steps of 16,384 tokens on 4 H200s, 36 checkpointed layers under Lightning and FSDP2. The others
         are not measured yet.
     """
 
@@ -76,12 +76,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs, and how they are joined.
+    """GPUs and the links between them.
 
     Args:
-        network_gbytes: GB/s from a GPU to another host, in one direction: its own NIC's.
+        network_gbytes: GB/s of one GPU's NIC, in one direction.
         host_gbytes: GB/s between a GPU and its host's memory, in one direction.
-        host_memory_bytes: of one host; None is not known.
+        host_memory_bytes: memory of one host; None if unknown.
     """
 
     gpu: Gpu
@@ -100,10 +100,10 @@ class Machine:
                 )
 
     def keeps_on_a_host(self, cp_size: int) -> bool:
-        """Whether every ring of so many ranks, which follow one another, stays on one host."""
+        """Return True if every ring of `cp_size` consecutive ranks stays on one host."""
         return self.num_gpus <= self.gpus_per_host or self.gpus_per_host % cp_size == 0
 
     @property
     def num_hosts(self) -> int:
-        """Hosts, all full but perhaps one."""
+        """Number of hosts; one of them may be partly used."""
         return -(-self.num_gpus // self.gpus_per_host)

@@ -1,11 +1,11 @@
-"""Bytes of one GPU at the worst moment of a step, by part.
+"""Peak memory of one GPU in a step, by part.
 
     forward of all layers | loss | backward, last layer first           | optimizer
                             A      B                                 C    D
 
-A has all checkpoints, the loss's own gradients, and those of the step before, which Lightning clears after the
-forward; B all checkpoints and one layer at work; C the last gradients before they are spread over the ranks; D what
-AdamW makes beside its moments.
+A holds all checkpoints, the gradients of the loss, and the gradients of the previous step, which Lightning clears after
+the forward. B holds all checkpoints and the working memory of one layer. C holds the last gradients before they are
+reduce-scattered. D holds AdamW's temporaries in addition to its moments.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ringflash.attention.sections import (
     shared_buffer_heads,
 )
 from ringflash.comm.transport import MessageMemory, SymmetricMemory
-from ringflash.commands.plan.job import Job
-from ringflash.commands.plan.kept import Kept
+from ringflash.commands.plan.job import TrainingJob
 from ringflash.commands.plan.machine import Machine
+from ringflash.commands.plan.saved_bytes import SavedBytes
 from ringflash.loss import CHUNK_LOGITS
 
 BF16, FP32 = 2, 4
 
 
-def memory_bytes(job: Job, machine: Machine) -> dict[str, int]:
-    """Bytes by part at the worst moment, fragmentation included; their sum is to be at most the GPU's."""
+def memory_bytes(job: TrainingJob, machine: Machine) -> dict[str, int]:
+    """Return the bytes by part at the worst moment, including fragmentation; the job fits if the sum does."""
     return worst_moment(job, machine)[1]
 
 
-def worst_moment(job: Job, machine: Machine) -> tuple[str, dict[str, int]]:
-    """Its name, and `memory_bytes`."""
+def worst_moment(job: TrainingJob, machine: Machine) -> tuple[str, dict[str, int]]:
+    """Return the name of the moment with the most memory, and its bytes by part."""
     one_host = machine.keeps_on_a_host(job.cp_size)
     moments = _moments(job, one_host)
     name = max(moments, key=lambda x: sum(moments[x].values()))
@@ -48,18 +48,19 @@ def worst_moment(job: Job, machine: Machine) -> tuple[str, dict[str, int]]:
     return name, parts
 
 
-def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
-    """What differs between moments, by their names."""
+def _moments(job: TrainingJob, one_host: bool) -> dict[str, dict[str, int]]:
+    """Return the bytes by part that differ between moments, by the name of the moment."""
     model, alone = job.model, job.world_size == 1
     weights = model.parameters * _weight_bytes(job) // job.world_size
     states = 0 if job.offload_optimizer else 2 * weights  # AdamW's two
     root, layer = (0 if alone else x * BF16 for x in (model.root_parameters, model.layer_parameters))
-    leaving = 0 if alone else model.expert_parameters * (BF16 + FP32)  # gradients of a layer's experts, to be spread
-    summed = weights if job.accumulates else 0  # over the sequences before
+    # gradients of a layer's experts before the reduce-scatter
+    leaving = 0 if alone else model.expert_parameters * (BF16 + FP32)
+    summed = weights if job.accumulates else 0  # gradients of earlier sequences
     others = summed or weights - model.layer_parameters * _weight_bytes(job) // job.world_size
     at_work = layer_bytes(job, one_host=one_host)
-    moving = layer_input_bytes(job) if job.offload_checkpoints else 0  # the last one that left; the next that comes
-    head = model.embedding_parameters * (_weight_bytes(job) if alone else BF16)  # its gradient, whole until C
+    moving = layer_input_bytes(job) if job.offload_checkpoints else 0  # one checkpoint in transfer
+    head = model.embedding_parameters * (_weight_bytes(job) if alone else BF16)  # its gradient, unsharded until C
     spread = 0 if alone else model.root_parameters * (BF16 + FP32)
 
     def parts(
@@ -85,38 +86,38 @@ def _moments(job: Job, one_host: bool) -> dict[str, dict[str, int]]:
     }  # fmt: skip
 
 
-def checkpoint_bytes(job: Job) -> int:
-    """What the backward of one layer needs of its forward, the mean of all layers."""
+def checkpoint_bytes(job: TrainingJob) -> int:
+    """Return the bytes that one layer keeps for its backward, averaged over the layers."""
     if job.checkpointing == "none":
         return _kept_bytes(job, job.layers.kept_mean)
     return layer_input_bytes(job) + (_attention_kept(job) if job.checkpointing == "attention_kept" else 0)
 
 
-def layer_input_bytes(job: Job) -> int:
-    """The hidden states of one rank's tokens: what offloading moves to the host."""
+def layer_input_bytes(job: TrainingJob) -> int:
+    """Return the bytes of one rank's hidden states, which offloading moves to the host."""
     return job.local_tokens * job.model.hidden_size * BF16
 
 
-def activation_bytes(job: Job) -> int:
-    """What autograd keeps of the layer that keeps most, without checkpointing; rotary angles, shared, not counted.
+def activation_bytes(job: TrainingJob) -> int:
+    """Return the bytes that autograd saves in the largest layer without checkpointing, shared rotary angles excluded.
 
-    A tile's MLP is computed again and keeps only its input.
+    The MLP of a tile is recomputed and keeps only its input.
     """
     return _kept_bytes(job, job.layers.kept)
 
 
-def layer_bytes(job: Job, *, one_host: bool = False) -> int:
-    """One layer's activations made again, and the most that its backward holds beside them.
+def layer_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
+    """Return the bytes of one layer's recomputed activations and the peak of its backward in addition.
 
-    First the MLP's, then its norm's, which without Liger makes three tensors in fp32; then attention's, whose own
-    are left by then. `one_host`: as `transport_bytes`.
+    The peak is that of the MLP, of its norm (three fp32 tensors without Liger), or of attention; each starts when the
+    activations of the previous one are freed. `one_host`: see `transport_bytes`.
     """
     model, tokens, layers = job.model, job.local_tokens, job.layers
     kept = 0 if job.checkpointing == "none" else activation_bytes(job) - int(tokens * layers.kept.input)
     if job.checkpointing == "attention_kept":
         kept -= _attention_kept(job)
     mlp = _mlp_bytes(job)
-    if job.tile_tokens:  # a tile's own, sums over tiles, and of experts a tile's gradients
+    if job.tile_tokens:  # a tile's activations, sums over tiles, a tile's gradients of experts
         mlp += int(2 * min(job.tile_tokens, tokens) * layers.kept.tiled)
         mlp += model.tiled_parameters * FP32 + min(model.tiled_parameters, model.expert_parameters) * BF16
     norm = tokens * model.hidden_size * (BF16 if job.liger else 3 * FP32) - _mlp_bytes(job)
@@ -124,10 +125,11 @@ def layer_bytes(job: Job, *, one_host: bool = False) -> int:
     return kept + max(mlp, norm, attention) + 2 * layer_input_bytes(job)
 
 
-def attention_work_bytes(job: Job, *, one_host: bool = False) -> int:
-    """Gradients in attention's backward: dQ in fp32 and bf16, dO, dK and dV.
+def attention_work_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
+    """Return the bytes of gradients in attention's backward: dQ in fp32 and bf16, dO, dK and dV.
 
-    `one_host`: as `transport_bytes`. Where keys are gathered by heads dQ is in fp32 for two sections, else for all.
+    If keys are gathered by heads, dQ is in fp32 for two sections only, else for all heads. `one_host`: see
+    `transport_bytes`.
     """
     model, summed = job.model, job.model.q_size
     if job.cp_size > 1 and (one_host or by_heads(job)):
@@ -135,13 +137,13 @@ def attention_work_bytes(job: Job, *, one_host: bool = False) -> int:
     return job.local_tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)
 
 
-def transport_bytes(job: Job, *, one_host: bool = False) -> int:
-    """The buffers that all layers share; nothing on one rank.
+def transport_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
+    """Return the bytes of the transport buffers, which all layers share; 0 on one rank.
 
-    By heads, over the copy engine (`one_host`) or NCCL: K/V of the whole sequence where they are small, or else a
-    rank's own and those of two sections of heads (NCCL: three); the gradients of two sections, or of more where links
-    are to sleep, and those of one that come home. By hops: own K/V and two that arrive; own gradients, two that leave
-    and one that arrives; and the state that a rank's hops hand on.
+    All-gather by heads, over the copy engine (`one_host`) or NCCL: K/V of the whole sequence if they are small, else
+    the rank's own and those of two sections of heads (NCCL: three); gradients of two sections (more if returns are
+    batched so that links can sleep), and those of one section returning to their owners. Ring of hops: the rank's own
+    K/V and two incoming; its own gradients, two outgoing and one incoming; and the state carried from hop to hop.
     """
     if job.cp_size == 1:
         return 0
@@ -153,26 +155,26 @@ def transport_bytes(job: Job, *, one_host: bool = False) -> int:
     return max(_gathered_keys(job, rank, turns) for rank in (0, job.cp_size - 1))
 
 
-def host_bytes(job: Job) -> int:
-    """What one GPU's process keeps in its host's memory.
+def host_bytes(job: TrainingJob) -> int:
+    """Return the bytes that one GPU's process keeps in host memory.
 
-    Offloaded checkpoints are pinned, and torch rounds what it pins up to a power of two. Of an offloaded optimizer the
-    fp32 weights and moments are counted, not what DeepSpeed has beside them.
+    Offloaded checkpoints are pinned, and torch rounds pinned memory up to a power of two. For an offloaded optimizer,
+    the fp32 weights and moments are counted, but not DeepSpeed's other buffers.
     """
     pinned = 1 << (layer_input_bytes(job) - 1).bit_length()
     checkpoints = job.model.num_layers * pinned if job.offload_checkpoints else 0
     return checkpoints + (3 * FP32 * job.model.parameters // job.world_size if job.offload_optimizer else 0)
 
 
-def by_heads(job: Job) -> bool:
-    """Whether NCCL gathers by heads."""
+def by_heads(job: TrainingJob) -> bool:
+    """Return True if NCCL gathers by heads; otherwise it uses a ring of hops."""
     arriving = job.seqlen - job.local_tokens
     held = gather_bytes(_shape(job), job.model.num_heads, job.seqlen, arriving, _pairs(job), torch.bfloat16)
     return held <= MAX_GATHER_BYTES
 
 
-def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
-    """The buffers of a rank of a zigzag layout: the first sees most keys, to the last most return."""
+def _gathered_keys(job: TrainingJob, rank: int, buffers: int) -> int:
+    """Return the buffer bytes of a zigzag rank: rank 0 gathers most keys, the last rank receives most gradients."""
     chunks, seen, returning = 2 * job.cp_size, 2 * job.cp_size - rank, job.cp_size - 1 + rank
     head = 2 * job.seqlen * job.model.head_dim
     sections, keys = sections_at_a_time(job), head * job.model.num_kv_heads
@@ -186,57 +188,58 @@ def _gathered_keys(job: Job, rank: int, buffers: int) -> int:
     return HEADER_BYTES + keys * BF16 + gradients * FP32
 
 
-def sections_at_a_time(job: Job) -> Sections:
-    """KV heads that are gathered at a time."""
+def sections_at_a_time(job: TrainingJob) -> Sections:
+    """Return the numbers of KV heads that are gathered at a time."""
     return choose_sections(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16)
 
 
-def _pairs(job: Job) -> int:
-    """Visible ones, a rank's part of them."""
+def _pairs(job: TrainingJob) -> int:
+    """Return one rank's share of the visible pairs."""
     return int(job.visible_pairs / job.cp_size)
 
 
-def _shape(job: Job) -> tuple[int, ...]:
-    """Of a rank's K."""
+def _shape(job: TrainingJob) -> tuple[int, ...]:
+    """Return the shape of a rank's K."""
     return 1, job.local_tokens, job.model.num_kv_heads, job.model.head_dim
 
 
-def _checkpoints(job: Job) -> int:
+def _checkpoints(job: TrainingJob) -> int:
     kept = checkpoint_bytes(job)
     if not job.offload_checkpoints:
         return job.model.num_layers * kept
-    return job.model.num_layers * (kept - layer_input_bytes(job)) + layer_input_bytes(job)  # of the layer at work
+    on_gpu = layer_input_bytes(job)  # the input of the current layer
+    return job.model.num_layers * (kept - layer_input_bytes(job)) + on_gpu
 
 
-def _weight_bytes(job: Job) -> int:
+def _weight_bytes(job: TrainingJob) -> int:
     return FP32 if job.precision == "bf16-mixed" else BF16
 
 
-def _attention_kept(job: Job) -> int:
-    """Of one layer's attention: out and lse."""
+def _attention_kept(job: TrainingJob) -> int:
+    """Return the bytes of one layer's out and lse."""
     return job.local_tokens * (job.model.q_size * BF16 + job.model.num_heads * FP32)
 
 
-def _norm_bytes(job: Job) -> int:
-    """Of one norm of the hidden states."""
+def _norm_bytes(job: TrainingJob) -> int:
+    """Return the bytes that one norm of the hidden states saves."""
     return job.local_tokens * job.model.hidden_size * (2 * BF16 if job.liger else FP32 + 2 * BF16)
 
 
-def _mlp_bytes(job: Job) -> int:
-    """Of one MLP, its input not counted."""
+def _mlp_bytes(job: TrainingJob) -> int:
+    """Return the bytes that one MLP saves, without its input."""
     kept = job.layers.kept
     return int(job.local_tokens * (kept.mlp - (kept.tiled if job.tile_tokens else 0)))
 
 
-def _kept_bytes(job: Job, kept: Kept) -> int:
-    """Of a layer, without what tiles leave out."""
+def _kept_bytes(job: TrainingJob, kept: SavedBytes) -> int:
+    """Return the bytes that a layer saves; tiles recompute some of them."""
     return int(job.local_tokens * (kept.layer - (kept.tiled if job.tile_tokens else 0)))
 
 
-def _loss(job: Job) -> int:
-    """The last norm, the gradients of what it puts out and, in fp32, of the head's weight; a chunk's logits.
+def _loss(job: TrainingJob) -> int:
+    """Return the bytes of the last norm, its output's gradients, the head's fp32 weight gradient, and a logits chunk.
 
-    These are in bf16, in fp32, and again in fp32 as logarithms of probabilities.
+    Logits exist in bf16, in fp32, and again in fp32 as log-probabilities.
     """
     model = job.model
     chunk = min(job.local_tokens * model.vocab_size, CHUNK_LOGITS) * (BF16 + 2 * FP32)

@@ -1,4 +1,4 @@
-"""The numbers of any transformers model that decide memory and time, read off the model itself on the meta device."""
+"""Reader of the sizes that determine memory and time, for any transformers model, built on the meta device."""
 
 from __future__ import annotations
 
@@ -10,41 +10,47 @@ import torch
 from torch import nn
 
 from ringflash import huggingface
-from ringflash.commands.plan.kept import Kept, Seen, see_layers, with_liger
-from ringflash.commands.plan.passes import Passed
-from ringflash.flops import Chunk, layer_windows, multiplied
+from ringflash.commands.plan.saved_bytes import ModelTrace, SavedBytes, trace_layers, with_liger
+from ringflash.commands.plan.traffic import Traffic
+from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.memory.tiles import modules_to_tile
 
-_WITH_LIGER = ("llama", "mistral", "qwen2", "qwen3")  # whose layers `kept.with_liger` can stand for
+_WITH_LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families that `saved_bytes.with_liger` imitates
 
 
 @dataclass(frozen=True)
 class Layers:
-    """What the layers of a model keep and move, with Liger's kernels or without.
+    """Bytes that the layers of a model keep and move, with or without Liger's kernels.
 
     Args:
-        kept, kept_mean: bytes a token of the layer that keeps most, and of all layers the mean.
-        passed: bytes a token of a layer that are read and written between the products.
+        kept: saved bytes per token of the layer that saves most.
+        kept_mean: saved bytes per token, averaged over the layers.
+        passed: memory traffic per token and layer between the matmuls.
     """
 
-    kept: Kept
-    kept_mean: Kept
-    passed: Passed
+    kept: SavedBytes
+    kept_mean: SavedBytes
+    passed: Traffic
 
 
 @dataclass(frozen=True)
 class ReadShape:
-    """A decoder whose layers may differ.
+    """Sizes of a decoder, whose layers may differ.
 
     Args:
-        parameters: of the whole model, all experts included.  layer_parameters: of the largest layer.
-        expert_parameters: of all experts of the largest layer.  tiled_parameters: of what tiles compute there.
-        embedding_parameters: of the output embedding.  root_parameters: of all that is in no layer.
-        matmul_parameters: that multiply a token, of experts those it is sent to.
-        computed_parameters: that the model's code multiplies; more where it computes experts for tokens of others.
-        layer_matrix_parameters: of the first that lie in layers, the mean of a layer.
-        head_dim: of keys, to which narrower values are padded.  mean_size: features that FLOPs count.
-        plain, liger: the layers as transformers has them, and with Liger; None for a model that no plan has with it.
+        head_dim: head_dim of keys; narrower values are padded to it.
+        parameters: of the whole model, including all experts.
+        layer_parameters: of the largest layer.
+        expert_parameters: of all experts of the largest layer.
+        tiled_parameters: of the modules that tiles recompute, in the layer with most of them.
+        embedding_parameters: of the output embedding.
+        root_parameters: of the model outside its layers.
+        matmul_parameters: parameters that multiply a token; of experts, only those that the token is routed to.
+        computed_parameters: parameters that the code multiplies; more if it computes experts for tokens of others.
+        layer_matrix_parameters: matmul_parameters inside the layers, averaged over the layers.
+        mean_size: features of all query heads as FLOPs count them, averaged over the layers.
+        plain: layers as in transformers.
+        liger: layers with Liger; None for a model that cannot be planned with it.
     """
 
     family: str
@@ -69,54 +75,54 @@ class ReadShape:
 
     @property
     def q_size(self) -> int:
-        """Features of all query heads."""
+        """Number of features of all query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Features of all key heads; as many of the values, padded."""
+        """Number of features of all key heads, and of all padded value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def assumptions(self) -> list[str]:
-        """What a plan takes for granted of such a model; docs/plan.md has the steps that were measured."""
+        """Assumptions of a plan of this model; docs/plan.md lists the measured steps."""
         found = ["the MLP's gradients are as large as what it keeps for the backward"]
         if self.expert_parameters:
             found += [
-                "products of experts run at the rate of all, and what sorts tokens by experts at that of passes",
-                "experts are sharded as all else and gathered layer by layer, and the gradients of a layer's lie whole "
-                "in bf16 and fp32 beside the next layer",
-                "tokens are spread over experts by transformers' grouped products, none dropped or padded",
+                "products of experts run at the rate of all products, and sorting tokens by experts at that of passes",
+                "experts are sharded like all parameters and gathered layer by layer; the gradients of a layer's "
+                "experts are unsharded in bf16 and fp32 during the next layer",
+                "transformers' grouped products distribute tokens over experts; none are dropped or padded",
             ]
         if self.computed_parameters > self.matmul_parameters:
             ratio = self.computed_parameters / self.matmul_parameters
-            found.append(f"its code computes experts for tokens of others, too: {ratio:.1f} times the products of MFU")
+            found.append(f"its code also computes experts for tokens of others: {ratio:.1f} times the products of MFU")
         return found
 
 
-def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | Chunk | None]]:
-    """Build a model without memory and read it; with the window of every layer.
+def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
+    """Build a model on the meta device; return its sizes and the window of every layer.
 
     Raises:
-        NotImplementedError: a model that a ring cannot run, or whose parameters cannot be placed.
-        ValueError: a configuration that transformers does not take.
+        NotImplementedError: a ring cannot run the model, or the kind of some parameters is unknown.
+        ValueError: transformers rejects the configuration.
     """
     model = _empty(config)
     return read_shape(model), layer_windows(model.config)
 
 
 def read_shape(model: Any) -> ReadShape:
-    """Read a causal language model on the meta device."""
+    """Read the sizes of a causal language model on the meta device."""
     config, layers = model.config, list(model.model.layers)
-    if (counted := multiplied(model)) is None:
+    if (counted := matmul_sizes(model)) is None:
         raise NotImplementedError(
             f"model_type must be one whose parameters can be placed, got {config.model_type!r}, whose attention layers "
             "differ in width or hold parameters that are no matrices; no plan counts them."
         )
     try:
-        kept, executed, (kv_heads, head_dim), passed = see_layers(model)
-        fused = _see_with_liger(model) if config.model_type in _WITH_LIGER else None
-    except NotImplementedError:  # of the plug
+        kept, executed, (kv_heads, head_dim), passed = trace_layers(model)
+        fused = _trace_with_liger(model) if config.model_type in _WITH_LIGER else None
+    except NotImplementedError:  # ringflash's refusal of the model
         raise
     except Exception as error:  # the model is transformers' code
         shown = " ".join(str(error).split())[:200]
@@ -150,31 +156,31 @@ def read_shape(model: Any) -> ReadShape:
     )
 
 
-def _see_with_liger(model: Any) -> Seen:
+def _trace_with_liger(model: Any) -> ModelTrace:
     with with_liger(model):
-        return see_layers(model)
+        return trace_layers(model)
 
 
-def _layers(kept: list[Kept], passed: Passed) -> Layers:
-    mean = Kept(*(sum(values) / len(kept) for values in zip(*kept, strict=True)))
+def _layers(kept: list[SavedBytes], passed: Traffic) -> Layers:
+    mean = SavedBytes(*(sum(values) / len(kept) for values in zip(*kept, strict=True)))
     return Layers(max(kept, key=lambda x: x.layer), mean, passed)
 
 
 def _empty(config: Mapping[str, Any]) -> Any:
-    """The model without memory; refused where a ring or the loss would refuse it."""
+    """Build the model on the meta device, with the refusals of the ring and of the loss."""
     huggingface.register()
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    keywords = {key: value for key, value in config.items() if key != "quantization_config"}  # a checkpoint's
+    keywords = {key: value for key, value in config.items() if key != "quantization_config"}  # only for checkpoints
     try:
         made = AutoConfig.for_model(**keywords)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(made, attn_implementation="ringflash", dtype=torch.bfloat16)
-    except Exception as error:  # transformers has many
+    except Exception as error:  # transformers raises many types
         shown = " ".join(str(error).split())[:200]
         raise ValueError(
             f"config must be one that transformers builds a causal model from, got {type(error).__name__} for "
-            f"{config.get('model_type')!r}: {shown}; correct it, or name a model with text alone."
+            f"{config.get('model_type')!r}: {shown}; correct it, or name a text-only model."
         ) from error
     if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
         raise NotImplementedError(
@@ -191,5 +197,5 @@ def _size(module: nn.Module) -> int:
 
 
 def _experts(layer: nn.Module) -> int:
-    """Parameters of a layer's stacked experts."""
+    """Return the number of parameters of a layer's stacked experts."""
     return sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() == 3)

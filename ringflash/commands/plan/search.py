@@ -1,4 +1,4 @@
-"""What would fit: the longest sequence, and the cheapest change to a job that does not."""
+"""Search for the longest sequence that fits, and for the cheapest change to a job that does not fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from ringflash.commands.plan.job import Job
+from ringflash.commands.plan.job import TrainingJob
 from ringflash.commands.plan.machine import Machine
 from ringflash.commands.plan.memory import host_bytes, memory_bytes
 from ringflash.commands.plan.timing import step_time
@@ -24,25 +24,25 @@ CHANGES: dict[str, dict[str, object]] = {
 _MOST_CHANGES = 3
 
 
-def total_bytes(job: Job, machine: Machine) -> int:
-    """Bytes a GPU needs."""
+def total_bytes(job: TrainingJob, machine: Machine) -> int:
+    """Return the bytes that a GPU needs."""
     return sum(memory_bytes(job, machine).values())
 
 
-def bytes_of_a_host(job: Job, machine: Machine) -> int:
-    """Bytes that the GPUs of a full host leave in its memory."""
+def bytes_of_a_host(job: TrainingJob, machine: Machine) -> int:
+    """Return the bytes that the GPUs of a full host keep in its memory."""
     return host_bytes(job) * min(machine.num_gpus, machine.gpus_per_host)
 
 
-def fits(job: Job, machine: Machine) -> bool:
-    """Whether a GPU has what it needs, and a host whose memory is known."""
+def fits(job: TrainingJob, machine: Machine) -> bool:
+    """Return True if the job fits into the memory of a GPU, and of a host if that is known."""
     limit = machine.host_memory_bytes
     in_host = limit is None or bytes_of_a_host(job, machine) <= limit
     return in_host and total_bytes(job, machine) <= machine.gpu.memory_bytes
 
 
-def longest_sequence(job: Job, machine: Machine) -> int:
-    """Tokens of the longest sequence that fits, a multiple of 2 * cp_size * 128; 0 where none does."""
+def longest_sequence(job: TrainingJob, machine: Machine) -> int:
+    """Return the length of the longest sequence that fits, a multiple of 2 * cp_size * 128; 0 if none does."""
     unit = 2 * job.cp_size * 128
     low, high = 0, 1
     while fits(replace(job, seqlen=high * unit), machine):
@@ -56,22 +56,22 @@ def longest_sequence(job: Job, machine: Machine) -> int:
     return low * unit
 
 
-def cheapest_change(job: Job, machine: Machine) -> tuple[tuple[str, ...], Job] | None:
-    """The changes that make the job fit at the least cost in time, fewest first among equals; None where none do.
+def cheapest_change(job: TrainingJob, machine: Machine) -> tuple[tuple[str, ...], TrainingJob] | None:
+    """Return the changes that make the job fit in the fastest step (fewest changes if equal), None if none do.
 
-    Another precision, which changes what is trained, only where nothing else helps.
+    The precision, which affects the result of the training, is only changed if nothing else helps.
     """
     fitting = [(names, changed) for names, changed in _changed(job) if fits(changed, machine)]
 
-    def cost(change: tuple[tuple[str, ...], Job]) -> tuple[bool, float, int]:
+    def cost(change: tuple[tuple[str, ...], TrainingJob]) -> tuple[bool, float, int]:
         names, changed = change
         return changed.precision != job.precision, step_time(changed, machine).step, len(names)
 
     return min(fitting, key=cost, default=None)
 
 
-def fewest_gpus(job: Job, machine: Machine, most: int = 1024) -> int | None:
-    """GPUs over which the same sequence fits unchanged, by doubling cp_size; None beyond `most`."""
+def fewest_gpus(job: TrainingJob, machine: Machine, most: int = 1024) -> int | None:
+    """Double cp_size until the same sequence fits; return the number of GPUs, None if above `most`."""
     while not fits(job, machine):
         if 2 * job.world_size > most or job.seqlen % (4 * job.cp_size):
             return None
@@ -80,18 +80,18 @@ def fewest_gpus(job: Job, machine: Machine, most: int = 1024) -> int | None:
     return job.world_size
 
 
-def _changed(job: Job) -> Iterator[tuple[tuple[str, ...], Job]]:
+def _changed(job: TrainingJob) -> Iterator[tuple[tuple[str, ...], TrainingJob]]:
     useful = {name: change for name, change in CHANGES.items() if _saves(job, change)}
     for count in range(1, _MOST_CHANGES + 1):
         for names in combinations(useful, count):
             change = {key: value for name in names for key, value in useful[name].items()}
             if change.get("offload_checkpoints") and change.get("checkpointing", job.checkpointing) == "none":
-                continue  # what is offloaded are checkpoints
-            if len(change) == count:  # two levels of checkpointing at once are none
+                continue  # there are no checkpoints to offload
+            if len(change) == count:  # otherwise two changes set the same option
                 yield names, replace(job, **change)  # type: ignore[arg-type]
 
 
-def _saves(job: Job, change: dict[str, object]) -> bool:
+def _saves(job: TrainingJob, change: dict[str, object]) -> bool:
     if change.get("checkpointing") == "attention_kept" and job.checkpointing == "full":
         return False
     if "mlp_tile_tokens" in change and job.mlp_tile_tokens:

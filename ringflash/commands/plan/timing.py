@@ -1,7 +1,6 @@
-"""Seconds of a training step, by part.
+"""Time of a training step, by part.
 
-Work and messages that run side by side count as the longer of the two; what a message takes beyond the work it runs
-beside is exposed.
+If work and messages overlap, the longer of the two counts; the time by which a message exceeds the work is exposed.
 """
 
 from __future__ import annotations
@@ -9,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from ringflash.commands.plan.job import Job
+from ringflash.commands.plan.job import TrainingJob
 from ringflash.commands.plan.machine import Machine
 from ringflash.commands.plan.memory import BF16, FP32, by_heads, layer_input_bytes, sections_at_a_time
 
-_LOGIT_BYTES = 14  # of the loss, for each logit: in bf16, in fp32 as a logarithm, and the gradient; read and written
+_LOGIT_BYTES = 14  # traffic of the loss per logit: bf16, fp32 logarithm and gradient, read and written
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,8 @@ class StepTime:
     """Seconds of each part; the step is their sum.
 
     Args:
-        mfu: model FLOP/s over the peak; what is computed again does not count.
-        model_tflops: per GPU and second.
+        mfu: model FLOP/s over the peak; recomputation does not count.
+        model_tflops: model TFLOP/s per GPU.
     """
 
     parts: dict[str, float]
@@ -31,12 +30,12 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds for the whole step."""
         return sum(self.parts.values())
 
 
-def step_time(job: Job, machine: Machine) -> StepTime:
-    """Time of a step by the machine's rates."""
+def step_time(job: TrainingJob, machine: Machine) -> StepTime:
+    """Return the time of a step at the rates of the machine."""
     peak, rates = machine.gpu.peak_tflops * 1e12, machine.rates
     padded = job.model.q_size / job.model.mean_size
     forward = padded * attention_flops(job) / (peak * rates.attention_forward)
@@ -55,28 +54,28 @@ def step_time(job: Job, machine: Machine) -> StepTime:
         "optimizer": _optimizer(job, machine),
     }
     parts["waiting for the host"] = max(0.0, job.model.num_layers * rates.host_seconds - sum(parts.values()))
-    # 2.5 times the forward are computed backward, but the model's own products are twice the forward's.
+    # The backward kernels compute 2.5 times the FLOPs of the forward, but MFU counts only twice.
     useful = (linear_flops(job) + 3 * attention_flops(job)) / sum(parts.values())
     return StepTime(parts, useful / 1e12, useful / peak)
 
 
-def linear_flops(job: Job) -> float:
-    """Of one GPU's matrix products, forward and backward: 6 for each parameter and token."""
+def linear_flops(job: TrainingJob) -> float:
+    """Return the FLOPs of one GPU's matmuls, forward and backward: 6 per parameter and token."""
     return 6.0 * job.model.matmul_parameters * job.local_tokens
 
 
-def attention_flops(job: Job) -> float:
-    """Of one GPU's attention, forward: 4 for each visible pair and feature of a head."""
+def attention_flops(job: TrainingJob) -> float:
+    """Return the FLOPs of one GPU's attention, forward: 4 per visible pair and feature of a head."""
     return 4.0 * job.model.mean_size * job.visible_pairs / job.cp_size * job.model.num_layers
 
 
-def _layer_share(job: Job) -> float:
-    """Part of the matrix products that lies in layers, and is computed again."""
+def _layer_share(job: TrainingJob) -> float:
+    """Return the fraction of the matmuls that is in layers, and is therefore recomputed."""
     return job.model.num_layers * job.model.layer_matrix_parameters / job.model.matmul_parameters
 
 
-def _passed_bytes(job: Job) -> float:
-    """Bytes that operators between the products read and write on one GPU."""
+def _passed_bytes(job: TrainingJob) -> float:
+    """Return the bytes that operators between the matmuls read and write on one GPU."""
     model, tokens, passed = job.model, job.local_tokens, job.layers.passed
     times = 1 if job.checkpointing == "none" else 2
     layer = times * passed.forward + passed.backward
@@ -87,8 +86,8 @@ def _passed_bytes(job: Job) -> float:
     return model.num_layers * (tokens * layer + sums) + tokens * model.vocab_size * _LOGIT_BYTES + _sharded_bytes(job)
 
 
-def _sharded_bytes(job: Job) -> float:
-    """FSDP2's own: parameters of two gathers put in place in bf16, gradients packed in fp32; shards cast."""
+def _sharded_bytes(job: TrainingJob) -> float:
+    """Return the traffic of FSDP2: copies of gathered parameters (twice, bf16), packed fp32 gradients, cast shards."""
     if job.world_size == 1:
         return 0.0
     whole = 2 * 2 * BF16 + BF16 + FP32
@@ -96,11 +95,12 @@ def _sharded_bytes(job: Job) -> float:
     return job.model.parameters * (whole + shard / job.world_size)
 
 
-def _ring_exposed(job: Job, machine: Machine, forward: float, backward: float) -> float:
-    """Seconds in which attention's kernels wait for messages, over all layers.
+def _ring_exposed(job: TrainingJob, machine: Machine, forward: float, backward: float) -> float:
+    """Return the seconds that attention kernels wait for messages, over all layers.
 
-    By heads, the first section's keys and the last one's gradients have no kernel beside them; those of every other
-    section have the kernel of its neighbour. By hops, every message but the last has the kernel of a hop.
+    All-gather by heads: the keys of the first section and the gradients of the last one overlap with no kernel; those
+    of every other section overlap with the kernel of the adjacent one. Ring of hops: every message but the last
+    overlaps with the kernel of a hop.
     """
     if job.cp_size == 1:
         return 0.0
@@ -119,12 +119,12 @@ def _ring_exposed(job: Job, machine: Machine, forward: float, backward: float) -
     return layers * (exposed + ahead * (arrive + leave) + max(0.0, (1 - ahead) * (arrive + leave - backward / layers)))
 
 
-def _seconds_moved(job: Job, machine: Machine, num_bytes: float) -> float:
-    """Seconds until a rank has these bytes of all other ranks; those of its host and those of others beside them."""
+def _seconds_moved(job: TrainingJob, machine: Machine, num_bytes: float) -> float:
+    """Return the seconds to receive these bytes from all other ranks; NVLink and the network work in parallel."""
     rates, others = machine.rates, job.cp_size - 1
     if machine.keeps_on_a_host(job.cp_size):
         return num_bytes / (machine.gpu.nvlink_gbytes * rates.copies * 1e9)
-    near = gcd(job.cp_size, machine.gpus_per_host) - 1  # of the host that has fewest ranks of a ring
+    near = gcd(job.cp_size, machine.gpus_per_host) - 1  # on the host with the fewest ranks of a ring
     return (
         num_bytes
         / others
@@ -135,26 +135,29 @@ def _seconds_moved(job: Job, machine: Machine, num_bytes: float) -> float:
     )
 
 
-def _parameters_exposed(job: Job, machine: Machine, work: float) -> float:
-    """Layers gathered twice in bf16 and their gradients scattered in fp32, beside the layers' work."""
+def _parameters_exposed(job: TrainingJob, machine: Machine, work: float) -> float:
+    """Return the exposed seconds of FSDP2: two gathers in bf16 and a scatter of fp32 gradients, overlapping `work`."""
     if job.world_size == 1:
         return 0.0
     near, far = machine.gpu.nvlink_gbytes * machine.rates.nvlink, machine.network_gbytes * machine.rates.network
     num_bytes = job.model.parameters * (2 * BF16 + FP32) * (job.world_size - 1) / job.world_size
     seconds = num_bytes / ((near if machine.num_hosts == 1 else far) * 1e9)
-    first_and_last = seconds / job.model.num_layers  # nothing runs beside the first gather and the last scatter
+    first_and_last = seconds / job.model.num_layers  # the first gather and last scatter overlap with nothing
     return first_and_last + max(0.0, seconds - work)
 
 
-def _checkpoints_copied(job: Job, machine: Machine) -> float:
-    """To the host and back, beside the layers' work."""
+def _checkpoints_copied(job: TrainingJob, machine: Machine) -> float:
+    """Return the seconds to copy checkpoints to the host and back, before any overlap."""
     if not job.offload_checkpoints:
         return 0.0
     return 2 * job.model.num_layers * layer_input_bytes(job) / (machine.host_gbytes * 1e9)
 
 
-def _optimizer(job: Job, machine: Machine) -> float:
-    """AdamW reads weights, gradients and moments and writes all but the gradients; on the host, over its link."""
+def _optimizer(job: TrainingJob, machine: Machine) -> float:
+    """Return the seconds of AdamW's traffic: it reads weights, gradients and moments and writes all but the gradients.
+
+    With offloading, the seconds to move gradients to the host and weights back.
+    """
     width = FP32 if job.precision == "bf16-mixed" else BF16
     shard = job.model.parameters / job.world_size
     if job.offload_optimizer:

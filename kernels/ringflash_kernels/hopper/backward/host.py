@@ -94,7 +94,9 @@ class HopperBackward:
                 self.add(k, v, mask, *totals)
             return
         if not accumulate:
-            clear_unseen(hop, dk, dv)
+            for unseen in (slice(0, hop.k_start), slice(hop.k_stop, k.shape[1])):
+                if unseen.start < unseen.stop:
+                    dk[:, unseen] = dv[:, unseen] = 0
         if hop.num_rows:
             with device_guard(k.device):
                 self._add_keys(k, v, mask, hop, group, dk, dv, accumulate)
@@ -253,13 +255,6 @@ def summed(dk: torch.Tensor, dv: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     if not in_place:
         dk.copy_(totals[0])
         dv.copy_(totals[1])
-
-
-def clear_unseen(hop: HopRectangle, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """Zero the gradients of the keys outside of a hop's rectangle."""
-    for unseen in (slice(0, hop.k_start), slice(hop.k_stop, dk.shape[1])):
-        if unseen.start < unseen.stop:
-            dk[:, unseen] = dv[:, unseen] = 0
 
 
 _Pieces = list["TensorDescriptor | None"]  # two per operand; the second is None if its columns are one piece

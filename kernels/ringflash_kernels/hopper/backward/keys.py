@@ -272,7 +272,7 @@ def last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
 
 
 @gluon.jit
-def send(sm, desc, coord, staged):
+def _send(sm, desc, coord, staged):
     """Add a staged fp32 tile to dK or dV, or store it."""
     if sm.ACCUMULATE:
         tma_reduce_add(desc, coord, staged)
@@ -287,7 +287,7 @@ def _write_piece(sm, desc, x, coord, column, W: gl.constexpr):
     tma_store_wait(0)
     staged.reshape([64, 32]).store(x)
     fence_async_shared()
-    send(sm, desc, [coord[0], coord[1], coord[2], column], staged)
+    _send(sm, desc, [coord[0], coord[1], coord[2], column], staged)
 
 
 @gluon.jit
@@ -324,8 +324,8 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, W: gl.constexpr):
             left.reshape([64, D // 2]).store(x)
             right.reshape([64, D // 2]).store(y)
             fence_async_shared()
-            send(sm, dk_desc if which else dv_desc, at, left)
-            send(sm, dk_desc if which else dv_desc, at_right, right)
+            _send(sm, dk_desc if which else dv_desc, at, left)
+            _send(sm, dk_desc if which else dv_desc, at_right, right)
             tma_store_wait(0)
     else:
         dk_staged = spare._reinterpret(dtype, [1, 1, 64, D], dk_desc.layout)

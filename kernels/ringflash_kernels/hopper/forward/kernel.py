@@ -180,6 +180,8 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
         last_start = gl.load(entry + 2)
         first_stop = gl.load(entry + 3)
         end_key = gl.load(entry + 4)
+    if V.tiles.aligned:
+        first_key = first_key // BN * BN
     num_blocks = (gl.maximum(end_key - first_key, 0) + BN - 1) // BN
     first_seen = num_blocks * 0
     end_seen = num_blocks
@@ -448,12 +450,12 @@ def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexp
 
 @gluon.jit
 def normalizer(row_sum, row_max, rows, V: gl.constexpr):
-    """Return 1 / l and lse of every row, from the lanes' sums."""
+    """Return 1 / l and lse of every row, from the lanes' sums; NaN stays NaN."""
     S_LAYOUT: gl.constexpr = V.score_layout
     LN2: gl.constexpr = 0.6931471805599453
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
-    inverse = gl.where(row_sum > 0, 1.0 / row_sum, 0.0)
-    return inverse, gl.where(row_sum > 0, row_max * (rows.scale * LN2) + gl.log(row_sum), float("-inf"))
+    inverse = gl.where(row_sum == 0, 0.0, 1.0 / row_sum)
+    return inverse, gl.where(row_sum == 0, float("-inf"), row_max * (rows.scale * LN2) + gl.log(row_sum))
 
 
 @gluon.jit
@@ -613,8 +615,8 @@ def merge_weights(lse, old_lse):
     weight = gl.exp2((lse - top) * LOG2E)
     old_weight = gl.exp2((old_lse - top) * LOG2E)
     total = weight + old_weight
-    inverse = gl.where(total > 0, 1.0 / total, 0.0)
-    return gl.where(total > 0, top + gl.log(total), float("-inf")), weight * inverse, old_weight * inverse
+    inverse = gl.where(total == 0, 0.0, 1.0 / total)
+    return gl.where(total == 0, float("-inf"), top + gl.log(total)), weight * inverse, old_weight * inverse
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ class ForwardTiles:
         schedule: what runs under the softmax of a key block.
             "overlap"  the warpgroup's own products of the blocks before and after
             "sequence" products of the other warpgroups, as it happens; takes the fewest registers
+        aligned: a walk begins at a multiple of block_n, because keys are stored in such blocks.
         rescale_late: with "overlap", O is rescaled under the next block's Q K^T, not before it is issued.
         stage_in_q: results leave through the buffer of Q, because shared memory has no room for another.
     """
@@ -33,6 +34,7 @@ class ForwardTiles:
     stage_in_q: bool = False
     block_m: int = 64
     rescale_late: bool = False
+    aligned: bool = False
 
     @property
     def rows(self) -> int:

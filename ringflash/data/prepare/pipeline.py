@@ -1,12 +1,11 @@
-"""From text to token files, shard by shard, in several processes; killed at any moment, it goes on where it was.
+"""Crash-safe, parallel conversion of text to token files: a run that was killed can be resumed.
 
-    plan.json         what this folder is being made of; a run that would make it of something else is refused
-    00000.bin         a shard under its own name is whole
-    00000.done.json   its counts and checksum, by which the next run keeps it
-    header.json       all of that together; then the files above that are not tokens go
+    plan.json         checksum of the inputs and options; a run with others is refused
+    00000.bin         a finished shard: it gets this name only once it is complete
+    00000.done.json   counts and checksum of the shard; if they match, the next run keeps the shard
+    header.json       the entries of all shards; once it is written, the other JSON files are deleted
 
-A shard depends on its pieces of the inputs alone: interrupted or not, by one process or by many, the files are the
-same.
+A shard depends only on its pieces of the inputs, so interruptions and the number of processes do not change the files.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import get_args
 
-from ringflash.data import tokenizers
 from ringflash.data.files import checksum
 from ringflash.data.format import (
     HEADER,
@@ -41,12 +39,13 @@ from ringflash.data.format import (
     write_json,
     write_shard,
 )
-from ringflash.data.sources import (
+from ringflash.data.prepare import tokenizers
+from ringflash.data.prepare.sources import (
     SUFFIXES,
     BadLines,
     Document,
     LeftOut,
-    Piece,
+    TextPiece,
     cut_into_shards,
     documents,
     find_files,
@@ -59,30 +58,30 @@ OnShard = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Checksum of the inputs and the options."""
+class PreparePlan:
+    """Content of plan.json: a checksum of the inputs and the options."""
 
     plan: str
 
 
 @dataclass(frozen=True)
-class Job:
-    """One shard, as a process is told to write it."""
+class PrepareJob:
+    """Instructions for a process to write one shard."""
 
     path: Path
-    pieces: list[Piece]
+    pieces: list[TextPiece]
     tokenizer: str
     text_field: str
     bad_lines: BadLines
 
     @property
     def entry_path(self) -> Path:
-        """Where the shard's counts and checksum go."""
+        """Path of the JSON file for the shard's counts and checksum."""
         return self.path.with_suffix(".done.json")
 
     @property
     def num_bytes(self) -> int:
-        """Of input."""
+        """Size of the shard's input."""
         return sum(piece.num_bytes for piece in self.pieces)
 
 
@@ -98,19 +97,19 @@ def prepare(
     num_processes: int = 1,
     on_shard: OnShard = lambda done, total: None,
 ) -> Header:
-    """Write the token files of all documents, or what is missing of them or no longer as it was written.
+    """Write the token files of all documents; files that an earlier run wrote are kept if they are intact.
 
     Args:
-        inputs: files, and folders searched for files that end in one of the suffixes.
+        inputs: files, and folders to search for files with one of the suffixes.
         tokenizer: "bytes", or the folder of a Hugging Face tokenizer.
-        text_field: of JSONL and parquet.
-        bad_lines: "error" refuses a line or a row that holds no document, with its place; "skip" counts it in the
-            header (`Shard.num_bad`), as empty documents always are (`num_empty`).
-        shard_bytes: of input for each file of tokens.
-        on_shard: told the bytes of input done and in all, first with what an earlier run has done.
+        text_field: name of the text field of JSONL and of the text column of parquet.
+        bad_lines: "error" rejects a line or row without a document and reports its place; "skip" counts it in the
+            header (`Shard.num_bad`). Empty documents are always skipped and counted (`num_empty`).
+        shard_bytes: bytes of input per token file.
+        on_shard: called with (bytes of input done, total bytes); the first call reports the work of earlier runs.
     Raises:
-        ValueError: no documents, or a folder that holds something else.
-        RuntimeError: another run writes the folder, or a process was killed.
+        ValueError: there are no documents, or the folder holds something else.
+        RuntimeError: another run is writing the folder, or a process was killed.
     """
     _check_positive(shard_bytes=shard_bytes, num_processes=num_processes)
     out, files, loaded = Path(out), find_files(inputs, tuple(suffixes)), _loaded(tokenizer)
@@ -125,7 +124,7 @@ def prepare(
         else:
             _claim(out, plan)
         shards = enumerate(cut_into_shards(files, shard_bytes))
-        jobs = [Job(out / f"{i:05}.bin", pieces, tokenizer, text_field, bad_lines) for i, pieces in shards]
+        jobs = [PrepareJob(out / f"{i:05}.bin", pieces, tokenizer, text_field, bad_lines) for i, pieces in shards]
         known = {} if finished is None else {out / shard.name: shard for shard in finished.shards}
         entries = _write_missing(jobs, known, num_processes, on_shard)
         _check_documents(entries)
@@ -136,11 +135,13 @@ def prepare(
         return read_header(out)
 
 
-def _write_missing(jobs: list[Job], known: dict[Path, Shard], num_processes: int, on_shard: OnShard) -> list[Shard]:
-    """The entries of all shards, in order; those of an earlier run are kept.
+def _write_missing(
+    jobs: list[PrepareJob], known: dict[Path, Shard], num_processes: int, on_shard: OnShard
+) -> list[Shard]:
+    """Write the shards that an earlier run has not finished, and return the entries of all shards in order.
 
     Args:
-        known: what a finished header says of them.
+        known: entries of a finished header, by path.
     """
     found = {job.path: entry for job in jobs if (entry := _finished(job, known.get(job.path))) is not None}
     missing = [job for job in jobs if job.path not in found]
@@ -154,8 +155,8 @@ def _write_missing(jobs: list[Job], known: dict[Path, Shard], num_processes: int
     return [found[job.path] for job in jobs]
 
 
-def _finished(job: Job, known: Shard | None) -> Shard | None:
-    """The entry of a shard that an earlier run wrote whole and that is still as it was written."""
+def _finished(job: PrepareJob, known: Shard | None) -> Shard | None:
+    """Return the entry of a shard that an earlier run finished, if the file still has its checksum."""
     try:
         entry = known or read_shard_entry(job.entry_path)
         return entry if checksum(job.path) == entry.sha256 else None
@@ -163,8 +164,8 @@ def _finished(job: Job, known: Shard | None) -> Shard | None:
         return None
 
 
-def _write(jobs: list[Job], num_processes: int) -> Iterator[tuple[Job, Shard]]:
-    """Each shard as it is done; in this process where one is asked for."""
+def _write(jobs: list[PrepareJob], num_processes: int) -> Iterator[tuple[PrepareJob, Shard]]:
+    """Yield each shard when it is finished; a single process means this one."""
     if num_processes == 1:
         yield from ((job, _write_one(job)) for job in jobs)
         return
@@ -183,7 +184,7 @@ def _write(jobs: list[Job], num_processes: int) -> Iterator[tuple[Job, Shard]]:
             pool.shutdown(cancel_futures=True)
 
 
-def _write_one(job: Job) -> Shard:
+def _write_one(job: PrepareJob) -> Shard:
     tokenizer, left_out = _loaded(job.tokenizer), LeftOut()
     found = documents(job.pieces, job.text_field, left_out, job.bad_lines)
     encoded = (tokens for batch in _batches(found) for tokens in tokenizer.encode(batch))
@@ -199,7 +200,7 @@ def _loaded(tokenizer: str) -> tokenizers.Tokenizer:
 
 
 def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents that a tokenizer takes at once."""
+    """Yield batches of documents for one call of the tokenizer."""
     batch: list[Document] = []
     size = 0
     for document in found:
@@ -213,7 +214,7 @@ def _batches(found: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def _end_with_parent() -> None:
-    """One process for each core is parallel enough; and none outlives a run that was killed."""
+    """Initialize a worker: no threads in the tokenizer (there is one process per core), and exit with the parent."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -235,13 +236,13 @@ def _fingerprint(
 
 
 def _claim(out: Path, plan: str) -> None:
-    """Write down what the folder is for, or find that an earlier run has; clear what it left unfinished."""
+    """Write plan.json, or check the one of an interrupted run; delete the temporary files of that run."""
     if (out / PLAN).exists():
         _check_plan(read_json(out / PLAN).get("plan"), plan, out)
     elif any(path.suffix != ".tmp" for path in out.iterdir()):
         raise ValueError(f"out must be an empty folder or that of an interrupted run, got {out}; name another.")
     _remove(out, "*.tmp")
-    write_json(out / PLAN, Plan(plan))
+    write_json(out / PLAN, PreparePlan(plan))
 
 
 def _check_plan(got: object, plan: str, out: Path) -> None:
@@ -265,12 +266,12 @@ def _check_positive(**values: int) -> None:
 def _remove(out: Path, *patterns: str) -> None:
     for pattern in patterns:
         for path in out.glob(pattern):
-            path.unlink(missing_ok=True)  # a process of a killed run may still take its own away
+            path.unlink(missing_ok=True)  # a worker of a killed run may still be deleting its temporary file
 
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Only one run at a time; the lock goes with the process."""
+    """Hold an exclusive lock on the folder, which the system releases if the process dies."""
     folder = os.open(out, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What a trainer must not ask of ranks that share parameters and sequences."""
+"""Checks of a trainer whose ranks share parameters and sequences."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from ringflash.comm.agreement import gather
 
 
 class TrainerChecks(ParallelStrategy):
-    """What a strategy looks at before processes join, and before the first batch of each kind."""
+    """Mixin of both strategies: checks before the processes join, and before the first batch of each stage."""
 
     def check_trainer(self, *, copies_module: bool) -> None:
-        """Refuse what no training over the ranks can do; evaluations alone may have it.
+        """Refuse settings that training over several ranks does not support; evaluations may have them.
 
         Args:
-            copies_module: whether a callback may copy the module.
+            copies_module: True if callbacks may copy the module.
         Raises:
-            ValueError: processes that were started in another number than devices * num_nodes; a time between
-                evaluations.
-            NotImplementedError: a callback that copies the module where it must not.
+            ValueError: the number of started processes is not devices * num_nodes; a time between evaluations.
+            NotImplementedError: a callback that copies the module although `copies_module` is False.
         """
         assert self.cluster_environment is not None
         self.cluster_environment.validate_settings(self.num_processes, self.num_nodes)
@@ -34,29 +33,29 @@ class TrainerChecks(ParallelStrategy):
                 check_averaging(self._trainer)
 
     def finish_checkpoints(self) -> None:
-        """Return when the checkpoints asked for are on the disk: at once if training waits for each of them."""
+        """Wait until all requested checkpoints are on disk; a strategy that saves synchronously has nothing to do."""
 
     def on_train_start(self) -> None:
-        """Before the first batch.
+        """Check the number of training batches.
 
         Raises:
-            ValueError: data ranks with different numbers of batches; here and at the other starts, on every rank.
+            ValueError: data ranks with different numbers of batches; on every rank. So do the other stages below.
         """
         check_batches([self._trainer.num_training_batches])
         super().on_train_start()
 
     def on_validation_start(self) -> None:
-        """Of an evaluation in a training, too."""
+        """Check the number of validation batches, also when validating during training."""
         check_batches(self._trainer.num_val_batches)
         super().on_validation_start()
 
     def on_test_start(self) -> None:
-        """Before the first batch."""
+        """Check the number of test batches."""
         check_batches(self._trainer.num_test_batches)
         super().on_test_start()
 
     def on_predict_start(self) -> None:
-        """Lightning's own sampler gives some data ranks a sequence less than others."""
+        """Check the number of prediction batches: Lightning's sampler gives some data ranks one sequence fewer."""
         check_batches(self._trainer.num_predict_batches)
         super().on_predict_start()
 
@@ -67,10 +66,10 @@ class TrainerChecks(ParallelStrategy):
 
 
 def check_interval(trainer: lightning.Trainer) -> None:
-    """Refuse a time between evaluations: each rank looks at its own clock; one evaluates, and one trains on.
+    """Refuse a time between evaluations: clocks differ, so one rank would evaluate while another trains.
 
     Raises:
-        ValueError: such a time.
+        ValueError: val_check_interval is a time.
     """
     if trainer.world_size > 1 and trainer._val_check_time_interval is not None:
         raise ValueError(
@@ -80,10 +79,10 @@ def check_interval(trainer: lightning.Trainer) -> None:
 
 
 def check_averaging(trainer: lightning.Trainer) -> None:
-    """Refuse Lightning's averages of weights, which copy the module: FSDP2 allows no copies, and says not what to do.
+    """Refuse Lightning's weight averaging, which copies the module: FSDP2 forbids copies with an unclear error.
 
     Raises:
-        NotImplementedError: names the callback.
+        NotImplementedError: a callback that averages weights; the message names it.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
@@ -94,12 +93,12 @@ def check_averaging(trainer: lightning.Trainer) -> None:
 
 
 def check_batches(numbers: Sequence[float]) -> None:
-    """Refuse data ranks with different numbers of batches: all gather each layer's parameters, and some would wait.
+    """Refuse data ranks with different numbers of batches: in FSDP2's all-gathers some ranks would wait forever.
 
     Args:
-        numbers: of each data loader of this rank; inf where they are not known.
+        numbers: number of batches of each data loader of this rank; inf if unknown.
     Raises:
-        ValueError: on every rank.
+        ValueError: the numbers differ; on every rank.
     """
     group = dist.group.WORLD
     found = {tuple(of_rank) for of_rank in ([] if group is None else gather(group, list(numbers)))}

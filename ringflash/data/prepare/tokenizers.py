@@ -1,4 +1,4 @@
-"""From text to tokens: the bytes themselves, or a tokenizer of Hugging Face's from a local folder."""
+"""Tokenizers of `prepare`: plain bytes, or a Hugging Face tokenizer from a local folder."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from typing import Protocol
 import numpy as np
 
 from ringflash.data.format import Tokens
-from ringflash.data.sources import Document
+from ringflash.data.prepare.sources import Document
 
-SEPARATOR = 256  # the token after the 256 bytes; first of each document
+SEPARATOR = 256  # first token of each document: the first id after the 256 bytes
 BYTE_VOCAB_SIZE = 257
 
 
 class Tokenizer(Protocol):
-    """What `prepare` needs of a tokenizer.
+    """Interface of a tokenizer for `prepare`.
 
-    vocab_size: above every token.  checksum: of all that decides on the tokens.
+    vocab_size: larger than every token.  checksum: of everything that determines the tokens.
     """
 
     vocab_size: int
     checksum: str
 
     def encode(self, documents: Sequence[Document]) -> Sequence[Tokens]:
-        """Tokens of each document, none empty, with what marks its start or its end."""
+        """Return the tokens of each non-empty document, with the tokens that mark its start or end."""
         ...
 
 
 class Bytes:
-    """Bytes as they are, behind SEPARATOR: the vocabulary of `ringflash.lightning.TextData`."""
+    """Tokenizer that returns SEPARATOR and then the bytes: the vocabulary of `ringflash.lightning.TextData`."""
 
     vocab_size = BYTE_VOCAB_SIZE
     checksum = hashlib.sha256(b"bytes behind 256").hexdigest()
 
     def encode(self, documents: Sequence[Document]) -> Sequence[Tokens]:
-        """The separator and the bytes of each."""
+        """Return the separator and the bytes of each document."""
         return [np.insert(np.frombuffer(x.text, np.uint8).astype(np.uint16), 0, SEPARATOR) for x in documents]
 
 
 class HuggingFace:
-    """tokenizer.json of a folder. Documents start with its bos and end with its eos, as far as it has them.
+    """Tokenizer of a folder with tokenizer.json. Documents start with its bos and end with its eos, if it has them.
 
-    Special tokens that the text itself spells out are read as text.
+    Special tokens that are spelled out in the text are encoded as plain text.
 
     Args:
-        folder: tokenizer.json and tokenizer_config.json; nothing is looked up elsewhere, no code of it is run.
+        folder: folder with tokenizer.json and tokenizer_config.json. Nothing is downloaded and no code in it is run.
     Raises:
-        ValueError: no tokenizer there, or one with neither bos nor eos.
+        ValueError: the folder has no tokenizer, or the tokenizer has neither bos nor eos.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -71,10 +71,10 @@ class HuggingFace:
         self.checksum = hashlib.sha256(json.dumps([content, bos, eos]).encode()).hexdigest()
 
     def encode(self, documents: Sequence[Document]) -> Sequence[Tokens]:
-        """The tokens of each between its marks.
+        """Return the tokens of each document between bos and eos.
 
         Raises:
-            ValueError: text that is not UTF-8; with its place.
+            ValueError: a text is not UTF-8; the error names its place.
         """
         found = self._tokenizer(
             [_text(document) for document in documents], add_special_tokens=False, split_special_tokens=True,
@@ -84,7 +84,7 @@ class HuggingFace:
 
 
 def load(tokenizer: str) -> Tokenizer:
-    """The tokenizer of a name: "bytes" or a folder."""
+    """Load a tokenizer by name: "bytes" or a folder."""
     return Bytes() if tokenizer == "bytes" else HuggingFace(tokenizer)
 
 

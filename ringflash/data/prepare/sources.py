@@ -1,7 +1,7 @@
-"""Documents out of text, JSONL and parquet files, and how the files are cut into shards of work.
+"""Documents in text, JSONL and parquet files, and the division of the files into shards.
 
-A text file is a document; a line of a .jsonl or .ndjson file and a row of a .parquet file each hold one in their text
-field. Shards follow from the files and the options alone: as many processes as there may be write the same ones.
+A text file is one document. Each line of a .jsonl or .ndjson file and each row of a .parquet file holds one document in
+its text field. Shards depend only on the files and the options, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-_LINES = (".jsonl", ".ndjson")  # two names of one format
+_LINES = (".jsonl", ".ndjson")  # two names for the same format
 SUFFIXES = (".txt", *_LINES, ".parquet")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
@@ -25,9 +25,10 @@ _SKIP = "or skip such lines with --bad-lines skip"
 
 
 class BadLineError(Exception):
-    """A line of JSONL or a row of parquet that holds no document: what it lacks, and the remedy.
+    """Error for a line of JSONL or a row of parquet that holds no document, with its remedy.
 
-    `place` is set by the reader of the file, which finds it only for an error that is shown.
+    `place` is set by the reader of the file. It is a function because finding the line number is slow, and is only
+    needed for an error that is shown.
     """
 
     place: Callable[[], str]
@@ -39,21 +40,21 @@ class BadLineError(Exception):
 
 @dataclass
 class LeftOut:
-    """Counts of what a shard's input held beside its documents."""
+    """Counts of the empty documents and bad lines in the input of a shard."""
 
     empty: int = 0
     bad: int = 0
 
 
 class Document(NamedTuple):
-    """The text, in UTF-8 unless its file is not, and where it was found."""
+    """The bytes of a document (UTF-8, unless its text file has another encoding) and their place, for errors."""
 
     place: str
     text: bytes
 
 
-class Piece(NamedTuple):
-    """What one shard takes of a file: bytes [start, stop); of parquet, row groups."""
+class TextPiece(NamedTuple):
+    """The part of a file that belongs to a shard: bytes [start, stop), or row groups [start, stop) of parquet."""
 
     path: Path
     start: int
@@ -62,15 +63,15 @@ class Piece(NamedTuple):
 
 
 def find_files(inputs: Iterable[str | Path], suffixes: Iterable[str] = SUFFIXES) -> list[Path]:
-    """The files that are named, and those in named folders and below that end in one of the suffixes, sorted.
+    """Return the named files, and the files with one of the suffixes in the named folders (recursively), sorted.
 
-    A file that several links lead to is found once. What a link's name says a file holds is what it holds: the files
-    behind the links of Hugging Face's cache are named by their checksums.
+    A file with several links is listed once. The name of the link decides the format, because Hugging Face's cache
+    names the linked files by their checksums.
 
     Raises:
-        ValueError: an input that is not there, nothing to read, or a compressed file, whose bytes are no text.
+        ValueError: an input does not exist, there is nothing to read, or a file is compressed.
     """
-    found: dict[Path, Path] = {}  # names by the files themselves
+    found: dict[Path, Path] = {}  # link name by resolved file
     for path in map(Path, inputs):
         if not path.exists():
             raise ValueError(f"inputs must be files or folders, got {path}; correct the path.")
@@ -94,7 +95,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """All files of a folder, also of those that links in it lead to, each folder once."""
+    """Yield all files below a folder, following links; each folder is visited once."""
     seen: set[str] = set()
     for at, folders, names in os.walk(folder, followlinks=True):
         if os.path.realpath(at) in seen:
@@ -104,13 +105,13 @@ def _below(folder: Path) -> Iterator[Path]:
         yield from (Path(at) / name for name in names)
 
 
-def cut_into_shards(files: Iterable[Path], shard_bytes: int) -> list[list[Piece]]:
-    """The pieces of each shard, about `shard_bytes` of input in all.
+def cut_into_shards(files: Iterable[Path], shard_bytes: int) -> list[list[TextPiece]]:
+    """Return the pieces of each shard, about `shard_bytes` of input per shard.
 
-    Text files stay whole, JSONL is cut anywhere (the line that lies across belongs to the first), parquet between
-    row groups.
+    Text files stay whole. JSONL is cut at any byte: a line belongs to the piece in which it starts. Parquet is cut
+    between row groups.
     """
-    shards: list[list[Piece]] = []
+    shards: list[list[TextPiece]] = []
     room = 0
     for piece in (piece for path in files for piece in _pieces(path, shard_bytes)):
         if room <= 0:
@@ -121,29 +122,29 @@ def cut_into_shards(files: Iterable[Path], shard_bytes: int) -> list[list[Piece]
     return shards
 
 
-def _pieces(path: Path, shard_bytes: int) -> Iterator[Piece]:
+def _pieces(path: Path, shard_bytes: int) -> Iterator[TextPiece]:
     size = path.stat().st_size
     if path.suffix in _LINES:
         for start in range(0, size, shard_bytes):
             stop = min(start + shard_bytes, size)
-            yield Piece(path, start, stop, stop - start)
+            yield TextPiece(path, start, stop, stop - start)
     elif path.suffix == ".parquet":
         metadata = _parquet(path).metadata
         for group in range(metadata.num_row_groups):
-            yield Piece(path, group, group + 1, metadata.row_group(group).total_byte_size)
+            yield TextPiece(path, group, group + 1, metadata.row_group(group).total_byte_size)
     else:
-        yield Piece(path, 0, size, size)
+        yield TextPiece(path, 0, size, size)
 
 
 def documents(
-    pieces: Iterable[Piece], text_field: str, left_out: LeftOut, bad_lines: BadLines = "error"
+    pieces: Iterable[TextPiece], text_field: str, left_out: LeftOut, bad_lines: BadLines = "error"
 ) -> Iterator[Document]:
-    """Yield the documents of a shard; empty ones are left out and counted, and so are bad lines if they may be.
+    """Yield the documents of a shard. Empty documents are skipped and counted; so are bad lines, if `bad_lines` allows.
 
     Args:
-        left_out: where both are counted.
+        left_out: counts to update.
     Raises:
-        ValueError: a line or a row without a text; with its place.
+        ValueError: a line or row has no text; the error names its place.
     """
     for found in (found for piece in pieces for found in _documents_in(piece, text_field)):
         if isinstance(found, Document):
@@ -157,7 +158,7 @@ def documents(
             raise ValueError(f"{found} in {found.place()}; {found.remedy}.") from found
 
 
-def _documents_in(piece: Piece, field: str) -> Iterator[Document | BadLineError]:
+def _documents_in(piece: TextPiece, field: str) -> Iterator[Document | BadLineError]:
     if piece.path.suffix in _LINES:
         yield from _jsonl(piece, field)
     elif piece.path.suffix == ".parquet":
@@ -166,8 +167,8 @@ def _documents_in(piece: Piece, field: str) -> Iterator[Document | BadLineError]
         yield Document(str(piece.path), piece.path.read_bytes())
 
 
-def _jsonl(piece: Piece, field: str) -> Iterator[Document | BadLineError]:
-    """Yield a document, or its error, for each line that starts in the piece."""
+def _jsonl(piece: TextPiece, field: str) -> Iterator[Document | BadLineError]:
+    """Yield a document or an error for each line that starts in the piece."""
     with piece.path.open("rb") as file:
         if piece.start:
             file.seek(piece.start - 1)
@@ -184,7 +185,7 @@ def _jsonl(piece: Piece, field: str) -> Iterator[Document | BadLineError]:
 
 
 def _line_at(path: Path, at: int) -> str:
-    """The file and the number, from 1, of the line that starts at a byte."""
+    """Return the file name and the number (from 1) of the line that starts at byte `at`."""
     with path.open("rb") as file:
         ends = sum(file.read(min(1 << 20, at - start)).count(b"\n") for start in range(0, at, 1 << 20))
     return f"{path}, line {1 + ends}"
@@ -193,11 +194,11 @@ def _line_at(path: Path, at: int) -> str:
 def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except (ValueError, RecursionError) as error:  # of JSON and of UTF-8; of lists in lists without end
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8; lists nested too deeply
         raise BadLineError(f"line must be JSON in UTF-8, got {error}", f"correct the file, {_SKIP}") from error
 
 
-def _rows(piece: Piece, field: str) -> Iterator[Document | BadLineError]:
+def _rows(piece: TextPiece, field: str) -> Iterator[Document | BadLineError]:
     file = _parquet(piece.path)
     if field not in file.schema_arrow.names:
         raise ValueError(f"parquet must have a column {field!r}, got {file.schema_arrow.names} in {piece.path}; "
@@ -211,12 +212,12 @@ def _rows(piece: Piece, field: str) -> Iterator[Document | BadLineError]:
             yield problem
 
 
-def _column(file: Any, piece: Piece, field: str) -> Iterator[Any]:
-    """Values of a row group."""
+def _column(file: Any, piece: TextPiece, field: str) -> Iterator[Any]:
+    """Yield the values of a column in a row group."""
     try:
         for batch in file.iter_batches(batch_size=256, row_groups=[piece.start], columns=[field]):
             yield from batch.column(0).to_pylist()
-    except (ValueError, OSError) as error:  # of UTF-8, and pyarrow's own
+    except (ValueError, OSError) as error:  # invalid UTF-8, and pyarrow's errors, which derive from these
         raise ValueError(
             f"parquet must be whole and its text UTF-8, got {error} in {piece.path}, row group {piece.start}; "
             "correct the file."
@@ -232,7 +233,7 @@ def _parquet(path: Path) -> Any:
         ) from missing
     try:
         return parquet.ParquetFile(path)
-    except ValueError as error:  # pyarrow's own
+    except ValueError as error:  # base class of pyarrow's errors
         raise ValueError(f"parquet must be whole, got {error} in {path}; correct the file.") from error
 
 

@@ -1,4 +1,4 @@
-"""What a model's operators read and write beside its matrix products: on a GPU, the time between them."""
+"""Memory traffic of a model's operators other than matmuls: on a GPU, it determines the time between matmuls."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from torch.utils.flop_counter import flop_registry
 
 _PRODUCTS = {operator.__name__ for operator in flop_registry} | {"_grouped_mm", "_scaled_grouped_mm"}
 _NOTHING_MOVED = {"_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_LOOKED_UP = {"embedding", "embedding_dense_backward"}  # a row a token, and the head's gradient beside it
+_LOOKED_UP = {"embedding", "embedding_dense_backward"}  # only one row per token
 _NOTHING_READ = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "zero_", "fill_"}
 
 
-class Passed(NamedTuple):
-    """Bytes a token of a layer, the mean of all: forward, of that in what tiles compute, and backward."""
+class Traffic(NamedTuple):
+    """Bytes moved per token and layer, averaged over the layers.
+
+    forward: in the forward.  tiled: the part of it in modules that tiles recompute.  backward: in the backward.
+    """
 
     forward: float
     tiled: float
     backward: float
 
 
-class Passes(TorchDispatchMode):
-    """Sums the bytes of tensors that operators read and write; of a product nothing, whose FLOPs take its time.
+class TrafficCounter(TorchDispatchMode):
+    """Sum the bytes that operators read and write, except matmuls, whose time depends on their FLOPs.
 
-    Every operator is taken for a kernel of its own, which reads its tensors once and writes its results once.
+    Every operator counts as one kernel, which reads its tensors once and writes its results once.
     """
 
     def __init__(self) -> None:
@@ -34,7 +37,7 @@ class Passes(TorchDispatchMode):
         self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operator, and counts."""
+        """Run the operator and count its bytes."""
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         if not (func.is_view or name in _PRODUCTS | _NOTHING_MOVED | _LOOKED_UP):
@@ -44,7 +47,7 @@ class Passes(TorchDispatchMode):
 
 
 def _num_bytes(x: Tensor) -> int:
-    """Of its elements, those that an expanded dimension repeats counted once."""
+    """Return the size of a tensor in bytes; elements that an expanded dim repeats are counted once."""
     total = x.element_size()
     for size, stride in zip(x.shape, x.stride(), strict=True):
         total *= size if stride else 1

@@ -1,7 +1,7 @@
-"""What a transformers model's layers keep for autograd and move in memory, read off a step on the meta device.
+"""Bytes that the layers of a transformers model save for autograd and move in memory, from a step on the meta device.
 
-No number is computed. Attention is a stand-in that keeps what ring attention keeps, q, k, v, out and lse, and moves
-nothing.
+No values are computed. Attention is replaced by a stand-in that saves the same tensors as ring attention (q, k, v, out
+and lse) and counts no memory traffic.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import pad
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringflash.commands.plan.passes import Passed, Passes
+from ringflash.commands.plan.traffic import Traffic, TrafficCounter
 from ringflash.huggingface.attention_function import apply_sinks
 from ringflash.huggingface.validation import find_static_error
 from ringflash.memory.tiles import modules_to_tile
 
-TOKENS = 512  # of the forward; all that is kept grows with them
-_NAME = "kept"  # with "flash" in it transformers would look for a package
+TOKENS = 512  # length of the forward; saved bytes are proportional to it
+_NAME = "saved_bytes"  # a name with "flash" would make transformers look for a package
 
 
-class Kept(NamedTuple):
-    """Bytes a token of one layer: in all, of its MLP alone, of what tiles leave out, and of the layer's own input.
+class SavedBytes(NamedTuple):
+    """Bytes that one layer saves per token.
 
-    Of the MLP and the tiles inputs are not counted. The layer's input is 0 if its first norm keeps a copy instead.
+    layer: everything.  mlp: by the MLP, without its input.  tiled: by the modules that tiles recompute, without their
+    inputs.  input: the layer's own input; 0 if its first norm saves a copy instead.
     """
 
     layer: float
@@ -40,20 +41,21 @@ class Kept(NamedTuple):
     input: float
 
 
-class Seen(NamedTuple):
-    """What a step shows: of every layer; parameters that multiply a token in plain products, those of groups left
-    out; the largest (KV heads, features of a key) of an attention; and what passes between the products."""
+class ModelTrace(NamedTuple):
+    """Results of a traced step.
 
-    layers: list[Kept]
+    layers: saved bytes of each layer.  multiplied: parameters that multiply a token in plain (ungrouped) matmuls.
+    keys: the largest (KV heads, head_dim) of an attention.  passed: memory traffic between the matmuls.
+    """
+
+    layers: list[SavedBytes]
     multiplied: float
     keys: tuple[int, int]
-    passed: Passed
+    passed: Traffic
 
 
-def see_layers(model: nn.Module) -> Seen:
-    """What every decoder layer keeps, and computes.
-
-    Without checkpointing or tiles; of what is kept, rotary angles, which all share, are not counted.
+def trace_layers(model: nn.Module) -> ModelTrace:
+    """Trace a step without checkpointing or tiles; rotary angles, which all layers share, are not counted.
 
     Args:
         model: a causal language model on the meta device, in bf16.
@@ -65,8 +67,8 @@ def see_layers(model: nn.Module) -> Seen:
     AttentionInterface.register(_NAME, partial(_attention, keys))
     AttentionMaskInterface.register(_NAME, lambda **_: None)
     body: Any = model.get_submodule("model")
-    passes = Passes()
-    counts = [_Count(layer, passes) for layer in body.layers]
+    passes = TrafficCounter()
+    counts = [_LayerCounter(layer, passes) for layer in body.layers]
     before = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation(_NAME)  # type: ignore[operator]
     try:
@@ -81,13 +83,13 @@ def see_layers(model: nn.Module) -> Seen:
         for count in counts:
             count.remove()
     moved = (forward, sum(count.tiled_passes for count in counts), passes.num_bytes - forward)
-    passed = Passed(*(num_bytes / (TOKENS * len(counts)) for num_bytes in moved))
-    return Seen([count.kept for count in counts], counter.get_total_flops() / (2 * TOKENS), max(keys), passed)
+    passed = Traffic(*(num_bytes / (TOKENS * len(counts)) for num_bytes in moved))
+    return ModelTrace([count.kept for count in counts], counter.get_total_flops() / (2 * TOKENS), max(keys), passed)
 
 
 @contextmanager
 def with_liger(model: nn.Module) -> Iterator[None]:
-    """Let modules keep and move what they do with Liger: norms and MLPs in one kernel, rotary embedding in place."""
+    """Make modules save and move the same bytes as with Liger: fused norms and MLPs, rotary embedding in place."""
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     gated = [module for module in model.modules() if hasattr(module, "gate_proj") and hasattr(module, "act_fn")]
     family = vars(sys.modules[type(model).__module__])
@@ -102,11 +104,11 @@ def with_liger(model: nn.Module) -> Iterator[None]:
     finally:
         family["apply_rotary_pos_emb"] = rotate
         for module in (*norms, *gated):
-            vars(module).pop("forward", None)  # which counting may have taken off
+            vars(module).pop("forward", None)  # counting may already have removed it
 
 
 class _Fused(torch.autograd.Function):
-    """One kernel that reads two tensors and writes one, as large as the second, and keeps both for its backward."""
+    """Stand-in for a kernel that reads two tensors, writes one like the second, and saves both for its backward."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -121,38 +123,38 @@ class _Fused(torch.autograd.Function):
 
 
 def _backward(body: nn.Module, out: Tensor) -> None:
-    """To every parameter that trains."""
+    """Run the backward to every trainable parameter."""
     trained = [parameter for parameter in body.parameters() if parameter.requires_grad]
     try:
         torch.autograd.grad(out, trained, torch.empty_like(out), allow_unused=True)
-    except NotImplementedError as error:  # torch's, of what meta has not; a plug's refusal is one, too
+    except NotImplementedError as error:  # torch's, for the meta device; only ringflash's may pass as such
         raise RuntimeError(str(error)) from error
 
 
 def _mlp_of(layer: nn.Module) -> nn.Module:
-    """The child of a layer that has most parameters beside attention's: its MLP, or experts."""
+    """Return the largest child of a layer without attention: its MLP or experts."""
     others = [child for child in layer.children() if not any(hasattr(m, "is_causal") for m in child.modules())]
     return max(others, key=lambda child: sum(p.numel() for p in child.parameters()))
 
 
 @dataclass
-class _Part:
-    """Of a layer, some modules: bytes that they keep, and that pass between their products."""
+class _ModuleGroup:
+    """Counters of a group of modules: bytes saved for backward, and bytes moved between matmuls."""
 
     num_bytes: int = 0
     passes: int = 0
 
 
-class _Count:
-    """Counts the storages that a layer's forward keeps, and sees what passes in its parts."""
+class _LayerCounter:
+    """Count the storages that the forward of a layer saves, and the memory traffic of its groups of modules."""
 
-    def __init__(self, layer: nn.Module, passes: Passes) -> None:
+    def __init__(self, layer: nn.Module, passes: TrafficCounter) -> None:
         self._passes = passes
         self.storages: dict[int, torch.UntypedStorage] = {}
         self._inputs = set[int]()
         self._shared = {p.untyped_storage()._cdata for p in layer.parameters()}
-        self._mlp, self._tiled = _Part(), _Part()
-        self._at_work: list[tuple[_Part, set[int]]] = []  # and its inputs
+        self._mlp, self._tiled = _ModuleGroup(), _ModuleGroup()
+        self._running: list[tuple[_ModuleGroup, set[int]]] = []  # with the storages of the inputs
         self._layer, self._parts = layer, {_mlp_of(layer): [self._mlp]}
         for module in modules_to_tile(layer):
             self._parts.setdefault(module, []).append(self._tiled)
@@ -161,21 +163,22 @@ class _Count:
             module.forward = self._marked(module.forward, parts)  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Count no more."""
+        """Restore the forwards of the modules."""
         for module in (self._layer, *self._parts):
             vars(module).pop("forward")
 
     @property
     def tiled_passes(self) -> int:
-        """Bytes that pass in what tiles compute."""
+        """Bytes moved by the modules that tiles recompute."""
         return self._tiled.passes
 
     @property
-    def kept(self) -> Kept:
-        """By token."""
+    def kept(self) -> SavedBytes:
+        """Saved bytes per token."""
         whole = sum(storage.nbytes() for storage in self.storages.values())
         own = sum(self.storages[key].nbytes() for key in self._inputs & self.storages.keys())
-        return Kept(*(num_bytes // TOKENS for num_bytes in (whole, self._mlp.num_bytes, self._tiled.num_bytes, own)))
+        counts = (whole, self._mlp.num_bytes, self._tiled.num_bytes, own)
+        return SavedBytes(*(num_bytes // TOKENS for num_bytes in counts))
 
     def _counted(self, forward: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -186,15 +189,15 @@ class _Count:
 
         return counted
 
-    def _marked(self, forward: Any, parts: list[_Part]) -> Any:
+    def _marked(self, forward: Any, parts: list[_ModuleGroup]) -> Any:
         def marked(*args: Any, **kwargs: Any) -> Any:
             inputs = {x.untyped_storage()._cdata for x in _tensors([*args, *kwargs.values()])}
-            self._at_work += [(part, inputs) for part in parts]
+            self._running += [(part, inputs) for part in parts]
             before = self._passes.num_bytes
             out = forward(*args, **kwargs)
             for part in parts:
                 part.passes += self._passes.num_bytes - before
-            del self._at_work[-len(parts) :]
+            del self._running[-len(parts) :]
             return out
 
         return marked
@@ -204,7 +207,7 @@ class _Count:
         key = storage._cdata
         if key not in self._shared and key not in self.storages:
             self.storages[key] = storage
-            for part, inputs in self._at_work:
+            for part, inputs in self._running:
                 if key not in inputs:
                     part.num_bytes += storage.nbytes()
         return x
@@ -216,7 +219,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class _StandIn(torch.autograd.Function):
-    """Keeps what ring attention does."""
+    """Attention that saves the same tensors as ring attention."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,13 +245,13 @@ def _attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As the plug's, and with its refusals: values are padded to the width of keys."""
+    """Stand-in for the attention function of `ringflash.huggingface`, with the same refusals and padding of values."""
     error = find_static_error(module, query, key, dropout, sliding_window, True, kwargs, s_aux)
     if error is not None:
         raise error
     keys.append((key.shape[1], key.shape[3]))
     width, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
-    value = pad(value, (0, missing)) if missing else value  # which copies
+    value = pad(value, (0, missing)) if missing else value  # pad copies even for 0
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = _StandIn.apply(q, k, v)
     out = out if s_aux is None else apply_sinks((out, lse), s_aux)

@@ -1,10 +1,11 @@
-"""What a run tells its user: a line every few steps, the losses before and after, and where the results lie."""
+"""Callbacks that report on a run: a line every few steps, losses before and after, and exposed communication."""
 
 from __future__ import annotations
 
 import os
 import resource
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import lightning
@@ -13,26 +14,26 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from ringflash.comm.wait_timer import Waits, measured
 from ringflash.flops import peak_tflops
-from ringflash.lightning.buckets import bucket_bounds
-from ringflash.lightning.module import CausalLM
-from ringflash.lightning.sequences import SequenceData
+from ringflash.lightning.data import SequenceData
+from ringflash.lightning.module import CausalLM, bucket_bounds
 from ringflash.lightning.strategy import strategy_of
 
 _GIB = 1 << 30
 
 
 class Progress(lightning.Callback):
-    """Prints loss, norm of the gradient, rate, memory, speed and MFU on the first rank, and logs memory and speed.
+    """Callback that prints loss, gradient norm, learning rate, memory, speed and MFU, and logs memory and speed.
 
-    Tokens are counted once for each sequence. Lightning's ThroughputMonitor multiplies by the number of ranks and
-    would count them once for each rank of a ring. FLOPs are those of `ringflash.flops`, with each batch's own
-    documents.
+    Only the first rank prints. Tokens are counted once per sequence: Lightning's ThroughputMonitor multiplies by the
+    number of ranks, and would count them once for each rank of a ring. FLOPs are those of `ringflash.flops`, for the
+    documents of each batch.
 
     Args:
         every_n_steps: steps between two lines.
-        peak_tflops: of a GPU, for MFU; default by its name, from `ringflash.flops.PEAK_TFLOPS`. MFU of a device
-            without one is not printed.
+        peak_tflops: peak of one GPU, for MFU; default from `ringflash.flops.PEAK_TFLOPS`, by the GPU's name. MFU is
+            not printed for a device without a peak.
     """
 
     def __init__(self, every_n_steps: int = 10, peak_tflops: float | None = None) -> None:
@@ -41,15 +42,15 @@ class Progress(lightning.Callback):
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(f"peak_tflops must be positive, got {peak_tflops}; leave it out for the table's.")
         self.every_n_steps, self.peak_tflops = every_n_steps, peak_tflops
-        self.num_tokens, self.flops = 0, 0.0  # since the last line: of all sequences, and of this data rank's
+        self.num_tokens, self.flops = 0, 0.0  # since the last line: tokens on all data ranks, FLOPs of this data rank
         self.console = Console(highlight=False, soft_wrap=True)
         self.evaluations: list[tuple[int, dict[str, float]]] = []
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Refuse a module of one's own, which knows no FLOPs and keeps no losses, and data without a known length.
+        """Check that the module counts FLOPs and keeps its losses, and that the data has a known length.
 
         Raises:
-            ValueError: other than CausalLM on SequenceData.
+            ValueError: not a CausalLM on a SequenceData.
         """
         if not (isinstance(pl_module, CausalLM) and isinstance(trainer.datamodule, SequenceData)):
             raise ValueError(
@@ -58,7 +59,7 @@ class Progress(lightning.Callback):
             )
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
-        """Say what is trained, on what."""
+        """Print the model's size, the sequences and the device."""
         strategy = strategy_of(trainer)
         parameters = sum(p.numel() for p in pl_module.parameters())
         self._print(
@@ -69,18 +70,18 @@ class Progress(lightning.Callback):
         )
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
-        """The clock starts with the first batch."""
+        """Start the clock."""
         self._restart_clock(trainer)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: CausalLM, *_: Any) -> None:
-        """After an evaluation the clock starts here: other callbacks may have evaluated on."""
+        """Restart the clock after an evaluation; only here, because other callbacks may evaluate after this one."""
         if self._evaluated:
             self._restart_clock(trainer)
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: CausalLM, outputs: Any, batch: dict[str, Any], batch_idx: int
     ) -> None:
-        """Print and log, every few steps and on the first."""
+        """Print and log on the first step and then every `every_n_steps`."""
         step, seqlen = trainer.global_step, trainer.datamodule.seqlen
         self.num_tokens += strategy_of(trainer).dp_size * seqlen
         if pl_module.flops_of is not None:
@@ -89,7 +90,7 @@ class Progress(lightning.Callback):
         if step <= self._clock_step or (step % self.every_n_steps and step > 1):
             return
         loss, rate = (trainer.callback_metrics[x].item() for x in ("loss", "learning_rate"))
-        norm = trainer.callback_metrics.get("grad_norm")  # a module that clips by itself may log none
+        norm = trainer.callback_metrics.get("grad_norm")  # a module that overrides clipping may log none
         grad_norm = "" if norm is None else f"grad_norm {norm.item():8.4f}  "
         speed = {"memory_gib": _peak_memory(strategy_of(trainer).root_device), **self._speed(trainer)}
         pl_module.log_dict(speed)
@@ -103,11 +104,11 @@ class Progress(lightning.Callback):
         self._restart_clock(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
-        """Print the losses; before the first step too, where the sanity check runs over all of the data."""
+        """Print the losses, also before the first step if the sanity check covers all evaluation sequences."""
         if trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches:
-            return  # the mean over a few of the sequences is no loss to compare with
+            return  # a mean over some of the sequences cannot be compared with later ones
         self.evaluations.append((trainer.global_step, pl_module.eval_losses))
-        if trainer.sanity_checking:  # what a module logs then is dropped
+        if trainer.sanity_checking:  # Lightning drops what a module logs then
             for logger in trainer.loggers:
                 logger.log_metrics({f"eval_loss/{name}": x for name, x in pl_module.eval_losses.items()}, step=0)
         text = "  ".join(f"{name} [bold]{loss:.4f}[/]" for name, loss in pl_module.eval_losses.items())
@@ -115,7 +116,7 @@ class Progress(lightning.Callback):
         self._evaluated = True
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
-        """Losses first and last, and the files."""
+        """Print the first and last losses, the checkpoint and the loggers' folders."""
         if len(self.evaluations) > 1:
             (first, before), (last, after) = self.evaluations[0], self.evaluations[-1]
             table = Table("loss, mean over tokens", f"step {first}", f"step {last}")
@@ -123,15 +124,15 @@ class Progress(lightning.Callback):
                 table.add_row(name, f"{before[name]:.4f}", f"{after[name]:.4f}")
             self._print(trainer, table)
         if pl_module.eval_losses_by_position:
-            self._print(trainer, _by_position(pl_module, trainer.datamodule.seqlen))
+            self._print(trainer, _position_table(pl_module, trainer.datamodule.seqlen))
         checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        self._print(trainer, f"checkpoint  {_shown(checkpoint) if checkpoint else 'none yet'}")
+        self._print(trainer, f"checkpoint  {_relative_path(checkpoint) if checkpoint else 'none yet'}")
         for logger in trainer.loggers:
-            if place := logger.log_dir or logger.save_dir:  # W&B's has no log_dir
-                self._print(trainer, f"loss curve  {_shown(place)} ({type(logger).__name__})")
+            if place := logger.log_dir or logger.save_dir:  # WandbLogger has no log_dir
+                self._print(trainer, f"loss curve  {_relative_path(place)} ({type(logger).__name__})")
 
     def _speed(self, trainer: lightning.Trainer) -> dict[str, float]:
-        """Since the last line; all ranks add up their sequences."""
+        """Return tokens and FLOPs per second since the last line; all ranks call it together."""
         strategy = strategy_of(trainer)
         seconds = time.perf_counter() - self._clock
         speed = {
@@ -158,8 +159,8 @@ class Progress(lightning.Callback):
             self.console.print(what)
 
 
-def _by_position(module: CausalLM, seqlen: int) -> Table:
-    """Losses of the last evaluation; a model that uses far context has lower ones further down."""
+def _position_table(module: CausalLM, seqlen: int) -> Table:
+    """Table of the last evaluation's losses by bucket; with a model that uses distant context they fall downwards."""
     losses = module.eval_losses_by_position
     table = Table("tokens of the document before", *losses)
     for bucket, bound in enumerate(bucket_bounds(seqlen)):
@@ -170,7 +171,7 @@ def _by_position(module: CausalLM, seqlen: int) -> Table:
 
 
 def _peak_memory(device: torch.device) -> float:
-    """GiB: on CUDA the peak since the last line, on the CPU that of the process since its start."""
+    """Return the peak memory in GiB: on CUDA since the last line, on the CPU since the process started."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
@@ -182,7 +183,47 @@ def _device_name(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} thread(s) each"
 
 
-def _shown(path: str) -> str:
-    """The path as a user would type it here."""
+def _relative_path(path: str) -> str:
+    """Return a path relative to the working directory if it is below it."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative
+
+
+class ExposedCommunication(lightning.Callback):
+    """Callback that logs `exposed_communication_ms`: how long attention waited for messages in one batch.
+
+    The value is that of the rank that waited longest. Each measured batch costs one synchronisation with the device.
+    FSDP2's collectives are not counted.
+
+    Args:
+        every_n_steps: measure the batches whose step is a multiple of this.
+    """
+
+    def __init__(self, every_n_steps: int = 10) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}; 10 costs nothing to speak of.")
+        self.every_n_steps = every_n_steps
+        self.milliseconds: float | None = None  # of the last measured batch
+        self._stack = ExitStack()
+        self._waits: Waits | None = None
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: CausalLM, *_: Any) -> None:
+        """Start measuring if this step is due."""
+        if trainer.global_step % self.every_n_steps == 0:
+            self._waits = self._stack.enter_context(measured())
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: CausalLM, *_: Any) -> None:
+        """Log the longest wait of any rank."""
+        if self._waits is None:
+            return
+        waits, self._waits = self._waits, None
+        self._stack.close()
+        longest = torch.tensor(waits.seconds() * 1e3, dtype=torch.float64, device=strategy_of(trainer).root_device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        self.milliseconds = longest.item()
+        pl_module.log("exposed_communication_ms", self.milliseconds)
+
+    def on_exception(self, trainer: lightning.Trainer, pl_module: CausalLM, exception: BaseException) -> None:
+        """Stop measuring."""
+        self._waits = None
+        self._stack.close()

@@ -1,0 +1,515 @@
+"""FP8 attention in plain torch, on any device: the specification of the FP8 kernels.
+
+q, k and v are rounded to e4m3 by blocks of rows, the probabilities block by block of keys. Sums are in fp64.
+
+    rotation   q and k times one Hadamard matrix with random signs, along head_dim: outliers spread over the head,
+               q k^T is unchanged but for the factor head_dim
+    scales     powers of two: of q for every 64 rows, of k and of v for every 128 keys, and for every head. They follow
+               from the rows of the block only, so however a sequence is cut at multiples of 128, each row has the same
+               bits on every rank.
+    records    a block of 128 keys of one head in one piece of memory: k, v and their scales. This is what travels.
+
+P is rounded relative to the largest score m of its row *within the block of keys*: P' = 2^(s - m + OFFSET), between
+2^-10 and 2^OFFSET. So a key that outweighs all others flushes those of its own block only, and P' too has the same bits
+on every rank. The sum over a block is scaled by 2^m and by the scale of v when it is added to O, in fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ringflash_kernels.mask import Mask
+from ringflash_kernels.merge import merge_
+
+BLOCK_Q = 64  # rows of q that share a scale
+BLOCK_K = 128  # keys of a record
+# The keys of every 16 as the transposed v stores them: the registers of S are then the operand of P V as they are.
+KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+HEAD_DIMS = (64, 128, 256)
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+OFFSET = 8.0  # P of a block's largest score is 2^OFFSET, which e4m3 holds exactly, and smaller ones keep more bits
+SMALLEST_EXPONENT = -60  # of a scale; a block of zeros has this one
+TAIL_BYTES = 128  # of a record, behind k and v: their scales in fp32, then zeros
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MAX_SCORES = 1 << 20  # elements of one block of the score matrix
+
+
+class Rows(NamedTuple):
+    """Quantised q: values as q in e4m3, scales (batch, num_heads, num_blocks) in fp32."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+class Keys(NamedTuple):
+    """Unpacked records: k, v (batch, num_blocks * 128, num_kv_heads, head_dim), scales (batch, num_blocks, heads)."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scales: torch.Tensor
+    v_scales: torch.Tensor
+
+
+def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Return why this implementation cannot take the call; None when it can."""
+    if q.dtype not in _DTYPES:
+        return f"dtype {q.dtype} (fp16, bf16 or fp32)"
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head_dim {q.shape[-1]} (one of {', '.join(map(str, HEAD_DIMS))})"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- quantisation
+
+
+@functools.cache
+def sign_bits() -> tuple[int, ...]:
+    """256 random bits in eight words: a set bit negates that column of q and k before the transform."""
+    digest = hashlib.sha256(b"ringflash").digest()
+    return tuple(int.from_bytes(digest[4 * i : 4 * i + 4], "little") for i in range(8))
+
+
+def signs(head_dim: int) -> torch.Tensor:
+    """The sign of each column, +1 or -1: (head_dim,), fp32."""
+    words = sign_bits()
+    return torch.tensor([1.0 - 2.0 * (words[i // 32] >> i % 32 & 1) for i in range(head_dim)])
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Multiply the rows of x by the signs and the Hadamard matrix of +1 and -1.
+
+    Args:
+        x: (..., head_dim).
+    Returns:
+        fp32. The products of two rotated rows are head_dim times those of the rows.
+    Numerics: sums in fp32, of columns 1, 2, 4, ... apart in this order: the same bits on every device.
+    """
+    x = x.float() * signs(x.shape[-1]).to(x.device)
+    distance = 1
+    while distance < x.shape[-1]:
+        low, high = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        x = torch.stack([low + high, low - high], -2).flatten(-3)
+        distance *= 2
+    return x
+
+
+def rotate_back(x: torch.Tensor) -> torch.Tensor:
+    """Invert `rotate`: (..., head_dim), fp32."""
+    sign = signs(x.shape[-1]).to(x.device)
+    return rotate(x.float() * sign) * (sign / x.shape[-1])
+
+
+def power_of_two(largest: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that brings |x| <= `largest` within e4m3: fp32, at least 2^SMALLEST_EXPONENT."""
+    bits = largest.float().contiguous().view(torch.int32)
+    exponent = (bits + 0x1FFFFF >> 23) - 8  # 448 is 1.75 * 2^8: one more for a significand above 1.75
+    return (exponent.clamp(min=127 + SMALLEST_EXPONENT) << 23).view(torch.float32)
+
+
+def round_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round x to e4m3 with one scale for each block of rows and head.
+
+    Args:
+        x: (batch, seqlen, num_heads, head_dim), fp32.
+    Returns:
+        values: (batch, num_blocks, block, num_heads, head_dim), e4m3, padded with zeros; NaN where x is not finite.
+        scales: (batch, num_blocks, num_heads), fp32, powers of two.
+    """
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % block)).unflatten(1, (-1, block))
+    finite = x.isfinite()
+    scales = power_of_two(x.abs().masked_fill(~finite, 0.0).amax((2, 4)))
+    scaled = (x / scales[:, :, None, :, None]).masked_fill(~finite, math.nan)
+    return scaled.to(E4M3), scales
+
+
+def quantise_q(q: torch.Tensor) -> Rows:
+    """Rotate and round the queries: one scale for each 64 rows and head."""
+    values, scales = round_blocks(rotate(q), BLOCK_Q)
+    return Rows(values.flatten(1, 2)[:, : q.shape[1]].contiguous(), scales.transpose(1, 2).contiguous())
+
+
+def record_bytes(head_dim: int) -> int:
+    """Bytes of one block of 128 keys and head."""
+    return 2 * BLOCK_K * head_dim + TAIL_BYTES
+
+
+def quantise_kv(
+    k: torch.Tensor, v: torch.Tensor, *, for_backward: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Records of k and v: what a rank publishes and the kernels read.
+
+    A record is the tile of k8 (128 keys, head_dim) | the tile of v8 | the scales of k and of v in fp32 | zeros up to
+    128 bytes. The tile of v8 of the forward is transposed, (head_dim, 128 keys), with the keys of every 16 in
+    KEY_ORDER; that of the backward is (128 keys, head_dim). Keys that pad the last block are zeros.
+
+    Args:
+        k, v: (batch, seqlen_k, num_kv_heads, head_dim).
+        out: as the result, any strides of the first three dimensions. Default new.
+    Returns:
+        (batch, num_blocks, num_kv_heads, record_bytes), uint8.
+    """
+    k8, k_scales = round_blocks(rotate(k), BLOCK_K)
+    v8, v_scales = round_blocks(v.float(), BLOCK_K)
+    k8, v8 = (x.view(torch.uint8).permute(0, 1, 3, 2, 4) for x in (k8, v8))  # batch, block, head, key, column
+    if not for_backward:
+        v8 = v8.unflatten(3, (-1, 16))[..., list(KEY_ORDER), :].flatten(3, 4).transpose(3, 4)
+    tail = torch.stack([k_scales, v_scales], -1)
+    tail = torch.nn.functional.pad(tail, (0, TAIL_BYTES // 4 - tail.shape[-1])).view(torch.uint8)
+    records = torch.cat([k8.flatten(3), v8.flatten(3), tail], -1)
+    return records if out is None else out.copy_(records)
+
+
+def unpack(records: torch.Tensor, head_dim: int, *, for_backward: bool) -> Keys:
+    """k8, v8 and their scales of records: the inverse of `quantise_kv`'s layout."""
+    size = BLOCK_K * head_dim
+    k8, v8, tail = records.split((size, size, TAIL_BYTES), -1)
+    k8 = k8.contiguous().view(E4M3).unflatten(-1, (BLOCK_K, head_dim))
+    if for_backward:
+        v8 = v8.contiguous().view(E4M3).unflatten(-1, (BLOCK_K, head_dim))
+    else:
+        place = torch.tensor(KEY_ORDER).argsort().tolist()
+        v8 = v8.unflatten(-1, (head_dim, BLOCK_K // 16, 16))[..., place].flatten(-2).transpose(-1, -2)
+        v8 = v8.contiguous().view(E4M3)
+    k8, v8 = (x.transpose(2, 3).flatten(1, 2) for x in (k8, v8))
+    scales = tail.contiguous().view(torch.float32)
+    return Keys(k8, v8, scales[..., 0], scales[..., 1])
+
+
+# --------------------------------------------------------------------------------------------------------- forward
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
+) -> None:
+    """See `api.attention_forward`; arguments are checked there."""
+    forward_rows(
+        quantise_q(q),
+        quantise_kv(k, v, for_backward=False),
+        mask,
+        softmax_scale,
+        out=out,
+        lse=lse,
+        acc=acc,
+        row_max=row_max,
+    )
+
+
+def forward_rows(
+    rows: Rows,
+    records: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
+) -> None:
+    """`forward` of quantised operands: key j of the mask is row j % 128 of record j // 128."""
+    if acc is None:
+        out.zero_()
+        lse.fill_(-math.inf)
+        if row_max is not None:
+            row_max.fill_(-math.inf)
+    state = out.to(lse.dtype) if acc is None else acc
+    for queries, keys, visible in blocks(rows.values, mask):
+        scores = scores_of(rows, records, queries, keys, softmax_scale)
+        scores = scores.masked_fill(~visible, -math.inf)
+        if row_max is not None:
+            largest = scores.amax(-1).flatten(1, 2) * math.log(2.0)
+            row_max[..., queries] = torch.maximum(row_max[..., queries], largest.to(row_max.dtype))
+        part, part_lse = _attend(scores, visible, *_values(records, rows, keys))
+        merge_(state[:, queries], lse[..., queries], part, part_lse.to(lse.dtype))
+    if state is not out:
+        out.copy_(state)
+
+
+def blocks(q8: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Blocks of query rows with a visible key: rows, columns from the beginning of a record, visibility of each pair.
+
+    Columns go on to the end of the last record; nobody sees the keys that pad it.
+    """
+    if not mask.regions:
+        return
+    first_key, end_key = mask.k_span
+    cols = slice(first_key // BLOCK_K * BLOCK_K, -(-end_key // BLOCK_K) * BLOCK_K)
+    visible = torch.nn.functional.pad(mask.dense(q8.device), (0, -mask.seqlen_k % BLOCK_K))
+    count = max(1, _MAX_SCORES // (q8.shape[0] * q8.shape[2] * (cols.stop - cols.start)))
+    first, end = mask.q_span
+    for start in range(first, end, count):
+        rows = slice(start, min(start + count, end))
+        yield rows, cols, visible[rows, cols]
+
+
+def scores_of(rows: Rows, records: torch.Tensor, queries: slice, keys: slice, softmax_scale: float) -> torch.Tensor:
+    """Scaled scores in units of log 2: (batch, num_kv_heads, group, rows, keys), fp64, exact for rounded operands."""
+    head_dim, num_kv_heads = rows.values.shape[-1], records.shape[2]
+    q = rows.values[:, queries].double()
+    index = torch.arange(queries.start, queries.stop, device=q.device) // BLOCK_Q
+    q = (q * rows.scales.transpose(1, 2)[:, index].double().unsqueeze(-1)).unflatten(2, (num_kv_heads, -1))
+    found = unpack(records[:, keys.start // BLOCK_K : keys.stop // BLOCK_K], head_dim, for_backward=False)
+    k = found.k.double() * found.k_scales.double().repeat_interleave(BLOCK_K, 1).unsqueeze(-1)
+    return torch.einsum("bihgd,bjhd->bhgij", q, k) * (softmax_scale / head_dim / math.log(2.0))
+
+
+def _values(records: torch.Tensor, rows: Rows, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return v8 and its scales (batch, num_kv_heads, num_blocks), in fp64."""
+    head_dim = rows.values.shape[-1]
+    found = unpack(records[:, keys.start // BLOCK_K : keys.stop // BLOCK_K], head_dim, for_backward=False)
+    return found.v.double(), found.v_scales.double().transpose(1, 2)
+
+
+def _attend(
+    scores: torch.Tensor, visible: torch.Tensor, v8: torch.Tensor, v_scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out (batch, rows, num_heads, head_dim) and lse of scores in units of log 2, -inf where hidden."""
+    scores = scores.unflatten(-1, (-1, BLOCK_K))  # batch, kv head, group, row, block, key
+    largest = scores.amax(-1, keepdim=True)
+    p = torch.exp2(scores - torch.where(largest == -math.inf, 0.0, largest) + OFFSET)
+    top = largest.amax(-2, keepdim=True)
+    weights = torch.where(largest == -math.inf, 0.0, torch.exp2(largest - top))
+    total = (p * weights).sum((-1, -2))
+    rounded = p.float().clamp(max=LARGEST).to(E4M3).double() * weights * v_scales[:, :, None, None, :, None]
+    out = _weighted_values(rounded.flatten(-2), v8, visible)
+    empty = total == 0
+    lse = ((top.flatten(-3) - OFFSET) * math.log(2.0) + total.log()).masked_fill(empty, -math.inf)
+    return (out / total.masked_fill(empty, 1.0).permute(0, 3, 1, 2).unsqueeze(-1)).flatten(2, 3), lse.flatten(1, 2)
+
+
+def _weighted_values(p: torch.Tensor, v8: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Return p v: (batch, rows, num_kv_heads, group, head_dim), where a NaN in v reaches only the rows that see it."""
+    broken = ~v8.isfinite()
+    out = torch.einsum("bhgij,bjhd->bihgd", p, v8.masked_fill(broken, 0.0))
+    if broken.any():
+        seen = torch.einsum("ij,bjhd->bihd", visible.double(), broken.double()) > 0
+        out = out.masked_fill(seen.unsqueeze(3), math.nan)
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------- backward
+
+PRODUCTS = ("bf16", "fp8_scores", "fp8")
+LARGEST_P = 256.0  # of the P' that is rounded to e4m3
+
+
+class Fp8ReferenceBackward:
+    """Gradients of one attention, set of keys by set of keys; see `api.begin_backward`.
+
+    S comes from the operands of the forward. `products` names what else is rounded to e4m3, beside bf16 for the rest:
+
+        "bf16"        nothing
+        "fp8_scores"  the operands of dP = dO V^T
+        "fp8"         those of dP, of dV = P^T dO and of dK = dS^T Q
+
+    The gradients are those of attention over the rounded q, k and v, passed on as if nothing had been rounded. The
+    factors of rows and blocks, and why nothing saturates: `hopper.fp8.backward_operands`.
+
+    Args:
+        row_max: (batch, num_heads, seqlen_q), the largest score of each row in natural units or more, for "fp8" only.
+    """
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        softmax_scale: float,
+        dlse: torch.Tensor | None = None,
+        deterministic: bool = False,
+        products: str = "bf16",
+        row_max: torch.Tensor | None = None,
+    ) -> None:
+        check_products(products, q.shape[-1], deterministic, row_max)
+        self.q, self.softmax_scale, self.products = q, softmax_scale, products
+        self._rows = quantise_q(q)
+        delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
+        size = dout.double().norm(dim=-1).transpose(1, 2)
+        if dlse is not None:
+            delta, size = delta - dlse, size + dlse.abs()
+        self._given = dout.double(), lse.double(), (lse if row_max is None else row_max).double(), delta, size
+        self._queries: _QuerySide | None = None
+        self.dq = torch.zeros_like(q, dtype=torch.float64)
+
+    def add(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        *,
+        accumulate: bool = True,
+    ) -> None:
+        """Add the gradients of the visible pairs; see `api.BackwardPass`."""
+        self.add_records(quantise_kv(k, v, for_backward=True), mask, dk, dv, accumulate=accumulate)
+
+    def add_records(
+        self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
+    ) -> None:
+        """`add` of quantised keys."""
+        if self._queries is None:
+            self._queries = self._operands(records.shape[2])
+        seqlen = records.shape[1] * BLOCK_K
+        grad_k, grad_v = (torch.zeros(x.shape[0], seqlen, *x.shape[2:], dtype=torch.float64) for x in (dk, dv))
+        for rows, cols, visible in blocks(self._rows.values, mask):
+            for total, part in zip(
+                (self.dq[:, rows], grad_k[:, cols], grad_v[:, cols]),
+                self._block(records, rows, cols, visible),
+                strict=True,
+            ):
+                total += part.to(total.device)
+        for total, part in ((dk, grad_k), (dv, grad_v)):
+            part = part[:, : total.shape[1]].to(total.device)
+            total.add_(part) if accumulate else total.copy_(part)
+
+    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given."""
+        factor = 1.0 if self._queries is None else self._queries.factor.transpose(1, 2).unsqueeze(-1)
+        dq = rotate_back(self.dq * factor * self.softmax_scale)
+        return dq.to(self.q.dtype) if out is None else out.copy_(dq)
+
+    def _operands(self, num_kv_heads: int) -> _QuerySide:
+        dout, lse, row_max, delta, size = self._given
+        q, log2e = self.q.double(), math.log2(math.e)
+        if self.products == "bf16":
+            scales = self._rows.scales.repeat_interleave(BLOCK_Q, -1)[..., : q.shape[1]].transpose(1, 2).unsqueeze(-1)
+            dout = dout.bfloat16().double()
+            rounded = rotate_back(self._rows.values.float() * scales).double()
+            return _QuerySide(lse * log2e, delta, dout, dout, rounded, torch.ones_like(size), None)
+        seen = lse != -math.inf
+        relative = torch.where(seen & (size != 0), delta * (LARGEST / size), 0.0)
+        scaled = dout * _of_rows(torch.where(size > 0, LARGEST / size, 0.0))
+        if self.products == "fp8_scores":
+            factor = size / LARGEST
+            q1 = (q * _of_rows(factor)).bfloat16().double()
+            return _QuerySide(
+                lse * log2e, relative, rounded_to_e4m3(scaled), dout.bfloat16().double(), q1, factor, None
+            )
+        weight = torch.where(seen, size * torch.exp(row_max - torch.where(seen, lse, 0.0)), 0.0)
+        total, largest_delta, largest_q = (
+            _largest_of_group(x.abs(), num_kv_heads) for x in (weight, relative, q.abs().amax(-1).transpose(1, 2))
+        )
+        group = q.shape[2] // num_kv_heads
+        of_heads = total.repeat_interleave(group, 1).unsqueeze(-1)
+        share = (weight / of_heads).sqrt().nan_to_num(0.0)
+        reference = torch.where(share > 0, row_max * log2e - math.log2(LARGEST_P) - share.log2(), math.inf)
+        of_q = share * (LARGEST / largest_q.repeat_interleave(group, 1).unsqueeze(-1))
+        maxima = torch.stack([total, largest_delta, largest_q])
+        dout1, q1 = rounded_to_e4m3(scaled * _of_rows(share)), rounded_to_e4m3(q * _of_rows(of_q))
+        factor = share * of_heads / (LARGEST * LARGEST_P)
+        return _QuerySide(reference, relative, rounded_to_e4m3(scaled), dout1, q1, factor, maxima)
+
+    def _gains(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
+        """2^g of each key (batch, keys, num_kv_heads), and what sums for dK and for dV are multiplied by."""
+        assert self._queries is not None
+        if self._queries.maxima is None:
+            return v.new_ones(v.shape[:3]), self.softmax_scale, 1.0
+        total, delta, largest_q = self._queries.maxima
+        size = v.norm(dim=-1).nan_to_num(0.0, 0.0).unflatten(1, (-1, BLOCK_K)).amax(2)
+        bound = (480.0 * size + delta.unsqueeze(1)) * (LARGEST_P / LARGEST)
+        gain = torch.exp2(bound.log2().ceil().clamp(-60, 60)).repeat_interleave(BLOCK_K, 1)
+        of_dv = total / (LARGEST * LARGEST_P)
+        of_dk = self.softmax_scale * of_dv * largest_q / LARGEST
+        return gain, gain.unsqueeze(-1) * of_dk[:, None, :, None], of_dv[:, None, :, None]
+
+    def _block(
+        self, records: torch.Tensor, rows: slice, cols: slice, visible: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what a block of rows adds to dq, before its factors, and to dk and dv."""
+        assert self._queries is not None
+        x, num_kv_heads = self._queries, records.shape[2]
+        found = unpack(records[:, cols.start // BLOCK_K : cols.stop // BLOCK_K], self.q.shape[-1], for_backward=True)
+        k, v = (
+            values.double() * scales.double().repeat_interleave(BLOCK_K, 1).unsqueeze(-1)
+            for values, scales in ((found.k, found.k_scales), (found.v, found.v_scales))
+        )
+        gain, of_dk, of_dv = self._gains(v)
+        scores = scores_of(self._rows, records, rows, cols, self.softmax_scale)
+        reference, delta = (y[..., rows].unflatten(1, (num_kv_heads, -1)).unsqueeze(-1) for y in (x.reference, x.delta))
+        dout, dout1, q1 = (y[:, rows].unflatten(2, (num_kv_heads, -1)) for y in (x.dout, x.dout1, x.q1))
+        hidden = ~visible | (reference == -math.inf)
+        p = torch.exp2(scores - reference).masked_fill(hidden, 0.0)
+        dp = torch.einsum("bihgd,bjhd->bhgij", dout, v)
+        ds = p * (dp - delta) / gain.permute(0, 2, 1)[:, :, None, None]
+        ds = ds.masked_fill(hidden, 0.0)
+        low = rounded_to_e4m3 if self.products == "fp8" else rounded_to_bf16
+        grad_q = torch.einsum("bhgij,bjhd->bihgd", rounded_to_bf16(ds), k * gain.unsqueeze(-1)).flatten(2, 3)
+        grad_k = torch.einsum("bhgij,bihgd->bjhd", low(ds), q1) * of_dk
+        return grad_q, grad_k, torch.einsum("bhgij,bihgd->bjhd", low(p), dout1) * of_dv
+
+
+class _QuerySide(NamedTuple):
+    """The query side in fp64: reference of P, delta, dO of dP, dO of dV, Q of dK, factor of dQ; maxima of groups."""
+
+    reference: torch.Tensor
+    delta: torch.Tensor
+    dout: torch.Tensor
+    dout1: torch.Tensor
+    q1: torch.Tensor
+    factor: torch.Tensor
+    maxima: torch.Tensor | None
+
+
+begin_backward = Fp8ReferenceBackward
+
+
+def check_products(products: str, head_dim: int, deterministic: bool, row_max: torch.Tensor | None) -> None:
+    """Raise ValueError or NotImplementedError unless such gradients can be computed."""
+    if products not in PRODUCTS:
+        raise ValueError(f"fp8_backward must be one of {PRODUCTS}, got {products!r}; use 'bf16'.")
+    if products != "bf16" and head_dim > 128:
+        raise NotImplementedError(
+            f"head_dim must be at most 128 with fp8_backward={products!r}, got {head_dim}; use fp8_backward='bf16'."
+        )
+    if products != "bf16" and deterministic:
+        raise NotImplementedError(
+            f"deterministic must be False with fp8_backward={products!r}, got True; use fp8_backward='bf16'."
+        )
+    if products == "fp8" and row_max is None:
+        raise ValueError(
+            "row_max must be given with fp8_backward='fp8', or probabilities of long rows would round to 0, got None; "
+            "pass what attention_forward writes there."
+        )
+
+
+def rounded_to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to e4m3, saturating: the same dtype."""
+    return x.float().clamp(-LARGEST, LARGEST).to(E4M3).to(x.dtype)
+
+
+def rounded_to_bf16(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to bf16: the same dtype."""
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+def _of_rows(x: torch.Tensor) -> torch.Tensor:
+    """(batch, num_heads, rows) as a factor of (batch, rows, num_heads, head_dim)."""
+    return x.transpose(1, 2).unsqueeze(-1)
+
+
+def _largest_of_group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """The largest finite value of the query heads that share keys: (batch, num_kv_heads).
+
+    Args:
+        x: (batch, num_heads, rows).
+    """
+    return x.masked_fill(~x.isfinite(), 0.0).amax(-1).unflatten(1, (num_kv_heads, -1)).amax(-1)

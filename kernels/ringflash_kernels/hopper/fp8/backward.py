@@ -1,0 +1,243 @@
+"""Backward of FP8 attention on Hopper: dQ, dK and dV of one or several sets of keys in records.
+
+S is recomputed from the operands of the forward, so that rows of P sum to 1. What else is e4m3:
+
+    "bf16"        nothing: q, k and v are dequantised, which bf16 holds exactly, for the bf16 kernels
+    "fp8_scores"  S and dP
+    "fp8"         S, dP, dV and dK
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ringflash_kernels.api import device_guard
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, Rows, check_products
+from ringflash_kernels.hopper.backward import host
+from ringflash_kernels.hopper.backward.host import HopRectangle, block_descriptor, hop_of, row_tile
+from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
+from ringflash_kernels.hopper.compat import TensorDescriptor
+from ringflash_kernels.hopper.descriptors import cut
+from ringflash_kernels.hopper.fp8.backward_keys import backward_keys_fp8
+from ringflash_kernels.hopper.fp8.backward_operands import (
+    KeyOperands,
+    QueryOperands,
+    add_rotated_back,
+    dequantised,
+    parts,
+    statistics,
+)
+from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
+from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.mask import Mask
+
+_PROMOTE = 64  # blocks of 64 queries whose products the tensor cores add up themselves: their sums have 13 bits
+
+_KEYS = Launcher(backward_keys_fp8)
+
+
+class Fp8Backward:
+    """Gradients of one attention call, set of keys by set of keys; see `api.begin_backward`.
+
+    Args:
+        dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
+        products: a key of `fp8_reference.PRODUCTS`.
+        row_max: as lse, the largest score of each row in natural units or a little more, for "fp8" only: it keeps P of
+            long rows from rounding to 0.
+    Raises:
+        NotImplementedError: `deterministic`, or head_dim 256, without "bf16".
+    """
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        softmax_scale: float,
+        dlse: torch.Tensor | None = None,
+        deterministic: bool = False,
+        products: str = "bf16",
+        row_max: torch.Tensor | None = None,
+    ) -> None:
+        check_products(products, q.shape[-1], deterministic, row_max)
+        self.q, self.softmax_scale = q, softmax_scale
+        rows = quantise_q(q)
+        dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
+        if products == "bf16":
+            self._pass: _Dequantised | _Products = _Dequantised(
+                dout, rows, out, lse, softmax_scale, dlse, deterministic
+            )
+        else:
+            self._pass = _Products(dout, q, rows, out, lse, softmax_scale, dlse, products, row_max)
+
+    def add(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        *,
+        accumulate: bool = True,
+    ) -> None:
+        """Add the gradients of the visible pairs; see `api.BackwardPass`."""
+        host.check_gradients(k, dk, dv, accumulate)
+        self.add_records(quantise_kv(k, v, for_backward=True), mask, dk, dv, accumulate=accumulate)
+
+    def add_records(
+        self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
+    ) -> None:
+        """`add` of quantised keys.
+
+        Args:
+            records: (batch, num_blocks, num_kv_heads, record_bytes) of `quantise_kv` for the backward.
+        """
+        with device_guard(dk.device):
+            self._pass.add(records, mask, dk, dv, accumulate)
+
+    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return dq: see `api.BackwardPass`."""
+        out = host.place_of_dq(self.q, out)
+        dq = self._pass.dq.unflatten(0, (self.q.shape[0], -1)).transpose(1, 2)
+        with device_guard(self.q.device):
+            scale = self.softmax_scale / self.q.shape[-1]
+            add_rotated_back(dq, out, scale, factor=self._pass.factor, interleaved=True)
+        return out
+
+
+class _Dequantised:
+    """The bf16 kernels on what q, k and v were rounded to, all rotated."""
+
+    factor = None
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        rows: Rows,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        softmax_scale: float,
+        dlse: torch.Tensor | None,
+        deterministic: bool,
+    ) -> None:
+        scale = softmax_scale / dout.shape[-1]
+        self.softmax_scale, self._lse = softmax_scale, lse
+        self._backward = host.HopperBackward(
+            dout.to(torch.bfloat16), dequantised(rows), out, lse, softmax_scale=scale, dlse=dlse,
+            deterministic=deterministic,
+        )  # fmt: skip
+
+    @property
+    def dq(self) -> torch.Tensor:
+        return self._backward.dq
+
+    def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
+        keys = KeyOperands(records, dk.shape[-1], self._lse, mode="bf16", softmax_scale=self.softmax_scale)
+        rotated = torch.zeros_like(dk, dtype=torch.float32, memory_format=torch.contiguous_format)
+        values = dv if dv.dtype == torch.float32 else torch.empty_like(rotated)
+        if not accumulate:
+            values.zero_()
+        self._backward.add(*(cut(x, 1, (0, mask.seqlen_k)) for x in (keys.k, keys.v)), mask, rotated, values)
+        add_rotated_back(rotated, dk, 1.0, accumulate=accumulate)
+        if values is not dv:
+            dv.copy_(values)
+
+
+class _Products(host.HopperBackward):
+    """S and dP, and with "fp8" also dV and dK, in e4m3."""
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        rows: Rows,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        softmax_scale: float,
+        dlse: torch.Tensor | None,
+        products: str,
+        row_max: torch.Tensor | None,
+    ) -> None:
+        self.tiles = BACKWARD_TILES[q.shape[-1]]
+        self.q, self.softmax_scale, self.deterministic = q, softmax_scale, False
+        self.products, self._rows = products, rows
+        self._given = dout, out, lse, dlse, row_max if products == "fp8" and row_max is not None else lse
+        self.clock = q.new_empty(1, dtype=torch.int32)
+        self._views = {}
+        self.dq = self.factor = None
+
+    def _prepare(self, num_kv_heads: int) -> None:
+        """Make the operands of the query side, once the first keys tell how many query heads share each of theirs."""
+        dout, out, lse, dlse, row_max = self._given
+        q = self.q if self.q.stride(-1) == 1 else self.q.contiguous()
+        rows, self.maxima, self.dq = statistics(dout, q, out, lse, dlse, row_max, num_kv_heads)
+        self.operands = QueryOperands(dout, q, rows, self.maxima, fp8_gradients=self.products == "fp8")
+        self.stats, self.factor = self.operands.stats, self.operands.factor
+
+    def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
+        """See `Fp8Backward.add_records`."""
+        if self.dq is None:
+            self._prepare(records.shape[2])
+        if not accumulate:
+            with host.summed(dk, dv) as totals:
+                self.add(records, mask, *totals, True)
+            return
+        hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
+        if hop.num_rows:
+            keys = KeyOperands(records, dk.shape[-1], self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
+            self._launch(records, keys, hop, dk, dv)
+
+    def _launch(
+        self,
+        records: torch.Tensor,
+        keys: KeyOperands,
+        hop: HopRectangle,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+    ) -> None:
+        group = self._group(dk, hop)
+        batch, _, num_heads, head_dim = self.q.shape
+        num_groups = batch * num_heads // group
+        heads_together = self._section(num_groups, hop.num_rows)
+        num_tiles = -(-hop.num_keys // BLOCK_K)
+        first, blocks = hop.k_start // BLOCK_K, records.shape[1]
+        k8, v8, _ = parts(cut(records, 1, (first, blocks)), head_dim)
+        k = cut(keys.k, 1, (hop.k_start, keys.k.shape[1]))
+        stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, head_dim // 2) for x in (dk, dv)]
+        fp8_gradients = self.products == "fp8"
+        _KEYS(
+            (head_dim, hop.has_bounds, fp8_gradients, _PROMOTE), num_tiles * num_groups,
+            *self._query_tiles(hop), row_tile(k, 64, head_dim), _key_tile(k8), _key_tile(v8),
+            block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
+            *stores,
+            self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],
+            keys.scales[:, :, first:], blocks,
+            *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
+            dk.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
+            hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
+            int(self._in_step(hop, group)), self.clock, 1.0, 1.0,
+            STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE,
+            # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
+            KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,
+            TURN_BEFORE_EXP=self.tiles.turn_before_exp,
+            BOUNDS=hop.has_bounds,
+        )  # fmt: skip
+
+    def _query_tiles(self, hop: HopRectangle) -> tuple[TensorDescriptor, ...]:
+        """Descriptors of Q and dO, for S and dP and for dK and dV."""
+        head_dim, rows = self.q.shape[3], (hop.q_start, hop.q_stop)
+        x = self.operands
+        q8, dout8 = (row_tile(cut(y, 1, rows), 64, head_dim) for y in (self._rows.values, x.dout8))
+        if self.products == "fp8":
+            padded = (hop.q_start, -(-hop.q_stop // BLOCK_Q) * BLOCK_Q)
+            q1, dout1 = (block_descriptor(cut(y, 3, padded), (1, 1, head_dim, 64)) for y in (x.q1, x.dout1))
+        else:
+            q1, dout1 = (row_tile(cut(y, 1, rows), 64, head_dim) for y in (x.q1, x.dout1))
+        return q8, q1, dout8, dout1
+
+
+def _key_tile(x: torch.Tensor) -> TensorDescriptor:
+    """Descriptor of 64 keys of one record's k8 or v8: (batch, num_blocks, num_kv_heads, 128, head_dim)."""
+    return block_descriptor(x.transpose(1, 2), (1, 1, 1, 64, x.shape[-1]))

@@ -1,0 +1,414 @@
+"""dQ, dK and dV with products in e4m3, on the frame of `backward.keys`: one CTA holds 128 keys and streams the queries.
+
+S and dP are always e4m3. With FP8_GRADIENTS dV = P^T dO and dK = dS^T Q are too: P and dS go from the registers that
+hold them into the product, and dO and Q come a second time, transposed, with the queries of every 16 in KEY_ORDER.
+Without, these two products are bf16. dQ = dS K is bf16: its operand would need the keys of dS side by side.
+
+Sums of e4m3 products keep 13 bits of significand in the tensor cores. So dK and dV leave the registers every PROMOTE
+blocks, to be added up in fp32 where they belong.
+
+What the rows and tiles are scaled by is in `backward_operands`.
+"""
+
+from ringflash_kernels.hopper.backward.keys import (
+    dq_mma,
+    dq_staging,
+    last_dq,
+    pass_turn,
+    take_turn,
+)
+from ringflash_kernels.hopper.backward.problem import (
+    NUMBER,
+    BackwardProblem,
+    halves,
+    interleave,
+    receive_number,
+    send_number,
+    slot_of,
+)
+from ringflash_kernels.hopper.compat import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_reduce_add,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@aggregate
+class Scales:
+    """Addresses of scales: those of q (batch, num_heads, q_blocks), of tiles (batch, num_kv_heads, k_blocks, 8)."""
+
+    q_ptr: gl.tensor
+    q_blocks: gl.tensor
+    tile_ptr: gl.tensor
+    k_blocks: gl.tensor
+
+
+@aggregate
+class Fp8KeysShared:
+    """Shared memory of a CTA, and the choices every role needs; q1 and dout1 are the operands of dK and dV."""
+
+    q0: gl.shared_memory_descriptor
+    q1: gl.shared_memory_descriptor
+    dout0: gl.shared_memory_descriptor
+    dout1: gl.shared_memory_descriptor
+    k0: gl.shared_memory_descriptor
+    k1: gl.shared_memory_descriptor
+    k8: gl.shared_memory_descriptor
+    v8: gl.shared_memory_descriptor
+    stats: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    dq0: gl.shared_memory_descriptor
+    dq1: gl.shared_memory_descriptor
+    spare: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+    begin: gl.shared_memory_descriptor
+    SPLIT: gl.constexpr
+    REST: gl.constexpr
+    STAGES: gl.constexpr
+    FP8_GRADIENTS: gl.constexpr
+    PROMOTE: gl.constexpr
+    KV_IN_REGISTERS: gl.constexpr
+    TURN_BEFORE_EXP: gl.constexpr
+
+
+@gluon.jit
+def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc):
+    """Producer: K and V of each tile, then Q and dO, each twice, and their statistics block by block."""
+    key_bytes: gl.constexpr = k_desc.block_type.nbytes + k8_desc.block_type.nbytes + v8_desc.block_type.nbytes
+    query_bytes: gl.constexpr = (
+        2 * (q0_desc.block_type.nbytes + q1_desc.block_type.nbytes) + stats_desc.block_type.nbytes
+    )
+    step = 0
+    round = 0
+    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+        key, batch, first_head, kv_head = problem.work(index)
+        start, stop, _full_start, _full_stop = problem.blocks(key)
+        full = sm.kv_full.index(0)
+        mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        mbarrier.expect(full, 2 * key_bytes)
+        for half in gl.static_range(2):
+            tma_load(k_desc, [batch, kv_head, key + half * 64, 0], full, sm.k0.index(half))
+            tma_load(k8_desc, [batch, kv_head, key // 128, half * 64, 0], full, sm.k8.index(half))
+            tma_load(v8_desc, [batch, kv_head, key // 128, half * 64, 0], full, sm.v8.index(half))
+        round += 1
+        if start < stop:  # the block of zeros before the first is a step without data
+            slot, parity = slot_of(step, sm.STAGES)
+            mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+            mbarrier.arrive(sm.q_full.index(slot), count=1)
+            step += 1
+        block = start
+        for g in range(problem.group):
+            head = first_head + g
+            if start < stop:
+                block = problem.meeting_block(block, start, stop)
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                send_number(sm.begin.index(slot), block)
+            for _ in range(start, stop):
+                row = block * 64
+                slot, parity = slot_of(step, sm.STAGES)
+                full = sm.q_full.index(slot)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                mbarrier.expect(full, query_bytes)
+                tma_load(q0_desc, [batch, head, row, 0], full, sm.q0.index(slot))
+                stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
+                tma_load(stats_desc, stats_coord, full, sm.stats.index(slot))
+                tma_load(dout0_desc, [batch, head, row, 0], full, sm.dout0.index(slot))
+                if sm.FP8_GRADIENTS:
+                    tma_load(dout1_desc, [batch, head, 0, row], full, sm.dout1.index(slot))
+                    tma_load(q1_desc, [batch, head, 0, row], full, sm.q1.index(slot))
+                else:
+                    tma_load(dout1_desc, [batch, head, row, 0], full, sm.dout1.index(slot))
+                    tma_load(q1_desc, [batch, head, row, 0], full, sm.q1.index(slot))
+                block = problem.next_block(block, start, stop)
+                step += 1
+                problem.tick(step)
+
+
+@gluon.jit
+def _as_operand(x, sm):
+    """P or dS as the first operand of the product with dO or Q; no data moves between threads."""
+    C: gl.constexpr = sm.SPLIT
+    if sm.FP8_GRADIENTS:
+        layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 32]), 4)
+        x = x.to(sm.q0.dtype).reshape([64, 4, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, 64])
+        result = gl.convert_layout(x, layout, assert_trivial=True)
+    else:
+        layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16]), 2)
+        result = gl.convert_layout(x.to(sm.k0.dtype), layout)
+    return result
+
+
+@gluon.jit
+def _second(sm, tile):
+    """Operand of dK or dV: (64 queries, columns), or for e4m3 the same seen through the transposed tile."""
+    if sm.FP8_GRADIENTS:
+        second = tile.reshape([sm.SPLIT, 64]).permute((1, 0))
+    else:
+        second = tile.reshape([64, sm.SPLIT])
+    return second
+
+
+@gluon.jit
+def _step(
+    sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, key, seen, masked, dq_row, W: gl.constexpr
+):
+    """One block of queries: P, dV, dS, dK of this block, dQ of the one before, at `dq_row`."""
+    C: gl.constexpr = sm.SPLIT
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+    slot, parity = slot_of(step, sm.STAGES)
+    current = step & 1  # buffer of this block's dS
+    last, last_parity = slot_of(step - 1, 2)
+    q = sm.q0.index(slot).reshape([64, C])
+    dout = sm.dout0.index(slot).reshape([64, C])
+    stats = sm.stats.index(slot).reshape([2, 64])
+    zeros = gl.zeros([64, 64], gl.float32, s_layout)
+
+    # S^T = K Q^T and dP^T = V dO^T
+    s_scale = gl.load(scale_ptr + block) * scales[0]
+    take_turn(step, W)
+    mbarrier.wait(sm.q_full.index(slot), parity)
+    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+    # P = exp(S - reference of the row)
+    reference = stats.slice(0, 1, dim=0).load(s_layout)
+    s = warpgroup_mma_wait(1, deps=(s,))
+    if sm.TURN_BEFORE_EXP:
+        pass_turn(step, W)
+    if masked:  # a second, masked loop would make ptxas spill in the first
+        rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
+        if problem.BOUNDS:
+            inside = problem.within(rows, seen[0], seen[1])
+        else:
+            inside = problem.visible(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)), rows)
+        s = gl.where(inside, s, float("-inf"))
+    p = gl.exp2(s * s_scale - reference)
+    p_operand = _as_operand(p, sm)
+    delta = stats.slice(1, 1, dim=0).load(s_layout)
+    if not sm.TURN_BEFORE_EXP:
+        pass_turn(step, W)
+
+    # dV += P^T dO, dQ of the previous block; the wait also keeps ptxas from moving exp behind the wgmma wait
+    mbarrier.wait(sm.ds_full.index(last), last_parity)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    dv = warpgroup_mma(p_operand, _second(sm, sm.dout1.index(slot)), dv, is_async=True)
+    dq = dq_mma(sm, last, W)
+
+    # dS = P (dP - delta), dK += dS^T Q
+    ds = p * (dp * scales[1] - delta * scales[2])
+    ds_operand = _as_operand(ds, sm)
+    dk = warpgroup_mma(ds_operand, _second(sm, sm.q1.index(slot)), dk, is_async=True)
+    staged = dq_staging(sm, W)
+    tma_store_wait(0)
+    sm.ds.index(current * 2 + W).store(ds.to(sm.ds.dtype))
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    staged.store(interleave(dq, staged.shape[1]))
+    fence_async_shared()
+    mbarrier.arrive(sm.ds_full.index(current), count=1)
+    tma_reduce_add(dq_desc, [dq_row, C // 2 * W], staged)
+    if sm.FP8_GRADIENTS:  # registers of 8 bits cannot be named here (triton 3.6)
+        dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
+    else:
+        dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=(dk, dv, p_operand, ds_operand))
+    mbarrier.arrive(sm.q_empty.index(slot), count=1)
+    return dk, dv
+
+
+@gluon.jit
+def _write(sm, desc, x, coord, W: gl.constexpr):
+    """Add dK or dV of this consumer's 64 keys in halves, staged in its dQ buffer and a spare one."""
+    D: gl.constexpr = sm.SPLIT
+    left, right = halves(x, D)
+    for which in gl.static_range(2):
+        place = sm.spare.index(W) if which else dq_staging(sm, W)
+        staged = place._reinterpret(gl.float32, [1, 1, 64, D // 2], desc.layout)
+        tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
+        staged.reshape([64, D // 2]).store(right if which else left)
+        fence_async_shared()
+        tma_reduce_add(desc, [coord[0], coord[1], coord[2], which * (D // 2)], staged)
+
+
+@gluon.jit
+def _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W: gl.constexpr):
+    """Add dK and dV, each times its scale."""
+    tma_store_wait(0)
+    _write(sm, dv_desc, dv * gl.load(tile_ptr + 4), coord, W)
+    _write(sm, dk_desc, dk * gl.load(tile_ptr + 3), coord, W)
+
+
+@gluon.jit
+def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
+    """Consumer W: gradients of 64 keys of every tile."""
+    C: gl.constexpr = sm.SPLIT
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 32 if sm.FP8_GRADIENTS else 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 4)
+    step = 0
+    round = 0
+    if W == 1:
+        pass_turn(step, W)
+    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+        key, batch, first_head, kv_head = problem.work(index)
+        start, stop, full_start, full_stop = problem.blocks(key)
+        tile_ptr = scales.tile_ptr + ((batch * problem.num_kv_heads + kv_head) * scales.k_blocks + key // 128) * 8
+        of_tile = (gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2))
+        coord = [batch, kv_head, key + W * 64]
+        dk = gl.zeros([64, C], gl.float32, layout)
+        dv = gl.zeros([64, C], gl.float32, layout)
+        mbarrier.wait(sm.kv_full.index(0), round & 1)
+        if start < stop:
+            slot, parity = slot_of(step, sm.STAGES)
+            mbarrier.wait(sm.q_full.index(slot), parity)
+            mbarrier.arrive(sm.q_empty.index(slot), count=1)
+            sm.ds.index((step & 1) * 2 + W).store(gl.zeros([64, 64], sm.ds.dtype, s_layout))
+            fence_async_shared()
+            mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
+            step += 1
+            if sm.KV_IN_REGISTERS:  # less shared memory is read
+                k = sm.k8.index(W).reshape([64, C]).load(operand)
+                v = sm.v8.index(W).reshape([64, C]).load(operand)
+            else:
+                k = sm.k8.index(W).reshape([64, C])
+                v = sm.v8.index(W).reshape([64, C])
+            if problem.BOUNDS:  # read once a tile: in the loop the addresses would take more registers
+                seen = problem.rows_seeing(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)))
+            else:
+                seen = (0, 0)
+            head_row = problem.dq_row(batch, first_head)
+            scale_ptr = scales.q_ptr + (batch * problem.num_heads + first_head) * scales.q_blocks
+            dq_row = head_row + start * 64
+            kept = 0  # blocks whose products the registers hold
+            for _g in range(problem.group):
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_full.index(slot), parity)
+                block = receive_number(sm.begin.index(slot))
+                for _ in range(start, stop):
+                    if sm.FP8_GRADIENTS:
+                        if kept == sm.PROMOTE:
+                            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
+                            dk = gl.zeros([64, C], gl.float32, layout)
+                            dv = gl.zeros([64, C], gl.float32, layout)
+                            kept = 0
+                        kept += 1
+                    masked = (block < full_start) | (block >= full_stop)
+                    dk, dv = _step(
+                        sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, of_tile, key, seen, masked,
+                        dq_row, W,
+                    )  # fmt: skip
+                    step += 1
+                    dq_row = head_row + block * 64
+                    block = problem.next_block(block, start, stop)
+                head_row += problem.dq_rows
+                scale_ptr += scales.q_blocks
+            last_dq(sm, dq_desc, step, dq_row, W)
+        if start < stop:
+            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
+            tma_store_wait(0)
+        mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        round += 1
+    if W == 0:
+        take_turn(step, W)  # no barrier is left half full
+
+
+@gluon.jit
+def _consume_first(sm, problem, scales, dq_desc, dk_desc, dv_desc):
+    _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, 0)
+
+
+@gluon.jit
+def _consume_second(sm, problem, scales, dq_desc, dk_desc, dv_desc):
+    _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, 1)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks",
+        "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
+        "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
+        "stop_shift", "in_step", "clock_ptr",
+    ]
+)  # fmt: skip
+def backward_keys_fp8(
+    q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc, dq_desc, dk_desc, dv_desc,
+    q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks,
+    first_ptr, stop_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles,
+    heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, scale_log2,
+    softmax_scale,
+    STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
+    TURN_BEFORE_EXP: gl.constexpr,
+    BOUNDS: gl.constexpr,
+):  # fmt: skip
+    """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `BackwardProblem`.
+
+    dK and dV are fp32 and added to.
+    """
+    D: gl.constexpr = k_desc.block_type.shape[3]
+    half: gl.constexpr = k_desc.dtype
+    e4m3: gl.constexpr = k8_desc.dtype
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], half)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    mbarrier.init(kv_full.index(0), count=1)
+    mbarrier.init(kv_empty.index(0), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+    begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
+    k0 = gl.allocate_shared_memory(half, [2, 1, 1, 64, D], k_desc.layout)
+    dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    if FP8_GRADIENTS:
+        spare = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    else:
+        spare = dq
+    sm = Fp8KeysShared(
+        gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 64, D], q0_desc.layout),
+        gl.allocate_shared_memory(q1_desc.dtype, [STAGES] + q1_desc.block_type.shape, q1_desc.layout),
+        gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 64, D], dout0_desc.layout),
+        gl.allocate_shared_memory(dout1_desc.dtype, [STAGES] + dout1_desc.block_type.shape, dout1_desc.layout),
+        k0,
+        k0,
+        gl.allocate_shared_memory(e4m3, [2, 1, 1, 1, 64, D], k8_desc.layout),
+        gl.allocate_shared_memory(e4m3, [2, 1, 1, 1, 64, D], v8_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
+        gl.allocate_shared_memory(half, [4, 64, 64], ds_layout),
+        dq.index(0), dq.index(1), spare,
+        kv_full, kv_empty, q_full, q_empty, ds_full, begin,
+        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP,
+    )  # fmt: skip
+    problem = BackwardProblem(
+        min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
+        group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr, scale_log2,
+        softmax_scale, BOUNDS, 64, 2 * 64,
+    )  # fmt: skip
+    scales = Scales(q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume_first, (sm, problem, scales, dq_desc, dk_desc, dv_desc)),
+            (_consume_second, (sm, problem, scales, dq_desc, dk_desc, dv_desc)),
+            (
+                _load,
+                (sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )

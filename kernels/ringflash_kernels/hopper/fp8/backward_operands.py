@@ -1,0 +1,335 @@
+"""Operands of the FP8 backward, and dQ from what it sums: each function is one launch.
+
+The row i of queries counts as w_i = n_i * exp(m_i - lse_i): n_i = |dO_i| + |dlse_i| times its largest probability, m_i
+being the row maximum of the forward. Sums over rows, dV and dK, have one scale; so each of their two factors gets half
+of what is between w_i and the largest weight W of the heads that share them, h_i = sqrt(w_i / W):
+
+    dO8_i = 448 / n_i * dO_i                   P'_ij = 2^8 * h_i * exp(S_ij - m_i)
+    delta'_i = 448 / n_i * delta_i             dS'_ij = 2^-g * P'_ij * (dO8_i V_j - delta'_i)
+    dO8T_i = h_i * dO8_i                       dV_j = W / (448 * 2^8) * sum_i P'_ij dO8T_i
+    Q8T_i = h_i * 448 / |Q|_max * Q_i          dK_j = scale * 2^g * W * |Q|_max / (448^2 * 2^8) * sum_i dS'_ij Q8T_i
+                                               dQ_i = scale * h_i * W / (448 * 2^8) * sum_j dS'_ij (2^g K_j)
+
+P' is at most 2^8, and g, of a tile of 128 keys, is such that dS' cannot pass 448 either: |dO8_i V_j| <= 448 |V_j|. So
+nothing is measured beforehand and nothing saturates. A row of a million equal keys has P' = 2^8 h_i like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, E4M3, TAIL_BYTES, Rows, rotate_back
+from ringflash_kernels.hopper.launcher import Launcher
+
+SCALES = 8  # fp32 numbers of a tile: of S, of dP, of delta, of dK, of dV; the rest unused
+
+
+@triton.jit
+def _statistics(
+    out_ptr, dout_ptr, q_ptr, lse_ptr, dlse_ptr, max_ptr, rows_ptr, maxima_ptr, dq_ptr, seqlen, padded, num_heads,
+    num_blocks, group,
+    out_batch, out_row, out_head, dout_batch, dout_row, dout_head, q_batch, q_row, q_head,
+    lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, max_batch, max_head, max_row,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % num_blocks
+    batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
+    batch, head = batch_head // num_heads, batch_head % num_heads
+    row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, D)[None, :]
+    inside = row < seqlen
+    loaded = inside[:, None]
+    out = tl.load(out_ptr + batch * out_batch + row[:, None] * out_row + head * out_head + column, mask=loaded, other=0)
+    dout_at = dout_ptr + batch * dout_batch + row[:, None] * dout_row + head * dout_head + column
+    dout = tl.load(dout_at, mask=loaded, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + batch * q_batch + row[:, None] * q_row + head * q_head + column, mask=loaded, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * dout, 1)
+    size = tl.sqrt(tl.sum(dout * dout, 1))
+    lse = tl.load(lse_ptr + batch * lse_batch + head * lse_head + row * lse_row, mask=inside, other=float("-inf"))
+    if HAS_DLSE:
+        dlse = tl.load(dlse_ptr + batch * dlse_batch + head * dlse_head + row * dlse_row, mask=inside, other=0.0)
+        delta -= dlse
+        size += tl.abs(dlse)
+    largest = tl.load(max_ptr + batch * max_batch + head * max_head + row * max_row, mask=inside, other=0.0)
+    seen = lse != float("-inf")
+    weight = tl.where(seen, size * tl.exp2((largest - tl.where(seen, lse, 0.0)) * 1.4426950408889634), 0.0)
+    relative = delta * (448.0 / tl.maximum(size, 1e-30))
+    relative = tl.where(seen & (size > 0.0), relative, tl.where(size == size, 0.0, size))
+
+    at = rows_ptr + batch_head * 4 * padded + row
+    tl.store(at, tl.where(seen, largest * 1.4426950408889634, float("inf")))
+    tl.store(at + padded, relative)
+    tl.store(at + 2 * padded, size)
+    tl.store(at + 3 * padded, weight)
+    # What is not finite shall break the rows that see it, and no others.
+    maxima_at = maxima_ptr + batch_head // group * 4
+    tl.atomic_max(maxima_at, tl.max(tl.where(weight < float("inf"), weight, 0.0), 0))
+    relative = tl.abs(relative)
+    tl.atomic_max(maxima_at + 1, tl.max(tl.where(relative < float("inf"), relative, 0.0), 0))
+    q = tl.abs(q.to(tl.float32))
+    tl.atomic_max(maxima_at + 2, tl.max(tl.max(tl.where(q < float("inf"), q, 0.0), 1), 0))
+    dq_at = dq_ptr + (batch_head * seqlen + row[:, None]) * D + column
+    tl.store(dq_at, tl.zeros([ROWS, D], tl.float32), mask=loaded)
+
+
+@triton.jit
+def _query_operands(
+    dout_ptr, q_ptr, rows_ptr, maxima_ptr, dout8_ptr, dout1_ptr, q1_ptr, stats_ptr, factor_ptr, seqlen, padded,
+    num_heads, num_blocks, group,
+    dout_batch, dout_row, dout_head, q_batch, q_row, q_head,
+    D: tl.constexpr, FP8_GRADIENTS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % num_blocks
+    batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
+    batch, head = batch_head // num_heads, batch_head % num_heads
+    place = tl.arange(0, 64)
+    # In the order of KEY_ORDER: place 4 t + 2 h + e of every 16 holds the row 8 h + 2 t + e.
+    row = block * 64 + (place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2)
+    row = row.to(tl.int64)
+    column = tl.arange(0, D)
+    loaded = (row < seqlen)[:, None]
+    dout_at = dout_ptr + batch * dout_batch + row[:, None] * dout_row + head * dout_head + column[None, :]
+    dout = tl.load(dout_at, mask=loaded, other=0.0).to(tl.float32)
+    q_at = q_ptr + batch * q_batch + row[:, None] * q_row + head * q_head + column[None, :]
+    q = tl.load(q_at, mask=loaded, other=0.0).to(tl.float32)
+    at = rows_ptr + batch_head * 4 * padded + row
+    reference, delta, size, weight = (
+        tl.load(at),
+        tl.load(at + padded),
+        tl.load(at + 2 * padded),
+        tl.load(at + 3 * padded),
+    )
+    dout *= (448.0 / tl.maximum(size, 1e-30))[:, None]
+    flat = (batch * seqlen + row[:, None]) * num_heads * D + head * D + column[None, :]
+    tl.store(dout8_ptr + flat, dout.to(tl.float8e4nv), mask=loaded)
+    factor = size * (1.0 / 448.0)
+    if FP8_GRADIENTS:
+        maxima_at = maxima_ptr + batch_head // group * 4
+        total = tl.load(maxima_at)
+        share = tl.sqrt(weight / tl.maximum(total, 1e-30))
+        reference -= tl.where(weight > 0.0, 8.0 + tl.log2(tl.maximum(share, 1e-30)), float("-inf"))
+        factor = share * (total * (1.0 / (448.0 * 256.0)))
+        q *= (share * (448.0 / tl.maximum(tl.load(maxima_at + 2), 1e-30)))[:, None]
+        dout *= share[:, None]
+        turned = ((batch_head * D + column[:, None]) * padded) + block * 64 + place[None, :]
+        tl.store(dout1_ptr + turned, tl.trans(dout.to(tl.float8e4nv)))
+        tl.store(q1_ptr + turned, tl.trans(q.to(tl.float8e4nv)))
+    else:
+        tl.store(q1_ptr + flat, (q * factor[:, None]).to(tl.bfloat16), mask=loaded)
+    stats_at = stats_ptr + batch_head * 2 * padded + row
+    tl.store(stats_at, reference)
+    tl.store(stats_at + padded, delta)
+    tl.store(factor_ptr + batch_head * padded + row, factor)
+
+
+@triton.jit
+def _key_operands(
+    k8_ptr, v8_ptr, tail_ptr, maxima_ptr, k_ptr, v_ptr, tile_ptr, scale_log2, softmax_scale, num_blocks, num_kv_heads,
+    of_batch, of_block, of_head, tail_batch, tail_block, tail_head,
+    D: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
+    block = (tl.program_id(0) // num_kv_heads % num_blocks).to(tl.int64)
+    batch = (tl.program_id(0) // (num_kv_heads * num_blocks)).to(tl.int64)
+    row, column = tl.arange(0, 128)[:, None], tl.arange(0, D)[None, :]
+    at = batch * of_batch + block * of_block + head * of_head + row * D + column
+    tail = tail_ptr + batch * tail_batch + block * tail_block + head * tail_head
+    k_scale, v_scale = tl.load(tail), tl.load(tail + 1)
+    k = tl.load(k8_ptr + at).to(tl.float32) * k_scale
+    v = tl.load(v8_ptr + at).to(tl.float32) * v_scale
+    to = ((batch * num_blocks + block) * 128 + row) * num_kv_heads * D + head * D + column
+    if MODE == "bf16":
+        tl.store(v_ptr + to, v.to(tl.bfloat16))
+    else:
+        gain = 1.0
+        of_dk = softmax_scale
+        of_dv = 1.0
+        if MODE == "fp8":
+            maxima_at = maxima_ptr + (batch * num_kv_heads + head) * 4
+            total, delta, q = tl.load(maxima_at), tl.load(maxima_at + 1), tl.load(maxima_at + 2)
+            size = tl.sqrt(tl.sum(v * v, 1))
+            bound = (480.0 * tl.max(tl.where(size < float("inf"), size, 0.0), 0) + delta) * (256.0 / 448.0)
+            exponent = (bound.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # of the next power of two
+            gain = (tl.minimum(tl.maximum(exponent, 67), 187) << 23).to(tl.float32, bitcast=True)
+            of_dv = total * (1.0 / (448.0 * 256.0))
+            of_dk = softmax_scale * gain * of_dv * q * (1.0 / 448.0)
+        k *= gain
+        tile = tile_ptr + ((batch * num_kv_heads + head) * num_blocks + block) * 8
+        tl.store(tile, k_scale * scale_log2)
+        tl.store(tile + 1, v_scale / gain)
+        tl.store(tile + 2, 1.0 / gain)
+        tl.store(tile + 3, of_dk)
+        tl.store(tile + 4, of_dv)
+    tl.store(k_ptr + to, k.to(tl.bfloat16))
+
+
+@triton.jit
+def _rotate_back(
+    x_ptr, matrix_ptr, factor_ptr, out_ptr, scale, seqlen, padded, num_heads, num_blocks,
+    x_batch, x_row, x_head, out_batch, out_row, out_head,
+    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_FACTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0) % (D // COLUMNS) * COLUMNS
+    block = tl.program_id(0) // (D // COLUMNS) % num_blocks
+    batch_head = (tl.program_id(0) // (D // COLUMNS * num_blocks)).to(tl.int64)
+    batch, head = batch_head // num_heads, batch_head % num_heads
+    row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column, out_column = tl.arange(0, D), part + tl.arange(0, COLUMNS)
+    inside = (row < seqlen)[:, None]
+    x_at = x_ptr + batch * x_batch + row[:, None] * x_row + head * x_head + column[None, :]
+    x = tl.load(x_at, mask=inside, other=0.0)
+    matrix = tl.load(matrix_ptr + column[:, None] * D + out_column[None, :])
+    high = x.to(tl.bfloat16)
+    low = (x - high.to(tl.float32)).to(tl.bfloat16)
+    y = (tl.dot(high, matrix) + tl.dot(low, matrix)) * scale
+    if HAS_FACTOR:
+        y *= tl.load(factor_ptr + batch_head * padded + row, mask=row < seqlen, other=0.0)[:, None]
+    out_at = out_ptr + batch * out_batch + row[:, None] * out_row + head * out_head + out_column[None, :]
+    if ACCUMULATE:
+        y += tl.load(out_at, mask=inside, other=0.0)
+    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+_STATISTICS, _QUERY_OPERANDS, _KEY_OPERANDS, _ROTATE_BACK = (
+    Launcher(kernel, specialised=True) for kernel in (_statistics, _query_operands, _key_operands, _rotate_back)
+)
+
+
+def statistics(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    row_max: torch.Tensor,
+    num_kv_heads: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Reference, delta', size and weight of each row, the maxima over rows, and the dQ accumulator.
+
+    Args:
+        dout, q, out: (batch, seqlen_q, num_heads, head_dim), unit last stride. lse, dlse, row_max: (batch, num_heads,
+            seqlen_q), fp32.
+    Returns:
+        rows: (batch * num_heads, 4, padded seqlen_q), fp32.
+        maxima: (batch * num_kv_heads, 4), fp32: W, the largest |delta'|, the largest |Q|.
+        dq: (batch * num_heads, seqlen_q, head_dim), fp32, zeros.
+    """
+    batch, seqlen, num_heads, head_dim = out.shape
+    num_blocks = triton.cdiv(seqlen, BLOCK_Q)
+    rows = out.new_empty(batch * num_heads, 4, num_blocks * BLOCK_Q, dtype=torch.float32)
+    maxima = out.new_zeros(batch * num_kv_heads, 4, dtype=torch.float32)
+    dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=torch.float32)
+    has_dlse = dlse is not None
+    dlse = lse if dlse is None else dlse
+    _STATISTICS(
+        (head_dim, has_dlse), num_blocks * batch * num_heads,
+        out, dout, q, lse, dlse, row_max, rows, maxima, dq, seqlen, num_blocks * BLOCK_Q, num_heads, num_blocks,
+        num_heads // num_kv_heads, *out.stride()[:3], *dout.stride()[:3], *q.stride()[:3], *lse.stride(),
+        *dlse.stride(), *row_max.stride(), D=head_dim, ROWS=BLOCK_Q, HAS_DLSE=has_dlse,
+    )  # fmt: skip
+    return rows, maxima, dq
+
+
+class QueryOperands:
+    """Operands of the query side; rows of dout1 and q1, where they are e4m3, are in KEY_ORDER.
+
+    dout8: (batch, seqlen_q, num_heads, head_dim), e4m3. dout1, q1: of dV and dK, (batch, num_heads, head_dim, padded
+    seqlen_q) in e4m3 or as dout8 in bf16. stats: (batch * num_heads, 2, padded seqlen_q). factor: of the rows of dQ.
+    """
+
+    def __init__(
+        self, dout: torch.Tensor, q: torch.Tensor, rows: torch.Tensor, maxima: torch.Tensor, *, fp8_gradients: bool
+    ) -> None:
+        batch, seqlen, num_heads, head_dim = q.shape
+        padded = rows.shape[2]
+        self.dout8 = q.new_empty(q.shape, dtype=E4M3)
+        if fp8_gradients:
+            self.dout1, self.q1 = q.new_empty(2, batch, num_heads, head_dim, padded, dtype=E4M3)
+        else:
+            self.dout1, self.q1 = dout.to(torch.bfloat16), q.new_empty(q.shape, dtype=torch.bfloat16)
+        self.stats = rows.new_empty(batch * num_heads, 2, padded)
+        self.factor = rows.new_empty(batch * num_heads, padded)
+        _QUERY_OPERANDS(
+            (head_dim, fp8_gradients), padded // BLOCK_Q * batch * num_heads,
+            dout, q, rows, maxima, self.dout8, self.dout1, self.q1, self.stats, self.factor, seqlen, padded,
+            num_heads, padded // BLOCK_Q, batch * num_heads // maxima.shape[0], *dout.stride()[:3], *q.stride()[:3],
+            D=head_dim, FP8_GRADIENTS=fp8_gradients,
+        )  # fmt: skip
+
+
+class KeyOperands:
+    """Operands of the key side that records do not hold, of all their keys.
+
+    k, v: (batch, num_blocks * 128, num_kv_heads, head_dim), bf16, k times 2^g; v for the mode "bf16" only.
+    scales: (batch, num_kv_heads, num_blocks, SCALES), fp32.
+    """
+
+    def __init__(
+        self, records: torch.Tensor, head_dim: int, maxima: torch.Tensor, *, mode: str, softmax_scale: float
+    ) -> None:
+        batch, num_blocks, num_kv_heads, _ = records.shape
+        shape = (batch, num_blocks * BLOCK_K, num_kv_heads, head_dim)
+        self.k = records.new_empty(shape, dtype=torch.bfloat16)
+        self.v = records.new_empty(shape, dtype=torch.bfloat16) if mode == "bf16" else self.k
+        self.scales = records.new_empty(batch, num_kv_heads, num_blocks, SCALES, dtype=torch.float32)
+        k8, v8, tail = parts(records, head_dim)
+        _KEY_OPERANDS(
+            (head_dim, mode), batch * num_blocks * num_kv_heads,
+            k8, v8, tail, maxima, self.k, self.v, self.scales, softmax_scale / head_dim * math.log2(math.e),
+            softmax_scale, num_blocks, num_kv_heads, *k8.stride()[:3], *tail.stride()[:3], D=head_dim, MODE=mode,
+        )  # fmt: skip
+
+
+def parts(records: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of records: k8 and v8 (batch, num_blocks, num_kv_heads, 128, head_dim), and fp32 scales."""
+    size = BLOCK_K * head_dim
+    k8, v8, tail = records.split((size, size, TAIL_BYTES), -1)
+    k8, v8 = (x.view(E4M3).unflatten(-1, (BLOCK_K, head_dim)) for x in (k8, v8))
+    return k8, v8, tail.view(torch.float32)
+
+
+def dequantised(rows: Rows) -> torch.Tensor:
+    """The rotated q in bf16, which is exact: (batch, seqlen_q, num_heads, head_dim)."""
+    scales = rows.scales.repeat_interleave(BLOCK_Q, -1)[..., : rows.values.shape[1]]
+    return rows.values.to(torch.bfloat16) * scales.transpose(1, 2).unsqueeze(-1).to(torch.bfloat16)
+
+
+def add_rotated_back(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    *,
+    factor: torch.Tensor | None = None,
+    interleaved: bool = False,
+    accumulate: bool = False,
+) -> None:
+    """out = head_dim * scale * factor * rotate_back(x), or added to out.
+
+    Args:
+        x: (batch, seqlen, num_heads, head_dim), fp32. interleaved: its columns as the kernels add up dQ.
+        factor: of each row, (batch * num_heads, padded seqlen).
+        out: as x, any dtype; unit last stride.
+    """
+    batch, seqlen, num_heads, head_dim = x.shape
+    num_blocks, columns = triton.cdiv(seqlen, BLOCK_Q), min(head_dim, 128)
+    given = x if factor is None else factor
+    _ROTATE_BACK(
+        (head_dim, factor is None, accumulate), head_dim // columns * num_blocks * batch * num_heads,
+        x, _matrix(head_dim, interleaved, x.device), given, out, scale, seqlen, given.shape[1], num_heads, num_blocks,
+        *x.stride()[:3], *out.stride()[:3], D=head_dim, COLUMNS=columns, ROWS=BLOCK_Q, HAS_FACTOR=factor is not None,
+        ACCUMULATE=accumulate,
+    )  # fmt: skip
+
+
+@functools.cache
+def _matrix(head_dim: int, interleaved: bool, device: torch.device) -> torch.Tensor:
+    """head_dim * rotate_back of the unit rows, +1 and -1: (head_dim, head_dim), bf16."""
+    matrix = rotate_back(torch.eye(head_dim)) * head_dim
+    if interleaved:  # columns (j, t, e) of each 32 as (t, j, e)
+        matrix = matrix.unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten(0, 3)
+    return matrix.to(device, torch.bfloat16)

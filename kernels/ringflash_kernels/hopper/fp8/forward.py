@@ -1,0 +1,600 @@
+"""FP8 attention forward for compute capability 9.0, on the frame of the bf16 forward (`forward.kernel`).
+
+Q (64 rows), K and V (records of 128 keys) are e4m3, P too; scores, O and the softmax are fp32. What differs from bf16:
+
+    scales     those of Q and K go into the factor of exp2, that of V into the factor of a block's P V
+    P          is relative to the largest score of its row in the block: P' = exp2(s - m + OFFSET)
+    P V        V comes transposed with the keys of every 16 in such an order that the registers of S hold the operand.
+               Tensor cores add e4m3 products up with 13 bits of significand: at a million equal keys they would return
+               1/64 of the sum. So they sum one block only, which is added to O in fp32.
+
+`fp8_reference` is the specification.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ringflash_kernels.api import device_guard
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, OFFSET, TAIL_BYTES, Rows
+from ringflash_kernels.hopper.compat import (
+    TensorDescriptor,
+    gl,
+    gluon,
+    mbarrier,
+    named_barrier,
+    tma_load,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, tile_descriptor
+from ringflash_kernels.hopper.forward.host import (
+    LaunchArgs,
+    band_of,
+    check_state,
+    count_sms,
+    kv_heads_per_group,
+    settle,
+    tile_counter,
+    tile_table,
+)
+from ringflash_kernels.hopper.forward.kernel import (
+    Pointers,
+    Problem,
+    QueryRows,
+    attend_nothing,
+    decode,
+    hide,
+    key_of,
+    lane_sums,
+    load_q,
+    load_state,
+    make_barriers,
+    matrices,
+    merge_weights,
+    nothing_yet,
+    pair,
+    pass_block,
+    publish,
+    q_tiles,
+    receive,
+    rescaled,
+    ring_of,
+    scaled,
+    scores,
+    slot,
+    store_part,
+    tiles_at,
+    visible_keys,
+)
+from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
+from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.mask import Mask
+
+_LN2 = math.log(2.0)
+_OFFSET = gl.constexpr(OFFSET)
+_TAIL = gl.constexpr(TAIL_BYTES // 4)  # numbers in the tail of a record
+
+
+@dataclass(frozen=True)
+class Fp8Variant:
+    """Choices that are fixed when a kernel is compiled; see `ForwardVariant`."""
+
+    tiles: Fp8Tiles
+    mask: str
+    resume: bool
+    row_max: bool = False
+
+    @property
+    def slack(self) -> float:
+        """Largest lag of the reference behind the largest score, in log2 units; small if it stands for that score."""
+        return 1.0 if self.row_max else 16.0
+
+    @property
+    def score_layout(self) -> gl.NVMMADistributedLayout:
+        """Registers that hold S and P of one warpgroup."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.tiles.block_n, 32])
+
+    @property
+    def acc_layouts(self) -> tuple[gl.NVMMADistributedLayout, ...]:
+        """Registers that hold O of one warpgroup, for each part of the head."""
+        return tuple(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32]) for columns in self.tiles.parts)
+
+
+class Fp8Shared(NamedTuple):
+    """Shared memory; see `Shared`."""
+
+    q: tuple
+    k: tuple
+    v: tuple
+    tails: object
+    stage: object
+    ticket: object
+
+
+class QScales(NamedTuple):
+    """Scales of q, one for each block of rows; and where the largest score of each row goes, as lse."""
+
+    first: int
+    stride_b: int
+    stride_h: int
+    row_max: int
+
+
+# ------------------------------------------------------------------------------------------------------ producer
+
+
+@gluon.jit
+def load_part(desc, tiles, full, batch, block, head, ROW: gl.constexpr, COLUMN: gl.constexpr, V: gl.constexpr):
+    """Load K or V of a record, whose second part, if there is one, begins at (ROW, COLUMN)."""
+    tma_load(desc, [batch, block, head, 0, 0], full, tiles[0])
+    if len(V.tiles.parts) == 2:
+        tma_load(desc, [batch, block, head, ROW, COLUMN], full, tiles[1])
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, tail_desc, shared, barriers, problem, pointers, V: gl.constexpr):
+    """The producer warp: draws tiles from a counter that all programs share, loads Q and the ring of K and V."""
+    STAGES: gl.constexpr = V.tiles.num_stages
+    NUM_BYTES: gl.constexpr = len(V.tiles.parts) * k_desc.block_type.nbytes
+    count = 0
+    kv = 0
+    ticket = gl.program_id(0)
+    while ticket < problem.num_tiles:
+        tile = decode(ticket, problem, pointers, 0, V.tiles.rows, V)
+        publish(ticket, count, shared, barriers)
+        head_kv = tile.head // problem.heads_per_kv
+        for i in range(tile.num_blocks):
+            index, phase = slot(kv, STAGES)
+            block = block_of(tile, i, V)
+            mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
+            full = barriers.k_full.index(index)
+            mbarrier.expect(full, NUM_BYTES + tail_desc.block_type.nbytes)
+            tma_load(tail_desc, [tile.batch, block, head_kv, 0], full, shared.tails.index(index))
+            load_part(k_desc, tiles_at(shared.k, index, V), full, tile.batch, block, head_kv, 0, V.tiles.parts[0], V)
+            if i == 0:  # only now: the first K need not wait until the last tile is done with Q
+                load_q(q_desc, shared, barriers, tile, count, V)
+            mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
+            full = barriers.v_full.index(index)
+            mbarrier.expect(full, NUM_BYTES)
+            load_part(v_desc, tiles_at(shared.v, index, V), full, tile.batch, block, head_kv, V.tiles.parts[0], 0, V)
+            kv += 1
+        if tile.num_blocks == 0:
+            load_q(q_desc, shared, barriers, tile, count, V)
+        count += 1
+        ticket = gl.atomic_add(pointers.counter, 1) + gl.num_programs(0)
+    publish(ticket, count, shared, barriers)
+    if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program leaves zeros behind
+        gl.store(pointers.counter, 0)
+        gl.store(pointers.counter + 1, 0)
+
+
+# ----------------------------------------------------------------------------------------------------- consumers
+
+
+@gluon.jit
+def block_of(tile, i, V: gl.constexpr):
+    """The record that holds the i-th block of the walk."""
+    return tile.key // V.tiles.block_n + tile.num_blocks - 1 - i
+
+
+@gluon.jit
+def record_matrices(tiles, V: gl.constexpr):
+    """The (rows, columns) that wgmma reads in the tile of each part of a record."""
+    first = tiles[0].reshape([tiles[0].shape[3], tiles[0].shape[4]])
+    if len(V.tiles.parts) == 2:
+        parts = (first, tiles[1].reshape([tiles[1].shape[3], tiles[1].shape[4]]))
+    else:
+        parts = (first,)
+    return parts
+
+
+@gluon.jit
+def scale_of(tails, index, WHICH: gl.constexpr):
+    """The scale of K (0) or V (1) of a block, from the tail of its record."""
+    numbers = tails.index(index)._reinterpret(gl.float32, [_TAIL, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.max(numbers.index(WHICH).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def softmax(s, reference, row_sum, key, rows, factor, MASKED: gl.constexpr, V: gl.constexpr):
+    """P' = 2^(s - m + OFFSET), the new reference of O, lanes' sums, and the factors of the O before and of P' V.
+
+    m is a row's largest score in this block, in log2 units. The reference lags behind it by up to 2^SLACK: it moves
+    rarely after the first blocks, and so does O.
+    """
+    if MASKED:
+        s = hide(s, key, rows, V)
+    SLACK: gl.constexpr = V.slack
+    block_max = gl.max(s, 1) * factor
+    new = gl.where(block_max - reference > SLACK, block_max, reference)
+    if MASKED:
+        finite_max = gl.where(block_max == float("-inf"), 0.0, block_max)
+        finite_new = gl.where(new == float("-inf"), 0.0, new)
+    else:
+        finite_max = block_max
+        finite_new = new
+    p = gl.exp2(s * factor - (finite_max - _OFFSET)[:, None])
+    alpha = gl.exp2(reference - finite_new)
+    beta = gl.exp2(block_max - finite_new)
+    lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+    alpha_of_lanes = gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None]
+    beta_of_lanes = gl.convert_layout(beta, lane_layout, assert_trivial=True)[:, None]
+    return p, new, row_sum * alpha_of_lanes + lane_sums(p, V) * beta_of_lanes, alpha, beta
+
+
+@gluon.jit
+def normalizer(row_sum, reference, V: gl.constexpr):
+    """1 / l and lse of every row, from the lanes' sums; NaN stays NaN."""
+    S_LAYOUT: gl.constexpr = V.score_layout
+    LN2: gl.constexpr = 0.6931471805599453
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
+    inverse = gl.where(row_sum == 0, 0.0, 1.0 / row_sum)
+    return inverse, gl.where(row_sum == 0, float("-inf"), (reference - _OFFSET) * LN2 + gl.log(row_sum))
+
+
+@gluon.jit
+def operand(p, V: gl.constexpr):
+    """P' as wgmma takes it from registers. V's keys are stored in the order that makes this a change of names only."""
+    BM: gl.constexpr = V.tiles.block_m
+    BN: gl.constexpr = V.tiles.block_n
+    layout: gl.constexpr = gl.DotOperandLayout(0, V.acc_layouts[0], 4)
+    p = p.to(gl.float8e4nv).reshape([BM, BN // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([BM, BN])
+    return gl.convert_layout(p, layout, assert_trivial=True)
+
+
+@gluon.jit
+def with_block(acc, factor, p, v, PART: gl.constexpr, V: gl.constexpr):
+    """One part of O, plus P' V of a block times the factor of each row."""
+    layout: gl.constexpr = V.acc_layouts[PART]
+    BM: gl.constexpr = V.tiles.block_m
+    columns: gl.constexpr = V.tiles.parts[PART]
+    zeros = gl.zeros([BM, columns], gl.float32, layout)
+    product = warpgroup_mma(p, v[PART].permute((1, 0)), zeros, use_acc=False, is_async=True)
+    product = warpgroup_mma_wait(0, deps=(product,))
+    return acc[PART] + product * gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
+def add_values(acc, factor, p, v, V: gl.constexpr):
+    """O += P' V, one part after another: registers hold the product of one only."""
+    p = operand(p, V)
+    first = with_block(acc, factor, p, v, 0, V)
+    if len(V.tiles.parts) == 2:
+        parts = (first, with_block(acc, factor, p, v, 1, V))
+    else:
+        parts = (first,)
+    return parts
+
+
+@gluon.jit
+def take_turn(token, W: gl.constexpr, V: gl.constexpr):
+    """Wait until the warpgroup before has issued its products."""
+    if V.tiles.turns:
+        named_barrier(token, 8 + W, 256, False)
+
+
+@gluon.jit
+def pass_turn(token, W: gl.constexpr, V: gl.constexpr):
+    """Let the next warpgroup issue its products."""
+    if V.tiles.turns:
+        named_barrier(token, 8 + (W + 1) % V.tiles.num_warpgroups, 256, True)
+
+
+@gluon.jit
+def leave_block(kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+    """`pass_block`, and the turn with it."""
+    pass_turn(kv, W, V)
+    kv = pass_block(kv, shared, barriers, V)
+    take_turn(kv, W, V)
+    return kv
+
+
+@gluon.jit
+def step(
+    acc,
+    reference,
+    row_sum,
+    kv,
+    i,
+    tile,
+    rows,
+    shared,
+    barriers,
+    MASKED: gl.constexpr,
+    W: gl.constexpr,
+    V: gl.constexpr,
+):
+    """Block i from S to O += P' V; the other warpgroups' products run meanwhile."""
+    index, phase = slot(kv, V.tiles.num_stages)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    s = scores(rows.q, record_matrices(tiles_at(shared.k, index, V), V), V)
+    pass_turn(kv, W, V)
+    factor = rows.scale * scale_of(shared.tails, index, 0)
+    v_scale = scale_of(shared.tails, index, 1)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    p, reference, row_sum, alpha, beta = softmax(s, reference, row_sum, key_of(tile, i, V), rows, factor, MASKED, V)
+    acc = rescaled(acc, alpha, V)
+    mbarrier.wait(barriers.v_full.index(index), phase)
+    take_turn(kv, W, V)
+    acc = add_values(acc, beta * v_scale, p, record_matrices(tiles_at(shared.v, index, V), V), V)
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    return acc, reference, row_sum, kv + 1
+
+
+@gluon.jit
+def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+    """O (not yet divided), 1 / l and lse of a tile, the next use of the ring, and the reference of each row."""
+    n = tile.num_blocks
+    acc, reference, row_sum = nothing_yet(V)
+    take_turn(kv, W, V)
+    if V.mask == "band":
+        for _ in range(n - tile.end_seen):
+            kv = leave_block(kv, shared, barriers, W, V)
+    for i in range(n - tile.end_seen, n - tile.end_full):
+        acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, True, W, V)
+    for i in range(n - tile.end_full, n - tile.first_full):
+        acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, False, W, V)
+    if V.mask != "none":
+        for i in range(n - tile.first_full, n - tile.first_seen):
+            acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, True, W, V)
+    if V.mask == "band":
+        for _ in range(tile.first_seen):
+            kv = leave_block(kv, shared, barriers, W, V)
+    pass_turn(kv, W, V)
+    mbarrier.arrive(q_empty, count=1)
+    inverse, lse = normalizer(row_sum, reference, V)
+    return acc, inverse, lse, kv, reference
+
+
+@gluon.jit
+def store_row_max(reference, row_index, batch, head, problem, q_scales, V: gl.constexpr):
+    """Store the most that a row's largest score can be in natural units, or the earlier calls' if that is more."""
+    LN2: gl.constexpr = 0.6931471805599453
+    at = q_scales.row_max + batch * problem.lse_stride_b + head * problem.lse_stride_h + row_index
+    largest = (reference + V.slack) * LN2
+    if V.resume:
+        largest = gl.maximum(largest, gl.load(at, mask=row_index < problem.seqlen_q, other=0.0))
+    gl.store(at, largest, mask=row_index < problem.seqlen_q)
+
+
+@gluon.jit
+def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: gl.constexpr, V: gl.constexpr):
+    """Consumer warpgroup W: rows [W * block_m, (W + 1) * block_m) of every tile."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, V.score_layout)
+    BM: gl.constexpr = V.tiles.block_m
+    count = 0
+    kv = 0
+    loads = 0
+    if W == V.tiles.num_warpgroups - 1:
+        pass_turn(count, W, V)  # the first turn of all
+    ticket = receive(count, shared, barriers)
+    while ticket < problem.num_tiles:
+        tile = decode(ticket, problem, pointers, W * BM, BM, V)
+        row = tile.row + W * BM
+        row_index = row + gl.arange(0, BM, layout=row_layout)
+        batch, head = tile.batch.to(gl.int64), tile.head.to(gl.int64)
+        lse_of_head = pointers.lse + batch * problem.lse_stride_b + head * problem.lse_stride_h
+        start, stop = visible_keys(row_index, problem, pointers, V)
+        if V.resume:
+            old_lse = gl.load(lse_of_head + row_index, mask=row_index < problem.seqlen_q, other=float("-inf"))
+            load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, V)
+        q_block = gl.minimum(row, problem.seqlen_q - 1) // BM
+        q_scale = gl.load(q_scales.first + batch * q_scales.stride_b + head * q_scales.stride_h + q_block)
+        q_empty = barriers.q_empty.index(W)
+        rows = QueryRows(matrices(q_tiles(shared, W, V), V), start, stop, q_scale * problem.scale)
+        mbarrier.wait(barriers.q_full.index(W), count & 1)
+        if tile.num_blocks == 0:
+            acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
+            reference = lse
+        else:
+            acc, factor, lse, kv, reference = attend(rows, q_empty, tile, kv, shared, barriers, W, V)
+        if V.row_max:
+            store_row_max(reference, row + gl.arange(0, BM, layout=row_layout), batch, head, problem, q_scales, V)
+        if V.resume:
+            lse, weight, old_weight = merge_weights(lse, old_lse)
+            factor = factor * weight
+        else:
+            old_weight = factor
+        acc = scaled(acc, factor, V)
+        row_index = row + gl.arange(0, BM, layout=row_layout)  # again: a short live range spares registers
+        gl.store(lse_of_head + row_index, lse, mask=row_index < problem.seqlen_q)
+        loads = store_part(acc[0], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 0, V)
+        if len(V.tiles.parts) == 2:
+            loads = store_part(acc[1], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 1, V)
+        count += 1
+        ticket = receive(count, shared, barriers)
+    tma_store_wait(0)
+
+
+# -------------------------------------------------------------------------------------------------------- kernel
+
+
+@gluon.jit
+def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, V: gl.constexpr):
+    """Shared memory of a program."""
+    WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
+    STAGES: gl.constexpr = V.tiles.num_stages
+    box: gl.constexpr = [WARPGROUPS] + acc_desc[0].block_shape
+    stage_dtype: gl.constexpr = gl.float32 if V.resume else o_desc[0].dtype
+    stage = gl.allocate_shared_memory(stage_dtype, box, acc_desc[0].layout)
+    q_ring = ring_of(q_desc, WARPGROUPS, V)
+    k_ring = ring_of(pair(k_desc, k_desc, V), STAGES, V)
+    v_ring = ring_of(pair(v_desc, v_desc, V), STAGES, V)
+    tails = gl.allocate_shared_memory(gl.float32, [STAGES] + tail_desc.block_shape, tail_desc.layout)
+    ticket = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Fp8Shared(q_ring, k_ring, v_ring, tails, stage, ticket)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "lse", "start", "stop", "table", "counter", "q_scales", "row_max", "seqlen_q", "seqlen_k", "num_heads",
+        "heads_per_kv", "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b",
+        "lse_stride_h", "q_stride_b", "q_stride_h",
+    ]
+)  # fmt: skip
+def forward_fp8(
+    q_desc, k_desc, v_desc, tail_desc, o_desc, acc_desc,
+    lse, start, stop, table, counter, q_scales, row_max,
+    seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
+    lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, scale,
+    V: gl.constexpr,
+):  # fmt: skip
+    """FP8 attention forward; see the top of this file."""
+    problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
+                      upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
+    pointers = Pointers(lse, start, stop, table, counter)
+    q_scales = QScales(q_scales, q_stride_b, q_stride_h, row_max)
+    q = pair(q_desc, q_desc, V)
+    o = pair(o_desc, o_desc, V)
+    acc = pair(acc_desc, acc_desc, V)
+    shared = allocate(q, k_desc, v_desc, tail_desc, acc, o, V)
+    barriers = make_barriers(V)
+    if V.tiles.num_warpgroups == 2:
+        gl.warp_specialize([
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 0, V)),
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 1, V)),
+            (produce, (q, k_desc, v_desc, tail_desc, shared, barriers, problem, pointers, V)),
+        ], [4, 1], [V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 0, V)),
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 1, V)),
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 2, V)),
+            (produce, (q, k_desc, v_desc, tail_desc, shared, barriers, problem, pointers, V)),
+        ], [4, 4, 1], [V.tiles.consumer_registers, V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- host
+
+
+_LAUNCHER = Launcher(forward_fp8)
+
+
+def forward(
+    rows: Rows,
+    records: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None = None,
+    num_sms: int | None = None,
+    row_max: torch.Tensor | None = None,
+) -> None:
+    """Attention of quantised operands over the visible pairs of `mask`, continuing (acc, lse) where given.
+
+    Args:
+        rows: quantised q.
+        records: (batch, num_blocks, num_kv_heads, record_bytes), uint8; key j of the mask is row j % 128 of record
+            j // 128. Any strides of the first three dimensions that are multiples of 128.
+        out: as q, in a 16-bit dtype or fp32; every row is written. May be `acc`.
+        lse, acc, num_sms: as `hopper.forward`.
+        row_max: as lse with its strides, written, with `acc` updated: at least the largest score of each row.
+    Numerics: see `fp8_reference`; scores and sums in fp32, the sums of P V over a block have 13 bits.
+    Source: FP8 operands and their layouts: Shah et al. 2024 (arXiv:2407.08608); P V summed in two levels: Zhang et al.
+        2024 (SageAttention2, arXiv:2411.10958); P relative to its own block is ours.
+    """
+    check_state(softmax_scale, out, lse, acc)
+    q8 = rows.values
+    first, stop = mask.q_span
+    settle(out, lse, acc, slice(0, first))
+    settle(out, lse, acc, slice(stop, q8.shape[1]))
+    if row_max is not None and acc is None:
+        row_max[..., :first] = row_max[..., stop:] = -math.inf
+    if first < stop:
+        with device_guard(q8.device):
+            launch = build_launch(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max,
+                                  num_sms=num_sms or count_sms(q8.device), counter=tile_counter(q8.device))  # fmt: skip
+            _LAUNCHER(launch.variant, launch.num_programs, *launch.arguments)
+
+
+def build_launch(
+    rows: Rows,
+    records: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None,
+    row_max: torch.Tensor | None = None,
+    num_sms: int,
+    counter: torch.Tensor,
+) -> LaunchArgs:
+    """The launch that covers the rows of `mask.q_span`, from the block of q that holds the first.
+
+    Args:
+        counter: two int32 zeros, zeros again after the launch.
+    """
+    first, end = mask.q_span
+    span, keys = (first // BLOCK_Q * BLOCK_Q, end), (0, mask.seqlen_k)
+    start = stop = table = None
+    lower = upper = 0
+    region = mask.regions[0]
+    if len(mask.regions) == 1 and region.q_start % BLOCK_Q == 0 and region.k_start % BLOCK_K == 0:
+        keys = (region.k_start, region.k_stop)
+        lower, upper = band_of(region)
+        kind = "none" if region.lower is None and region.upper is None else "band"
+    else:
+        kind = "bounds"
+        start, stop = (bound[slice(*span)] for bound in mask.bounds(rows.values.device))
+    q8, q_scales = cut(rows.values, 1, span), cut(rows.scales, 2, (span[0] // BLOCK_Q, -(-end // BLOCK_Q)))
+    records = cut(records, 1, (keys[0] // BLOCK_K, -(-keys[1] // BLOCK_K)))
+    out, lse, acc, row_max = cut(out, 1, span), cut(lse, 2, span), cut(acc, 1, span), cut(row_max, 2, span)
+    batch, seqlen_q, num_heads, head_dim = q8.shape
+    num_kv_heads, seqlen_k = records.shape[2], keys[1] - keys[0]
+    variant = _variant(FP8_TILES[head_dim], kind, acc is not None, row_max is not None)
+    if kind == "bounds":
+        table = tile_table(mask, q8.device, variant.tiles.rows, span)
+    num_row_tiles = -(-seqlen_q // variant.tiles.rows)
+    num_tiles = batch * num_heads * num_row_tiles
+    heads_per_kv = num_heads // num_kv_heads
+    arguments = (
+        *_descriptors(q8, records, out, out if acc is None else acc, variant.tiles),
+        lse, start, stop, table, counter, q_scales, lse if row_max is None else row_max,
+        seqlen_q, seqlen_k, num_heads, heads_per_kv,
+        heads_per_kv * kv_heads_per_group(num_kv_heads, records.shape[1] * records.shape[3]),
+        num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
+        softmax_scale / head_dim / _LN2, variant,
+    )  # fmt: skip
+    key = (head_dim, kind, acc is not None, row_max is not None, out.dtype)
+    return LaunchArgs(key, min(num_sms, num_tiles), arguments)
+
+
+@functools.cache
+def _variant(tiles: Fp8Tiles, mask: str, resume: bool, row_max: bool) -> Fp8Variant:
+    return Fp8Variant(tiles, mask, resume, row_max)
+
+
+def _descriptors(
+    q8: torch.Tensor, records: torch.Tensor, out: torch.Tensor, acc: torch.Tensor, tiles: Fp8Tiles
+) -> tuple[TensorDescriptor, ...]:
+    """Descriptors of q, of k, v and tails in the records, of out and acc: boxes of one part of the head."""
+    head_dim, columns = q8.shape[3], tiles.parts[0]
+    size = BLOCK_K * head_dim
+    values = records.view(q8.dtype)
+    k8 = values[..., :size].unflatten(-1, (BLOCK_K, head_dim))
+    v8 = values[..., size : 2 * size].unflatten(-1, (head_dim, BLOCK_K))
+    return (
+        tile_descriptor(q8, BLOCK_Q, columns),
+        _record_descriptor(k8, (1, 1, 1, BLOCK_K, columns)),
+        _record_descriptor(v8, (1, 1, 1, columns, BLOCK_K)),
+        _record_descriptor(records.view(torch.float32)[..., size // 2 :], (1, 1, 1, TAIL_BYTES // 4)),
+        tile_descriptor(out, tiles.block_m, columns),
+        tile_descriptor(acc, tiles.block_m, columns),
+    )
+
+
+def _record_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """Descriptor of a part of records: the stride of a dimension of one element is never used, but must be aligned."""
+    strides = [stride if size > 1 else TAIL_BYTES for size, stride in zip(x.shape, x.stride(), strict=True)]
+    return Descriptor(x, list(x.shape), [*strides[:-1], 1], list(block), block_layout(block, x.dtype))

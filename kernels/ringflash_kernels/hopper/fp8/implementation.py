@@ -1,0 +1,52 @@
+"""The FP8 kernels as an implementation of `api`. Imports triton only for a call that can use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringflash_kernels.fp8_reference import HEAD_DIMS
+from ringflash_kernels.hopper import implementation as exact
+from ringflash_kernels.hopper.implementation import collect, publish
+from ringflash_kernels.mask import Mask
+
+__all__ = ["collect", "forward", "publish", "unsupported"]
+
+
+def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Return why this implementation cannot take the call; None when it can.
+
+    Raises:
+        RuntimeError: as that of `hopper`.
+    """
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head_dim {q.shape[-1]} (one of {', '.join(map(str, HEAD_DIMS))})"
+    return exact.unsupported(q, k, v)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None = None,
+    num_sms: int | None = None,
+    row_max: torch.Tensor | None = None,
+) -> None:
+    """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use, default all."""
+    from ringflash_kernels.hopper.fp8 import forward, quantise
+
+    rows, records = quantise.quantise_q(q), quantise.quantise_kv(k, v, for_backward=False)
+    forward.forward(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms, row_max=row_max)
+
+
+def begin_backward(*args: Any, **kwargs: Any) -> Any:
+    """Begin the gradients of one attention; see `api.begin_backward`."""
+    from ringflash_kernels.hopper.fp8 import backward
+
+    return backward.Fp8Backward(*args, **kwargs)

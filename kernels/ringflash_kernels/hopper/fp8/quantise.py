@@ -1,0 +1,266 @@
+"""Rounding to e4m3 on the GPU, to the very bits of `fp8_reference`; each call is one launch.
+
+A program takes one block of rows of one head: it rotates them in registers (columns 1, 2, 4, 8 apart within a thread,
+then the others after a change of layout), finds the largest finite value, and rounds.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ringflash_kernels.api import device_guard
+from ringflash_kernels.fp8_reference import (
+    BLOCK_K,
+    BLOCK_Q,
+    E4M3,
+    SMALLEST_EXPONENT,
+    TAIL_BYTES,
+    Rows,
+    record_bytes,
+    sign_bits,
+)
+from ringflash_kernels.hopper.compat import gl, gluon
+from ringflash_kernels.hopper.launcher import Launcher
+
+_SMALLEST = gl.constexpr(127 + SMALLEST_EXPONENT)
+_NUM_TAIL = gl.constexpr(TAIL_BYTES // 4)
+_SIGNS = tuple(word - (word >> 31 << 32) for word in sign_bits())  # as int32
+
+
+@gluon.constexpr_function
+def _columns_layout(head_dim, num_warps):
+    """Sixteen columns in a thread, as global memory is read and written."""
+    lanes = head_dim // 16
+    return gl.BlockedLayout([1, 16], [32 // lanes, lanes], [num_warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _groups_layout(head_dim, num_warps):
+    """One column of each sixteen in a thread, for (rows, groups of 16, 16 columns)."""
+    groups = head_dim // 16
+    return gl.BlockedLayout([1, groups, 16 // groups], [32 // groups, 1, groups], [num_warps, 1, 1], [2, 1, 0])
+
+
+@gluon.constexpr_function
+def _keys_layout(head_dim, num_warps):
+    """Sixteen keys of some columns in a thread, columns first; eight lanes hold a column of 128 keys."""
+    columns = min(8, head_dim // (4 * num_warps))
+    registers = [[0, i] for i in (1, 2, 4) if i < columns] + [[i, 0] for i in (1, 2, 4, 8)]
+    lanes = [[16, 0], [32, 0], [64, 0], [0, columns], [0, 2 * columns]]
+    warps = [[0, 4 * columns << i] for i in range(num_warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [128, head_dim])
+
+
+@gluon.constexpr_function
+def _places_layout(head_dim, num_warps):
+    """The same threads' (columns, keys), keys first."""
+    columns = min(8, head_dim // (4 * num_warps))
+    return gl.BlockedLayout([columns, 16], [4, 8], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def butterfly(x, DISTANCE: gl.constexpr):
+    """Sums and differences of the columns that are DISTANCE apart; x is (rows, columns), both columns in one thread."""
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    pairs: gl.constexpr = columns // (2 * DISTANCE)
+    low, high = x.reshape([rows, pairs, 2, DISTANCE]).permute([0, 1, 3, 2]).split()
+    return gl.join(low + high, low - high).permute([0, 1, 3, 2]).reshape([rows, columns])
+
+
+@gluon.jit
+def signed(x, columns, SIGNS: gl.constexpr):
+    """x with the sign of each column."""
+    word = columns * 0 + SIGNS[0]
+    for i in gl.static_range(1, x.shape[1] // 32):
+        word = gl.where(columns // 32 == i, SIGNS[i], word)
+    return gl.where(((word >> columns % 32) & 1 == 1)[None, :], -x, x)
+
+
+@gluon.jit
+def rotated(x, columns, SIGNS: gl.constexpr, WARPS: gl.constexpr):
+    """The rows of x, rotated as `fp8_reference.rotate` does, in another layout."""
+    ROWS: gl.constexpr = x.shape[0]
+    COLUMNS: gl.constexpr = x.shape[1]
+    GROUPS: gl.constexpr = COLUMNS // 16
+    x = signed(x, columns, SIGNS)
+    x = butterfly(butterfly(butterfly(butterfly(x, 1), 2), 4), 8)
+    x = gl.convert_layout(x.reshape([ROWS, GROUPS, 16]), _groups_layout(COLUMNS, WARPS)).reshape([ROWS, COLUMNS])
+    x = butterfly(butterfly(x, 16), 32)
+    if COLUMNS >= 128:
+        x = butterfly(x, 64)
+    if COLUMNS == 256:
+        x = butterfly(x, 128)
+    return x
+
+
+@gluon.jit
+def with_exponent(x):
+    """x with NaN for infinity, and the biased exponent of the power of two that brings the rest within e4m3."""
+    largest = gl.max(gl.max(gl.abs(x), 1), 0)  # which passes over NaN
+    if largest == float("inf"):
+        x = gl.where(gl.abs(x) < float("inf"), x, float("nan"))
+        largest = gl.max(gl.max(gl.abs(x), 1), 0)
+    largest = gl.maximum(largest, 0.0)  # where all is NaN
+    return x, gl.maximum(((largest.to(gl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, _SMALLEST)
+
+
+@gluon.jit
+def power_of_two(biased):
+    """2^(biased - 127)."""
+    return (biased << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def rounded(x, biased):
+    """x over the power of two in e4m3."""
+    return (x * power_of_two(254 - biased)).to(gl.float8e4nv)
+
+
+@gluon.jit
+def rows_of(x, stride_b, stride_s, stride_h, batch, block, head, seqlen, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+            layout: gl.constexpr):  # fmt: skip
+    """A block of rows of one head in fp32; zeros past the end."""
+    row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    first = x + batch.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
+    at = first + row[:, None].to(gl.int64) * stride_s + column[None, :]
+    inside = (row < seqlen)[:, None] & (column < COLUMNS)[None, :]
+    return gl.load(at, mask=inside, other=0.0).to(gl.float32), column
+
+
+@gluon.jit
+def quantise_rows(
+    x, values, scales, seqlen, num_heads, num_blocks, stride_b, stride_s, stride_h, value_b, value_s, value_h,
+    COLUMNS: gl.constexpr, ROWS: gl.constexpr, SIGNS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """q of one block and head."""
+    layout: gl.constexpr = _columns_layout(COLUMNS, WARPS)
+    head = gl.program_id(0) % num_heads
+    block = gl.program_id(0) // num_heads % num_blocks
+    batch = gl.program_id(0) // num_heads // num_blocks
+    q, column = rows_of(x, stride_b, stride_s, stride_h, batch, block, head, seqlen, ROWS, COLUMNS, layout)
+    q = rotated(q, column, SIGNS, WARPS)
+    q, biased = with_exponent(q)
+    gl.store(scales + (batch * num_heads + head) * num_blocks + block, power_of_two(biased))
+    q = gl.convert_layout(rounded(q, biased), layout)
+    row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    at = values + batch.to(gl.int64) * value_b + head.to(gl.int64) * value_h
+    inside = (row < seqlen)[:, None] & (column < COLUMNS)[None, :]
+    gl.store(at + row[:, None].to(gl.int64) * value_s + column[None, :], q, mask=inside)
+
+
+@gluon.jit
+def store_tile(record, x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """x to contiguous bytes."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    gl.store(record + row[:, None] * COLUMNS + column[None, :], x)
+
+
+@gluon.jit
+def store_tail(tail, biased, WARPS: gl.constexpr):
+    """All of a tail but the scale of k."""
+    index = gl.arange(0, _NUM_TAIL, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    gl.store(tail + index, gl.where(index == 1, power_of_two(biased), 0.0), mask=index > 0)
+
+
+@gluon.jit
+def quantise_keys(record, tail, k, column, SIGNS: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr):
+    """The first tile of a record, and its scale."""
+    COLUMNS: gl.constexpr = k.shape[1]
+    k = rotated(k, column, SIGNS, WARPS)
+    k, biased = with_exponent(k)
+    gl.store(tail, power_of_two(biased))
+    store_tile(record, gl.convert_layout(rounded(k, biased), layout), k.shape[0], COLUMNS, layout)
+
+
+@gluon.jit
+def transposed(v, WARPS: gl.constexpr):
+    """(columns, keys) with the keys of every 16 in KEY_ORDER; each thread has the sixteen."""
+    KEYS: gl.constexpr = v.shape[0]
+    COLUMNS: gl.constexpr = v.shape[1]
+    layout: gl.constexpr = _places_layout(COLUMNS, WARPS)
+    v = v.reshape([KEYS // 16, 2, 4, 2, COLUMNS]).permute([4, 0, 2, 1, 3]).reshape([COLUMNS, KEYS])
+    return gl.convert_layout(v, layout, assert_trivial=True)
+
+
+@gluon.jit
+def quantise_records(
+    k, v, records, tails, seqlen, num_heads, num_blocks, k_b, k_s, k_h, v_b, v_s, v_h,
+    record_b, record_block, record_h, tail_b, tail_block, tail_h,
+    COLUMNS: gl.constexpr, KEYS: gl.constexpr, SIGNS: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """k, by even programs, or v of one record."""
+    layout: gl.constexpr = _columns_layout(COLUMNS, WARPS)
+    index = gl.program_id(0) // 2
+    head = index % num_heads
+    block = index // num_heads % num_blocks
+    batch = index // num_heads // num_blocks
+    batch64, block64, head64 = batch.to(gl.int64), block.to(gl.int64), head.to(gl.int64)
+    record = records + batch64 * record_b + block64 * record_block + head64 * record_h
+    tail = tails + batch64 * tail_b + block64 * tail_block + head64 * tail_h
+    if gl.program_id(0) % 2 == 0:
+        keys, column = rows_of(k, k_b, k_s, k_h, batch, block, head, seqlen, KEYS, COLUMNS, layout)
+        quantise_keys(record, tail, keys, column, SIGNS, WARPS, layout)
+    else:
+        v_layout: gl.constexpr = _keys_layout(COLUMNS, WARPS) if TRANSPOSED else layout
+        values, _ = rows_of(v, v_b, v_s, v_h, batch, block, head, seqlen, KEYS, COLUMNS, v_layout)
+        values, biased = with_exponent(values)
+        store_tail(tail, biased, WARPS)
+        values = rounded(values, biased)
+        record += KEYS * COLUMNS
+        if TRANSPOSED:
+            store_tile(record, transposed(values, WARPS), COLUMNS, KEYS, _places_layout(COLUMNS, WARPS))
+        else:
+            store_tile(record, values, KEYS, COLUMNS, layout)
+
+
+_WARPS = {64: 4, 128: 4, 256: 8}  # of a program; 8 at head_dim 128 took 1.4 times as long for k and v
+_ROWS = {warps: Launcher(quantise_rows, specialised=True, num_warps=warps) for warps in set(_WARPS.values())}
+_RECORDS = {warps: Launcher(quantise_records, specialised=True, num_warps=warps) for warps in set(_WARPS.values())}
+
+
+def quantise_q(q: torch.Tensor) -> Rows:
+    """See `fp8_reference.quantise_q`.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16, last stride 1.
+    """
+    batch, seqlen, num_heads, head_dim = q.shape
+    num_blocks = -(-seqlen // BLOCK_Q)
+    values = torch.empty(q.shape, dtype=E4M3, device=q.device)
+    scales = torch.empty(batch, num_heads, num_blocks, device=q.device)
+    warps = _WARPS[head_dim]
+    with device_guard(q.device):
+        _ROWS[warps](
+            head_dim, num_blocks * num_heads * batch,
+            q, values, scales, seqlen, num_heads, num_blocks, *q.stride()[:3], *values.stride()[:3],
+            COLUMNS=head_dim, ROWS=BLOCK_Q, SIGNS=_SIGNS, WARPS=warps,
+        )  # fmt: skip
+    return Rows(values, scales)
+
+
+def quantise_kv(
+    k: torch.Tensor, v: torch.Tensor, *, for_backward: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `fp8_reference.quantise_kv`.
+
+    Args:
+        k, v: (batch, seqlen_k, num_kv_heads, head_dim), bf16 or fp16, last stride 1.
+        out: as the result; strides of the first three dimensions that are multiples of 128. Default new.
+    """
+    batch, seqlen, num_heads, head_dim = k.shape
+    num_blocks = -(-seqlen // BLOCK_K)
+    if out is None:
+        out = torch.empty(batch, num_blocks, num_heads, record_bytes(head_dim), dtype=torch.uint8, device=k.device)
+    values, tails = out.view(E4M3), out.view(torch.float32)[..., -TAIL_BYTES // 4 :]
+    warps = _WARPS[head_dim]
+    with device_guard(k.device):
+        _RECORDS[warps](
+            (head_dim, for_backward), 2 * num_blocks * num_heads * batch,
+            k, v, values, tails, seqlen, num_heads, num_blocks, *k.stride()[:3], *v.stride()[:3],
+            *values.stride()[:3], *tails.stride()[:3],
+            COLUMNS=head_dim, KEYS=BLOCK_K, SIGNS=_SIGNS, TRANSPOSED=not for_backward, WARPS=warps,
+        )  # fmt: skip
+    return out

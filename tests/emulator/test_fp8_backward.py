@@ -1,0 +1,171 @@
+"""The FP8 backward kernels on the CPU emulator, against their specification. CPU.
+
+What differs from the specification is the order of sums, and roundings of what lies between two values of e4m3. The
+grid is thin: every mask at head_dim 64, head_dim 128 and groups of heads with a few.
+"""
+
+import pytest
+import torch
+
+from ringflash_kernels import fp8_reference
+from ringflash_kernels.mask import Mask, Region
+from tests.emulator.emulator import EmulationError, Emulator
+from tests.emulator.host import cuda_properties
+from tests.emulator.oracle import MASKS, Shape, inputs
+
+_CAUSAL = MASKS["causal, ragged"]
+_NAMES = ("dq", "dk", "dv")
+
+
+def _gradients(
+    mask: Mask,
+    shape: Shape,
+    products: str,
+    *,
+    emulator: Emulator | None = None,
+    accumulate: bool = True,
+    with_dlse: bool = False,
+    whole_groups: bool = False,
+    promote: int = 128,
+):
+    """dq, dk, dv of the kernels and of the specification."""
+    q, k, v, dout = inputs(mask, shape)
+    out, (lse, row_max) = torch.empty_like(q), torch.empty(2, shape.batch, shape.num_heads, mask.seqlen_q)
+    fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
+    options: dict = dict(softmax_scale=shape.scale, products=products, row_max=row_max)
+    if with_dlse:
+        options["dlse"] = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1))
+    module = (emulator or Emulator()).load("fp8.backward")
+    module.quantise_q, module.quantise_kv = fp8_reference.quantise_q, fp8_reference.quantise_kv
+    module._PROMOTE = promote
+    if whole_groups:
+        module.host._MANY_TILES = module.host.SMS = 1
+    results = []
+    for backward in (module.Fp8Backward, fp8_reference.Fp8ReferenceBackward):
+        run = backward(dout, q, out, lse, **options)
+        dtype = torch.float32 if accumulate else q.dtype
+        dk, dv = (torch.full(x.shape, 0.5, dtype=dtype) for x in (k, v))
+        run.add(k, v, mask, dk, dv, accumulate=accumulate)
+        results.append((run.finish(), dk, dv))
+    return results
+
+
+def _assert_equal(got, want, limit: float = 4e-3) -> None:
+    """Compare by the error's share of each gradient's norm."""
+    for name, x, y in zip(_NAMES, got, want, strict=True):
+        x, y = x.double(), y.double()
+        assert x.isfinite().all(), name
+        assert (x - y).norm() <= limit * y.norm() + 1e-6, (name, float((x - y).norm() / y.norm()))
+
+
+@pytest.mark.parametrize("products", ["fp8_scores", "fp8"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+def test_masks(mask, products):
+    _assert_equal(*_gradients(mask, Shape(), products))
+
+
+@pytest.mark.parametrize("products", ["fp8_scores", "fp8"])
+@pytest.mark.parametrize("mask", ["causal, ragged", "documents"])
+def test_head_dim_128(mask, products):
+    _assert_equal(*_gradients(MASKS[mask], Shape(128), products))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", ["causal, ragged", "rectangle inside"])
+def test_products_in_bf16(mask, head_dim):
+    _assert_equal(*_gradients(MASKS[mask], Shape(head_dim), "bf16"))
+
+
+@pytest.mark.parametrize("products", fp8_reference.PRODUCTS)
+@pytest.mark.parametrize("num_heads", [1, 2], ids=["mha", "gqa"])
+def test_stored_gradients(products, num_heads):
+    shape = Shape(64, num_heads, batch=2)
+    _assert_equal(*_gradients(MASKS["rectangle inside"], shape, products, accumulate=False))
+
+
+@pytest.mark.parametrize("products", fp8_reference.PRODUCTS)
+def test_gradient_through_lse(products):
+    mask = MASKS["causal, rows that see nothing"]
+    _assert_equal(*_gradients(mask, Shape(), products, with_dlse=True))
+
+
+@pytest.mark.parametrize("promote", [2, 4])
+def test_sums_that_leave_the_tensor_cores(promote):
+    """dK and dV move to fp32 every few blocks, also between the heads of a group."""
+    shape = Shape(64, 4, 2)
+    _assert_equal(*_gradients(MASKS["wide window"], shape, "fp8", whole_groups=True, promote=promote))
+
+
+@pytest.mark.parametrize("products", ["fp8_scores", "fp8"])
+def test_interleavings(products):
+    """Partitions, blocks and copies in other orders give the same gradients."""
+    for seed in range(1, 4):
+        _assert_equal(*_gradients(_CAUSAL, Shape(), products, emulator=Emulator(seed, resident=3)))
+
+
+# (module, source text, what replaces it)
+FAULTS = {
+    "transposed queries in another order": ("fp8.backward_operands", "place // 2 % 2 * 8", "place // 2 % 2 * 4"),
+    "the scale of the block before": ("fp8.backward_keys", "scale_ptr + block", "scale_ptr"),
+    "gain of dS is not undone": ("fp8.backward_operands", "        k *= gain\n", ""),
+    "phase of dS is inverted": (
+        "fp8.backward_keys", "(sm.ds_full.index(last), last_parity)", "(sm.ds_full.index(last), last_parity ^ 1)",
+    ),
+    "staging buffers are overwritten while they leave": ("fp8.backward_keys", "tma_store_wait(0)", "pass"),
+    "proxy fences are missing": ("fp8.backward_keys", "fence_async_shared()", "pass"),
+}  # fmt: skip
+
+
+def _fails(fault: tuple[str, str, str]) -> bool:
+    for seed in range(3):
+        mask = Mask(_CAUSAL.seqlen_q, _CAUSAL.seqlen_k, _CAUSAL.regions)
+        try:
+            _assert_equal(*_gradients(mask, Shape(), "fp8", emulator=Emulator(seed, faults=[fault])))
+        except (AssertionError, EmulationError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_planted_faults_are_caught(fault):
+    assert _fails(fault)
+
+
+@pytest.mark.parametrize("products", ["fp8_scores", "fp8"])
+def test_hops_add_up(products):
+    """Keys in three hops give the gradients of one call."""
+    mask, shape = Mask.band(200, 300, causal=True), Shape()
+    q, k, v, dout = inputs(mask, shape)
+    out, (lse, row_max) = torch.empty_like(q), torch.empty(2, 1, 2, 200)
+    fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
+    module = Emulator().load("fp8.backward")
+    module.quantise_q, module.quantise_kv = fp8_reference.quantise_q, fp8_reference.quantise_kv
+    run, whole = (
+        backward(dout, q, out, lse, softmax_scale=shape.scale, products=products, row_max=row_max)
+        for backward in (module.Fp8Backward, fp8_reference.Fp8ReferenceBackward)
+    )
+    dk, dv, whole_dk, whole_dv = torch.zeros(4, *k.shape)
+    for start, stop in ((0, 128), (128, 256), (256, 300)):
+        hop = Mask.of(200, stop - start, [Region(0, 200, 0, stop - start, upper=100 - start)])
+        run.add(*(x[:, start:stop] for x in (k, v)), hop, dk[:, start:stop], dv[:, start:stop])
+    whole.add(k, v, mask, whole_dk, whole_dv)
+    _assert_equal((run.finish(), dk, dv), (whole.finish(), whole_dk, whole_dv))
+
+
+@pytest.mark.parametrize("mask", ["causal, ragged", "documents", "rectangle inside", "causal, rows that see nothing"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_largest_scores(mask, resume):
+    """The forward keeps a bound of each row's largest score that is at most a factor of two above."""
+    mask, shape = MASKS[mask], Shape()
+    q, k, v, _ = inputs(mask, shape)
+    operands = fp8_reference.quantise_q(q), fp8_reference.quantise_kv(k, v, for_backward=False)
+    exact, got = (torch.full((1, 2, mask.seqlen_q), 0.5) for _ in range(2))
+    state = {"out": torch.zeros(q.shape), "lse": torch.zeros(exact.shape)}
+    acc = torch.zeros(q.shape) if resume else None
+    fp8_reference.forward_rows(*operands, mask, shape.scale, acc=acc, row_max=exact, **state)
+    with cuda_properties(num_sms=2):
+        Emulator().load("fp8.forward").forward(*operands, mask, shape.scale, acc=acc, row_max=got, num_sms=2, **state)
+    empty = exact == -torch.inf
+    assert torch.equal(got == -torch.inf, empty)
+    above = (got - exact)[~empty]
+    assert above.min() >= -1e-5 and above.max() <= 0.7
