@@ -317,7 +317,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _targets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows that have labels, and labels as an index of columns; any other value out of range is an error."""
+    """Return the rows that have labels, and labels as an index of columns; others out of range raise an error."""
     labelled = labels != IGNORE_INDEX
     return labelled, labels.masked_fill(~labelled, 0).unsqueeze(1)
 
