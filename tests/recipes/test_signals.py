@@ -1,7 +1,7 @@
 """SIGTERM to one rank of a training as docs/lightning.md has it, wherever it arrives: all ranks save and stop.
 
-3 CPU processes, and 2 with DeepSpeed, each for all places: the first, the last, which is sent it, and one between. Lightning's own handler broadcasts from inside the
-collective that it has interrupted, and hangs.
+3 CPU processes, and 2 with DeepSpeed, each for all places. The last rank is sent it; the others hear of it from that
+rank. Lightning's own handler broadcasts from inside the collective that it has interrupted, and hangs.
 """
 
 from __future__ import annotations
