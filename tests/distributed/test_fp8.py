@@ -1,4 +1,4 @@
-"""FP8 through `ring_attention`: its specification on 2 CPU processes, by hops over gloo and by heads over shared memory.
+"""FP8 through `ring_attention`, its specification on 2 CPU processes: over gloo by hops, over shared memory by heads.
 
 K and V arrive in bf16, and every rank rounds the keys that it has gathered. One process with the same implementation is
 the baseline of the tolerance: cutting the sequence may not add more than its error again. It hardly adds any if chunks

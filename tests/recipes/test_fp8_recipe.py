@@ -11,7 +11,8 @@ from recipes.lightning.compare import newest_curve, read_losses
 from tests.recipes.launching import ROOT, train, write_text
 
 FLAGS = {
-    "trainer.max_steps": 3, "trainer.num_sanity_val_steps": 0, "data.seqlen": 96, "data.suffix": ".txt", "data.num_eval_sequences": 2,
+    "trainer.max_steps": 3, "trainer.num_sanity_val_steps": 0, "data.seqlen": 96, "data.suffix": ".txt",
+    "data.num_eval_sequences": 2,
     "model.model.hidden_size": 128, "model.model.num_attention_heads": 2, "model.model.num_key_value_heads": 1,
     "model.model.intermediate_size": 48, "model.model.num_hidden_layers": 2, "loggers": "[csv]",
 }  # fmt: skip
