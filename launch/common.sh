@@ -103,13 +103,13 @@ supervise() {
   local ask=$1 pid never status
   shift
   received=
+  trap 'received=TERM' TERM  # before the command starts: a signal in between would kill this shell and orphan it
+  trap 'received=USR1' USR1
   set -m  # its own process group: signals to ours reach the command only through `ask`
   "$@" &
   pid=$!
   set +m
   exec {never}<> <(:)
-  trap 'received=TERM' TERM
-  trap 'received=USR1' USR1
   trap 'kill -INT "$pid"' INT
   trap 'kill -HUP "$pid"' HUP  # a terminal that closes signals only our group
   trap 'kill -QUIT "$pid"' QUIT

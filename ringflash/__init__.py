@@ -27,6 +27,7 @@ from ringflash.sequence.layout import local_positions, shard_sequence, unshard_s
 from ringflash.sequence.padding import PaddedBatch, pad_sequence
 
 if TYPE_CHECKING:
+    from ringflash.huggingface.log_probs import log_probs
     from ringflash.wrap import wrap_attention
     from ringflash.wrap.check import check_wrapped
 
@@ -40,6 +41,7 @@ __all__ = [
     "check_wrapped",
     "explain",
     "local_positions",
+    "log_probs",
     "loss",
     "pad_sequence",
     "release_buffers",
@@ -52,8 +54,12 @@ __all__ = [
     "wrap_attention",
 ]
 
-# Imported on first access, since they import torch._dynamo, which takes nearly as long as torch itself.
-_LAZY = {"check_wrapped": "ringflash.wrap", "wrap_attention": "ringflash.wrap"}
+# Imported on first access: they import torch._dynamo, which takes nearly as long as torch itself, or transformers.
+_LAZY = {
+    "check_wrapped": "ringflash.wrap",
+    "log_probs": "ringflash.huggingface.log_probs",
+    "wrap_attention": "ringflash.wrap",
+}
 
 
 def __getattr__(name: str) -> Any:

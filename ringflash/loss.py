@@ -14,6 +14,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.padding import IGNORE_INDEX
@@ -120,6 +121,33 @@ def score_tokens(
     return losses.view_as(labels), correct.view_as(labels)
 
 
+def token_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of every label, and entropy of the distribution that it is drawn from, chunk by chunk.
+
+    Both are differentiable. The backward computes the logits of each chunk again.
+
+    Args: as `cross_entropy`. A logit_scale of 1 / temperature gives the probabilities of sampling.
+    Returns:
+        log_probs: as labels, natural log, fp32 (fp64 for fp64); 0 where there is no label.
+        entropy: as log_probs.
+    Raises:
+        ValueError: as `cross_entropy`, on this rank only: nothing is sent.
+    Numerics: softmax, sums and the gradient of weight over chunks in fp32.
+    """
+    _check(hidden, weight, labels, chunk_tokens)
+    chunk = chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])
+    both = _LinearLogProbs.apply(hidden.flatten(0, -2), weight, labels.flatten(), chunk, logit_scale)
+    log_probs, entropy = cast(tuple[torch.Tensor, torch.Tensor], both)
+    return log_probs.view_as(labels), entropy.view_as(labels)
+
+
 def shift_labels(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
     """Return the labels of a whole sequence, before sharding: each token's successor, or -100 without one.
 
@@ -205,8 +233,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=scale.dtype) if need_weight else None
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            labelled = labels[rows] != IGNORE_INDEX
-            target = labels[rows].masked_fill(~labelled, 0).unsqueeze(1)  # other labels out of range raise an error
+            labelled, target = _targets(labels[rows])
             log_p = _logits(hidden[rows], weight, logit_scale).log_softmax(1, dtype=scale.dtype)
             chosen = log_p.gather(1, target)
             total -= chosen.squeeze(1).masked_fill(~labelled, 0.0).sum() * scale
@@ -235,6 +262,64 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = _scale(grad_weight, grad * scale, ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    """Log-probabilities of labels and entropies; the backward computes each chunk's logits again.
+
+    With p the probabilities, h their entropy and y the label, a logit z_j has
+    d log p_y / d z_j = [j = y] - p_j and dh / d z_j = -p_j (log p_j + h).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, chunk, logit_scale):  # type: ignore[no-untyped-def]
+        log_probs = hidden.new_zeros(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        entropy = torch.zeros_like(log_probs)
+        for start in range(0, len(labels), chunk):
+            rows = slice(start, start + chunk)
+            labelled, target = _targets(labels[rows])
+            log_p = _logits(hidden[rows], weight, logit_scale).log_softmax(1, dtype=log_probs.dtype)
+            log_probs[rows] = log_p.gather(1, target).squeeze(1).masked_fill(~labelled, 0.0)
+            entropy[rows] = torch.special.entr(log_p.exp_()).sum(1).masked_fill(~labelled, 0.0)
+            del log_p
+        ctx.save_for_backward(hidden, weight, labels, entropy)
+        ctx.set_materialize_grads(False)
+        kind = hidden.device.type
+        ctx.options = chunk, logit_scale, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_log_probs, grad_entropy):  # type: ignore[no-untyped-def]
+        hidden, weight, labels, entropy = ctx.saved_tensors
+        (chunk, logit_scale, autocast), (need_hidden, need_weight) = ctx.options, ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=entropy.dtype) if need_weight else None
+        for start in range(0, len(labels), chunk):
+            rows = slice(start, start + chunk)
+            labelled, target = _targets(labels[rows])
+            with torch.autocast(*autocast):
+                log_p = _logits(hidden[rows], weight, logit_scale).log_softmax(1, dtype=entropy.dtype)
+            grad = torch.zeros_like(log_p)
+            if grad_entropy is not None:
+                grad -= log_p.exp() * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
+            if grad_log_probs is not None:
+                given = grad_log_probs[rows, None]
+                grad -= log_p.exp_() * given
+                grad.scatter_add_(1, target, given)
+            grad = (grad * labelled[:, None] * logit_scale).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad @ weight.to(hidden.dtype)
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.T, hidden[rows])
+            del log_p, grad
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _targets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows that have labels, and labels as an index of columns; others out of range raise an error."""
+    labelled = labels != IGNORE_INDEX
+    return labelled, labels.masked_fill(~labelled, 0).unsqueeze(1)
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, logit_scale: float) -> torch.Tensor:

@@ -64,8 +64,8 @@ class RecipeCLI(LightningCLI):
         options = self.config_init["fit"]
         if options["ckpt_path"] == "last" and self._get(self.config_init, "checkpoint").dirpath is None:
             raise ValueError(
-                "ckpt_path must be auto or a checkpoint where checkpoint.dirpath is left out, got last, which is "
-                "looked for in the folder of this run alone; give auto."
+                "ckpt_path must be auto or a checkpoint if checkpoint.dirpath is not set, got last, which is "
+                "looked for only in the folder of this run; give auto."
             )
         if options["ckpt_path"] == "auto":
             output_dir = self._get(self.config_init, "output_dir")

@@ -88,7 +88,7 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
     skip_shared_memory_op()
     made = deepspeed.initialize(model=model, config={"gradient_clipping": 0.0, **content}, **keywords)
     _check_engine(made[0])
-    _add_up_backwards(made[0])
+    _separate_backwards(made[0])
     return made
 
 
@@ -110,7 +110,7 @@ def _signature(config: dict[str, Any]) -> dict[str, object]:
     return json.loads(text)
 
 
-def _add_up_backwards(engine: Any) -> None:
+def _separate_backwards(engine: Any) -> None:
     """Make each backward of an engine independent of the previous one.
 
     Unless a forward ran in between, DeepSpeed 0.19.8 takes a backward for a continuation of the previous one, and at

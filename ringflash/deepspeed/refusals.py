@@ -50,7 +50,7 @@ def read(config: Config) -> dict[str, Any]:
     if isinstance(config, dict):
         return dict(config)
     try:
-        content = json.loads(Path(config).read_text(), object_pairs_hook=_without_repetition)
+        content = json.loads(Path(config).read_text(), object_pairs_hook=_reject_repeated_keys)
     except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"config must be a dictionary or a JSON file, got {config}: {error}; correct it.") from error
     if not isinstance(content, dict):
@@ -58,7 +58,7 @@ def read(config: Config) -> dict[str, Any]:
     return content
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -66,7 +66,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def parsed(config: Mapping[str, Any]) -> DeepSpeedConfig:
+def parse(config: Mapping[str, Any]) -> DeepSpeedConfig:
     """Parse a config as DeepSpeed does, which reads "true" and 1 as true, and "0" as 0.
 
     Raises:
@@ -79,7 +79,7 @@ def parsed(config: Mapping[str, Any]) -> DeepSpeedConfig:
             f"config must have keys that DeepSpeed reads, got {', '.join(unknown)}, which it would ignore; correct or "
             f"remove (close are: {', '.join(close) or 'none'})."
         )
-    left_open = [name for name in _left_open(config) if name != "data_types.keep_in_fp32_modules"]
+    left_open = [name for name in _auto_values(config) if name != "data_types.keep_in_fp32_modules"]
     if left_open:
         raise ValueError(
             f"config must have values, got 'auto' for {', '.join(left_open)}, which transformers' Trainer fills in and "
@@ -116,11 +116,11 @@ def _known_keys() -> frozenset[str]:
     return frozenset(looked_for)
 
 
-def _left_open(value: Any, name: str = "") -> Iterator[str]:
+def _auto_values(value: Any, name: str = "") -> Iterator[str]:
     """Yield the dotted names of values that are "auto"."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _left_open(inner, f"{name}.{key}" if name else str(key))
+            yield from _auto_values(inner, f"{name}.{key}" if name else str(key))
     elif value == "auto":
         yield name
 
@@ -171,7 +171,7 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
             "rank of a ring as a sample of its own: give train_micro_batch_size_per_gpu and "
             "gradient_accumulation_steps."
         )
-    content = parsed(config)
+    content = parse(config)
     if not (isinstance(content.gradient_clipping, int | float) and content.gradient_clipping >= 0):
         raise ValueError(
             f"gradient_clipping must be a norm of at least 0, got {content.gradient_clipping!r}; leave it out for no "

@@ -29,7 +29,7 @@ except ModuleNotFoundError as missing:
 
 from ringflash.comm.agreement import agree
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
-from ringflash.deepspeed.refusals import check, parsed, read
+from ringflash.deepspeed.refusals import check, parse, read
 from ringflash.lightning.checkpoints import COMPLETE, check_folders, check_local, note_time
 from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainer_checks import TrainerChecks
@@ -208,9 +208,9 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
         continued = self._trainer.state.fn == TrainerFn.FITTING
         writes_optimizer = self.deepspeed_engine.save_zero_checkpoint if continued else None
         path = Path(checkpoint_path)
-        error = _other_parts(path, self.zero_stage_3, writes_optimizer)
+        error = _stage_error(path, self.zero_stage_3, writes_optimizer)
         if error is None and not self.deepspeed_engine.load_universal_checkpoint():
-            error = _other_ranks(path, self.world_size, continued)
+            error = _num_ranks_error(path, self.world_size, continued)
         agree(dist.group.WORLD, {"ckpt_path": str(checkpoint_path)}, error)
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._set_clipping(self.config["gradient_clipping"])
@@ -252,7 +252,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
             raise ValueError(
                 "optimizer must not be in the config of a module that has configure_optimizers, got "
                 f"{self.config['optimizer']}, which Lightning would take, and ignore the module's; set the module's "
-                "(of the recipes model.learning_rate and beside it)."
+                "(in recipes: model.learning_rate, weight_decay and betas)."
             )
         stage = (self.config.get("zero_optimization") or {}).get("stage", 0)
         if stage and not model.automatic_optimization:  # a manual step may follow any number of backwards
@@ -308,7 +308,7 @@ def _check_config(config: dict[str, Any]) -> None:
 
 def _check_precision(config: dict[str, Any], precision: str) -> None:
     """Refuse a config that enables another precision than the trainer's: DeepSpeed would train in it."""
-    content = parsed(config)
+    content = parse(config)
     for name, number, enabled in (
         ("bf16", "bf16", content.bfloat16_config.enabled),
         ("bfloat16", "bf16", content.bfloat16_config.enabled),
@@ -326,7 +326,7 @@ def _check_precision(config: dict[str, Any], precision: str) -> None:
         )
 
 
-def _other_parts(path: Path, shards_model: bool, writes_optimizer: bool | None) -> ValueError | None:
+def _stage_error(path: Path, shards_model: bool, writes_optimizer: bool | None) -> ValueError | None:
     """Return the error for a checkpoint whose parts are those of another stage; DeepSpeed's own is unclear.
 
     Args:
@@ -344,7 +344,7 @@ def _other_parts(path: Path, shards_model: bool, writes_optimizer: bool | None) 
     )
 
 
-def _other_ranks(path: Path, num_ranks: int, continued: bool) -> ValueError | None:
+def _num_ranks_error(path: Path, num_ranks: int, continued: bool) -> ValueError | None:
     """Return the error for a checkpoint of another number of ranks; at stage 3 only some ranks would find no part.
 
     Args:

@@ -9,6 +9,7 @@
     global_length         rotary embeddings and positions of the sequence instead of the shard
     generation            generate, off the ring
     batch, model          the calls of a training step
+    log_probs             per-token log-probabilities of a whole sequence, for reinforcement learning
     weights               first values, and from_pretrained for sharded models; checkpoint_map is its plan
     export                a training checkpoint for from_pretrained
 

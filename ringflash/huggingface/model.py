@@ -65,11 +65,13 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         checksum: Tensor | None = None,
         is_token: Tensor | None = None,
         per_token: bool = False,
+        temperature: float | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's scalar loss; arguments as `prepare_batch` returns them.
 
         Args:
             per_token: return `ringflash.loss.score_tokens` instead.
+            temperature: return `ringflash.loss.token_log_probs` of logits / temperature instead.
         """
         check_adapters(self)  # some may have been added since, also around this module
         causal: Any = without_peft(self.model)
@@ -79,6 +81,11 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             checksum=checksum, is_token=is_token,
         )  # fmt: skip
         hidden, weight = outputs.last_hidden_state, _weight_of(causal.lm_head)
+        if temperature is not None:
+            return token_loss.token_log_probs(
+                hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens,
+                logit_scale=self.logit_scale / temperature,
+            )  # fmt: skip
         if per_token:
             return token_loss.score_tokens(
                 hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens, logit_scale=self.logit_scale

@@ -1,9 +1,9 @@
-"""Training through the ring with Lightning: a strategy, a language model, data that resumes, and a progress line.
+"""Training through the ring with Lightning: a strategy, a language model, data that resumes exactly, and callbacks.
 
     trainer = Trainer(strategy=ContextParallelStrategy(context_parallel_size=4), ...)
     trainer.fit(CausalLM(...), datamodule=TokenData(...))
 
-recipes/lightning holds trainings that use them, as forms to fill in.
+recipes/lightning has complete training runs built from these classes.
 """
 
 try:

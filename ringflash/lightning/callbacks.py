@@ -124,12 +124,12 @@ class Progress(lightning.Callback):
                 table.add_row(name, f"{before[name]:.4f}", f"{after[name]:.4f}")
             self._print(trainer, table)
         if pl_module.eval_losses_by_position:
-            self._print(trainer, _by_position(pl_module, trainer.datamodule.seqlen))
+            self._print(trainer, _position_table(pl_module, trainer.datamodule.seqlen))
         checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        self._print(trainer, f"checkpoint  {_shown(checkpoint) if checkpoint else 'none yet'}")
+        self._print(trainer, f"checkpoint  {_relative_path(checkpoint) if checkpoint else 'none yet'}")
         for logger in trainer.loggers:
             if place := logger.log_dir or logger.save_dir:  # WandbLogger has no log_dir
-                self._print(trainer, f"loss curve  {_shown(place)} ({type(logger).__name__})")
+                self._print(trainer, f"loss curve  {_relative_path(place)} ({type(logger).__name__})")
 
     def _speed(self, trainer: lightning.Trainer) -> dict[str, float]:
         """Return tokens and FLOPs per second since the last line; all ranks call it together."""
@@ -159,7 +159,7 @@ class Progress(lightning.Callback):
             self.console.print(what)
 
 
-def _by_position(module: CausalLM, seqlen: int) -> Table:
+def _position_table(module: CausalLM, seqlen: int) -> Table:
     """Table of the last evaluation's losses by bucket; with a model that uses distant context they fall downwards."""
     losses = module.eval_losses_by_position
     table = Table("tokens of the document before", *losses)
@@ -183,7 +183,7 @@ def _device_name(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} thread(s) each"
 
 
-def _shown(path: str) -> str:
+def _relative_path(path: str) -> str:
     """Return a path relative to the working directory if it is below it."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

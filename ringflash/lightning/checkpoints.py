@@ -109,7 +109,7 @@ class CheckpointWriter:
         """Return the first failure of this rank's jobs, in words, after all of them have ended."""
         errors = [job.exception() for job in self._jobs]
         self._jobs = []
-        return next((_in_words(error) for error in errors if error is not None), None)
+        return next((_describe_error(error) for error in errors if error is not None), None)
 
 
 def check_local(place: str | Path) -> None:
@@ -179,7 +179,7 @@ def _remove(before: list[Future[None]], path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _in_words(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return an error's type and message; if it was sent to all ranks, those of the first rank that failed."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = min(error.failures.items())

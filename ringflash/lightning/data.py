@@ -293,7 +293,7 @@ class TokenData(SequenceData):
             ValueError: a model with a smaller vocabulary.
         """
         strategy = strategy_of(self.trainer)
-        self.files = open_together(Path(self.folder), strategy, self.verify)
+        self.files = open_on_all_ranks(Path(self.folder), strategy, self.verify)
         self.check_vocabulary(self.files.header.vocab_size, self.folder)
         parts = split(len(self.files), self.held_out_percent, self.seed)
         train, held_out = (self._sequences(documents, strategy) for documents in parts)
@@ -311,7 +311,7 @@ class TokenData(SequenceData):
         )
 
 
-def open_together(folder: Path, strategy: ContextParallelStrategy, verify: bool) -> TokenFiles:
+def open_on_all_ranks(folder: Path, strategy: ContextParallelStrategy, verify: bool) -> TokenFiles:
     """Open the files of a folder on all ranks or none: a rank that raised by itself would hang the others.
 
     Raises:

@@ -72,7 +72,7 @@ def check_step(local: FirstStep, whole: FirstStep, group: Group, dtype: torch.dt
     agree(group, {"first step": len(local.num_tokens)}, error)
 
 
-def check_same(batch: Any, group: Group) -> None:
+def check_same_batch(batch: Any, group: Group) -> None:
     """Check that all ranks of a ring have a batch with the same tensors, of which each then takes its shard.
 
     A rank may arrive late, after a callback for example, within the timeout of a ring (`ringflash.set_timeout`).
@@ -95,8 +95,8 @@ def check_same(batch: Any, group: Group) -> None:
     if len(set(sums)) > 1:
         raise ValueError(
             f"batch must be the same on all ranks of a ring, which each take a part of it, got {len(set(sums))} "
-            f"different ones on {len(sums)} ranks; share data out by data ranks alone (DistributedSampler with "
-            "num_replicas=strategy.dp_size and rank=strategy.dp_rank), and seed all that draws alike on them."
+            f"different ones on {len(sums)} ranks; split data over data ranks only (DistributedSampler with "
+            "num_replicas=strategy.dp_size and rank=strategy.dp_rank), and seed random draws alike on them."
         )
 
 
@@ -104,7 +104,7 @@ def _difference(local: FirstStep, whole: FirstStep, losses: list[Any], bound: fl
     if local.num_tokens != whole.num_tokens:
         return ValueError(
             f"token_loss must be given the labels of the whole sequence ({whole.num_tokens} in its calls), got "
-            f"{local.num_tokens} over the ring; shift labels before the batch is cut (ringflash.loss.shift_labels)."
+            f"{local.num_tokens} over the ring; shift labels before the batch is sharded (ringflash.loss.shift_labels)."
         )
     if whole.loss is None or None in losses or not math.isfinite(whole.loss):
         return None
@@ -114,5 +114,5 @@ def _difference(local: FirstStep, whole: FirstStep, losses: list[Any], bound: fl
     return ValueError(
         f"training_step's loss, averaged over the ring, must be that of the whole sequence ({whole.loss:.6g}), got "
         f"{mean:.6g}; use token_loss, which counts the tokens of all ranks, with labels shifted before the batch is "
-        "cut, or set check_sequence_sharding = False if another loss is meant."
+        "sharded, or set check_sequence_sharding = False if another loss is intended."
     )

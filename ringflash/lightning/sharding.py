@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from ringflash import huggingface
 from ringflash.comm.group import Group, resolve
 from ringflash.lightning.data import SequenceData
-from ringflash.lightning.first_step import FirstStep, check_same, check_step
-from ringflash.lightning.strategy import OneProcess, keeping_ties, mixed_precision_policy, ranks_of
+from ringflash.lightning.first_step import FirstStep, check_same_batch, check_step
+from ringflash.lightning.strategy import OneProcess, check_ties, mixed_precision_policy, ranks_of
 from ringflash.sequence.layout import granularity, local_positions, shard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.wrap import wrap_attention
@@ -64,12 +64,12 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         wrap_attention(self, strategy.cp_group, layout=strategy.layout)
         if own := [name for name, _ in self.named_parameters(recurse=False)]:
             raise ValueError(
-                f"parameters must lie in submodules, whose forward gathers them, got {own}; move them into one."
+                f"parameters must be in submodules, whose forward gathers them, got {own}; move them into one."
             )
         if isinstance(strategy, OneProcess):
             return
-        with keeping_ties(self):
-            for child in _with_forward(self.children()):
+        with check_ties(self):
+            for child in _modules_to_shard(self.children()):
                 strategy.shard_parameters(child, _units(child))
 
     def shard_batch(self, batch: Any, group: Group) -> Any:
@@ -84,7 +84,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         if isinstance(batch, dict) and "input_ids" in batch:
             if other := batch.keys() - {"input_ids", "labels", "cu_seqlens"}:
                 raise ValueError(
-                    f"batch must have input_ids, labels and cu_seqlens alone, got {', '.join(sorted(other))}, too; "
+                    f"batch must have only input_ids, labels and cu_seqlens, got {', '.join(sorted(other))}, too; "
                     "leave it out (padding is a label of -100 at the end, or a document), or override shard_batch."
                 )
             return huggingface.prepare_batch(group=group, layout=ranks_of(self.trainer).layout, **batch)
@@ -106,7 +106,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         if isinstance(trainer.datamodule, SequenceData):
             return batch  # its batches are already shards
         if self.check_sequence_sharding:
-            check_same(batch, group)
+            check_same_batch(batch, group)
             if trainer.training and not self._ringflash_checked:
                 self._ringflash_checked = True
                 self._check(batch)
@@ -138,7 +138,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         group = self._group()
         losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         local = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
-        total, count = _summed(group, local.detach(), (labels != IGNORE_INDEX).sum())
+        total, count = _sum_over_group(group, local.detach(), (labels != IGNORE_INDEX).sum())
         if self._ringflash_step is not None:
             self._ringflash_step.num_tokens.append(int(count))
         cp_size, count = 1 if group is None else group.size(), count.clamp(min=1)
@@ -188,7 +188,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         def run(group: Group) -> None:
             shard = self.transfer_batch_to_device(self.shard_batch(prefix, group), self.trainer.strategy.root_device, 0)
             step = whole if group is None else local
-            with self._as_checked(step), precision.train_step_context():
+            with self._as_trial(step), precision.train_step_context():
                 step.run(self.training_step, shard)
 
         check_wrapped(self, run)
@@ -196,7 +196,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         check_step(local, whole, strategy.cp_group, dtype or next(self.parameters()).dtype)
 
     @contextmanager
-    def _as_checked(self, step: FirstStep) -> Iterator[None]:
+    def _as_trial(self, step: FirstStep) -> Iterator[None]:
         """Run the enclosed step as a trial: it logs and trains nothing, and knows if its sequence is whole."""
         self._ringflash_step = step
         self.log = self.log_dict = _log_nothing  # type: ignore[method-assign]
@@ -224,7 +224,7 @@ class _WithValue(torch.autograd.Function):
         return grad, None
 
 
-def _summed(group: Any, *values: Tensor) -> list[Tensor]:
+def _sum_over_group(group: Any, *values: Tensor) -> list[Tensor]:
     """Sum scalars over a group in one all-reduce; in fp64, which is exact for counts."""
     if group is None:
         return list(values)
@@ -238,8 +238,8 @@ def _check_data(data: lightning.LightningDataModule | None) -> None:
     hook = "on_before_batch_transfer"
     if data is not None and not isinstance(data, SequenceData) and is_overridden(hook, data):
         raise ValueError(
-            f"{hook} must be left to the module, got one in {type(data).__name__}; it would take the place of the one "
-            "that cuts batches: do its work in the module's shard_batch."
+            f"{hook} must be left to the module, got one in {type(data).__name__}; it would replace the one "
+            "that shards batches: do its work in the module's shard_batch."
         )
 
 
@@ -247,11 +247,11 @@ def _log_nothing(*_: Any, **__: Any) -> None:
     """Replacement for self.log, which Lightning allows only in the steps that it runs itself."""
 
 
-def _with_forward(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+def _modules_to_shard(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Modules with parameters; a list or dict is replaced by its entries, because it has no forward to gather in."""
     for module in modules:
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            yield from _with_forward(module.children())
+            yield from _modules_to_shard(module.children())
         elif any(True for _ in module.parameters()):
             yield module
 
@@ -260,7 +260,7 @@ def _units(module: nn.Module) -> list[nn.Module]:
     """Return the entries of a module's outermost ModuleList, each gathered when it runs."""
     lists = (layer for layer in module.modules() if isinstance(layer, nn.ModuleList))
     first = next(lists, None)
-    return [] if first is None else list(_with_forward([first]))
+    return [] if first is None else list(_modules_to_shard([first]))
 
 
 def _prefix(batch: Any, size: int) -> Any:

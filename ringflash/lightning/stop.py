@@ -59,7 +59,7 @@ class StopOnSignal(lightning.Callback):
             loop = trainer.fit_loop
             self._limits = trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps
             trainer.limit_val_batches, loop.min_epochs, loop.epoch_loop.min_steps = 0, 0, None
-            lightning.pytorch.utilities.rank_zero_info(f"Interrupted; go on with --ckpt_path {path}")
+            lightning.pytorch.utilities.rank_zero_info(f"Interrupted; continue with --ckpt_path {path}")
         self._agreed = torch.tensor(int(self.noted), device=pl_module.device)
         if dist.is_initialized():
             dist.all_reduce(self._agreed, op=dist.ReduceOp.MAX)

@@ -130,7 +130,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             ValueError: a parameter is tied across two units, which would each train their own copy.
         """
         policy = mixed_precision_policy(self.precision_plugin.precision)
-        with keeping_ties(module):
+        with check_ties(module):
             for exact in in_fp32:
                 fully_shard(exact, mesh=self.shard_mesh, shard_placement_fn=self._placement)
             for layer in layers:
@@ -193,11 +193,11 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             return super().load_checkpoint(path, weights_only=weights_only)
         older = older_checkpoints(self._trainer, path) if self.is_global_zero else []
         path = self._first_undamaged([path, *self.broadcast(older)])
-        found = saved_in(path)
+        found = saved_entries(path)
         assert self.lightning_module is not None and self.model is not None
         module = self.lightning_module if self.lightning_module.strict_loading else None
         check_fits(path, found, module, self.optimizers)
-        with keeping_options(found, self.model, self.optimizers):
+        with keep_options(found, self.model, self.optimizers):
             return super().load_checkpoint(path, weights_only=weights_only)
 
     def _first_undamaged(self, paths: list[Path]) -> Path:
@@ -279,7 +279,7 @@ def _reshard_without_backward(module: nn.Module, *_: Any) -> None:
 
 
 @contextmanager
-def keeping_ties(module: nn.Module) -> Iterator[None]:
+def check_ties(module: nn.Module) -> Iterator[None]:
     """Check that tied parameters are still tied at the end: FSDP2 silently separates those of different units.
 
     Raises:
@@ -299,7 +299,7 @@ def keeping_ties(module: nn.Module) -> Iterator[None]:
                 )
 
 
-def saved_in(path: Path) -> Mapping[str, Any]:
+def saved_entries(path: Path) -> Mapping[str, Any]:
     """Return the metadata of a distributed checkpoint's entries, by name."""
     return FileSystemReader(path).read_metadata().state_dict_metadata
 
@@ -333,7 +333,7 @@ def check_fits(path: Path, found: Mapping[str, Any], module: nn.Module | None, o
 
 
 @contextmanager
-def keeping_options(
+def keep_options(
     found: Container[str], module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[None]:
     """Keep the values of optimizers' options that a distributed checkpoint lacks while it is loaded.

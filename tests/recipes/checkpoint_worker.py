@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from ringflash.lightning import CausalLM, ContextParallelStrategy, StopOnSignal, TextData
 from ringflash.lightning.checkpoints import SameCheckpoint, complete_checkpoints, is_complete
 from ringflash.lightning.module import empty_model
-from ringflash.lightning.strategy import check_fits, saved_in
+from ringflash.lightning.strategy import check_fits, saved_entries
 from tests.recipes.strategy_worker import CONFIG
 
 STEPS = 5
@@ -195,12 +195,12 @@ def fitting(trainer: lightning.Trainer, out: Path) -> dict[str, str]:
     """What is said of a checkpoint, of one of parameters alone, and to models of other sizes."""
     path, weights, found = out / "afterwards.ckpt", out / "weights.ckpt", {}
     trainer.save_checkpoint(weights, weights_only=True)
-    saved = saved_in(path)
+    saved = saved_entries(path)
     for name, value in (("num_hidden_layers", 2), ("num_hidden_layers", 1), ("intermediate_size", 64)):
         module = CausalLM(CONFIG)
         module.model = empty_model({**CONFIG, name: value}, None, module.memory)
         found[f"{name}={value}"] = message(lambda module=module: check_fits(path, saved, module, trainer.optimizers))
-    found["weights"] = message(lambda: check_fits(weights, saved_in(weights), None, trainer.optimizers))
+    found["weights"] = message(lambda: check_fits(weights, saved_entries(weights), None, trainer.optimizers))
     return found
 
 

@@ -249,6 +249,19 @@ def test_a_signal_while_the_workers_are_asked_breaks_nothing() -> None:
     assert (process.returncode, process.stdout.read()) == (0, b"")
 
 
+EARLY = r"""
+source launch/common.sh
+set() { builtin set "$@"; if [[ $1 == +m ]]; then kill -USR1 $$; fi; }  # right after the command has started
+ask() { kill -TERM "$1"; }
+supervise ask sleep 5 || echo "$? $received"
+"""
+
+
+def test_a_signal_right_after_the_start_is_not_lost() -> None:
+    """The shell used to set its traps after the start: the signal ended it, and left the command without a parent."""
+    assert run(["bash", "-c", EARLY], timeout_s=30.0) == "143 USR1\n"
+
+
 SRUN = """#!/usr/bin/env bash
 trap 'exit "$STATUS"' USR1
 kill -"$SIGNAL" "$LAUNCHER"

@@ -1,12 +1,10 @@
-"""The command `ringflash verify` as a user starts it: exit status, table and JSON. CPU, 2 processes each; needs the
-huggingface and lightning extras."""
+"""The command `ringflash verify`: exit status, table and JSON. CPU, 2 processes; needs the huggingface and lightning
+extras. tests/recipes/test_newcomer.py starts it as a user does."""
 
 from __future__ import annotations
 
 import json
 import signal
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -18,51 +16,48 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from ringflash.commands.cli import main
 from ringflash.verify import command
 from tests.helpers.examples import example
-from tests.recipes.launching import ROOT, run, run_ranks
+from tests.recipes.launching import ROOT, run_ranks
 from tests.recipes.test_wrap_lightning import write_changed
 
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
 
 
-def test_the_documents_example_passes(tmp_path: Path) -> None:
-    """As docs/verify.md prints it, and with its arguments."""
-    code = example("docs/verify.md", "# my_training.py")
-    (tmp_path / "my_training.py").write_text(code)
-    arguments = code.splitlines()[0].split("ringflash ")[1].split()
-    printed = run([sys.executable, "-m", "ringflash", *arguments], PYTHONPATH=f".:kernels:{tmp_path}")
-    assert "cp=2 against cp=1: 64 tokens, 2 document(s), float32, cpu" in printed
-    assert "passed: cp=N trains what cp=1 trains" in printed
-
-
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of all LightningModules, by one launch."""
+    """All trainings' reports, by one launch."""
     folder = tmp_path_factory.mktemp("verify")
     write_changed(folder)
+    code = example("docs/verify.md", "# my_training.py")
+    (folder / "my_training.py").write_text(code)
+    write_failing(folder, code)
+    arguments = code.splitlines()[0].split("ringflash verify ")[1].split()
     out = folder / "reports.json"
-    run_ranks("tests.recipes.verify_worker", folder, out, num_ranks=2)
+    run_ranks("tests.recipes.verify_worker", folder, out, *arguments, num_ranks=2)
     return json.loads(out.read_text())
 
 
-def test_a_rank_that_fails_alone_ends_all_with_its_error(tmp_path: Path) -> None:
-    """As the module is imported, or builds; the others waited for it half an hour, and nobody said why."""
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(_fail_alone, [tmp_path / "import", tmp_path / "build"]))
-
-
-def _fail_alone(folder: Path) -> None:
-    """At the place that the folder is named by."""
-    folder.mkdir()
+def write_failing(folder: Path, code: str) -> None:
+    """The document's example, which fails on rank 1 as it is imported, or as it builds."""
     problem = 'if os.environ["RANK"] == "1":\n    raise ImportError("planted")\n'
-    code = example("docs/verify.md", "# my_training.py")
-    if folder.name == "build":
-        code = code.replace("def build(group):\n", "def build(group):\n" + indent(problem, "    "))
-    at_import = problem if folder.name == "import" else ""
-    (folder / "failing.py").write_text(f"import os\nimport lightning\n{code}{at_import}")
-    command = [sys.executable, "-m", "ringflash", "verify", "failing:build", "--nproc", "2", "--seqlen", "64"]
-    with pytest.raises(AssertionError, match=r"(?s)exit status 2:.*planted"):
-        run(command, PYTHONPATH=f".:kernels:{folder}", timeout_s=100)
+    in_build = code.replace("def build(group):\n", "def build(group):\n" + indent(problem, "    "))
+    for name, failing in (("import", code + problem), ("build", in_build)):
+        (folder / f"failing_{name}.py").write_text("import os\nimport lightning\n" + failing)
+
+
+def test_the_documents_example_passes(reports: dict[str, Any]) -> None:
+    """As docs/verify.md prints it, and with its arguments."""
+    first, second = reports["example"]
+    assert (first["status"], second["status"], second["printed"]) == (0, 0, "")
+    assert "cp=2 against cp=1: 64 tokens, 2 document(s), float32, cpu" in first["printed"]
+    assert "passed: cp=N trains what cp=1 trains" in first["printed"]
+
+
+@pytest.mark.parametrize("place", ["import", "build"])
+def test_a_rank_that_fails_alone_ends_all_with_its_error(reports: dict[str, Any], place: str) -> None:
+    """The others waited for it half an hour, and nobody said why."""
+    assert [rank["status"] for rank in reports[place]] == [2, 2]
+    assert "planted" in reports[place][0]["errors"]
 
 
 def failed(report: dict[str, Any]) -> list[str]:

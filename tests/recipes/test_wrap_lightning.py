@@ -144,7 +144,7 @@ def test_batch_with_a_mask_is_refused() -> None:
     """As Hugging Face's collators make it."""
     module = type("Module", (SequenceSharding, lightning.LightningModule), {})()
     batch = dict.fromkeys(("input_ids", "labels", "attention_mask"), torch.zeros(1, 8, dtype=torch.int64))
-    with pytest.raises(ValueError, match="batch must have input_ids, labels .* alone, got attention_mask, too; leave"):
+    with pytest.raises(ValueError, match="batch must have only input_ids, labels .*, got attention_mask, too; leave"):
         module.shard_batch(batch, None)
 
 

@@ -1,6 +1,6 @@
-"""The command `ringflash verify` on several LightningModules in one launch; rank 0 writes their reports to <out>.
+"""The command `ringflash verify` on several trainings in one launch; rank 0 writes their reports to <out>.
 
-torchrun --nproc_per_node 2 -m tests.recipes.verify_worker <folder with changed_gpt.py> <out>
+torchrun --nproc_per_node 2 -m tests.recipes.verify_worker <folder with the modules that it imports> <out>
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ from ringflash.commands.cli import main
 from ringflash.huggingface.options import ModelRing
 from ringflash.lightning import CausalLM
 from ringflash.lightning.strategy import strategy_of
-from ringflash.verify import Training
+from ringflash.verify import Training, command
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -96,13 +97,35 @@ def verify(factory: str) -> dict[str, Any]:
     return {"status": status} | (json.loads(text[text.index('{\n  "passed"') :]) if os.environ["RANK"] == "0" else {})
 
 
+def started(target: str, *arguments: str) -> list[dict[str, Any]]:
+    """What the command says in each rank that it starts, with the exit status; these ranks stand in for them."""
+    printed, errors, rank = io.StringIO(), io.StringIO(), int(os.environ["RANK"])
+    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    join = partial(dist.init_process_group, store=dist.PrefixStore(target, agent), rank=rank, world_size=2)
+    with (
+        mock.patch.object(command, "elastic_launch", lambda _, function: lambda options: [function(options)]),
+        mock.patch.object(dist, "init_process_group", join),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(errors),
+    ):
+        status = main(["verify", target, *arguments])
+    ranks: list[Any] = [None, None]
+    join("gloo", store=dist.PrefixStore(f"{target} gather", agent))
+    dist.all_gather_object(ranks, {"status": status, "printed": printed.getvalue(), "errors": errors.getvalue()})
+    dist.destroy_process_group()
+    return ranks
+
+
 if __name__ == "__main__":
-    folder, out = sys.argv[1:]
+    folder, out, *example = sys.argv[1:]
     sys.path.insert(0, folder)
+    small = ("--nproc", "2", "--seqlen", "64")
+    found: dict[str, Any] = {name: started(f"failing_{name}:build", *small) for name in ("import", "build")}
+    found["example"] = started(*example)
     dist.init_process_group("gloo")
     # Over gloo Lightning evaluates without inference mode; here it is to do what it does over NCCL.
     with mock.patch("lightning.pytorch.loops.utilities._distributed_is_initialized", lambda: False):
-        found = {factory: verify(factory) for factory in FACTORIES}
+        found |= {factory: verify(factory) for factory in FACTORIES}
     if os.environ["RANK"] == "0":
         Path(out).write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -16,7 +16,12 @@ pytest.importorskip("lightning")
 
 from ringflash.deepspeed import check, context_mesh, initialize
 from ringflash.deepspeed.engine import _signature
-from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy, _check_device, _check_precision, _other_ranks
+from ringflash.deepspeed.strategy import (
+    DeepSpeedContextParallelStrategy,
+    _check_device,
+    _check_precision,
+    _num_ranks_error,
+)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +185,7 @@ def test_a_checkpoint_of_other_ranks(
     names = [f"{part}_model_states.pt" for part in model_parts]
     for name in (*names, *(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))):
         (tmp_path / "checkpoint" / name).touch()
-    error = _other_ranks(tmp_path, num_ranks, continued)
+    error = _num_ranks_error(tmp_path, num_ranks, continued)
     assert error is None if told is None else re.search(told, str(error))
 
 

@@ -18,7 +18,7 @@ LAYERS = (
     ("comm",),
     ("safe_files", "sequence"),
     ("attention",),
-    ("loss", "memory", "training"),
+    ("loss", "memory", "training", "compat"),
     ("huggingface",),
     ("wrap",),
     ("flops", "data"),

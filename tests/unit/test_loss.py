@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringflash.loss import count_tokens, cross_entropy, score_tokens
+from ringflash.loss import count_tokens, cross_entropy, score_tokens, token_log_probs
 from tests.helpers.tolerance import assert_close
 
 VOCAB = 37
@@ -111,6 +111,46 @@ def test_vocabulary_larger_than_a_chunk_takes_a_token_at_a_time(monkeypatch: pyt
     ours = results(cross_entropy(hidden, weight, labels, group=None), hidden, weight)
     assert_close(ours, results(plain(hidden, weight, labels), hidden, weight))
     assert torch.equal(score_tokens(hidden, weight, labels)[0], score_tokens(hidden, weight, labels, chunk_tokens=1)[0])
+
+
+def plain_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """By torch, from all logits."""
+    log_p, labelled = (hidden @ weight.T).log_softmax(-1), labels != -100
+    chosen = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return chosen.where(labelled, 0.0), -(log_p.exp() * log_p).sum(-1).where(labelled, 0.0)
+
+
+def with_gradients(values: tuple[torch.Tensor, ...], used: str, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """log_probs and entropy, and the gradients of an objective of those that are used, token by token."""
+    named = dict(zip(("log_probs", "entropy"), values, strict=True))
+    factors = torch.randn(values[0].shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    objective = sum((x * factors.to(x.dtype)).sum() for name, x in named.items() if used in (name, "both"))
+    grads = torch.autograd.grad(objective, inputs)
+    return {name: x.detach() for name, x in named.items()} | dict(zip(("dhidden", "dweight"), grads, strict=True))
+
+
+@pytest.mark.parametrize("used", ["log_probs", "entropy", "both"])
+@pytest.mark.parametrize("chunk_tokens", [None, 4])
+def test_log_probs_and_entropy_equal_torch(used: str, chunk_tokens: int | None) -> None:
+    hidden, weight, labels = draw()
+    ours = token_log_probs(hidden, weight, labels, chunk_tokens=chunk_tokens, logit_scale=0.3)
+    want = with_gradients(plain_log_probs(0.3 * hidden, weight, labels), used, hidden, weight)
+    assert_close(with_gradients(ours, used, hidden, weight), want)
+    objective = sum(x.sum() for x in token_log_probs(hidden.detach(), weight, labels))
+    (got,) = torch.autograd.grad(objective, weight)
+    (wanted,) = torch.autograd.grad(sum(x.sum() for x in plain_log_probs(hidden, weight, labels)), weight)
+    assert_close({"dweight": got}, {"dweight": wanted})
+    with pytest.raises(ValueError, match="labels must have the shape of hidden"):
+        token_log_probs(hidden, weight, labels[:, :-1])
+
+
+def test_log_probs_in_bf16_within_what_torch_loses() -> None:
+    low, exact = draw(torch.bfloat16), draw(torch.bfloat16)
+    wide = [x.detach().double().requires_grad_() for x in exact[:2]]
+    ours = with_gradients(token_log_probs(*low, chunk_tokens=5), "both", *low[:2])
+    baseline = with_gradients(plain_log_probs(*exact), "both", *exact[:2])
+    assert ours["log_probs"].dtype == torch.float32
+    assert_close(ours, with_gradients(plain_log_probs(*wide, exact[2]), "both", *wide), baseline)
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])

@@ -110,7 +110,7 @@ def layer_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
     """Return the bytes of one layer's recomputed activations and the peak of its backward in addition.
 
     The peak is that of the MLP, of its norm (three fp32 tensors without Liger), or of attention; each starts when the
-    activations of the former are freed. `one_host`: see `transport_bytes`.
+    activations of the previous one are freed. `one_host`: see `transport_bytes`.
     """
     model, tokens, layers = job.model, job.local_tokens, job.layers
     kept = 0 if job.checkpointing == "none" else activation_bytes(job) - int(tokens * layers.kept.input)

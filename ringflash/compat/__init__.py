@@ -1,0 +1,1 @@
+"""Functions of other packages, with their arguments and layouts, computed by ringflash."""

@@ -1,0 +1,89 @@
+"""Log-probabilities of a whole sequence under context parallelism, for reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringflash.comm.agreement import agree
+from ringflash.comm.group import Group, resolve
+from ringflash.huggingface.batch import prepare_batch
+from ringflash.sequence.layout import unshard_sequence
+from ringflash.sequence.padding import pad_sequence
+
+
+def log_probs(
+    model: Callable[..., Any],
+    input_ids: Tensor,
+    *,
+    group: Group,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    temperature: float = 1.0,
+    layout: str = "zigzag",
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probability of each token's successor, of the whole sequence on every rank.
+
+    Each rank runs its shard; logits exist for a few tokens at a time. The sequence is padded to what the layout can
+    cut. Every rank computes one and the same objective from the result: its gradients are then those that DDP, FSDP2
+    and other backends that average over all ranks turn into those of one process.
+
+    Args:
+        model: `ringflash.huggingface.CausalLMWithLoss`, also in DDP or FSDP2.
+        input_ids: (batch, seqlen), int64, prompts and completions, the same on all ranks of the group.
+        group: of the model (`set_group`); None for one process.
+        attention_mask: (batch, seqlen), 1 for a token and 0 for padding, on the right of a row or, with cu_seqlens, of
+            a document.
+        cu_seqlens: (num_documents + 1,), int32, bounds of packed documents, whose positions count from 0; batch must
+            then be 1.
+        temperature: by which logits are divided.
+        layout: of the model (`set_group`).
+        return_entropy: also return the entropy of the distribution of each token's successor.
+    Returns:
+        log_probs: (batch, seqlen), natural log, fp32 (fp64 for fp64). Column t is log p(token t + 1 | tokens up to t);
+            0 where there is no such token: at the end of a row or document, and in padding. Columns [:, :-1] are what
+            TRL calls per_token_logps.
+        entropy, if asked for: as log_probs.
+    Raises:
+        ValueError: temperature not above 0; padding before a token; a mask or bounds that do not fit.
+        NotImplementedError, RuntimeError: as the model. Each is raised on every rank.
+    Numerics: as `ringflash.loss.token_log_probs`.
+    """
+    batch, problem = None, None
+    try:
+        batch = _prepare(input_ids, group, attention_mask, cu_seqlens, temperature, layout)
+    except ValueError as error:
+        problem = error
+    call = {"log_probs": [*input_ids.shape], "temperature": float(temperature), "return_entropy": return_entropy}
+    agree(group, call, problem, input_ids.device)
+    assert batch is not None  # agree has raised the problem
+    seqlen = input_ids.shape[1]
+    both = model(**batch, temperature=temperature)
+    whole = [unshard_sequence(x, group, 1, layout)[:, :seqlen] for x in (both if return_entropy else both[:1])]
+    return (whole[0], whole[1]) if return_entropy else whole[0]
+
+
+def _prepare(
+    input_ids: Tensor,
+    group: Group,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    temperature: float,
+    layout: str,
+) -> dict[str, Any]:
+    """Return this rank's shard of the padded batch."""
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}; leave it out for 1.")
+    process_group = resolve(group)
+    cp_size = 1 if process_group is None else process_group.size()
+    tokens, _, bounds = pad_sequence(input_ids, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    mask = pad_sequence(mask, cp_size=cp_size, layout=layout).tokens
+    positions = "global" if cu_seqlens is None else "document"
+    return prepare_batch(
+        tokens, group=group, cu_seqlens=bounds, attention_mask=mask, layout=layout, position_ids=positions
+    )

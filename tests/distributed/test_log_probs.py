@@ -1,0 +1,159 @@
+"""`ringflash.log_probs` equals transformers' own logits in one process: values, and gradients of an RL objective.
+
+gloo, 2 CPU processes, fp64; needs the huggingface extra.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import ringflash
+from ringflash import huggingface
+from tests.helpers import models
+from tests.helpers.examples import example, torchrun
+from tests.helpers.pool import Context, Pool
+
+pytest.importorskip("transformers")
+
+LENGTH = 21  # 4 does not divide it
+LENGTHS = (21, 13)  # of the rows of a padded batch
+BOUNDS = (0, 6, 7, 21)
+TEMPERATURE = 0.7
+
+
+def tokens(batch: int) -> torch.Tensor:
+    return torch.randint(0, 61, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def padding() -> torch.Tensor:
+    return (torch.arange(LENGTH)[None] < torch.tensor(LENGTHS)[:, None]).long()
+
+
+def objective(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    """A clipped policy objective with an entropy bonus, alike on every rank."""
+    generator = torch.Generator().manual_seed(2)
+    advantages, old = (torch.randn(2, *log_probs.shape, generator=generator, dtype=torch.float64)).unbind()
+    ratio = (log_probs - log_probs.detach() + 0.3 * old).exp()
+    completion = log_probs.detach() != 0
+    policy = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return -((policy + 0.1 * entropy) * completion).sum() / completion.sum()
+
+
+def spans(kind: str) -> list[tuple[int, int, int]]:
+    """(row, start, stop) of every document of a batch."""
+    if kind == "packed":
+        return [(0, start, stop) for start, stop in zip(BOUNDS, BOUNDS[1:], strict=False)]
+    return [(row, 0, length) for row, length in enumerate(LENGTHS if kind == "padded" else (LENGTH,))]
+
+
+def plain(model: Any, input_ids: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies from the logits of each document by itself."""
+    log_probs, entropy = (torch.zeros(input_ids.shape, dtype=torch.float64) for _ in range(2))
+    for row, start, stop in spans(kind):
+        logits = model(input_ids[row : row + 1, start:stop]).logits[0, :-1] / TEMPERATURE
+        log_p = logits.log_softmax(-1)
+        following = input_ids[row, start + 1 : stop, None]
+        log_probs[row, start : stop - 1] = log_p.gather(-1, following).squeeze(-1)
+        entropy[row, start : stop - 1] = -(log_p.exp() * log_p).sum(-1)
+    return log_probs, entropy
+
+
+def ring_model(group: dist.ProcessGroup | None, layout: str = "zigzag") -> huggingface.CausalLMWithLoss:
+    model = models.build("llama")
+    huggingface.set_group(model, group, layout=layout)
+    return huggingface.CausalLMWithLoss(model, group, chunk_tokens=4)
+
+
+def shard_parameters(ring: torch.nn.Module, ctx: Context) -> None:
+    """FSDP2 of the layers and the rest; each is resharded after its forward."""
+    mesh = DeviceMesh.from_group(ctx.group, "cpu")
+    for module in (*ring.model.model.layers, ring):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+
+
+def equals_one_process(ctx: Context, kind: str, layout: str, sharded: bool) -> None:
+    input_ids = tokens(2 if kind == "padded" else 1)
+    ring, whole = ring_model(ctx.group, layout), models.build("llama", "sdpa")
+    if sharded:
+        shard_parameters(ring, ctx)
+    got = ringflash.log_probs(
+        ring, input_ids, group=ctx.group, layout=layout, temperature=TEMPERATURE, return_entropy=True,
+        attention_mask=padding() if kind == "padded" else None,
+        cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32) if kind == "packed" else None,
+    )  # fmt: skip
+    want = plain(whole, input_ids, kind)
+    for mine, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    mine, expected = objective(*got), objective(*want)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    mine.backward()
+    expected.backward()
+    for (name, ringed), one in zip(ring.model.named_parameters(), whole.parameters(), strict=True):
+        averaged = ringed.grad.full_tensor() if sharded else ringed.grad / ctx.size
+        if not sharded:
+            dist.all_reduce(averaged, group=ctx.group)
+        assert one.grad.abs().max() > 0
+        torch.testing.assert_close(
+            averaged, one.grad, rtol=1e-10, atol=1e-12, msg=lambda text, at=name: f"{at}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    "kind, layout, sharded",
+    [
+        ("one", "zigzag", False),
+        ("padded", "zigzag", False),
+        ("packed", "zigzag", False),
+        ("packed", "contiguous", False),
+        ("padded", "zigzag", True),
+    ],
+)
+def test_values_and_gradients_are_those_of_one_process(pool: Pool, kind: str, layout: str, sharded: bool) -> None:
+    pool.run(equals_one_process, kind, layout, sharded, size=2)
+
+
+def refused(ctx: Context, changes: dict[str, Any]) -> str:
+    """The error of a call that rank 1 makes with other arguments."""
+    model = ring_model(ctx.group)
+    arguments = {"input_ids": tokens(2), "attention_mask": padding()} | (changes if ctx.rank == 1 else {})
+    try:
+        ringflash.log_probs(model, group=ctx.group, **arguments)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"attention_mask": padding().flip(1)}, "set tokenizer.padding_side = 'right'"),
+        ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
+        ({"temperature": 0.5}, "temperature 1.0 (rank 0), 0.5 (rank 1)"),
+        ({"return_entropy": True}, "return_entropy False (rank 0), True (rank 1)"),
+        ({"input_ids": tokens(2).flip(1)}, "must be the same on all ranks of the group"),
+    ],
+)
+def test_refusals_are_raised_on_every_rank(pool: Pool, changes: dict[str, Any], text: str) -> None:
+    """One rank is wrong, or has another sequence."""
+    got = pool.run(refused, changes, size=2, timeout_s=20)
+    assert all(text in answer for answer in got), got
+
+
+def test_one_process_needs_no_group() -> None:
+    input_ids = tokens(1)
+    got = ringflash.log_probs(ring_model(None), input_ids, group=None, temperature=TEMPERATURE)
+    torch.testing.assert_close(got, plain(models.build("llama", "sdpa"), input_ids, "one")[0], rtol=0, atol=1e-12)
+
+
+def test_example_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    """As docs/rl.md prints it."""
+    code = example("docs/rl.md", "# policy.py")
+    shown = torchrun(code, tmp_path)
+    assert shown.count("loss") == 3 and shown == torchrun(code, tmp_path, 1)

@@ -1,0 +1,207 @@
+"""The functions of ring-flash-attention, computed by ringflash, equal dense attention on that package's shards.
+
+gloo, 2 CPU processes, fp64.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ringflash.compat import ring_flash_attn as names
+from tests.helpers import dense
+from tests.helpers.examples import example, torchrun
+from tests.helpers.pool import Context, Pool
+from tests.helpers.tolerance import assert_close
+
+SEQLEN, HEADS, DIM = 16, 4, 8
+DOCUMENTS = [[0, 16], [0, 3, 10, 16], [0, 8, 16], [0, 2, 16]]
+
+
+def problem(num_kv_heads: int, batch: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    heads = {"q": HEADS, "k": num_kv_heads, "v": num_kv_heads, "dout": HEADS}
+    return {
+        name: torch.randn(batch, SEQLEN, num, DIM, generator=generator, dtype=torch.float64)
+        for name, num in heads.items()
+    }
+
+
+def part(x: torch.Tensor, ctx: Context, zigzag: bool, dim: int = 1) -> torch.Tensor:
+    """The shard of that package's tests: one of cp_size parts, or two of 2 * cp_size."""
+    pieces = x.chunk(2 * ctx.size if zigzag else ctx.size, dim)
+    return torch.cat([pieces[ctx.rank], pieces[-1 - ctx.rank]], dim) if zigzag else pieces[ctx.rank]
+
+
+def packed(form: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+    """Arguments of a form, as leaves."""
+    forms = {"": (q, k, v), "kv": (q, torch.stack((k, v), -3)), "qkv": ()}
+    tensors = (torch.stack((q, k, v), -3),) if form == "qkv" else forms[form]
+    return [x.detach().clone().requires_grad_() for x in tensors]
+
+
+def unpacked(form: str, grads: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    """dq, dk and dv."""
+    parts = [x for grad in grads for x in (grad.unbind(-3) if form and grad is grads[-1] else (grad,))]
+    return dict(zip(("dq", "dk", "dv"), parts, strict=True))
+
+
+def assert_dense(ctx: Context, form: str, zigzag: bool, whole: dict, leaves: list, result: Any, **mask: Any) -> None:
+    """Compare one call, and its gradients, with this rank's part of dense attention."""
+    want = dense.attention(**whole, **mask)
+    out, lse, nothing = result
+    flat = out.dim() == 3
+    dout = part(whole["dout"], ctx, zigzag)
+    grads = torch.autograd.grad(out, leaves, dout[0] if flat else dout)
+    got = {"out": out, "lse": lse} | unpacked(form, grads)
+    expected = {name: part(want[name], ctx, zigzag, 2 if name == "lse" else 1) for name in got}
+    assert_close({name: x.detach()[None] if flat else x.detach() for name, x in got.items()}, expected)
+    assert nothing is None
+
+
+def batch_call(ctx: Context, name: str, form: str, causal: bool, window: tuple[int, int]) -> None:
+    whole = problem(HEADS if form == "qkv" else 2, 2)
+    zigzag = name == "zigzag"
+    leaves = packed(form, *(part(whole[x], ctx, zigzag) for x in "qkv"))
+    function = getattr(names, f"{'zigzag_' * zigzag}ring_flash_attn_{form + 'packed_' if form else ''}func")
+    result = function(*leaves, 0.0, 0.3, causal, window_size=window, return_attn_probs=True, group=ctx.group)
+    assert_dense(ctx, form, zigzag, whole, leaves, result, causal=causal, window_size=window, softmax_scale=0.3)
+
+
+@pytest.mark.parametrize("form", ["", "kv", "qkv"])
+@pytest.mark.parametrize("name, causal, window", [("ring", False, (-1, -1)), ("zigzag", True, (5, 0))])
+def test_batches(pool: Pool, name: str, form: str, causal: bool, window: tuple[int, int]) -> None:
+    pool.run(batch_call, name, form, causal, window, size=2)
+
+
+def varlen_call(ctx: Context, form: str, bounds: list[int], causal: bool, window: tuple[int, int]) -> None:
+    whole = problem(HEADS if form == "qkv" else 2, 1)
+    leaves = packed(form, *(part(whole[x], ctx, False)[0] for x in "qkv"))
+    given = torch.tensor(bounds, dtype=torch.int32)
+    if causal:
+        names.update_ring_flash_attn_params(given, ctx.group)
+        arguments = dict(names.DATA_PARAMS)
+    else:
+        found = names.llama3_flash_attn_prepare_cu_seqlens(given, causal, ctx.rank, ctx.size)
+        order = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
+        arguments = dict(zip(order, found, strict=True))
+    function = getattr(names, f"llama3_flash_attn_varlen_{form + 'packed_' if form else ''}func")
+    result = function(
+        *leaves, **arguments, heads_k_stride=1, causal=causal, window_size=window, return_attn_probs=True,
+        group=ctx.group,
+    )  # fmt: skip
+    assert_dense(ctx, form, False, whole, leaves, result, causal=causal, window_size=window, cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("bounds, causal", [*((x, True) for x in DOCUMENTS), (DOCUMENTS[1], False)], ids=str)
+def test_packed_documents(pool: Pool, bounds: list[int], causal: bool) -> None:
+    pool.run(varlen_call, "", bounds, causal, (-1, -1), size=2)
+
+
+@pytest.mark.parametrize("form, window", [("", (4, 0)), ("kv", (-1, -1)), ("qkv", (-1, -1))])
+def test_packed_documents_in_other_forms(pool: Pool, form: str, window: tuple[int, int]) -> None:
+    pool.run(varlen_call, form, DOCUMENTS[1], True, window, size=2)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("bounds", DOCUMENTS, ids=str)
+def test_prepared_bounds_name_each_rank_s_queries_and_keys(bounds: list[int], world_size: int, causal: bool) -> None:
+    """flash-attention with these bounds sees the pairs of the whole mask: its own bounds are bottom-right aligned."""
+    length, position = SEQLEN // world_size, torch.arange(SEQLEN)
+    want = dense.visible(position, position, causal=causal, cu_seqlens=bounds)
+    for rank in range(world_size):
+        given = torch.tensor(bounds, dtype=torch.int32)
+        q, k, max_q, max_k, keys = names.llama3_flash_attn_prepare_cu_seqlens(given, causal, rank, world_size)
+        seen = torch.zeros(length, SEQLEN, dtype=torch.bool)
+        for i in range(len(q) - 1):
+            rows, columns = slice(q[i], q[i + 1]), slice(keys.start + k[i], keys.start + k[i + 1])
+            size = (q[i + 1] - q[i], k[i + 1] - k[i])
+            assert size[0] <= max_q and size[1] <= max_k
+            block = torch.ones(*size, dtype=torch.bool)
+            seen[rows, columns] = block.tril(int(size[1] - size[0])) if causal else block
+        assert q.dtype == k.dtype == torch.int32 and keys.start + k[-1] == keys.stop
+        assert torch.equal(seen, want[rank * length : (rank + 1) * length])
+
+
+def refused(ctx: Context, name: str, changes: dict[str, Any], ranks: tuple[int, ...]) -> str:
+    """The error of a call whose arguments these ranks change; the others call it well."""
+    x = torch.randn(1, 8, 4, 8)
+    arguments: dict[str, Any] = {"causal": True, "group": ctx.group}
+    if name.startswith("llama3"):
+        x = x[0]
+        names.update_ring_flash_attn_params(torch.tensor([0, 5, 16], dtype=torch.int32), ctx.group)
+        arguments |= names.DATA_PARAMS | {"heads_k_stride": 1}
+    for key, value in changes.items() if ctx.rank in ranks else ():
+        arguments[key] = getattr(arguments[key], value)() if value in ("clone", "neg_") else value
+    try:
+        getattr(names, name)(x, x, x, **arguments)
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+VARLEN = "llama3_flash_attn_varlen_func"
+REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    ("ring_flash_attn_func", {"dropout_p": 0.1}, "NotImplementedError: dropout_p must be 0, got 0.1"),
+    ("zigzag_ring_flash_attn_func", {"alibi_slopes": [1.0]}, "NotImplementedError: alibi_slopes must be None"),
+    ("zigzag_ring_flash_attn_func", {"causal": False}, "ValueError: causal must be True with zigzag shards"),
+    (VARLEN, {"dropout_p": 0.1}, "NotImplementedError: dropout_p must be 0"),
+    (VARLEN, {"heads_k_stride": 3}, "ValueError: heads_k_stride must divide num_kv_heads"),
+    (VARLEN, {"cu_seqlens_q": "clone"}, "ValueError: cu_seqlens_q must be the tensor that"),
+    (VARLEN, {"cu_seqlens_k": "neg_"}, "ValueError: cu_seqlens_q must be the tensor that"),
+    (VARLEN, {"cu_seqlens_k": "clone"}, "ValueError: cu_seqlens_k, max_seqlen_q, max_seqlen_k and local_k_slice must"),
+    (VARLEN, {"max_seqlen_k": 1}, "ValueError: cu_seqlens_k, max_seqlen_q, max_seqlen_k and local_k_slice must"),
+    (VARLEN, {"causal": False}, "ValueError: causal, rank and world_size must be those of the preparation"),
+]
+
+
+@pytest.mark.parametrize("name, changes, text", REFUSALS)
+def test_refusals_are_raised_on_every_rank(pool: Pool, name: str, changes: dict[str, Any], text: str) -> None:
+    """Only rank 1 makes the wrong call. The next call is unharmed."""
+    got = pool.run(refused, name, changes, (1,), size=2, timeout_s=20)
+    assert all(answer.startswith(text) for answer in got), got
+    assert pool.run(refused, name, {}, (), size=2) == ["accepted"] * 2
+
+
+@pytest.mark.parametrize("name", [x for x in names.__all__ if "stripe" in x or "ring_flash_attn_varlen" in x])
+def test_shards_without_a_layout_are_refused_by_name(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"^{name} must get shards"):
+        getattr(names, name)(torch.ones(1))
+
+
+def test_a_missing_group_and_a_length_that_does_not_divide_are_refused() -> None:
+    x = torch.ones(16, 2, 8)
+    with pytest.raises(RuntimeError, match="group must be a process group, or None for the default one"):
+        names.ring_flash_attn_func(x[None], x[None], x[None])
+    with pytest.raises(ValueError, match=r"multiple of world_size \(3\), got 16"):
+        names.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 16]), True, 0, 3)
+
+
+def imported_by_its_own_name(ctx: Context) -> None:
+    """Default arguments run, over the default group of four ranks."""
+    from importlib import import_module
+
+    sys.modules["ring_flash_attn"] = names
+    try:
+        function = import_module("ring_flash_attn").ring_flash_attn_func
+    finally:
+        del sys.modules["ring_flash_attn"]
+    whole = problem(2, 1)
+    out = function(*(part(whole[x], ctx, False) for x in "qkv"))
+    assert_close({"out": out}, {"out": part(dense.attention(**whole, causal=False)["out"], ctx, False)})
+
+
+def test_the_package_s_name_leads_here(pool: Pool) -> None:
+    pool.run(imported_by_its_own_name, size=4)
+
+
+def test_example_has_the_result_of_one_process(tmp_path: Path) -> None:
+    """As docs/ring-flash-attention.md prints it."""
+    code = example("docs/ring-flash-attention.md", "# attention.py")
+    shown = torchrun(code, tmp_path)
+    assert shown.count("norm") == 1 and shown == torchrun(code, tmp_path, 1)
