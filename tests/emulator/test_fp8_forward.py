@@ -140,12 +140,15 @@ def test_offsets_beyond_32_bits(tmp_path):
 @pytest.mark.parametrize("for_backward", [False, True])
 @pytest.mark.parametrize("head_dim", fp8_reference.HEAD_DIMS)
 def test_quantiser_has_the_bits_of_the_specification(head_dim, for_backward):
-    """Ragged, with numbers from 2^-9 to 2^9, zeros, NaN and infinity, and heads side by side in memory."""
+    """Ragged, with numbers from 2^-9 to 2^9, zeros, NaN and infinity, and heads or columns interleaved."""
     generator = torch.Generator().manual_seed(head_dim)
     fused = torch.randn(2, 200, 6, head_dim, generator=generator)
     fused *= torch.exp2(torch.randint(-9, 9, (2, 200, 6, 1), generator=generator))
     fused[0, 3, 4, 5], fused[1, 150, 1, 7], fused[1, 150, 5, 7], fused[0, 128:, 4] = math.nan, math.inf, -math.inf, 0
-    q, k, v = fused.bfloat16().split((2, 2, 2), 2)
+    fused = fused.bfloat16()
+    if for_backward:
+        fused = fused.repeat_interleave(2, -1)[..., ::2]
+    q, k, v = fused.split((2, 2, 2), 2)
     with cuda_properties(2):
         module = Emulator().load("fp8.quantise")
         rows, records = module.quantise_q(q), module.quantise_kv(k, v, for_backward=for_backward)

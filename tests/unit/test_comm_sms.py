@@ -24,10 +24,10 @@ def default() -> Iterator[None]:
     ringflash.set_comm_sms(0)
 
 
-def test_only_our_kernel_over_nccl_leaves_any() -> None:
+def test_only_our_kernels_over_nccl_leave_any() -> None:
     assert comm_sms("hopper", "nccl") == 0
     ringflash.set_comm_sms(8)
-    assert comm_sms("hopper", "nccl") == 8
+    assert comm_sms("hopper", "nccl") == comm_sms("hopper_fp8", "nccl") == 8
     for impl, transport in (("hopper", "copy_engine"), ("hopper", None), ("flash2", "nccl"), ("reference", "gloo")):
         assert comm_sms(impl, transport) == 0
 

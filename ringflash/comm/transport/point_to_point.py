@@ -133,7 +133,7 @@ class PointToPoint:
 
 
 def set_comm_sms(num_sms: int) -> None:
-    """Set how many SMs the forward of impl "hopper" leaves to NCCL, default 0; other transports need none.
+    """Set how many SMs the forward of "hopper" and "hopper_fp8" leaves to NCCL, default 0; other transports need none.
 
     NCCL's sends and receives are kernels, too. The default is 0 because they are posted before our kernel, which takes
     tiles dynamically and does not need the SMs that they hold. Forward on 2 H200s in percent of the ideal, with 0
@@ -149,7 +149,7 @@ def set_comm_sms(num_sms: int) -> None:
 
 def comm_sms(impl: str, transport: str | None) -> int:
     """Return the number of SMs that a call leaves free."""
-    return _comm_sms if (impl, transport) == ("hopper", "nccl") else 0
+    return _comm_sms if impl in ("hopper", "hopper_fp8") and transport == "nccl" else 0
 
 
 def kernel_options(impl: str, transport: str | None, device: torch.device) -> dict[str, int]:

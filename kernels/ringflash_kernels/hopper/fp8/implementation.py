@@ -11,7 +11,7 @@ from ringflash_kernels.hopper import implementation as exact
 from ringflash_kernels.hopper.implementation import collect, publish
 from ringflash_kernels.mask import Mask
 
-__all__ = ["collect", "forward", "publish", "unsupported"]
+__all__ = ["begin_backward", "collect", "forward", "publish", "unsupported"]
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:

@@ -225,8 +225,9 @@ def quantise_q(q: torch.Tensor) -> Rows:
     """See `fp8_reference.quantise_q`.
 
     Args:
-        q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16, last stride 1.
+        q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16; copied unless its last stride is 1.
     """
+    q = _with_unit_stride(q)
     batch, seqlen, num_heads, head_dim = q.shape
     num_blocks = -(-seqlen // BLOCK_Q)
     values = torch.empty(q.shape, dtype=E4M3, device=q.device)
@@ -247,9 +248,10 @@ def quantise_kv(
     """See `fp8_reference.quantise_kv`.
 
     Args:
-        k, v: (batch, seqlen_k, num_kv_heads, head_dim), bf16 or fp16, last stride 1.
+        k, v: (batch, seqlen_k, num_kv_heads, head_dim), bf16 or fp16; copied unless their last stride is 1.
         out: as the result; strides of the first three dimensions that are multiples of 128. Default new.
     """
+    k, v = _with_unit_stride(k), _with_unit_stride(v)
     batch, seqlen, num_heads, head_dim = k.shape
     num_blocks = -(-seqlen // BLOCK_K)
     if out is None:
@@ -264,3 +266,8 @@ def quantise_kv(
             COLUMNS=head_dim, KEYS=BLOCK_K, SIGNS=_SIGNS, TRANSPOSED=not for_backward, WARPS=warps,
         )  # fmt: skip
     return out
+
+
+def _with_unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """Return x, or a copy if the columns of a row are not adjacent: the kernels read them as if they were."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,32 @@
+"""The quickstart recipe with `impl: reference_fp8`, scaled down by flags: two gloo processes on the CPU, three steps.
+
+Losses follow those of exact attention, and are not the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recipes.lightning.compare import newest_curve, read_losses
+from tests.recipes.launching import ROOT, train, write_text
+
+FLAGS = {
+    "trainer.max_steps": 3, "trainer.num_sanity_val_steps": 0, "data.seqlen": 96, "data.suffix": ".txt",
+    "data.num_eval_sequences": 2,
+    "model.model.hidden_size": 128, "model.model.num_attention_heads": 2, "model.model.num_key_value_heads": 1,
+    "model.model.intermediate_size": 48, "model.model.num_hidden_layers": 2, "loggers": "[csv]",
+}  # fmt: skip
+
+
+def losses(folder: Path, impl: str) -> dict[int, float]:
+    """Return the losses of a run, by step."""
+    flags = {**FLAGS, "model.impl": impl, "output_dir": folder / impl, "data.folder": write_text(folder / "text")}
+    train(ROOT / "recipes" / "lightning" / "quickstart.yaml", *(f"--{key}={flags[key]}" for key in flags), num_ranks=2)
+    return read_losses(newest_curve(folder / impl))
+
+
+def test_training_in_fp8_follows_exact_attention(tmp_path: Path) -> None:
+    exact, rounded = (losses(tmp_path, impl) for impl in ("reference", "reference_fp8"))
+    assert exact.keys() == rounded.keys() and len(exact) == 3
+    assert all(0 < abs(rounded[step] - exact[step]) < 0.01 * exact[step] for step in exact)
+    assert exact[2] < exact[0] and rounded[2] < rounded[0]
