@@ -43,7 +43,7 @@ def forgotten() -> Iterator[None]:
 
 @contextmanager
 def not_compared(memory: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """Nothing but what travels beside K/V tells the ranks about one another's calls."""
+    """Leave the ranks only the words beside K/V to learn about each other's calls."""
     with forgotten(), memory():
         ringflash.set_agreement_check("never")
         yield
@@ -133,7 +133,7 @@ def test_the_number_of_calls_is_compared(pool: Pool) -> None:
 
 
 def found_at_the_next_call(ctx: Context, memory: Any, mistake: Callable[[Context], None]) -> tuple[str, str, str]:
-    """What later calls say, and a check that ranks make together, of a checkpoint say."""
+    """Return the errors of later calls, and of a check that ranks make together."""
     texts = []
     with not_compared(memory):
         two_layers(ctx)[0]().sum().backward()  # so that areas have their size
@@ -188,7 +188,7 @@ def in_order(ctx: Context, memory: Any, turns: bool) -> None:
 
 @pytest.mark.parametrize("memory", [copy_engine, messages_by_heads, messages_by_hops])
 def test_calls_in_one_order_pass(pool: Pool, memory: Any) -> None:
-    """By turns, too, with several sections."""
+    """Words also arrive if sections share buffers."""
     for turns in (False, True):
         pool.run(in_order, memory, turns, size=4)
 

@@ -153,7 +153,7 @@ def test_one_process_needs_no_group() -> None:
 
 
 def test_example_has_the_losses_of_one_process(tmp_path: Path) -> None:
-    """As docs/rl.md prints it."""
+    """The example of docs/rl.md, run as printed."""
     code = example("docs/rl.md", "# policy.py")
     shown = torchrun(code, tmp_path)
     assert shown.count("loss") == 3 and shown == torchrun(code, tmp_path, 1)

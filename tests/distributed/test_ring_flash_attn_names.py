@@ -201,7 +201,7 @@ def test_the_package_s_name_leads_here(pool: Pool) -> None:
 
 
 def test_example_has_the_result_of_one_process(tmp_path: Path) -> None:
-    """As docs/ring-flash-attention.md prints it."""
+    """The example of docs/ring-flash-attention.md, run as printed."""
     code = example("docs/ring-flash-attention.md", "# attention.py")
     shown = torchrun(code, tmp_path)
     assert shown.count("norm") == 1 and shown == torchrun(code, tmp_path, 1)

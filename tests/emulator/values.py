@@ -193,7 +193,7 @@ class Tensor:
         return reduce_sum(self, axis)
 
     def max(self, axis=None) -> Tensor:
-        """As the device's, which passes over NaN."""
+        """Maximum or minimum that skips NaN, as the device's does."""
         return Tensor(np.fmax.reduce(self.data, axis), self.dtype)
 
     def min(self, axis=None) -> Tensor:

@@ -44,7 +44,7 @@ def rms(x: torch.Tensor) -> float:
 
 
 def check(out: torch.Tensor, lse: torch.Tensor, exact: torch.Tensor, exact_lse: torch.Tensor) -> None:
-    """Of the specification's values, 1% of out (a fifth of the error that rounding makes), and 2e-3 of lse."""
+    """Require 1% of out (a fifth of the rounding error) and 2e-3 of lse of the specification's values."""
     assert out.isfinite().all()
     assert rms(out.float() - exact) <= 1e-2 * rms(exact)
     torch.testing.assert_close(lse, exact_lse, rtol=0, atol=2e-3)

@@ -35,7 +35,7 @@ def late(self: Lanes, lane: str, work: Callable[[], None], *args: Any, **options
 
 
 def unmapped_behind_a_backward(ctx: Context, transport: str, impl: str, dtype: str) -> list[bool]:
-    """Whether each gradient is what it was without delay, of three backwards."""
+    """Compare the gradients of three delayed backwards with those without delay."""
     torch.manual_seed(ctx.rank)
     q, k, v = (
         torch.randn(1, 8192, heads, 128, device=ctx.device, dtype=getattr(torch, dtype)).requires_grad_()

@@ -238,7 +238,7 @@ def damaged(texts: str, folder: Path) -> dict[str, Any]:
 
 
 def flip_bit(path: Path, offset: int) -> None:
-    """By one rank, while the others wait."""
+    """Change the file on one rank, while the others wait."""
     dist.barrier()
     if dist.get_rank() == 0:
         content = bytearray(path.read_bytes())

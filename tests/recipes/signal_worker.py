@@ -70,7 +70,7 @@ def strategy(kind: str) -> Any:
 
 
 def interrupted(place: str, kind: str, texts: str, out: Path) -> dict[str, Any]:
-    """Where a training stops, and the checkpoint that it leaves; its own are as many as its steps."""
+    """Stop a training; return its last step and the checkpoint that it leaves."""
     folder = out / place
     own = lightning.pytorch.callbacks.ModelCheckpoint(folder / "own", every_n_train_steps=1)
     trainer = lightning.Trainer(
@@ -86,7 +86,7 @@ def interrupted(place: str, kind: str, texts: str, out: Path) -> dict[str, Any]:
 
 
 def evaluation(kind: str, texts: str, out: Path) -> list[bool]:
-    """Whether SIGTERM would end the process, at each batch of an evaluation by itself and after it."""
+    """Return whether SIGTERM would end the process, at each batch of a separate evaluation and after it."""
     seen: list[Any] = []
 
     class Look(lightning.Callback):

@@ -98,7 +98,7 @@ def test_callbacks_meet_shards(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_callbacks_decide_alike(ranks: list[dict[str, Any]]) -> None:
-    """By the mean over ranks that find different scores: 2, 1, 1.5, 2; by its own, rank 1 would stop after 2."""
+    """Decisions follow the mean over ranks: 2, 1, 1.5, 2. By its own scores rank 1 would stop after 2."""
     for rank in ranks:
         assert rank["decisions"] == {"best": ["epoch=1.ckpt", 1.0], "stopped": 3, "score": 2.0, "worst": 3.0}
 

@@ -98,7 +98,7 @@ def verify(factory: str) -> dict[str, Any]:
 
 
 def started(target: str, *arguments: str) -> list[dict[str, Any]]:
-    """What the command says in each rank that it starts, with the exit status; these ranks stand in for them."""
+    """Return the command's output on each rank that it starts, and the status; these ranks stand in for them."""
     printed, errors, rank = io.StringIO(), io.StringIO(), int(os.environ["RANK"])
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     join = partial(dist.init_process_group, store=dist.PrefixStore(target, agent), rank=rank, world_size=2)

@@ -194,7 +194,7 @@ def judge(module: Any, batch: Any, batch_idx: int) -> None:
 
 
 def decisions(kind: Any, folder: str) -> dict[str, Any]:
-    """Which epoch a rank calls the best, by which score, after which it stops, and what it has logged last."""
+    """Return a rank's best epoch and its score, the epoch after which it stops, and its last logged values."""
     module = varied(kind, validation_step=judge)
     best = ModelCheckpoint(folder, monitor="score", filename="{epoch}")
     stop = EarlyStopping("score", patience=2)
@@ -256,7 +256,7 @@ def main() -> None:
 
 
 def everything(kind: Any, out: str) -> dict[str, Any]:
-    """What two ranks train, average, decide and refuse."""
+    """Results of two ranks that train, average, decide and refuse."""
     changed, sharded = build(kind), Sharded()
     ring = train(changed, devices=2, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded])
     whole = build(GPT).double()

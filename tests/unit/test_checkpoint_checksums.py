@@ -89,7 +89,7 @@ def test_damaged_checksums_are_an_error(checkpoint: Path, content: str) -> None:
 
 
 def test_checkpoint_without_checksums_loads_with_a_note(checkpoint: Path) -> None:
-    """Of a library before this one, or of torch; said once, by the first rank."""
+    """A checkpoint of an older version, or of torch: the first rank warns once."""
     (checkpoint / CHECKSUMS).unlink()
     with pytest.warns(UserWarning, match=r"a.ckpt has no checksums.json: damaged tensors in it would not be found"):
         check_checkpoint(checkpoint)

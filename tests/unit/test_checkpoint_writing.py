@@ -19,7 +19,7 @@ from ringflash.safe_files import check_together
 
 @pytest.fixture
 def writer() -> Iterator[CheckpointWriter]:
-    """Of this process alone."""
+    """The group of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     writer = CheckpointWriter(timedelta(minutes=1))
     yield writer

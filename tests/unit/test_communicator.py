@@ -77,7 +77,7 @@ os._exit(0)
 
 
 def test_nccl_waits_for_no_peer_after_an_error() -> None:
-    """To destroy a communicator is a collective call, which a rank that fails by itself would make alone.
+    """Destroying a communicator is a collective call, which only the rank that failed would make.
 
     Each way to end in a process of its own, forked to save the imports; a child that a rank has forked ends nothing.
     """

@@ -106,7 +106,7 @@ def test_sets_of_keys_add_up(products):
 @pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("scale", [1e-6, 1e4])
 def test_gradients_follow_the_scale_of_dout(products, scale):
-    """Nothing overflows or rounds to 0 in a backward of a loss that is scaled."""
+    """A scaled loss makes no gradient overflow or round to 0."""
     q, k, v, dout = _tensors("normal", 128, 64)
     mask = Mask.band(128, 128, causal=True)
     state = _forward(q, k, v, mask)

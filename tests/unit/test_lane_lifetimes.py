@@ -95,7 +95,7 @@ def test_dq_is_freed_behind_the_lanes_that_write_it(streams: Streams, num_sectio
 
 @pytest.mark.parametrize("failing", range(9))
 def test_after_an_error_every_lane_is_behind_the_others(streams: Streams, failing: int) -> None:
-    """Of three sections; the error arises in the work of a lane."""
+    """A call of three sections, in which the work of a lane raises."""
     issued, beside = [], lanes.Lanes.beside
 
     def refused(self: Any, lane: str, work: Any, *args: Any, **options: Any) -> Any:

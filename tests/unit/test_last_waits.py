@@ -1,4 +1,4 @@
-"""What the caller's stream waits for before a call over the copy engine or NCCL returns. One process, no device."""
+"""Waits of the caller's stream before a call over the copy engine or NCCL returns. One process, no device."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def test_vocabulary_larger_than_a_chunk_takes_a_token_at_a_time(monkeypatch: pyt
 
 
 def plain_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """By torch, from all logits."""
+    """Log-probabilities and entropies by torch, from all logits."""
     log_p, labelled = (hidden @ weight.T).log_softmax(-1), labels != -100
     chosen = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return chosen.where(labelled, 0.0), -(log_p.exp() * log_p).sum(-1).where(labelled, 0.0)
