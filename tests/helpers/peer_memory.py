@@ -66,7 +66,7 @@ class Threads:
 
 
 class SharedMemory(Threads):
-    """As ringflash.comm.transport.PeerMemory."""
+    """Peer memory as the interface of ringflash.comm.transport."""
 
     turns = 2
 

@@ -22,7 +22,7 @@ WORLD_SIZE = 2
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Results of each rank."""
     folder, out = write_text(tmp_path_factory.mktemp("text")), tmp_path_factory.mktemp("found")
     output = run_ranks("tests.recipes.checkpoint_worker", folder, out, num_ranks=WORLD_SIZE)
     assert "unpickled" not in output.splitlines()

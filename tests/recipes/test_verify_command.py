@@ -46,7 +46,7 @@ def write_failing(folder: Path, code: str) -> None:
 
 
 def test_the_documents_example_passes(reports: dict[str, Any]) -> None:
-    """As docs/verify.md prints it, and with its arguments."""
+    """The example of docs/verify.md, run as printed and with its arguments."""
     first, second = reports["example"]
     assert (first["status"], second["status"], second["printed"]) == (0, 0, "")
     assert "cp=2 against cp=1: 64 tokens, 2 document(s), float32, cpu" in first["printed"]

@@ -48,7 +48,7 @@ def write_changed(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found, and the one of a second launch."""
+    """Results of each of two ranks, and of the one rank of a second launch."""
     folder = tmp_path_factory.mktemp("wrap")
     write_changed(folder)
     run_ranks("tests.recipes.wrap_worker", folder, folder, num_ranks=2)
@@ -58,7 +58,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ranks(launches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """Results of each of two ranks."""
     return launches[:2]
 
 
@@ -104,7 +104,7 @@ def test_callbacks_decide_alike(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_sum_without_a_choice_is_refused() -> None:
-    """Of a part of each rank it goes over all ranks, of the loss of the whole sequence over none."""
+    """A sum of each rank's part goes over all ranks; a loss of the whole sequence must not be summed."""
     module = type("Module", (SequenceSharding, lightning.LightningModule), {})()
     for log in (
         lambda: module.log("n", 1.0, reduce_fx="sum"),

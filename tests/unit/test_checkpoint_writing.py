@@ -1,4 +1,4 @@
-"""What the thread that writes checkpoints removes, and when. One process."""
+"""Removal of older checkpoints by the thread that writes them. One process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ringflash.comm.communicator` does when the interpreter ends."""
+"""Communicators at the end of the interpreter."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from ringflash_kernels.mask import Mask, Region
 
 
 def visible(hop, num_rows, num_keys):
-    """What a kernel sees: for each key of the rectangle the rows that `BackwardProblem.rows_seeing` gives."""
+    """Return the pairs that a kernel sees: per key of the rectangle, the rows of `BackwardProblem.rows_seeing`."""
     dense = torch.zeros(num_rows, num_keys, dtype=torch.bool)
     for key in range(hop.num_keys):
         if hop.has_bounds:

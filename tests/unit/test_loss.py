@@ -56,7 +56,7 @@ def test_an_upstream_factor_reaches_the_gradients() -> None:
 
 @pytest.mark.parametrize("chunk_tokens", [None, 4])
 def test_a_factor_on_the_logits_reaches_loss_and_gradients(chunk_tokens: int | None) -> None:
-    """Of models that scale their logits."""
+    """Losses of models that scale their logits."""
     hidden, weight, labels = draw()
     ours = cross_entropy(hidden, weight, labels, group=None, chunk_tokens=chunk_tokens, logit_scale=0.3)
     assert_close(results(ours, hidden, weight), results(plain(0.3 * hidden, weight, labels), hidden, weight))

@@ -68,7 +68,7 @@ def _model_of(config: str) -> tuple[ReadShape, list[int | ChunkedAttention | Non
 
 
 def model_of(config: dict[str, Any]) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
-    """As the plan's, once for each configuration."""
+    """Read a model as the plan does, once for each configuration."""
     return _model_of(json.dumps(config))
 
 
@@ -248,7 +248,7 @@ def _planned(run: dict[str, Any], step: dict[str, Any]) -> tuple[TrainingJob, Ma
 
 
 def _held_gib(run: dict[str, Any], step: dict[str, Any]) -> float:
-    """What a plan says that torch's allocator and the transport hold."""
+    """Memory of torch's allocator and the transport, by the plan."""
     job, machine = _planned(run, step)
     moment, parts = worst_moment(job, machine)
     planned = sum(value for name, value in parts.items() if name not in ("fragmentation", "CUDA and libraries"))
