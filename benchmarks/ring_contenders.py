@@ -116,8 +116,8 @@ def ours(transport: str, layout: str = "zigzag") -> Callable[[Setting], Built | 
     """Return the builder of ring_attention over a transport."""
 
     def build(setting: Setting) -> Built | str:
-        able = ("gloo",) if setting.device.type == "cpu" else ("nccl", "copy_engine")
-        if transport not in (*able, "ulysses"):
+        able = ("gloo",) if setting.device.type == "cpu" else ("nccl", "copy_engine", "ulysses")
+        if transport not in able:
             return f"does not carry tensors on {setting.device.type}"
         if transport == "ulysses" and setting.row.num_heads % setting.group.size():
             return f"{setting.row.num_heads} heads over {setting.group.size()} ranks"
