@@ -19,6 +19,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -276,7 +277,7 @@ def text_at(text: Tensor, places: Tensor, seqlen: int) -> Tensor:
 def gradient_errors(model: Model, sequences: Tensor) -> dict[str, Any]:
     """Return `fp8_layers.errors` of the model on one held-out sequence, for each choice once."""
     choices = {name: choice for name, choice in CHOICES.items() if name != "bf16 again"}
-    return fp8_layers.errors(model, sequences[:1], choices)
+    return fp8_layers.errors(deepcopy(model), sequences[:1], choices)  # a copy: autograd remembers a stream
 
 
 def train(runs: list[Run], num_steps: int, seconds: float) -> int:
