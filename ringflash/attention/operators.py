@@ -58,7 +58,8 @@ def _forward(
         if options.group is not None:
             rest = {"requires_grad": grad_flags, "return_lse": return_lse, "v_head_dim": v_head_dim}
             content = {} if call.error else {**signature(q, k, call.checked), **rest}
-            agreement.agree(options.group, content, call.error, q.device, call=call.number)
+            checksum = agreement.agree(options.group, content, call.error, q.device, call=call.number)
+            call.number = call.number._replace(checksum=checksum)
         out, lse = call.start(q, k).forward(q, k, v)
         return out, lse, torch.tensor((call.number.number, *(call.checked.mask.cu_seqlens or ())), dtype=torch.int64)
 
