@@ -33,10 +33,18 @@ from ringflash_kernels.api import state_dtype
 class Attention(Protocol):
     """Attention over a rail, as `RingOfHops` and `HeadGather` compute it."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        row_max: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -78,26 +86,42 @@ class Ulysses:
     layout: str
     call: CallNumber
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute attention as `RingOfHops.forward` does."""
         shared = self._shared(q, k)
         exchange = self._exchange("forward", q)
         q, k, v = exchange.to_host(q, _spread(k, shared), _spread(v, shared))
-        out, lse = self.attention(q, k).forward(q, k, v)
-        out, lse = exchange.to_ranks(out, _with_rows_first(lse))
-        return out, _with_heads_first(lse)
+        largest = None if row_max is None else row_max.new_empty(q.shape[0], q.shape[2], q.shape[1])
+        out, lse = self.attention(q, k).forward(q, k, v, largest)
+        statistics = [_with_rows_first(x) for x in (lse, largest) if x is not None]
+        out, *statistics = exchange.to_ranks(out, *statistics)
+        lse, *rest = map(_with_heads_first, statistics)
+        if row_max is not None:
+            row_max.copy_(rest[0])
+        return out, lse
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        row_max: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute gradients as `RingOfHops.backward` does; those of a shared KV head are summed by rank of the host."""
         shared = self._shared(q, k)
         exchange = self._exchange("backward", q)
-        statistics = [_with_rows_first(x) for x in (lse, dlse) if x is not None]
+        given = [x is not None for x in (dlse, row_max)]
+        statistics = [_with_rows_first(x) for x in (lse, dlse, row_max) if x is not None]
         kv = [_spread(x, shared) for x in (k, v)]
         dout, q, keys, values, out, *statistics = exchange.to_host(dout, q, *kv, out, *statistics)
-        lse, *rest = map(_with_heads_first, statistics)
-        grads = self.attention(q, keys).backward(dout, rest[0] if rest else None, q, keys, values, out, lse)
+        arrived = map(_with_heads_first, statistics)
+        lse = next(arrived)
+        dlse, row_max = (next(arrived) if present else None for present in given)
+        grads = self.attention(q, keys).backward(dout, dlse, q, keys, values, out, lse, row_max)
         dq, dk, dv = exchange.to_ranks(*grads)
         return dq, _sum_shared(dk, shared, k.shape[2]), _sum_shared(dv, shared, k.shape[2])
 
