@@ -17,7 +17,7 @@ from ringflash.attention.schedule import Gathering, Schedule
 from ringflash.attention.sections import GIB, gather_bytes
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.transport import PointToPoint, choose_transport, message_memory, open_transport
+from ringflash.comm.transport import PointToPoint, choose_transport, message_memory, open_transport, transport_name
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation
 
@@ -55,6 +55,10 @@ class CallPlan:
         """Keys that this rank gathers by heads."""
         return schedule.gather(self.mask, *self.options.place, self.options.layout)
 
+    def gathers(self, q: Tensor, k: Tensor, transport: str | None) -> tuple[Gathering, ...]:
+        """Blocks of keys that this rank gathers by heads, the same on every rank; none if a ring of hops is used."""
+        return (self.gathering,) if self.gathers_by_heads(q, k, transport) else ()
+
     def gathers_by_heads(self, q: Tensor, k: Tensor, transport: str | None) -> bool:
         """True if K/V are gathered by heads; over NCCL if the buffers are not too large. The same on every rank."""
         if transport in (None, "gloo", "copy_engine"):
@@ -66,14 +70,15 @@ class CallPlan:
         """Return the algorithm that carries the call out. Opens the transport, on all ranks together."""
         group: dist.ProcessGroup | None = self.options.group
         channel = None if group is None or self.transport is None else open_transport(self.transport, group)
+        blocks = self.gathers(q, k, transport_name(channel))
         rest = self.impl, self.softmax_scale, self.options.deterministic, call
-        if isinstance(channel, PointToPoint) and self.gathers_by_heads(q, k, channel.name):
-            channel = message_memory(channel, q.device)
-        if channel is None or isinstance(channel, PointToPoint):
-            hops = self.schedule
-            cuda_graphs.hold(hops, q.device)
-            return RingOfHops(hops, channel, *rest)
-        return HeadGather(self.gathering, channel, *rest)
+        if channel is not None and blocks:
+            memory = message_memory(channel, q.device) if isinstance(channel, PointToPoint) else channel
+            return HeadGather(blocks, memory, *rest)
+        assert channel is None or isinstance(channel, PointToPoint)
+        hops = self.schedule
+        cuda_graphs.hold(hops, q.device)
+        return RingOfHops(hops, channel, *rest)
 
 
 def plan_call(
