@@ -62,7 +62,7 @@ def waited(backward: bool) -> set[Any]:
     call, q = HeadGather(gathered.blocks, memory, "reference", 1.0, True), torch.empty(0)  # type: ignore[arg-type]
     returned = mock.Mock(**{"freed.return_value": []})
     work = (
-        NothingBackward(call, gathered, returned, q, (q, None, q, q), (q, q, q))
+        NothingBackward(call, gathered, returned, q, (q, None, q, q, None), (q, q, q))
         if backward
         else NothingForward(call, gathered, q)
     )
