@@ -13,12 +13,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from ringflash.attention import gathered_buffers, schedule, sections
 from ringflash.attention.plan import CallPlan
 from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Sections
 from ringflash.comm import call_numbers, transport
+from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Token
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, single_cases
@@ -82,19 +84,20 @@ def unawaited(self: gathered_buffers.GatheredKV, index: int, start: Token, compu
     return start
 
 
-def lanes(*slow: str, early: bool = False) -> Callable[..., Later]:
-    """The work of slow lanes always comes late.
+def one_sum(name: str, *args: Any) -> torch.Tensor:
+    """Two sections side by side add up the gradients of their keys in the same memory."""
+    return buffer("dkv.sum.0" if name.startswith("dkv.sum") else name, *args)
 
-    Args:
-        early: a section begins while gradients of the section that used the same memory are still added up.
-    """
+
+def lanes(*slow: str) -> Callable[..., Later]:
+    """The work of slow lanes always comes late."""
 
     def beside(self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False) -> Later:
         def delayed() -> None:
             time.sleep(5 * DELAY_S if lane in slow else 0.0)
             work()
 
-        return _BESIDE(self, lane, delayed, after[:1] if early and lane == "begin" else after, urgent=urgent)
+        return _BESIDE(self, lane, delayed, after, urgent=urgent)
 
     return beside
 
@@ -107,7 +110,7 @@ PLANTS: dict[str, dict[str, Any]] = {
     "buffer of keys in use": {f"{_BUFFERS}.GatheredKV.pull": too_early, _LANES: lanes(*_KEYS)},
     "arrival of keys": {f"{_BUFFERS}.GatheredKV.pull": unawaited},
     "buffer of gradients in use": {f"{_BUFFERS}.GradientReturn.freed": lambda *_: [], _LANES: lanes("end")},
-    "sums in use": {_LANES: lanes("end", early=True)},
+    "sums of each section": {f"{_BUFFERS}.buffer": one_sum},
 }
 
 
