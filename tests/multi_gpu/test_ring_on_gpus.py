@@ -73,8 +73,8 @@ SECTIONS = [
 
 
 def measure(ctx: Context, transport: str, *args: Any) -> list[Ratio]:
-    """`ring_check.measure` over one transport, not over what auto would take; over NCCL by heads."""
-    unused = "RingOfHops" if transport == "nccl" else "HeadGather"
+    """`ring_check.measure` over one transport, not over what auto would take; on GPUs by heads."""
+    unused = "HeadGather" if transport == "gloo" else "RingOfHops"
     refused = mock.patch(f"ringflash.attention.plan.{unused}", mock.Mock(side_effect=AssertionError(unused)))
     with over(transport), refused:
         return ring_check.measure(ctx, *args)
