@@ -76,6 +76,10 @@ class CallPlan:
         """Keys that this rank gathers by heads."""
         return schedule.gather(self.mask, *self.place, self.options.layout)
 
+    def gathers(self, q: Tensor, k: Tensor, transport: str | None) -> tuple[Gathering, ...]:
+        """Blocks of keys that this rank gathers by heads, the same on every rank; none if a ring of hops is used."""
+        return (self.gathering,) if self.gathers_by_heads(q, k, transport) else ()
+
     def gathers_by_heads(self, q: Tensor, k: Tensor, transport: str | None) -> bool:
         """True if K/V are gathered by heads; over NCCL if the buffers are not too large. The same on every rank."""
         if transport in (None, "gloo", "copy_engine"):
@@ -139,14 +143,15 @@ class CallPlan:
         channel = None if group is None or self.transport is None else open_transport(self.transport, group)
         if isinstance(channel, PointToPoint) and self.members:
             channel = channel.among(self.members)
+        blocks = self.gathers(q, k, transport_name(channel))
         rest = self.impl, self.softmax_scale, self.options.deterministic, call, self.options.fp8_backward
-        if isinstance(channel, PointToPoint) and self.gathers_by_heads(q, k, channel.name):
-            channel = message_memory(channel, q.device)
-        if channel is None or isinstance(channel, PointToPoint):
-            hops = self.schedule
-            cuda_graphs.hold(hops, q.device)
-            return RingOfHops(hops, channel, *rest)
-        return HeadGather(self.gathering, channel, *rest)
+        if channel is not None and blocks:
+            memory = message_memory(channel, q.device) if isinstance(channel, PointToPoint) else channel
+            return HeadGather(blocks, memory, *rest)
+        assert channel is None or isinstance(channel, PointToPoint)
+        hops = self.schedule
+        cuda_graphs.hold(hops, q.device)
+        return RingOfHops(hops, channel, *rest)
 
 
 def plan_call(
