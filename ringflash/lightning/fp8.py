@@ -35,12 +35,12 @@ class Fp8Monitor(lightning.Callback):
                 raise ValueError(f"{name} must be 1 or more, got {value}; leave it out for its default.")
         self.every_n_steps, self.num_tokens = every_n_steps, num_tokens
         self._stack = ExitStack()
-        self._calls: _Calls | None = None
+        self._calls: _RoundingOfCalls | None = None
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
         """Start to watch if this step is due."""
         if trainer.global_step % self.every_n_steps == 0:
-            self._calls = self._stack.enter_context(_Calls(self.num_tokens))
+            self._calls = self._stack.enter_context(_RoundingOfCalls(self.num_tokens))
 
     def on_before_backward(self, *_: Any) -> None:
         """Stop to watch: the backward of checkpointed layers repeats their calls."""
@@ -68,7 +68,7 @@ class Fp8Monitor(lightning.Callback):
         self._stack.close()
 
 
-class _Calls(TorchDispatchMode):
+class _RoundingOfCalls(TorchDispatchMode):
     """Mode that measures the operands of every call of ring attention."""
 
     def __init__(self, num_tokens: int) -> None:
