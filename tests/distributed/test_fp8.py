@@ -113,6 +113,10 @@ def test_records_travel(pool: Pool, chunk: int) -> None:
     assert pool.run(sent, case, chunk, size=2) == [messages] * 2
 
 
+def test_exchanged_heads(pool: Pool) -> None:
+    pool.run(check_all, [replace(SHAPES[0], transport="ulysses")], ALIGNED, False, "fp8", size=2)
+
+
 def check_other_blocks(ctx: Context) -> None:
     case, chunk = MASKS[0], 50
     whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
