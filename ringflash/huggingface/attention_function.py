@@ -66,6 +66,7 @@ def set_group(
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
+    fp8_backward: str = "bf16",
 ) -> None:
     """Give one model its group and options, which are stored on its attention modules.
 
@@ -87,7 +88,7 @@ def set_group(
             "from_pretrained or from_config with it."
         )
     granularity(1, layout)
-    options = ModelRing(resolve(group), layout, impl, transport, deterministic)
+    options = ModelRing(resolve(group), layout, impl, transport, deterministic, fp8_backward)
     modules = attention_modules(model)
     if not modules:
         raise ValueError(
