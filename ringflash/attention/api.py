@@ -14,7 +14,7 @@ from ringflash.attention import operators
 from ringflash.attention.inputs import make_addressable, pad_values
 from ringflash.attention.options import RingOptions
 from ringflash.attention.plan import CallArguments, CallPlan, plan_call
-from ringflash.attention.sections import choose_sections
+from ringflash.attention.sections import choose_sections, kv_shape
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
 from ringflash.comm.transport import buffer_bytes
@@ -46,7 +46,7 @@ def ring_attention(
     Args:
         q: (batch, seqlen_local, num_heads, head_dim).
         k: (batch, seqlen_local, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
-        v: as k, or with a smaller head_dim, as in latent attention: it is then padded with zeros to that of k.
+        v: as k, or with a smaller head_dim, as in latent attention: other pairs than 192 and 128 are padded with zeros.
         group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence; None for one process.
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
@@ -155,17 +155,17 @@ def explain(
     q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
     plan = plan_call(q, k, v, cu_seqlens, arguments)
     return Explanation(
-        plan.impl, plan.impl_reason, plan.transport, *options.place, _steps(plan, q, k),
+        plan.impl, plan.impl_reason, plan.transport, *options.place, _steps(plan, q, k, v),
         plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(),
     )  # fmt: skip
 
 
-def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
+def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[str, ...]:
     """Launches of this rank, in order."""
-    if plan.gathers_by_heads(q, k, plan.transport):
+    if plan.gathers_by_heads(q, k, v, plan.transport):
         gathering = plan.gathering
         owners = sorted({piece.owner for piece in gathering.pieces})
-        sections = choose_sections(k.shape, q.shape[2], gathering.capacity, k.dtype)
+        sections = choose_sections(kv_shape(k, v), q.shape[2], gathering.capacity, k.dtype)
         return (
             f"{gathering.num_rows} keys of ranks {owners}, {gathering.mask.num_visible} pairs",
             *(

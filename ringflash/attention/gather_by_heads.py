@@ -35,7 +35,7 @@ from ringflash.comm.transport.peer_memory import PeerMemory
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
-from ringflash_kernels.api import BackwardPass, begin_backward, implementation, state_dtype
+from ringflash_kernels.api import BackwardPass, begin_backward, implementation, out_shape, state_dtype
 
 T = TypeVar("T")
 
@@ -60,10 +60,10 @@ class HeadGather:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention as `RingOfHops.forward` does, but each row at once, in the kernel's own precision."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
-            gathered = self._gathered("forward", k, q.shape[2])
+            gathered = self._gathered("forward", k, v, q.shape[2])
             gathered.publish(k, v, self.impl, self.call)
         self._run(ForwardSections(self, gathered, q, out, lse))
         return out, lse
@@ -81,8 +81,8 @@ class HeadGather:
         """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         with waiting(q.device):
-            gathered = self._gathered("backward", k, q.shape[2])
-            returned = self._cached("return", ("kv", "dkv"), k, q.shape[2], lambda: GradientReturn(gathered, k))
+            gathered = self._gathered("backward", k, v, q.shape[2])
+            returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn(gathered, k))
             gathered.publish(k, v, self.impl, self.call)
         self._run(BackwardSections(self, gathered, returned, q, (dout, dlse, out, lse), (dq, dk, dv)))
         return dq, dk, dv
@@ -91,15 +91,17 @@ class HeadGather:
         """Barriers or batches of messages that this rank has posted, in earlier calls as well."""
         return self.memory.num_posted
 
-    def _gathered(self, way: str, k: torch.Tensor, num_heads: int) -> GatheredKV:
+    def _gathered(self, way: str, k: torch.Tensor, v: torch.Tensor, num_heads: int) -> GatheredKV:
         def make() -> GatheredKV:
-            chosen = sections.choose_sections(k.shape, num_heads, self.gathering.capacity, k.dtype)
-            return GatheredKV(self.memory, self.gathering, k, num_heads, getattr(chosen, way))
+            chosen = sections.choose_sections(sections.kv_shape(k, v), num_heads, self.gathering.capacity, k.dtype)
+            return GatheredKV(self.memory, self.gathering, k, num_heads, getattr(chosen, way), v.shape[3])
 
-        return self._cached(way, ("kv",), k, num_heads, make)
+        return self._cached(way, ("kv",), k, v, num_heads, make)
 
-    def _cached(self, name: str, areas: tuple[str, ...], k: torch.Tensor, num_heads: int, make: Callable[[], T]) -> T:
-        return self.memory.keep((name, id(self.gathering), num_heads, k.shape, k.dtype), areas, make)
+    def _cached(
+        self, name: str, areas: tuple[str, ...], k: torch.Tensor, v: torch.Tensor, num_heads: int, make: Callable[[], T]
+    ) -> T:
+        return self.memory.keep((name, id(self.gathering), num_heads, k.shape, v.shape, k.dtype), areas, make)
 
     def _run(self, work: SectionWork) -> None:
         """Compute all sections under the watchdog, and remember that the kernels have seen the mask.
@@ -108,7 +110,7 @@ class HeadGather:
         the caller's stream waits for all of them.
         """
         mask, device = self.gathering.mask, work.gathered.device
-        key = ("gather_by_heads", work.way, self.impl, self.deterministic, work.gathered.head_dim, device)
+        key = ("gather_by_heads", work.way, self.impl, self.deterministic, *work.gathered.widths, device)
         in_order = not mask.is_cached(key) or measuring()  # the first section builds tables that the others reuse
         with watching(self.memory, work.way, device) as watched:
             try:

@@ -38,16 +38,26 @@ class GatheredKV:
         k: (batch, seqlen_local, num_kv_heads, head_dim); only its shape, dtype and device are used.
         num_heads: heads of q.
         heads: KV heads of each section.
+        value_dim: head_dim of v; default that of k.
     """
 
     def __init__(
-        self, memory: PeerMemory, gathering: Gathering, k: torch.Tensor, num_heads: int, heads: tuple[int, ...]
+        self,
+        memory: PeerMemory,
+        gathering: Gathering,
+        k: torch.Tensor,
+        num_heads: int,
+        heads: tuple[int, ...],
+        value_dim: int | None = None,
     ) -> None:
         self.memory, self.gathering, self.device, self.heads = memory, gathering, k.device, heads
-        batch, rows, num_kv_heads, self.head_dim = k.shape
+        batch, rows, num_kv_heads, head_dim = k.shape
+        self.widths = head_dim, value_dim or head_dim
+        self.line = sum(self.widths)  # K and V of a head, side by side
+        self.shape = batch, rows, num_kv_heads, self.line // 2
         self.num_sections, self.group = len(heads), num_heads // num_kv_heads
         self.first_heads = [0, *accumulate(heads)]
-        self.buffered = not sections.fits_unbuffered(k.shape, gathering.capacity, k.dtype)
+        self.buffered = not sections.fits_unbuffered(self.shape, gathering.capacity, k.dtype)
         self.area_rows = rows if self.buffered else gathering.capacity
         self._map_areas(k)
         self.slots = self._buffers(k) if self.buffered else [x[:, : gathering.num_rows] for x in self._own_sections]
@@ -96,7 +106,7 @@ class GatheredKV:
 
     def keys_values(self, section: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a section: (batch, rows gathered, heads of the section, head_dim)."""
-        keys, values = self.slots[section].unbind(3)
+        keys, values = self.slots[section].split(self.widths, 3)
         return keys, values
 
     def query_heads(self, section: int) -> slice:
@@ -106,7 +116,7 @@ class GatheredKV:
     def _map_areas(self, k: torch.Tensor) -> None:
         """Reserve the area and map it on every rank: `_areas`, `_numbers` and `words`."""
         memory, places = self.memory, (k.shape[0], self.area_rows)
-        size = math.prod(places) * k.shape[2] * 2 * self.head_dim
+        size = math.prod(places) * k.shape[2] * self.line
         memory.reserve("kv", HEADER_BYTES + size * k.itemsize)
         owners = sorted({piece.owner for piece in self.gathering.pieces})
         parts = {owner: _number_and_kv(memory, owner, size, k.dtype) for owner in owners}
@@ -116,7 +126,7 @@ class GatheredKV:
         self.own = own
         self.words = Words(own_number, [owner for owner in owners if owner != memory.rank], k.device)
         self._areas = {
-            owner: None if area is None else split_heads(area, places, self.heads, self.head_dim)
+            owner: None if area is None else split_heads(area, places, self.heads, self.line)
             for owner, (_, area) in parts.items()
         }
         own_sections = self._areas[memory.rank]
@@ -127,11 +137,11 @@ class GatheredKV:
         """A view of each section's buffer."""
         places, count = (k.shape[0], self.gathering.num_rows), self.memory.turns
         buffers = [
-            buffer(f"kv.{index}", (math.prod(places) * most * 2 * self.head_dim,), k.dtype, k.device)
+            buffer(f"kv.{index}", (math.prod(places) * most * self.line,), k.dtype, k.device)
             for index, most in enumerate(buffer_heads(self.heads, count))
         ]
         return [
-            split_heads(buffers[section % count], places, (heads,), self.head_dim)[0]
+            split_heads(buffers[section % count], places, (heads,), self.line)[0]
             for section, heads in enumerate(self.heads)
         ]
 
@@ -166,10 +176,9 @@ class GatheredKV:
 
     def _offsets(self, batch: int) -> torch.Tensor:
         """Offset of each head in the area, and the distance of its rows: (num_kv_heads, 2), in elements."""
-        line = 2 * self.head_dim
         return torch.tensor(
             [
-                (batch * self.area_rows * line * first + head * line, heads * line)
+                (self.line * (batch * self.area_rows * first + head), heads * self.line)
                 for first, heads in zip(self.first_heads, self.heads, strict=False)
                 for head in range(heads)
             ]
@@ -211,23 +220,23 @@ class GradientReturn:
         self.gathered, self.memory = gathered, gathered.memory
         num_heads, self.dtype = k.shape[2] * gathered.group, state_dtype(k.dtype)
         self.num_buffers = sections.choose_num_gradient_buffers(
-            k.shape, num_heads, gathering.capacity, gathering.pairs, k.dtype, heads
+            gathered.shape, num_heads, gathering.capacity, gathering.pairs, k.dtype, heads
         )
         batches = sections.return_batches(gathered.num_sections, self.num_buffers)
         self.batches = {batch[-1]: batch for batch in batches}  # by the section after which they return
         self._map_areas(k)
         readers = [[reader for reader in row if reader.rank != self.memory.rank] for row in gathering.readers]
         lines = [len(row) * k.shape[0] * segment.size for row, segment in zip(readers, gathering.segments, strict=True)]
-        received = buffer("dkv.in", (sum(lines) * max(heads) * 2 * k.shape[3],), self.dtype, k.device)
+        received = buffer("dkv.in", (sum(lines) * max(heads) * gathered.line,), self.dtype, k.device)
         self.sums, self.stages, self.pulls, self.sends = [], [], [], []
         for section, count in enumerate(heads):
-            partial = split_heads(received, (sum(lines),), (count,), k.shape[3])[0]
+            partial = split_heads(received, (sum(lines),), (count,), gathered.line)[0]
             stages = self._stages(section)
             own = stages[self.memory.rank]
             assert own is not None
             self.sums.append((own, partial))
             own = own[:, : gathering.num_rows]
-            self.stages.append((own[..., 0, :], own[..., 1, :]))
+            self.stages.append(own.split(gathered.widths, 3))
             self.pulls.append(self._pulls(partial.split(lines), readers, stages))
             self.sends.append(self._sends(own))
         self.moves = [
@@ -256,7 +265,7 @@ class GradientReturn:
         """Reserve the gradient buffers of this rank and map those of its readers."""
         self._places = (k.shape[0], self.gathered.gathering.capacity)
         most = buffer_heads(self.gathered.heads, self.num_buffers)
-        self._sizes = [math.prod(self._places) * heads * 2 * k.shape[3] for heads in most]
+        self._sizes = [math.prod(self._places) * heads * self.gathered.line for heads in most]
         self.memory.reserve("dkv", sum(self._sizes) * self.dtype.itemsize)
         self._areas = {
             rank: self.memory.view("dkv", rank, (sum(self._sizes),), self.dtype)
@@ -264,12 +273,12 @@ class GradientReturn:
         }
 
     def _stages(self, section: int) -> dict[int, torch.Tensor | None]:
-        """The buffer of a section on each reader: (batch, rows, heads, 2, head_dim); None if out of reach."""
+        """The buffer of a section on each reader: (batch, rows, heads, line); None if out of reach."""
         index, heads = section % self.num_buffers, (self.gathered.heads[section],)
         return {
             rank: None
             if area is None
-            else split_heads(area.split(self._sizes)[index], self._places, heads, self.gathered.head_dim)[0]
+            else split_heads(area.split(self._sizes)[index], self._places, heads, self.gathered.line)[0]
             for rank, area in self._areas.items()
         }
 
@@ -297,12 +306,12 @@ class GradientReturn:
 
 
 def split_heads(
-    area: torch.Tensor, places: tuple[int, ...], heads: tuple[int, ...], head_dim: int
+    area: torch.Tensor, places: tuple[int, ...], heads: tuple[int, ...], line: int
 ) -> tuple[torch.Tensor, ...]:
-    """Views of consecutive parts of an area, one for each section: (*places, heads of the section, 2, head_dim)."""
-    sizes = [math.prod(places) * count * 2 * head_dim for count in heads]
+    """Views of consecutive parts of an area, one for each section: (*places, heads of the section, line)."""
+    sizes = [math.prod(places) * count * line for count in heads]
     parts = area[: sum(sizes)].split(sizes)
-    return tuple(part.view(*places, count, 2, head_dim) for part, count in zip(parts, heads, strict=True))
+    return tuple(part.view(*places, count, line) for part, count in zip(parts, heads, strict=True))
 
 
 def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> torch.Tensor:

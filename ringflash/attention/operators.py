@@ -24,7 +24,7 @@ from ringflash.attention.options import RingOptions
 from ringflash.attention.plan import CallArguments, signature
 from ringflash.attention.ring_call import RingCall
 from ringflash.comm import agreement
-from ringflash_kernels.api import check_inputs, device_guard, state_dtype
+from ringflash_kernels.api import check_inputs, device_guard, out_shape, state_dtype
 
 
 def _forward(
@@ -49,7 +49,7 @@ def _forward(
 
     Args:
         grad_flags: bit 0, 1, 2: q, k, v requires grad.
-        v_head_dim: head_dim of the caller's v, before it was padded to that of k.
+        v_head_dim: head_dim of the caller's v, which may have been padded to that of k.
     """
     options = RingOptions(_group(group_name), layout, impl, transport, deterministic)
     arguments = CallArguments(causal, softmax_scale, window_left, window_right, options)
@@ -60,7 +60,7 @@ def _forward(
             content = {} if call.error else {**signature(q, k, call.checked), **rest}
             checksum = agreement.agree(options.group, content, call.error, q.device, call=call.number)
             call.number = call.number._replace(checksum=checksum)
-        out, lse = call.start(q, k).forward(q, k, v)
+        out, lse = call.start(q, k, v).forward(q, k, v)
         return out, lse, torch.tensor((call.number.number, *(call.checked.mask.cu_seqlens or ())), dtype=torch.int64)
 
 
@@ -72,7 +72,7 @@ def _(q, k, v, cu_seqlens, group_name, *options):  # type: ignore[no-untyped-def
     check_inputs(q, k, v)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=state_dtype(q.dtype))
     num_bounds = 0 if cu_seqlens is None else cu_seqlens.shape[0]
-    return q.new_empty(q.shape), lse, torch.empty(1 + num_bounds, dtype=torch.int64, device="cpu")
+    return q.new_empty(out_shape(q, v)), lse, torch.empty(1 + num_bounds, dtype=torch.int64, device="cpu")
 
 
 def _gradients(
@@ -102,7 +102,7 @@ def _gradients(
         q, k, v, dout = call.plan((q, k, v, dout), tuple(bounds) or None, arguments)
         if options.group is not None:
             agreement.agree_on_backward(options.group, call.number, call.error, q.device)
-        return call.start(q, k).backward(dout, dlse, q, k, v, out, lse)
+        return call.start(q, k, v).backward(dout, dlse, q, k, v, out, lse)
 
 
 ring_attention_backward = torch.library.custom_op("ringflash::ring_attention_backward", _gradients, mutates_args=())

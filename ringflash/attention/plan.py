@@ -14,7 +14,7 @@ from ringflash.attention.inputs import document_bounds
 from ringflash.attention.options import RingOptions
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.schedule import Gathering, Schedule
-from ringflash.attention.sections import GIB, gather_bytes
+from ringflash.attention.sections import GIB, gather_bytes, kv_shape
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import PointToPoint, choose_transport, message_memory, open_transport
@@ -55,19 +55,19 @@ class CallPlan:
         """Keys that this rank gathers by heads."""
         return schedule.gather(self.mask, *self.options.place, self.options.layout)
 
-    def gathers_by_heads(self, q: Tensor, k: Tensor, transport: str | None) -> bool:
+    def gathers_by_heads(self, q: Tensor, k: Tensor, v: Tensor, transport: str | None) -> bool:
         """True if K/V are gathered by heads; over NCCL if the buffers are not too large. The same on every rank."""
         if transport in (None, "gloo", "copy_engine"):
             return transport == "copy_engine"
         keys, arriving, pairs = self.gathering.capacity, self.gathering.arriving, self.gathering.pairs
-        return gather_bytes(k.shape, q.shape[2], keys, arriving, pairs, k.dtype) <= MAX_GATHER_BYTES
+        return gather_bytes(kv_shape(k, v), q.shape[2], keys, arriving, pairs, k.dtype) <= MAX_GATHER_BYTES
 
-    def open(self, q: Tensor, k: Tensor, call: CallNumber) -> RingOfHops | HeadGather:
+    def open(self, q: Tensor, k: Tensor, v: Tensor, call: CallNumber) -> RingOfHops | HeadGather:
         """Return the algorithm that carries the call out. Opens the transport, on all ranks together."""
         group: dist.ProcessGroup | None = self.options.group
         channel = None if group is None or self.transport is None else open_transport(self.transport, group)
         rest = self.impl, self.softmax_scale, self.options.deterministic, call
-        if isinstance(channel, PointToPoint) and self.gathers_by_heads(q, k, channel.name):
+        if isinstance(channel, PointToPoint) and self.gathers_by_heads(q, k, v, channel.name):
             channel = message_memory(channel, q.device)
         if channel is None or isinstance(channel, PointToPoint):
             hops = self.schedule

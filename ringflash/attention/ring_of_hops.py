@@ -25,7 +25,7 @@ from ringflash.comm.transport import Message, Pending, PointToPoint, buffer, tra
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
-from ringflash_kernels.api import begin_backward, implementation, state_dtype
+from ringflash_kernels.api import begin_backward, implementation, out_shape, state_dtype
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 
@@ -54,12 +54,12 @@ class RingOfHops:
         Args:
             q: (batch, seqlen_local, num_heads, head_dim).  k, v: (batch, seqlen_local, num_kv_heads, head_dim).
         Returns:
-            out: as q.  lse: (batch, num_heads, seqlen_local), natural log.
+            out: as q, as wide as v.  lse: (batch, num_heads, seqlen_local), natural log.
         Numerics: (out, lse) are carried in fp32 (fp64 for fp64) and cast once, on the last hop.
         """
         kernel = implementation(self.impl, q, k, v)
         state = state_dtype(q.dtype)
-        out = _empty(q)
+        out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state, device=q.device)
         computed = [hop.step for hop in self.schedule.hops if hop.source is not None]
         single = len(computed) == 1 or out.dtype == state
@@ -173,7 +173,8 @@ class Exchange:
         self.words: Words | None = None
         if transport is not None:
             self.own = self._buffer("kv.own", k.dtype)
-            torch.stack((k, v), out=self.own)
+            for part, x in zip(self._parts(self.own), (k, v), strict=True):
+                part.copy_(x)
             if _numbered(transport):
                 self.words = self._words()
                 self.words.write(call)
@@ -185,8 +186,7 @@ class Exchange:
         self._advance(index)
         if self.hops[index].step == 0:
             return self.k, self.v
-        kv = self._incoming(index)
-        return kv[0], kv[1]
+        return self._parts(self._incoming(index))
 
     def _advance(self, index: int) -> None:
         """Wait for the messages of hop number `index`, then post those of the next hop."""
@@ -220,7 +220,7 @@ class Exchange:
         return sends, recvs
 
     def _incoming(self, index: int) -> torch.Tensor:
-        """Buffer that receives the K/V of a hop: (2, batch, seqlen_local, num_kv_heads, head_dim)."""
+        """Buffer that receives the K/V of a hop: K, then V."""
         return self._buffer(f"kv.{index % 2}", self.k.dtype)
 
     def _words(self) -> Words:
@@ -228,7 +228,12 @@ class Exchange:
         return Words(torch.empty(1, dtype=torch.int64, device=self.k.device), senders, self.k.device)
 
     def _buffer(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return buffer(name, (2, *self.k.shape), dtype, self.k.device)
+        return buffer(name, (self.k.numel() + self.v.numel(),), dtype, self.k.device)
+
+    def _parts(self, flat: torch.Tensor) -> KeyValue:
+        """K and V, or their gradients, in a buffer."""
+        k, v = flat.split((self.k.numel(), self.v.numel()))
+        return k.view(self.k.shape), v.view(self.v.shape)
 
 
 def _numbered(transport: PointToPoint) -> bool:
@@ -256,14 +261,14 @@ class GradientExchange(Exchange):
     def gradients_of(self, index: int) -> KeyValue:
         """dk, dv to which the kernel adds those of hop number `index`: this rank's sum, or a message to the owner."""
         gradients = self.total if self.hops[index].step == 0 else self._outgoing(index).zero_()
-        return gradients[0], gradients[1]
+        return self._parts(gradients)
 
     def finish_gradients(self) -> KeyValue:
         """Return dk, dv of this rank's own keys, summed over every rank that read them."""
         self._advance(len(self.hops))
         self._advance(len(self.hops) + 1)
         self.finish()
-        return self.total[0], self.total[1]
+        return self._parts(self.total)
 
     def _advance(self, index: int) -> None:
         """Advance as in the forward, and add the gradients that returned during the previous hop before more arrive."""

@@ -36,11 +36,16 @@ class Sections(NamedTuple):
     backward: tuple[int, ...]
 
 
+def kv_shape(k: torch.Tensor, v: torch.Tensor) -> Shape:
+    """Shape of a rank's k; if v is narrower, with the mean of both head_dims."""
+    return (*k.shape[:3], (k.shape[3] + v.shape[3]) // 2)
+
+
 def choose_sections(shape: Shape, num_heads: int, keys: int, dtype: torch.dtype) -> Sections:
     """Divide the KV heads into sections. The first one is small, since no kernel hides its pull.
 
     Args:
-        shape: shape of a rank's k: (batch, rows, num_kv_heads, head_dim).
+        shape: (batch, rows, num_kv_heads, head_dim) of a rank's K/V, see `kv_shape`.
         num_heads: heads of q.
         keys: largest number of keys that any rank gathers of one sequence.
         dtype: dtype of k.

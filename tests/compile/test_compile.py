@@ -14,7 +14,7 @@ import pytest
 
 from ringflash_kernels.hopper import gather_scatter
 from ringflash_kernels.hopper.backward import host, keys, queries
-from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES, QueryTiles
+from ringflash_kernels.hopper.backward.tiles import QueryTiles, backward_tiles
 from ringflash_kernels.hopper.forward import kernel
 from ringflash_kernels.hopper.launcher import Launcher
 from tests.compile.compiler import Compiled, Launch, compile_launch
@@ -156,7 +156,8 @@ QUERIES = [launch for launch in BACKWARD if launch.name == "backward_queries"]
 
 
 def _tiles(launch: Launch) -> QueryTiles:
-    return BACKWARD_TILES[int(launch.variant.split()[0].removeprefix("hd"))].queries
+    widths = launch.variant.split()[0].removeprefix("hd").split("/")
+    return backward_tiles(int(widths[0]), int(widths[-1])).queries
 
 
 @_of([launch for launch in QUERIES if _tiles(launch).exp_under_dp])
