@@ -36,6 +36,7 @@ def ring_attention(
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
+    fp8_backward: str = "bf16",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries over the whole sequence.
@@ -60,6 +61,8 @@ def ring_attention(
         transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host that map one another's
             memory: what "auto" takes there).
         deterministic: gradients have equal bits on repeat, at the kernel's cost.
+        fp8_backward: products of the backward in e4m3, for the two FP8 `impl`: "bf16" none, "fp8_scores" dout v^T,
+            "fp8" also those that give dk and dv (docs/fp8.md). Other kernels take "bf16" only.
         return_lse: also return the log-sum-exp, differentiable.
     Returns:
         out: as q, as wide as v.  lse, if asked for: (batch, num_heads, seqlen_local), natural log, fp32 (fp64 for
@@ -69,7 +72,7 @@ def ring_attention(
             Either is raised on every rank, before anything is sent.
     Numerics: state and gradients travel and accumulate in fp32 (fp64 for fp64); docs/numerics.md.
     """
-    options = RingOptions(resolve(group), layout, impl, transport, deterministic)
+    options = RingOptions(resolve(group), layout, impl, transport, deterministic, fp8_backward)
     return attend(
         q, k, v, options, causal=causal, softmax_scale=softmax_scale, window_size=window_size, cu_seqlens=cu_seqlens,
         return_lse=return_lse,
@@ -230,9 +233,10 @@ class RingAttention(nn.Module):
         impl: str = "auto",
         transport: str = "auto",
         deterministic: bool = False,
+        fp8_backward: str = "bf16",
     ) -> None:
         super().__init__()
-        self.options = RingOptions(resolve(group), layout, impl, transport, deterministic)
+        self.options = RingOptions(resolve(group), layout, impl, transport, deterministic, fp8_backward)
         self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _sides(window_size)
 
     def forward(

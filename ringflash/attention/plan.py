@@ -19,7 +19,7 @@ from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import PointToPoint, choose_transport, message_memory, open_transport
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation
+from ringflash_kernels.api import IMPLS, check_fp8_backward, check_inputs, choose_impl, implementation
 
 MAX_GATHER_BYTES = 12 * GIB  # buffers of an all-gather over NCCL; beyond, a ring of hops needs less
 
@@ -66,7 +66,7 @@ class CallPlan:
         """Return the algorithm that carries the call out. Opens the transport, on all ranks together."""
         group: dist.ProcessGroup | None = self.options.group
         channel = None if group is None or self.transport is None else open_transport(self.transport, group)
-        rest = self.impl, self.softmax_scale, self.options.deterministic, call
+        rest = self.impl, self.softmax_scale, self.options.deterministic, call, self.options.fp8_backward
         if isinstance(channel, PointToPoint) and self.gathers_by_heads(q, k, v, channel.name):
             channel = message_memory(channel, q.device)
         if channel is None or isinstance(channel, PointToPoint):
@@ -105,6 +105,7 @@ def plan_call(
     mask = SequenceMask(q.shape[1] * cp_size, causal, (left, right), bounds)
     schedule.active_steps(mask, cp_size, options.layout)  # raises if the layout cannot divide the sequence
     impl, reason = _choose_impl(options.impl, q, k, v)
+    check_fp8_backward(impl, options.fp8_backward, q.shape[-1], options.deterministic)
     transport = choose_transport(options.transport, options.group, q.device)
     return CallPlan(mask, impl, reason, transport, softmax_scale, options)
 
@@ -124,6 +125,7 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "impl": options.impl,
         "transport": options.transport,
         "deterministic": options.deterministic,
+        "fp8_backward": options.fp8_backward,
     }
 
 

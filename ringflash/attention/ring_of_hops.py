@@ -39,6 +39,7 @@ class RingOfHops:
         transport: None for a single process.
         impl: kernel implementation, chosen and checked.
         call: its number in the group.
+        fp8_backward: as `ring_attention`.
     """
 
     schedule: Schedule
@@ -47,12 +48,16 @@ class RingOfHops:
     softmax_scale: float
     deterministic: bool
     call: CallNumber = NO_NUMBER
+    fp8_backward: str = "bf16"
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of this rank's queries over the whole sequence.
 
         Args:
             q: (batch, seqlen_local, num_heads, head_dim).  k, v: (batch, seqlen_local, num_kv_heads, head_dim).
+            row_max: as lse, written: the largest score of each row, or a little more.
         Returns:
             out: as q, as wide as v.  lse: (batch, num_heads, seqlen_local), natural log.
         Numerics: (out, lse) are carried in fp32 (fp64 for fp64) and cast once, on the last hop.
@@ -66,6 +71,7 @@ class RingOfHops:
         carried = out if single else buffer("out", tuple(out.shape), state, out.device)
         hops = self.schedule.hops
         options = kernel_options(self.impl, transport_name(self.transport), q.device)
+        kept = {} if row_max is None else {"row_max": row_max}
         with watching(self.transport, "forward", q.device) as call:
             with waiting(q.device):
                 exchange = Exchange(self.transport, hops, k, v, self.call)
@@ -74,7 +80,7 @@ class RingOfHops:
                 acc = None if hop.step == computed[0] else carried
                 with profiler_range(f"ringflash::forward_step{hop.step}"):
                     kernel.forward(
-                        q, keys, values, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **options
+                        q, keys, values, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **kept, **options
                     )
             with waiting(q.device):
                 exchange.finish()
@@ -90,6 +96,7 @@ class RingOfHops:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
+        row_max: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of `forward` for this rank's q, k and v, from all ranks.
 
@@ -101,7 +108,7 @@ class RingOfHops:
         """
         gradients = begin_backward(
             dout, q, out, lse, impl=self.impl, softmax_scale=self.softmax_scale, dlse=dlse,
-            deterministic=self.deterministic,
+            deterministic=self.deterministic, fp8_backward=self.fp8_backward, row_max=row_max,
         )  # fmt: skip
         if self.transport is None:
             dk, dv = _empty(k), _empty(v)
