@@ -154,8 +154,8 @@ def begin_backward(
     """Start a backward pass: compute delta = rowsum(dout * out) - dlse, which all hops share, and a dq of zeros.
 
     Args:
-        dout: as q, as wide as v. out: as dout, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64),
-            of the whole attention.
+        dout: as q, as wide as v. out: as dout, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32
+            (fp64 for fp64), of the whole attention.
         deterministic: repeat a call with equal bits.
         fp8_backward: products of the backward in e4m3 (`check_fp8_backward`): "bf16" none, "fp8_scores" dout v^T,
             "fp8" also those that give dk and dv.
@@ -368,10 +368,7 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if not x.dtype.is_floating_point:
             raise ValueError(f"{name} must be floating point, got {x.dtype}; cast it.")
     if k.shape[:3] != v.shape[:3] or v.shape[3] > k.shape[3]:
-        raise ValueError(
-            f"v must have the shape of k {tuple(k.shape)}, got {tuple(v.shape)}; slice or pad it (only its head_dim may "
-            "be smaller)."
-        )
+        raise ValueError(f"v must have the shape of k {tuple(k.shape)}, got {tuple(v.shape)}; slice or pad it.")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(
             f"k must have batch and head_dim of q {(q.shape[0], q.shape[3])}, got {(k.shape[0], k.shape[3])}; "

@@ -41,7 +41,8 @@ class HopperBackward:
     """Gradients of one attention call, hop by hop.
 
     Args:
-        dout, q, out: (batch, seqlen_q, num_heads, head_dim), dout and out as wide as v. lse, dlse: (batch, num_heads, seqlen_q), fp32.
+        dout, q, out: (batch, seqlen_q, num_heads, head_dim), dout and out as wide as v.
+        lse, dlse: (batch, num_heads, seqlen_q), fp32.
         deterministic: repeat a call with equal bits: dQ is computed by a second kernel, which wide heads use in any
             case, and one CTA sums the heads of a group.
     Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
@@ -211,7 +212,8 @@ class HopperBackward:
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
             BLOCK=choices.block, SPLIT=tiles.pieces[0], REST=tiles.rest, VALUE_REST=tiles.value_rest,
-            SLOTS=choices.slots, EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held, BOUNDS=hop.has_bounds,
+            SLOTS=choices.slots, EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held,
+            BOUNDS=hop.has_bounds,
         )  # fmt: skip
 
     def _bounds(self, hop: HopRectangle) -> tuple[torch.Tensor, torch.Tensor]:

@@ -327,8 +327,8 @@ def backward_queries(
     """Only dQ; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
     The columns of Q and K are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns; those of
-    dO and V as well, the second piece of VALUE_REST columns. TURNS: the consumers issue their products alternately. HELD: columns of the first piece of Q and dO that are kept
-    in registers.
+    dO and V are SPLIT and VALUE_REST. TURNS: the consumers issue their products alternately. HELD: columns of the first
+    piece of Q and dO that are kept in registers.
     """
     dtype: gl.constexpr = q0_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -356,8 +356,8 @@ def backward_queries(
         dout1 = dout0
         kv1 = kv0
     sm = QueryShared(
-        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, BLOCK, SPLIT, REST, VALUE_REST, SLOTS, EXP_UNDER_DP,
-        TURNS, HELD,
+        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, BLOCK, SPLIT, REST, VALUE_REST, SLOTS,
+        EXP_UNDER_DP, TURNS, HELD,
     )  # fmt: skip
     problem = BackwardProblem(
         gl.to_tensor(0), num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,

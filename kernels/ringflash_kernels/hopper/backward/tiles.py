@@ -91,9 +91,9 @@ BACKWARD_TILES = {
 }
 
 NARROW_BACKWARD_TILES = {
-    # Latent attention. The products of both consumers of `backward_wide` have 320 columns in all.
+    # Latent attention: the products of each consumer of `backward_wide` have 320 columns.
     (192, 128): BackwardTiles(
-        (128, 64), 64, QueryTiles(5, 64, exp_under_dp=True, held=64), stages=2, held=128, narrow=128
+        (128, 64), 64, QueryTiles(5, 64, exp_under_dp=True, turns=False, held=64), stages=3, held=128, narrow=128
     ),
 }
 

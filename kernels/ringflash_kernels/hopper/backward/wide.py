@@ -6,8 +6,9 @@ dK and dV of 64 keys fill the registers of a consumer each, so the consumers div
     grads    dP^T = V dO^T, dS = P (dP - delta),              dK += dS^T Q
 
 The columns of Q and K are two pieces, SPLIT = 128 and REST = 128 (head_dim 256) or 64 (192), because tiles are powers
-of two; those of V and dO as well, or one piece (VALUE_REST = 0; pieces 1 are not used). A consumer reads only K or only V, and stages dV or dK in that buffer. `backward_queries` computes dQ:
-here every step would add a whole block of it, for half the products of `backward_keys`.
+of two; those of V and dO are SPLIT and VALUE_REST, which may be 0. A consumer reads only K or only V, and stages dV or
+dK in that buffer. `backward_queries` computes dQ: here every step would add a whole block of it, for half the products
+of `backward_keys`.
 """
 
 from ringflash_kernels.hopper.backward.problem import NUMBER, BackwardProblem, receive_number, send_number, slot_of

@@ -78,9 +78,7 @@ FORWARD_TILES = {
 
 NARROW_FORWARD_TILES = {
     # Latent attention: as head_dim 128, with a longer Q K^T. Two stages of 80 KB leave no room for results.
-    (192, 128): ForwardTiles(
-        (128, 64), num_warpgroups=2, block_n=128, num_stages=2, rescale_late=True, stage_in_q=True, narrow=128
-    ),
+    (192, 128): ForwardTiles((128, 64), num_warpgroups=2, block_n=128, num_stages=2, stage_in_q=True, narrow=128),
 }
 
 
