@@ -60,6 +60,17 @@ def test_shapes(mask, shape):
     assert_close(*_outputs(mask, shape), num_chunks=2)
 
 
+@pytest.mark.parametrize("widths", [(128, 64), (576, 512), (256, 128)], ids=str)
+def test_other_narrow_values_are_refused_by_name(widths):
+    """The call of 192 and 128 is refused only for its device."""
+    host = Emulator().load("forward.host")
+    q, v = (torch.empty(1, 8, 1, width, dtype=torch.bfloat16) for width in widths)
+    named = f"head_dim {widths[0]} of q and k and {widths[1]} of v (192 and 128, or one for all)"
+    assert host.unsupported(q, q, v) == named
+    q, v = (torch.empty(1, 8, 1, width, dtype=torch.bfloat16) for width in (192, 128))
+    assert host.unsupported(q, q, v) == "device cpu (cuda)"
+
+
 @_BOTH
 @pytest.mark.parametrize("head_dim", [64, 192])
 def test_fp32_output(mask, head_dim):
