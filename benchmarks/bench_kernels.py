@@ -7,8 +7,9 @@ length: the chip is power-bound, its limit acts with a delay, and a sample after
 Figures are medians; compare the ratios rather than the absolute figures.
 
 FLOPs: 4 * head_dim per visible pair and head forward, 2.5 times as many backward (FlashAttention's convention; a causal
-mask of S x S counts as S * S / 2 pairs); if values are narrower, each product by its own columns. Memory: peak of one call in addition to earlier allocations; our kernels write
-into given outputs, the peers allocate theirs. Contenders that are not installed are skipped.
+mask of S x S counts as S * S / 2 pairs); with narrower values, each product by its own columns. Memory: peak of one
+call in addition to earlier allocations; our kernels write into given outputs, the peers allocate theirs. Contenders
+that are not installed are skipped.
 """
 
 from __future__ import annotations
