@@ -16,7 +16,7 @@ class Choice(NamedTuple):
     """Implementation of attention, and the products of its backward if it is an FP8 one; as in the kernels' api."""
 
     impl: str
-    fp8_backward: str | None = None
+    fp8_backward: str = "bf16"
 
 
 EXACT = Choice("exact")  # the reference in fp64, of operands in any dtype

@@ -19,7 +19,6 @@ import torch
 
 from ringflash.attention.gather_by_heads import profiler_range
 from ringflash.attention.schedule import Hop, Schedule
-from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber, Words
 from ringflash.comm.transport import Message, Pending, PointToPoint, buffer, transport_name
 from ringflash.comm.transport.point_to_point import kernel_options
@@ -204,13 +203,9 @@ class Exchange:
     def finish(self) -> None:
         """Order the stream after the last message. The buffers can then be reused."""
         self.pending.wait()
-        if self.transport is None or self.words is None:
-            return
-        on_host = self.words.for_host(self.call)
-        if on_host is not None:
-            on_host.copy_(self.words.arrived, non_blocking=True)
-            arrival = torch.cuda.current_stream().record_event()
-            call_numbers.expect(self.transport.group, arrival, self.call, on_host, self.words.senders)
+        if self.transport is not None and self.words is not None:
+            senders = list(map(self.transport.rank_in_group, self.words.senders))
+            self.words.compare_later(self.transport.group, self.call, senders)
 
     def _messages_during(self, index: int) -> tuple[list[Message], list[Message]]:
         """Messages that travel while hop number `index` computes: the K/V of the next hop."""

@@ -86,6 +86,10 @@ def test_products_of_the_backward(pool: Pool, by_heads: bool, fp8_backward: str)
     pool.run(check_all, cases, ALIGNED, by_heads, fp8_backward, size=2)
 
 
+def test_exchanged_heads(pool: Pool) -> None:
+    pool.run(check_all, [replace(SHAPES[0], transport="ulysses")], ALIGNED, False, "fp8", size=2)
+
+
 def check_other_blocks(ctx: Context) -> None:
     case, chunk = MASKS[0], 50
     whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)

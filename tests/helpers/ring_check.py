@@ -96,7 +96,7 @@ def run(
         q, k, v, group=ctx.group, causal=case.causal, window_size=case.window_size(chunk),
         cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int32),
         softmax_scale=case.softmax_scale, layout=case.layout, impl=impl, return_lse=case.lse_gradient,
-        deterministic=deterministic, fp8_backward=fp8_backward,
+        deterministic=deterministic, fp8_backward=fp8_backward, transport=case.transport,
     )  # fmt: skip
     dout = shard(ctx, case, whole.dout)
     if case.strides == "expanded_dout":

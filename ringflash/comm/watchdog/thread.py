@@ -275,6 +275,8 @@ def watching(transport: Transport | None, way: str, device: torch.device) -> Cal
     assert transport is not None
     if isinstance(transport, MessageMemory):  # calls by heads and by hops share one order in a group
         transport = transport.channel
+    if isinstance(transport, PointToPoint):  # as do calls among some of its ranks
+        transport = transport.whole
     if _watchdog is None:
         _watchdog = Watchdog()
         _watchdog.start()
