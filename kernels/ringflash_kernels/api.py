@@ -18,7 +18,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ringflash_kernels.fp8_reference import check_products
+from ringflash_kernels.fp8_reference import BLOCK_K, check_products
+from ringflash_kernels.fp8_reference import record_bytes as record_bytes
 from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.mask import Mask
 from ringflash_kernels.reference import state_dtype
@@ -33,6 +34,7 @@ _MODULES = {
 }
 
 IMPLS = tuple(_MODULES)
+KEYS_OF_RECORD = BLOCK_K  # keys of a head whose K and V are rounded to e4m3 together; `record_bytes` is their size
 _AUTOMATIC = ("hopper", "flash2", "reference")  # the choices of "auto", fastest first
 _ROUNDED = ("hopper_fp8", "reference_fp8")  # not exact: never proposed in place of another
 
@@ -66,6 +68,15 @@ class BackwardPass(Protocol):
             dk, dv: shape of k, v; unit last stride, the others any multiples of 16 bytes (TMA needs that).
             accumulate: add to dk and dv, which are fp32 (fp64 for fp64). Otherwise overwrite them; they may then
                 have the dtype of k as well.
+        """
+
+    def add_records(
+        self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
+    ) -> None:
+        """Compute `add` of quantised keys, with an implementation that `rounds` only.
+
+        Args:
+            records: `quantise_kv` of the mask's keys, for the backward.
         """
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -171,6 +182,16 @@ def begin_backward(
     return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic, **options)
 
 
+def rounds(impl: str) -> bool:
+    """Return True if an implementation rounds to e4m3.
+
+    Its module then has `quantise_kv`, which makes records of K and V: half the bytes, (batch, blocks of KEYS_OF_RECORD
+    keys, num_kv_heads, record_bytes), uint8. `forward_records` and `BackwardPass.add_records` take them in place of K
+    and V.
+    """
+    return impl in _ROUNDED
+
+
 def check_fp8_backward(impl: str, fp8_backward: str, head_dim: int, deterministic: bool) -> None:
     """Check that an implementation has this backward: "fp8_scores" and "fp8" are of "hopper_fp8" and "reference_fp8".
 
@@ -252,10 +273,10 @@ def publish(
     """Copy k and v, interleaved by row, into `area`, the memory from which other ranks pull them.
 
     Args:
-        k, v: (batch, rows, num_kv_heads, head_dim); v possibly narrower. A line of the area is a head of both.
+        k, v: (batch, rows, num_kv_heads, head_dim).
         area: flat, dtype of k.
         head_offsets: (num_kv_heads, 2), int64: element of the area at which each head begins, and the distance of
-            its rows; multiples of a line.
+            its rows; multiples of 2 * head_dim.
         row_map: (rows,), int32: the row of the area that each row is copied to.
         area_rows: rows of the area for one sequence of the batch.
     """
@@ -263,10 +284,10 @@ def publish(
     if fused is not None and k.stride(-1) == v.stride(-1) == 1:
         fused(k, v, area, head_offsets, row_map, area_rows)
         return
-    batch, line = k.shape[0], k.shape[3] + v.shape[3]
+    batch, head_dim = k.shape[0], k.shape[3]
     rows = torch.arange(batch, device=k.device)[:, None] * area_rows + row_map
-    places = (head_offsets[:, 0] + rows[..., None] * head_offsets[:, 1]) // line
-    area.view(-1, line)[places] = torch.cat([k, v], dim=3)
+    places = (head_offsets[:, 0] + rows[..., None] * head_offsets[:, 1]) // (2 * head_dim)
+    area.view(-1, 2, head_dim)[places] = torch.stack([k, v], dim=3)
 
 
 def collect(
@@ -281,12 +302,12 @@ def collect(
     """Sum gradients over ranks: dk, dv = own + part of the first other rank + the second + ..., cast once at the end.
 
     Args:
-        own: (batch, any rows, heads, line), fp32 (fp64 for fp64), a line being dk and dv side by side.
-        others: (any rows, heads, line), as own. The rows of a segment are (other ranks, batch, segment size).
+        own: (batch, any rows, heads, 2, head_dim), fp32 (fp64 for fp64), dk and dv side by side.
+        others: (any rows, heads, 2, head_dim), as own. The rows of a segment are (other ranks, batch, segment size).
         sources: (4, rows), int32. For each row: its row in own; its row in others, for the first sequence and the
             first other rank; the size of its segment; the number of other ranks that have a part of it.
         max_count: largest of these numbers.
-        dk, dv: (batch, rows, heads, head_dim), any dtype; dv possibly narrower.
+        dk, dv: (batch, rows, heads, head_dim), any dtype.
     """
     fused = getattr(_module(impl), "collect", None)
     if fused is not None:
@@ -298,9 +319,9 @@ def collect(
     for index in range(max_count):
         has = index < count
         partial = others[torch.where(has, first + (index * batch + sequence) * size, 0)]
-        total = torch.where(has[:, None, None], total + partial, total)
-    dk.copy_(total[..., : dk.shape[3]])
-    dv.copy_(total[..., dk.shape[3] :])
+        total = torch.where(has[:, None, None, None], total + partial, total)
+    dk.copy_(total[..., 0, :])
+    dv.copy_(total[..., 1, :])
 
 
 def device_guard(device: torch.device) -> AbstractContextManager:

@@ -95,17 +95,17 @@ class RingCall:
         assert self._plan is not None
         return self._plan
 
-    def start(self, q: Tensor, k: Tensor, v: Tensor) -> RingOfHops | HeadGather | Ulysses:
+    def start(self, q: Tensor, k: Tensor) -> RingOfHops | HeadGather | Ulysses:
         """Return the algorithm of a call that all ranks agreed on; eager products keep the dtype that it chose."""
         if torch.is_autocast_enabled(self.device.type):
             self._autocast = torch.autocast(self.device.type, enabled=False)
             self._autocast.__enter__()
         if self.group is None:
-            return self.checked.open(q, k, v, self.number)
+            return self.checked.open(q, k, self.number)
         self._tracked = agreement.tracked_call(self.group)
         posted = self._tracked.__enter__()
         order_streams(self.group, self.device)
-        work = self.checked.open(q, k, v, self.number)
+        work = self.checked.open(q, k, self.number)
         posted.count_by(work.num_posted)
         return work
 

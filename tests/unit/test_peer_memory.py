@@ -144,11 +144,11 @@ def test_all_ranks_choose_alike_between_heads_and_hops() -> None:
     limit = sections.gather_bytes(k.shape, 32, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
     for most, by_heads in ((limit, True), (limit - 1, False)):
         with mock.patch.object(plan, "MAX_GATHER_BYTES", most):
-            assert [one.gathers_by_heads(q, k, k, "nccl") for one in plans] == [by_heads] * 4
+            assert [one.gathers_by_heads(q, k, "nccl") for one in plans] == [by_heads] * 4
             assert (
-                plans[0].gathers_by_heads(q, k, k, transport.UNDECIDED) == by_heads
+                plans[0].gathers_by_heads(q, k, transport.UNDECIDED) == by_heads
             )  # as explain() says before a first call
-            assert plans[0].gathers_by_heads(q, k, k, "copy_engine") and not plans[0].gathers_by_heads(q, k, k, "gloo")
+            assert plans[0].gathers_by_heads(q, k, "copy_engine") and not plans[0].gathers_by_heads(q, k, "gloo")
 
 
 def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
@@ -160,9 +160,9 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
         memory = transport.MessageMemory(channel, k.device)
         for window in (9, 30, 60):
             gathering = schedule.gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
-            call = gather_by_heads.HeadGather(gathering, memory, "reference", 1.0, False)
-            gathered = call._gathered("backward", k, k, 2)
-            call._cached("return", ("kv", "dkv"), k, k, 2, partial(gathered_buffers.GradientReturn, gathered, k))
+            call = gather_by_heads.HeadGather((gathering,), memory, "reference", 1.0, False)
+            gathered = call._gathered("backward", k, 2)
+            call._cached("return", ("kv", "dkv"), k, 2, partial(gathered_buffers.GradientReturn, gathered, k))
             del gathered
             assert all(storage.expired() for storage in held)
             held = [StorageWeakRef(storage.untyped_storage()) for storage in buffers._storage.values()]
