@@ -18,6 +18,7 @@ from ringflash.attention.sections import GIB, gather_bytes
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import PointToPoint, choose_transport, message_memory, open_transport
+from ringflash.sequence.layout import check_layout
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation
 
@@ -103,7 +104,7 @@ def plan_call(
     cp_size, _ = options.place
     bounds = document_bounds(cu_seqlens, q) if isinstance(cu_seqlens, Tensor) else cu_seqlens
     mask = SequenceMask(q.shape[1] * cp_size, causal, (left, right), bounds)
-    schedule.active_steps(mask, cp_size, options.layout)  # raises if the layout cannot divide the sequence
+    check_layout(mask.seqlen, cp_size, options.layout, bounds)
     impl, reason = _choose_impl(options.impl, q, k, v)
     transport = choose_transport(options.transport, options.group, q.device)
     return CallPlan(mask, impl, reason, transport, softmax_scale, options)
