@@ -2,8 +2,8 @@
 
 python benchmarks/count_documents.py --json benchmarks/results/documents.json
 
-"every document" cuts each document over all ranks in mirrored pairs, pads it to 2 * ranks tokens and passes whole shards
-round a ring, as Transformer Engine does for packed sequences; it is calculated.
+"every document" cuts each document over all ranks in mirrored pairs, pads it to 2 * ranks tokens and passes whole
+shards round a ring, as Transformer Engine does for packed sequences; it is calculated.
 """
 
 from __future__ import annotations
