@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean, stdev
 
 from benchmarks.environment import ROOT
 from benchmarks.quotes import RESULTS, quoted
@@ -46,6 +47,9 @@ def tables() -> Iterator[tuple[str, str, str]]:
             yield "docs/plan.md", name, training_table(result)
     for name, result in _of_results("documents"):
         yield "docs/masks.md", name, documents_table(result)
+    for name, result in _of_results("fp8_training_*"):
+        yield "docs/fp8.md", name, fp8_losses_table(result)
+        yield "docs/fp8.md", f"{name}_layers", fp8_layers_table(result)
     for page, summaries in SUMMARIES.items():
         for name, summary in summaries.items():
             yield page, name, summary()
@@ -147,6 +151,40 @@ def ring_table(result: dict) -> str:
     )
     head = [f"| | pass | ideal, ms | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
     return "\n".join([source, "", *head, *rows])
+
+
+def fp8_losses_table(result: dict) -> str:
+    """Tabulate the final losses of each choice of attention, and their differences from the first with its noise."""
+    rows = []
+    for variant, choices in result["final"].items():
+        first = next(iter(choices))
+        for name, losses in choices.items():
+            cells = []
+            for which in ("train", "held_out"):
+                apart = [100 * (x / base - 1) for x, base in zip(losses[which], choices[first][which], strict=True)]
+                spread = f"{mean(apart):+.2f} ± {stdev(apart) / len(apart) ** 0.5:.2f}%" if name != first else ""
+                cells += [f"{mean(losses[which]):.4f}", spread]
+            rows.append(f"| {variant}, {name} | {' | '.join(cells)} |")
+    about = result["environment"]
+    versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "triton"))
+    source = f"`{about['command']}` on {about['device']}, {versions}, commit {about['commit']}. {result['about']}"
+    head = ["| | training loss | from bf16 | held-out loss | from bf16 |", "|---|---|---|---|---|"]
+    return "\n".join([source, "", *head, *rows])
+
+
+def fp8_layers_table(result: dict) -> str:
+    """Tabulate, by layer, the errors of dq, dk and dv of each choice of attention, and of the parameters' gradient."""
+    rows = []
+    for variant, moments in result["layers"].items():
+        for when, found in moments.items():
+            for layer in range(len(next(iter(found["parameters"].values())))):
+                cells = []
+                for name, errors in found["attention"].items():
+                    three = " / ".join(f"{100 * errors[layer][x]:.1f}" for x in BESIDE[1:])
+                    cells.append(f"{three}; {100 * found['parameters'][name][layer]:.1f}")
+                rows.append(f"| {variant}, {when}, {layer} | {' | '.join(cells)} |")
+    names = list(next(iter(next(iter(result["layers"].values())).values()))["attention"])
+    return "\n".join([f"| model, time, layer | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|", *rows])
 
 
 def _untimed(results: list[dict]) -> str:

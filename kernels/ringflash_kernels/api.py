@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ringflash_kernels.fp8_reference import check_products
 from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.mask import Mask
 from ringflash_kernels.reference import state_dtype
@@ -146,7 +147,7 @@ def begin_backward(
     softmax_scale: float | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
-    fp8_backward: str | None = None,
+    fp8_backward: str = "bf16",
     row_max: torch.Tensor | None = None,
 ) -> BackwardPass:
     """Start a backward pass: compute delta = rowsum(dout * out) - dlse, which all hops share, and a dq of zeros.
@@ -155,27 +156,36 @@ def begin_backward(
         dout: as q. out: as q, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64),
             of the whole attention.
         deterministic: repeat a call with equal bits.
-        fp8_backward: products of the backward in e4m3, only for impl "hopper_fp8" and "reference_fp8", which always
-            take the scores from the operands of their forward: "bf16" (default) none, "fp8_scores" dout v^T,
+        fp8_backward: products of the backward in e4m3 (`check_fp8_backward`): "bf16" none, "fp8_scores" dout v^T,
             "fp8" also those that give dk and dv.
         row_max: what `attention_forward` wrote there. "fp8" needs it: without, probabilities of long rows would
             round to 0.
     """
     backward = implementation(impl, q, q, q).begin_backward
-    options = _fp8_options(impl, lse, fp8_backward, row_max)
+    check_fp8_backward(impl, fp8_backward, q.shape[-1], deterministic)
+    if row_max is not None:
+        _checked_row_max(impl, lse, row_max)
+    options = {"products": fp8_backward, "row_max": row_max} if impl in _ROUNDED else {}
     scale = _scale(q, softmax_scale)
     return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic, **options)
 
 
-def _fp8_options(
-    impl: str, lse: torch.Tensor, fp8_backward: str | None, row_max: torch.Tensor | None
-) -> dict[str, object]:
-    """Arguments of an FP8 backward; ValueError if another implementation would have to ignore them."""
-    if fp8_backward is not None and impl not in _ROUNDED:
-        raise ValueError(f"fp8_backward must be left out with impl={impl!r}, got one; use impl='hopper_fp8'.")
-    if row_max is not None:
-        _checked_row_max(impl, lse, row_max)
-    return {} if impl not in _ROUNDED else {"products": fp8_backward or "bf16", "row_max": row_max}
+def check_fp8_backward(impl: str, fp8_backward: str, head_dim: int, deterministic: bool) -> None:
+    """Check that an implementation has this backward: "fp8_scores" and "fp8" are of "hopper_fp8" and "reference_fp8".
+
+    These always take the scores from the operands of their forward.
+
+    Raises:
+        ValueError: a value that is unknown, or that the implementation would have to ignore.
+        NotImplementedError: head_dim 256, or `deterministic`, with products in e4m3.
+    """
+    if impl in _ROUNDED:
+        check_products(fp8_backward, head_dim, deterministic)
+    elif fp8_backward != "bf16":
+        raise ValueError(
+            f"fp8_backward must be 'bf16' with impl={impl!r}, got {fp8_backward!r}; leave it out, or use an FP8 impl: "
+            f"one of {_ROUNDED}."
+        )
 
 
 def _checked_row_max(impl: str, lse: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
@@ -205,7 +215,7 @@ def attention_backward(
     softmax_scale: float | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
-    fp8_backward: str | None = None,
+    fp8_backward: str = "bf16",
     row_max: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of `attention_forward` in one call.

@@ -338,7 +338,8 @@ class Fp8ReferenceBackward:
         products: str = "bf16",
         row_max: torch.Tensor | None = None,
     ) -> None:
-        check_products(products, q.shape[-1], deterministic, row_max)
+        check_products(products, q.shape[-1], deterministic)
+        check_row_max(products, row_max)
         self.q, self.softmax_scale, self.products = q, softmax_scale, products
         self._rows = quantise_q(q)
         delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
@@ -472,7 +473,7 @@ class _QuerySide(NamedTuple):
 begin_backward = Fp8ReferenceBackward
 
 
-def check_products(products: str, head_dim: int, deterministic: bool, row_max: torch.Tensor | None) -> None:
+def check_products(products: str, head_dim: int, deterministic: bool) -> None:
     """Raise ValueError or NotImplementedError unless such gradients can be computed."""
     if products not in PRODUCTS:
         raise ValueError(f"fp8_backward must be one of {PRODUCTS}, got {products!r}; use 'bf16'.")
@@ -484,6 +485,10 @@ def check_products(products: str, head_dim: int, deterministic: bool, row_max: t
         raise NotImplementedError(
             f"deterministic must be False with fp8_backward={products!r}, got True; use fp8_backward='bf16'."
         )
+
+
+def check_row_max(products: str, row_max: torch.Tensor | None) -> None:
+    """Raise ValueError if gradients need the largest scores and there are none."""
     if products == "fp8" and row_max is None:
         raise ValueError(
             "row_max must be given with fp8_backward='fp8', or probabilities of long rows would round to 0, got None; "

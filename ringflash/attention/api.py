@@ -36,6 +36,7 @@ def ring_attention(
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
+    fp8_backward: str = "bf16",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries over the whole sequence.
@@ -47,7 +48,8 @@ def ring_attention(
         q: (batch, seqlen_local, num_heads, head_dim).
         k: (batch, seqlen_local, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
         v: as k, or with a smaller head_dim, as in latent attention: it is then padded with zeros to that of k.
-        group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence; None for one process.
+        group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence, or a 2-D DeviceMesh with the axes
+            ("host", "gpu"); None for one process.
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
         cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
@@ -59,8 +61,12 @@ def ring_attention(
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses, which is always
             exact. "hopper_fp8" and "reference_fp8" round to e4m3 (docs/fp8.md).
         transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host that map one another's
-            memory: what "auto" takes there).
+            memory: what "auto" takes there). "ulysses" exchanges heads between all ranks; "by_host" does so inside each
+            host, and passes K/V between hosts once instead of once per GPU. Both need num_heads divisible by the ranks
+            that exchange heads. Hosts are those of the mesh, or those that the ranks of a 1-D group run on.
         deterministic: gradients have equal bits on repeat, at the kernel's cost.
+        fp8_backward: products of the backward in e4m3, for the two FP8 `impl`: "bf16" none, "fp8_scores" dout v^T,
+            "fp8" also those that give dk and dv (docs/fp8.md). Other kernels take "bf16" only.
         return_lse: also return the log-sum-exp, differentiable.
     Returns:
         out: as q, as wide as v.  lse, if asked for: (batch, num_heads, seqlen_local), natural log, fp32 (fp64 for
@@ -70,7 +76,7 @@ def ring_attention(
             Either is raised on every rank, before anything is sent.
     Numerics: state and gradients travel and accumulate in fp32 (fp64 for fp64); docs/numerics.md.
     """
-    options = RingOptions(resolve(group), layout, impl, transport, deterministic)
+    options = RingOptions(resolve(group), layout, impl, transport, deterministic, fp8_backward)
     return attend(
         q, k, v, options, causal=causal, softmax_scale=softmax_scale, window_size=window_size, cu_seqlens=cu_seqlens,
         return_lse=return_lse,
@@ -231,9 +237,10 @@ class RingAttention(nn.Module):
         impl: str = "auto",
         transport: str = "auto",
         deterministic: bool = False,
+        fp8_backward: str = "bf16",
     ) -> None:
         super().__init__()
-        self.options = RingOptions(resolve(group), layout, impl, transport, deterministic)
+        self.options = RingOptions(resolve(group), layout, impl, transport, deterministic, fp8_backward)
         self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _sides(window_size)
 
     def forward(

@@ -49,6 +49,7 @@ class HeadGather:
         memory: areas of the group.
         impl: kernel implementation, chosen and checked.
         call: its number in the group.
+        fp8_backward: as `ring_attention`.
     """
 
     gathering: Gathering
@@ -57,15 +58,18 @@ class HeadGather:
     softmax_scale: float
     deterministic: bool
     call: CallNumber = NO_NUMBER
+    fp8_backward: str = "bf16"
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention as `RingOfHops.forward` does, but each row at once, in the kernel's own precision."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
             gathered = self._gathered("forward", k, q.shape[2])
             gathered.publish(k, v, self.impl, self.call)
-        self._run(ForwardSections(self, gathered, q, out, lse))
+        self._run(ForwardSections(self, gathered, q, out, lse, row_max))
         return out, lse
 
     def backward(
@@ -77,6 +81,7 @@ class HeadGather:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
+        row_max: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -84,7 +89,7 @@ class HeadGather:
             gathered = self._gathered("backward", k, q.shape[2])
             returned = self._cached("return", ("kv", "dkv"), k, q.shape[2], lambda: GradientReturn(gathered, k))
             gathered.publish(k, v, self.impl, self.call)
-        self._run(BackwardSections(self, gathered, returned, q, (dout, dlse, out, lse), (dq, dk, dv)))
+        self._run(BackwardSections(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv)))
         return dq, dk, dv
 
     def num_posted(self) -> int:
@@ -155,18 +160,25 @@ class ForwardSections(SectionWork):
     way = "forward"
 
     def __init__(
-        self, call: HeadGather, gathered: GatheredKV, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+        self,
+        call: HeadGather,
+        gathered: GatheredKV,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        row_max: torch.Tensor | None,
     ) -> None:
         super().__init__(call, gathered, q)
-        self.out, self.lse = out, lse
+        self.out, self.lse, self.row_max = out, lse, row_max
         self.kernel = implementation(call.impl, q, q, q)
         self.options = kernel_options(call.impl, transport_name(call.memory), q.device)
 
     def _launch(self, section: int) -> None:
         heads, (keys, values) = self.gathered.query_heads(section), self.gathered.keys_values(section)
+        kept = {} if self.row_max is None else {"row_max": self.row_max[:, heads]}
         self.kernel.forward(
             self.q[:, :, heads], keys, values, self.call.gathering.mask, self.call.softmax_scale,
-            out=self.out[:, :, heads], lse=self.lse[:, heads], **self.options,
+            out=self.out[:, :, heads], lse=self.lse[:, heads], **kept, **self.options,
         )  # fmt: skip
 
 
@@ -181,12 +193,12 @@ class BackwardSections(SectionWork):
         gathered: GatheredKV,
         returned: GradientReturn,
         q: torch.Tensor,
-        saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
+        saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None],
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         super().__init__(call, gathered, q)
         self.returned, self.grads = returned, grads
-        self.dout, self.dlse, self.out, self.lse = saved
+        self.dout, self.dlse, self.out, self.lse, self.row_max = saved
         self.passes: dict[int, BackwardPass] = {}
 
     def begin(self, section: int) -> None:
@@ -197,6 +209,7 @@ class BackwardSections(SectionWork):
             self.dout[:, :, heads], self.q[:, :, heads], self.out[:, :, heads], self.lse[:, heads],
             impl=self.call.impl, softmax_scale=self.call.softmax_scale,
             dlse=None if self.dlse is None else self.dlse[:, heads], deterministic=self.call.deterministic,
+            fp8_backward=self.call.fp8_backward, row_max=None if self.row_max is None else self.row_max[:, heads],
         )  # fmt: skip
 
     def _launch(self, section: int) -> None:

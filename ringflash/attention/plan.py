@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -15,12 +15,22 @@ from ringflash.attention.options import RingOptions
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.schedule import Gathering, Schedule
 from ringflash.attention.sections import GIB, gather_bytes
+from ringflash.attention.ulysses import Ulysses, check_heads
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.transport import PointToPoint, choose_transport, message_memory, open_transport
+from ringflash.comm.group import HostSplit, known_split
+from ringflash.comm.hosts import find_split
+from ringflash.comm.transport import (
+    HEAD_EXCHANGES,
+    PointToPoint,
+    choose_transport,
+    message_memory,
+    message_transport,
+    open_transport,
+)
 from ringflash.sequence.layout import check_layout
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation
+from ringflash_kernels.api import IMPLS, check_fp8_backward, check_inputs, choose_impl, implementation
 
 MAX_GATHER_BYTES = 12 * GIB  # buffers of an all-gather over NCCL; beyond, a ring of hops needs less
 
@@ -45,16 +55,23 @@ class CallPlan:
     transport: str | None
     softmax_scale: float
     options: RingOptions
+    members: tuple[int, ...] = ()  # ranks of the group that the sequence is divided among; empty: all
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Number of ranks that the sequence is divided among, and the place of this one."""
+        size, rank = self.options.place
+        return (len(self.members), self.members.index(rank)) if self.members else (size, rank)
 
     @property
     def schedule(self) -> Schedule:
         """Hops of this rank."""
-        return schedule.build(self.mask, *self.options.place, self.options.layout)
+        return schedule.build(self.mask, *self.place, self.options.layout)
 
     @property
     def gathering(self) -> Gathering:
         """Keys that this rank gathers by heads."""
-        return schedule.gather(self.mask, *self.options.place, self.options.layout)
+        return schedule.gather(self.mask, *self.place, self.options.layout)
 
     def gathers_by_heads(self, q: Tensor, k: Tensor, transport: str | None) -> bool:
         """True if K/V are gathered by heads; over NCCL if the buffers are not too large. The same on every rank."""
@@ -63,11 +80,37 @@ class CallPlan:
         keys, arriving, pairs = self.gathering.capacity, self.gathering.arriving, self.gathering.pairs
         return gather_bytes(k.shape, q.shape[2], keys, arriving, pairs, k.dtype) <= MAX_GATHER_BYTES
 
-    def open(self, q: Tensor, k: Tensor, call: CallNumber) -> RingOfHops | HeadGather:
+    def open(self, q: Tensor, k: Tensor, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         """Return the algorithm that carries the call out. Opens the transport, on all ranks together."""
         group: dist.ProcessGroup | None = self.options.group
+        if group is not None and self.transport in HEAD_EXCHANGES:
+            return self._open_ulysses(group, q, call)
+        return self._open_ring(group, q, k, call)
+
+    def rail(self, split: HostSplit, transport: str) -> CallPlan:
+        """Return the plan of attention between hosts, on tensors that have the rows of a host."""
+        members = split.rail_of(self.options.place[1])
+        return replace(self, transport=transport if split.num_hosts > 1 else None, members=members)
+
+    def _open_ulysses(self, group: dist.ProcessGroup, q: Tensor, call: CallNumber) -> Ulysses:
+        assert self.transport is not None
+        split = split_of(self.transport, group) or find_split(group)
+        check_heads(q.shape[2], split.num_gpus, self.transport)  # again: the split may have been found just now
+        channel = open_transport(message_transport(q.device), group)
+        assert isinstance(channel, PointToPoint)
+        rail = self.rail(split, channel.name)
+        return Ulysses(
+            lambda q, k: rail._open_ring(group, q, k, call), channel.among(split.host_of(channel.rank)),
+            self.options.layout, call,
+        )  # fmt: skip
+
+    def _open_ring(
+        self, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, call: CallNumber
+    ) -> RingOfHops | HeadGather:
         channel = None if group is None or self.transport is None else open_transport(self.transport, group)
-        rest = self.impl, self.softmax_scale, self.options.deterministic, call
+        if isinstance(channel, PointToPoint) and self.members:
+            channel = channel.among(self.members)
+        rest = self.impl, self.softmax_scale, self.options.deterministic, call, self.options.fp8_backward
         if isinstance(channel, PointToPoint) and self.gathers_by_heads(q, k, channel.name):
             channel = message_memory(channel, q.device)
         if channel is None or isinstance(channel, PointToPoint):
@@ -106,7 +149,10 @@ def plan_call(
     mask = SequenceMask(q.shape[1] * cp_size, causal, (left, right), bounds)
     check_layout(mask.seqlen, cp_size, options.layout, bounds)
     impl, reason = _choose_impl(options.impl, q, k, v)
+    check_fp8_backward(impl, options.fp8_backward, q.shape[-1], options.deterministic)
     transport = choose_transport(options.transport, options.group, q.device)
+    if transport in HEAD_EXCHANGES:
+        _check_exchange(transport, split_of(transport, options.group), options.layout, q)
     return CallPlan(mask, impl, reason, transport, softmax_scale, options)
 
 
@@ -125,7 +171,32 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "impl": options.impl,
         "transport": options.transport,
         "deterministic": options.deterministic,
+        "fp8_backward": options.fp8_backward,
+        "hosts": str(split_of(plan.transport, options.group)),
     }
+
+
+def split_of(transport: str | None, group: dist.ProcessGroup | None) -> HostSplit | None:
+    """Return the hosts within which a transport exchanges heads; None if it does not, or they are not known yet."""
+    if group is None or transport not in HEAD_EXCHANGES:
+        return None
+    return HostSplit(1, group.size()) if transport == "ulysses" else known_split(group)
+
+
+def _check_exchange(transport: str, split: HostSplit | None, layout: str, q: Tensor) -> None:
+    """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
+    if layout == "balanced":
+        raise NotImplementedError(
+            f"layout must be one that nests in hosts for transport {transport!r}, got 'balanced', which sends few keys "
+            "between hosts by itself; use transport='auto', or layout='zigzag'."
+        )
+    if cuda_graphs.capturing(q.device):
+        raise NotImplementedError(
+            f"calls over transport {transport!r} must not be captured into a CUDA graph, got a capture; use 'nccl' or "
+            "'copy_engine'."
+        )
+    if split is not None:
+        check_heads(q.shape[2], split.num_gpus, transport)
 
 
 def _check_pair(q: Tensor, k: Tensor, grad_flags: int) -> None:

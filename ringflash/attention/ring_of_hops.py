@@ -19,7 +19,6 @@ import torch
 
 from ringflash.attention.gather_by_heads import profiler_range
 from ringflash.attention.schedule import Hop, Schedule
-from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber, Words
 from ringflash.comm.transport import Message, Pending, PointToPoint, buffer, transport_name
 from ringflash.comm.transport.point_to_point import kernel_options
@@ -39,6 +38,7 @@ class RingOfHops:
         transport: None for a single process.
         impl: kernel implementation, chosen and checked.
         call: its number in the group.
+        fp8_backward: as `ring_attention`.
     """
 
     schedule: Schedule
@@ -47,12 +47,16 @@ class RingOfHops:
     softmax_scale: float
     deterministic: bool
     call: CallNumber = NO_NUMBER
+    fp8_backward: str = "bf16"
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of this rank's queries over the whole sequence.
 
         Args:
             q: (batch, seqlen_local, num_heads, head_dim).  k, v: (batch, seqlen_local, num_kv_heads, head_dim).
+            row_max: as lse, written: the largest score of each row, or a little more.
         Returns:
             out: as q.  lse: (batch, num_heads, seqlen_local), natural log.
         Numerics: (out, lse) are carried in fp32 (fp64 for fp64) and cast once, on the last hop.
@@ -66,6 +70,7 @@ class RingOfHops:
         carried = out if single else buffer("out", tuple(out.shape), state, out.device)
         hops = self.schedule.hops
         options = kernel_options(self.impl, transport_name(self.transport), q.device)
+        kept = {} if row_max is None else {"row_max": row_max}
         with watching(self.transport, "forward", q.device) as call:
             with waiting(q.device):
                 exchange = Exchange(self.transport, hops, k, v, self.call)
@@ -74,7 +79,7 @@ class RingOfHops:
                 acc = None if hop.step == computed[0] else carried
                 with profiler_range(f"ringflash::forward_step{hop.step}"):
                     kernel.forward(
-                        q, keys, values, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **options
+                        q, keys, values, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **kept, **options
                     )
             with waiting(q.device):
                 exchange.finish()
@@ -90,6 +95,7 @@ class RingOfHops:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
+        row_max: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of `forward` for this rank's q, k and v, from all ranks.
 
@@ -101,7 +107,7 @@ class RingOfHops:
         """
         gradients = begin_backward(
             dout, q, out, lse, impl=self.impl, softmax_scale=self.softmax_scale, dlse=dlse,
-            deterministic=self.deterministic,
+            deterministic=self.deterministic, fp8_backward=self.fp8_backward, row_max=row_max,
         )  # fmt: skip
         if self.transport is None:
             dk, dv = _empty(k), _empty(v)
@@ -197,13 +203,9 @@ class Exchange:
     def finish(self) -> None:
         """Order the stream after the last message. The buffers can then be reused."""
         self.pending.wait()
-        if self.transport is None or self.words is None:
-            return
-        on_host = self.words.for_host(self.call)
-        if on_host is not None:
-            on_host.copy_(self.words.arrived, non_blocking=True)
-            arrival = torch.cuda.current_stream().record_event()
-            call_numbers.expect(self.transport.group, arrival, self.call, on_host, self.words.senders)
+        if self.transport is not None and self.words is not None:
+            senders = list(map(self.transport.rank_in_group, self.words.senders))
+            self.words.compare_later(self.transport.group, self.call, senders)
 
     def _messages_during(self, index: int) -> tuple[list[Message], list[Message]]:
         """Messages that travel while hop number `index` computes: the K/V of the next hop."""

@@ -27,6 +27,7 @@ class Case:
     softmax_scale: float | None = None
     strides: str = "contiguous"
     lse_gradient: bool = True
+    transport: str = "auto"
 
     def __str__(self) -> str:
         """The fields that differ from the default, as a test id."""

@@ -207,6 +207,11 @@ REFUSALS: dict[str, Refusal] = {
     "balanced_without_documents": Refusal(
         "ValueError", "cu_seqlens must be given with layout='balanced', got None; pass", _set(layout="balanced")
     ),
+    "balanced_over_hosts": Refusal(
+        "NotImplementedError",
+        "layout must be one that nests in hosts for transport 'ulysses', got 'balanced'",
+        lambda c, a: a.update(layout="balanced", transport="ulysses") or _cu_seqlens(lambda n: [0, n])(c, a),
+    ),
     "ranks_differ_in_balanced_documents": Refusal(
         "ValueError",
         SAME + "cu_seqlens",

@@ -1,4 +1,4 @@
-"""The quickstart recipe with `impl: reference_fp8`, scaled down by flags: two gloo processes on the CPU, three steps.
+"""The quickstart recipe with the overlay fp8.yaml, scaled down by flags: two gloo processes on the CPU, three steps.
 
 Losses follow those of exact attention, and are not the same.
 """
@@ -21,7 +21,9 @@ FLAGS = {
 def losses(folder: Path, impl: str) -> dict[int, float]:
     """Return the losses of a run, by step."""
     flags = {**FLAGS, "model.impl": impl, "output_dir": folder / impl, "data.folder": write_text(folder / "text")}
-    train(ROOT / "recipes" / "lightning" / "quickstart.yaml", *(f"--{key}={flags[key]}" for key in flags), num_ranks=2)
+    recipes = ROOT / "recipes" / "lightning"
+    overlay = [f"--config={recipes / 'fp8.yaml'}"] if impl == "reference_fp8" else []
+    train(recipes / "quickstart.yaml", *overlay, *(f"--{key}={flags[key]}" for key in flags), num_ranks=2)
     return read_losses(newest_curve(folder / impl))
 
 

@@ -58,7 +58,7 @@ def waited(backward: bool) -> set[Any]:
     gathered.all_pulled.return_value = "pulled"
     call, q = HeadGather(mock.Mock(), memory, "reference", 1.0, True), torch.empty(0)  # type: ignore[arg-type]
     work = (
-        NothingBackward(call, gathered, mock.Mock(), q, (q, None, q, q), (q, q, q))
+        NothingBackward(call, gathered, mock.Mock(), q, (q, None, q, q, None), (q, q, q))
         if backward
         else NothingForward(call, gathered, q)
     )

@@ -22,7 +22,7 @@ from tests.helpers.tolerance import assert_close
 
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
-OPTIONS = (-1, -1, "zigzag", "reference", "auto", False)  # window, layout, impl, transport, deterministic
+OPTIONS = (-1, -1, "zigzag", "reference", "auto", False, "bf16")  # window, layout, ... , fp8_backward
 
 
 def draw(requires_grad: bool = True, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,8 +45,8 @@ def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
 def test_gradients_have_the_strides_that_compiled_code_expects(dtype: torch.dtype) -> None:
     """Of heads-first q, k and v as well: inductor asserts what the operator's fake says."""
     q, k, v = (x.detach().to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
-    out, lse, record = operators.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True, 8)
-    grads = operators.ring_attention_backward(out, None, q, k, v, out, lse, record, "", True, 0.25, *OPTIONS)
+    out, lse, *kept = operators.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True, 8)
+    grads = operators.ring_attention_backward(out, None, q, k, v, out, lse, *kept, "", True, 0.25, *OPTIONS)
     assert not q.is_contiguous() and all(grad.is_contiguous() for grad in grads)
 
 

@@ -121,7 +121,7 @@ def test_the_memory_of_messages_lives_as_long_as_its_group() -> None:
     """A group of the same name, made after the first was destroyed, has its own; the first one's is given back."""
     first, second = (mock.Mock(group=mock.Mock(group_name="0")) for _ in range(2))
     for channel in (first, second):
-        channel.name = "nccl"
+        channel.name, channel.members = "nccl", ()
     cpu, before = torch.device("cpu"), transport.buffer_bytes()
     memory = transport.message_memory(first, cpu)
     memory.reserve("kv", 1000)
