@@ -116,7 +116,7 @@ def test_messages_of_two_ranks_pair_up(problem: Problem, turns: bool) -> None:
     k, whole = torch.empty(2, mask.seqlen // cp_size, 3, 1), 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES
     with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", whole), mock.patch.object(buffers, "_storage", {}):
         there = [
-            gathered_buffers.GatheredKV(messages(rank, k), gathering, k, 3, (1, 2))
+            gathered_buffers.GatheredKV(messages(rank, k), (gathering,), k, 3, (1, 2))
             for rank, gathering in enumerate(of_all(problem))
         ]
         home = [gathered_buffers.GradientReturn(gathered, k) for gathered in there]
@@ -170,7 +170,7 @@ def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) 
             said.add(
                 sections.gather_bytes(k.shape, 4, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
             )
-            ways = [gathered_buffers.GatheredKV(memory, gathering, k, 4, heads) for heads in chosen]
+            ways = [gathered_buffers.GatheredKV(memory, (gathering,), k, 4, heads) for heads in chosen]
             gathered_buffers.GradientReturn(ways[1], k)
             assert memory.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)
     assert len(said) == 1
