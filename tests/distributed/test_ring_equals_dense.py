@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import ring_check
-from tests.helpers.cases import Case, mask_cases, shape_cases, single_cases
+from tests.helpers.cases import Case, mask_cases, narrow_cases, shape_cases, single_cases
 from tests.helpers.pool import Pool
 
 
@@ -28,6 +28,12 @@ def test_shapes(pool: Pool, case: Case) -> None:
 @pytest.mark.parametrize("case", single_cases(), ids=str)
 def test_variations(pool: Pool, case: Case, size: int) -> None:
     pool.run(ring_check.check, case, size=size)
+
+
+@pytest.mark.parametrize("case", narrow_cases(), ids=str)
+def test_narrow_values(pool: Pool, case: Case) -> None:
+    """Latent attention, whose values are narrower than its keys."""
+    pool.run(ring_check.check, case, size=2)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5])

@@ -62,6 +62,7 @@ def problem(case: Case, seqlen: int, dtype: torch.dtype, device: torch.device) -
 
     rows = (case.batch, seqlen)
     q, k, v, dout = (draw(*rows, n, case.head_dim) for n in (case.num_heads, *2 * [case.num_kv_heads], case.num_heads))
+    v, dout = (x[..., : case.value_dim].contiguous() for x in (v, dout))
     if case.strides == "expanded_dout":
         dout = dout[:, :, :1, :1].expand_as(q)
     dlse = draw(case.batch, case.num_heads, seqlen).to(torch.promote_types(dtype, torch.float32))
