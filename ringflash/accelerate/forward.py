@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ringflash import huggingface
 from ringflash import loss as token_loss
-from ringflash.accelerate.rows import Rows, read_rows, shift_rows
+from ringflash.accelerate.rows import BatchRows, read_rows, shift_rows
 from ringflash.comm.agreement import agree
 from ringflash.huggingface.options import NAME
 from ringflash.huggingface.validation import without_peft
@@ -85,7 +85,7 @@ class RingForward:
 
         return CausalLMOutputWithPast(loss=loss) if kwargs.get("return_dict", True) is not False else (loss,)
 
-    def _agree_on_rows(self, causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> Rows:
+    def _agree_on_rows(self, causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> BatchRows:
         rows, problem = None, None
         try:
             rows = _read(causal, input_ids, kwargs)
@@ -96,7 +96,7 @@ class RingForward:
         assert rows is not None  # agree has raised the problem
         return rows
 
-    def _loss(self, with_loss: huggingface.CausalLMWithLoss, rows: Rows, num_items: Tensor | int | None) -> Tensor:
+    def _loss(self, with_loss: huggingface.CausalLMWithLoss, rows: BatchRows, num_items: Tensor | int | None) -> Tensor:
         batch = shard_rows(rows, self.group)
         labels, count = batch.pop("shift_labels"), batch.pop("num_items_in_batch")
         hidden, weight, balance = with_loss.decode(**batch)
@@ -110,7 +110,7 @@ class RingForward:
         return _mean_of_ranks(loss, self.group)
 
 
-def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> Rows:
+def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> BatchRows:
     """Return the rows of a batch.
 
     Raises:
@@ -139,7 +139,7 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> Rows
     )
 
 
-def shard_rows(rows: Rows, group: dist.ProcessGroup) -> dict[str, Any]:
+def shard_rows(rows: BatchRows, group: dist.ProcessGroup) -> dict[str, Any]:
     """Return this rank's shard of a batch, padded to what the layout can cut, as `prepare_batch` returns it."""
     size = group.size()
     ids, labels, bounds = pad_sequence(rows.input_ids, rows.labels, rows.cu_seqlens, cp_size=size)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ringflash.sequence.padding import IGNORE_INDEX
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """Tokens of a batch, without padding if any row has some, and the documents that they form.
 
     input_ids, labels: (batch, seqlen), or (1, total_tokens) if rows are padded or packed; labels are shifted.
@@ -36,7 +36,7 @@ def read_rows(
     position_ids: Tensor | None = None,
     bounds: Tensor | None = None,
     left_padding: bool = False,
-) -> Rows:
+) -> BatchRows:
     """Return the tokens and documents of a batch.
 
     Args:
@@ -64,7 +64,7 @@ def read_rows(
         starts = _compare(bounds, starts, position_ids is not None)
     padded = not bool(is_token.all())
     if not padded and not bool(starts[:, 1:].any()):
-        return Rows(input_ids, labels, None, None)
+        return BatchRows(input_ids, labels, None, None)
     if bool((labels != IGNORE_INDEX)[~is_token].any()):
         raise ValueError(
             f"labels must be {IGNORE_INDEX} where attention_mask is 0, got a token; have the collator write them."
@@ -72,7 +72,7 @@ def read_rows(
     places = is_token.flatten().nonzero()[:, 0]
     first = starts.flatten()[places].nonzero()[:, 0].int().cpu()
     cu_seqlens = None if len(first) == 1 else torch.cat([first, first.new_tensor([len(places)])])
-    return Rows(input_ids.flatten()[places][None], labels.flatten()[places][None], cu_seqlens, places)
+    return BatchRows(input_ids.flatten()[places][None], labels.flatten()[places][None], cu_seqlens, places)
 
 
 def _check_mask(is_token: Tensor, left_padding: bool) -> None:
