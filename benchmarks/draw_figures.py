@@ -33,6 +33,8 @@ def figures() -> dict[str, str]:
     drawn = {"zigzag.svg": zigzag(), "forward.svg": timeline(backward=False), "backward.svg": timeline(backward=True)}
     for path in sorted(RESULTS.glob("loss_curves_*.json")):
         drawn[f"{path.stem}.svg"] = loss_curves(json.loads(path.read_text()))
+    for path in sorted(RESULTS.glob("fp8_training_*.json")):
+        drawn[f"{path.stem}.svg"] = fp8_curves(json.loads(path.read_text()))
     drawn["ring_8xh200.svg"] = ring_beside_peers([*_results("ring_8xh200"), *_results("ring_8xh200_32k")])
     for path in sorted(RESULTS.glob("timeline_*.json")):
         drawn[f"{path.stem}.svg"] = measured_timeline(json.loads(path.read_text()))
@@ -141,6 +143,51 @@ def loss_curves(result: dict) -> str:
             text(left + 10 + 110 * i, top + height + 28, f"cp={size}"),
         ]
     return document(left + width + 20, top + height + 44, parts)
+
+
+def fp8_curves(result: dict) -> str:
+    """Draw the mean loss by step of each choice of attention, and beside it the difference from the first choice."""
+    left, top, width, height, gap = 60, 44, 360, 180, 90
+    first, *others = next(iter(result["curves"].values()))
+    colors = dict(zip((first, *others), (INK, "#999999", *STEP_COLORS), strict=False))
+    parts = [text(left, 18, f"training loss by step, means over the seeds, {result['environment']['device']}")]
+    for row, (variant, curves) in enumerate(result["curves"].items()):
+        y = top + row * (height + 54)
+        apart = {name: [x - base for x, base in zip(curves[name], curves[first], strict=True)] for name in others}
+        highest = 1 + int(max(max(curve) for curve in curves.values()))
+        parts += _panel(left, y, width, height, curves, colors, f"{variant}: loss", range(highest + 1))
+        levels = [level / 100 for level in range(-6, 7, 2)]
+        parts += _panel(
+            left + width + gap, y, width, height, apart, colors, f"{variant}: loss - loss of {first}", levels
+        )
+    for i, (name, color) in enumerate(colors.items()):
+        x, y = left + 165 * i, top + 2 * (height + 54) - 8
+        parts += [circle(x, y, color), text(x + 10, y + 4, name, size=12)]
+    return document(left + 2 * width + gap + 20, top + 2 * (height + 54) + 10, parts)
+
+
+def _panel(
+    left: float,
+    top: float,
+    width: float,
+    height: float,
+    curves: dict[str, list[float]],
+    colors: dict[str, str],
+    title: str,
+    levels: Sequence[float],
+) -> list[str]:
+    """Return a panel with one line for each curve, cut off at the lowest and highest level."""
+    low, high = levels[0], levels[-1]
+    parts = [text(left, top - 8, title, size=12)]
+    for level in levels:
+        y = top + height * (high - level) / (high - low)
+        parts += [line(left, y, left + width, y, "#dddddd"), text(left - 8, y + 4, f"{level:g}", size=11, anchor="end")]
+    for name, curve in curves.items():
+        clipped = [min(high, max(low, x)) for x in curve]
+        places = [left + width * (i + 0.5) / len(curve) for i in range(len(curve))]
+        points = [(x, top + height * (high - loss) / (high - low)) for x, loss in zip(places, clipped, strict=True)]
+        parts.append(polyline(points, colors[name], 1.5))
+    return parts
 
 
 def ring_beside_peers(results: Sequence[dict]) -> str:

@@ -116,9 +116,11 @@ def ours(transport: str, layout: str = "zigzag") -> Callable[[Setting], Built | 
     """Return the builder of ring_attention over a transport."""
 
     def build(setting: Setting) -> Built | str:
-        able = ("gloo",) if setting.device.type == "cpu" else ("nccl", "copy_engine")
+        able = ("gloo",) if setting.device.type == "cpu" else ("nccl", "copy_engine", "ulysses")
         if transport not in able:
             return f"does not carry tensors on {setting.device.type}"
+        if transport == "ulysses" and setting.row.num_heads % setting.group.size():
+            return f"{setting.row.num_heads} heads over {setting.group.size()} ranks"
         return Built(_ours(setting, setting.group, transport, layout), setting.inputs())
 
     return build
@@ -280,7 +282,7 @@ IDEALS: dict[str, Callable[..., Built | str]] = {
 }
 IDEALS_BY_HEADS = {f"{name}, a share of the heads": by_heads(build) for name, build in IDEALS.items()}
 CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
-    **{f"ringflash, {transport}": ours(transport) for transport in ringflash.comm.transport.TRANSPORTS},
+    **{f"ringflash, {transport}": ours(transport) for transport in ("gloo", "nccl", "copy_engine", "ulysses")},
     "ringflash, copy_engine, CUDA graph": captured("copy_engine"),
     "ringflash, copy_engine, striped": striped("copy_engine"),
     "ringflash, nccl, striped": striped("nccl"),

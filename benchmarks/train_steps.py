@@ -8,8 +8,8 @@ Other flags than those below are passed to the recipe. Its model, memory, strate
 steps at the warm-up length compile and allocate. The last step of each length is also traced, on the first GPU and
 without the host's operators; compare it with the earlier steps for the overhead of tracing. `--document_tokens` packs
 each sequence with documents of this length; by default, a sequence is one document. `--waits` adds a step in which
-waits of the ring are measured, which prevents overlap. The results are saved after every step. On CPUs nothing is
-traced.
+waits of the ring are measured, which prevents overlap. `--attention hopper,hopper_fp8:fp8` takes each step once with
+each kernel, in turns: IMPL or IMPL:FP8_BACKWARD. The results are saved after every step. On CPUs nothing is traced.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -65,27 +66,34 @@ NUM_KERNELS = 24  # number of longest kernels to list in the results
 
 
 class Step(NamedTuple):
-    """A training step, with one sequence of `seqlen` tokens per data rank."""
+    """A training step, with one sequence of `seqlen` tokens per data rank; `attention` "" is the recipe's."""
 
     seqlen: int
     kind: Literal["warm_up", "timed", "waits"]
     traced: bool = False
+    attention: str = ""
 
 
-def schedule(lengths: str, warm_up: int, waits: bool) -> list[Step]:
+def schedule(lengths: str, warm_up: int, waits: bool, attention: Sequence[str] = ("",)) -> list[Step]:
     """Parse the lengths of the steps: "131072x3,524288" is three steps of 131,072 tokens and one of 524,288.
+
+    Args:
+        attention: kernels to take each step with.
 
     Raises:
         ValueError: the lengths have another form.
     """
-    steps = [Step(warm_up, "warm_up"), Step(warm_up, "warm_up", traced=True)]  # the first trace loads its libraries
+    steps = [Step(warm_up, "warm_up", attention=kernel) for kernel in attention]
+    steps += [steps[-1]._replace(traced=True)]  # the first trace loads its libraries
     for text in lengths.split(","):
         seqlen, _, count = text.partition("x")
         if not seqlen.isdigit() or not (count or "1").isdigit() or count == "0":
             raise ValueError(f"lengths must be TOKENS or TOKENSxSTEPS with commas, got {text!r}; write 131072x3.")
         number = int(count or 1)
-        steps += [Step(int(seqlen), "timed", traced=step == number - 1) for step in range(number)]
-        steps += [Step(int(seqlen), "waits")] * waits
+        steps += [
+            Step(int(seqlen), "timed", step == number - 1, kernel) for step in range(number) for kernel in attention
+        ]
+        steps += [Step(int(seqlen), "waits", attention=kernel) for kernel in attention] * waits
     return steps
 
 
@@ -186,9 +194,21 @@ class StepTimes(lightning.Callback):
         self._begin(trainer)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: CausalLM, *_: Any) -> None:
-        """Start to measure the waits of the rings, if requested."""
+        """Switch to the step's attention; start to measure the waits of the rings, if requested."""
+        self._attend_by(self.steps[trainer.global_step].attention, trainer, pl_module)
         if self.steps[trainer.global_step].kind == "waits":
             self.waits.on_train_batch_start(trainer, pl_module)
+
+    @staticmethod
+    def _attend_by(kernel: str, trainer: lightning.Trainer, module: CausalLM) -> None:
+        if kernel:
+            impl, _, fp8_backward = kernel.partition(":")
+            assert module.model is not None
+            strategy = strategy_of(trainer)
+            huggingface.set_group(
+                module.model.model, strategy.cp_group, layout=strategy.layout, impl=impl,
+                fp8_backward=fp8_backward or "bf16",
+            )  # fmt: skip
 
     def on_before_optimizer_step(self, trainer: lightning.Trainer, *_: Any) -> None:
         """Mark the end of the backward in a trace with an empty kernel."""
@@ -254,7 +274,8 @@ class StepTimes(lightning.Callback):
             flops = module.flops_of(bounds) / strategy.cp_size / most["seconds"]
             peak = peak_tflops(_name(strategy.root_device))
             speed |= {"tflops_per_gpu": flops / 1e12, "mfu_percent": peak and flops / peak / 1e10}
-        return {"kind": step.kind, "seqlen": step.seqlen, **most, "loss": loss, "grad_norm": norm, **speed}
+        kernel = {"attention": step.attention} if step.attention else {}
+        return {"kind": step.kind, "seqlen": step.seqlen, **kernel, **most, "loss": loss, "grad_norm": norm, **speed}
 
     def _plans(self, trainer: lightning.Trainer, module: CausalLM) -> dict[str, Any]:
         """Return `plans` for the training; empty for a family that cannot be planned."""
@@ -307,9 +328,9 @@ def plans(
 def line(step: dict[str, Any]) -> str:
     """Return the text of a step, with its parts if it was traced."""
     parts = "  ".join(f"{name} {seconds:.2f}" for name, seconds in step.get("parts", {}).items())
-    mfu = step.get("mfu_percent")
+    mfu, kernel = step.get("mfu_percent"), f" {step['attention']}" if "attention" in step else ""
     return (
-        f"{step['kind']:>8} {step['seqlen']:>9,} tokens {step['seconds']:9.2f} s  loss {step['loss']:.4f}  "
+        f"{step['kind']:>8} {step['seqlen']:>9,} tokens{kernel} {step['seconds']:9.2f} s  loss {step['loss']:.4f}  "
         f"grad_norm {step['grad_norm']:.4f}  {step['tokens_per_second_per_gpu']:,.0f} tokens/s a GPU  "
         f"MFU {'unknown' if mfu is None else f'{mfu:.1f}%'}  {step['device_gib']:.1f} GiB  {parts}"
     )
@@ -342,11 +363,12 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--warm_up", type=int, required=True, help="tokens of the two steps before")
     parser.add_argument("--document_tokens", type=int, default=0, help="of the documents of a sequence; 0 is one")
     parser.add_argument("--waits", action="store_true", help="a step of each length more, whose rings are measured")
+    parser.add_argument("--attention", default="", help="kernels to take each step with, with commas")
     parser.add_argument("--json", type=Path, help="file for the results")
     options, recipe = parser.parse_known_args(args)
     if options.document_tokens < 0:
         parser.error(f"--document_tokens must be 0 or more, got {options.document_tokens}; 0 is one document.")
-    steps = schedule(options.lengths, options.warm_up, options.waits)
+    steps = schedule(options.lengths, options.warm_up, options.waits, options.attention.split(","))
     fixed = {
         "data": "benchmarks.train_steps.Documents", "data.lengths": [step.seqlen for step in steps],
         "data.document_tokens": options.document_tokens,

@@ -68,6 +68,8 @@ set_environment() {
   # On SIGTERM torchrun would kill its processes after 30 s and exit with 1, even if they have saved. Instead,
   # ask_workers stops them.
   export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT
+  # Ranks compare calls over gloo, which would connect every rank with every other one at the start of each group.
+  export TORCH_GLOO_LAZY_INIT=${TORCH_GLOO_LAZY_INIT:-1}
   # In a shared store restarted processes would find the keys of their predecessors and fail to connect.
   export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 }
@@ -78,8 +80,8 @@ train() {
   local command=("$PYTHON" -m torch.distributed.run "$@" --nproc_per_node "$NPROC"
     -m recipes.lightning.train fit --config "$recipe" "${flags[@]}")
   if ((dry_run)); then
-    show OMP_NUM_THREADS PYTHONPATH PET_MAX_RESTARTS PET_SIGNALS_TO_HANDLE TORCH_DISABLE_SHARE_RDZV_TCP_STORE \
-      -- "${command[@]}"
+    show OMP_NUM_THREADS PYTHONPATH PET_MAX_RESTARTS PET_SIGNALS_TO_HANDLE TORCH_GLOO_LAZY_INIT \
+      TORCH_DISABLE_SHARE_RDZV_TCP_STORE -- "${command[@]}"
   else
     supervise ask_workers deaf "${command[@]}"
   fi

@@ -130,6 +130,26 @@ def round_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tenso
     return scaled.to(E4M3), scales
 
 
+def measure_rounding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Measure what rounding to e4m3 does to q, k and v.
+
+    Returns:
+        amax_q, amax_k, amax_v: largest absolute value, before the rotation.  saturated: share of values beyond 448 of
+        their scale, or not finite; 0 if q, k and v are finite.  flushed: share of values that are rounded to 0. All are
+        scalars in fp32.
+    """
+    found = {f"amax_{name}": x.abs().amax().float() for name, x in (("q", q), ("k", k), ("v", v))}
+    lost = torch.zeros(2, device=q.device)
+    for x, block in ((rotate(q), BLOCK_Q), (rotate(k), BLOCK_K), (v.float(), BLOCK_K)):
+        values, scales = round_blocks(x, block)
+        rounded = values.flatten(1, 2)[:, : x.shape[1]].float()
+        limits = LARGEST * scales.repeat_interleave(block, 1)[:, : x.shape[1]].unsqueeze(-1)
+        saturated = ~(x.abs() <= limits)
+        lost += torch.stack([saturated.sum(), ((rounded == 0) & (x != 0)).sum()])
+    saturated, flushed = lost / (q.numel() + 2 * k.numel())
+    return {**found, "saturated": saturated, "flushed": flushed}
+
+
 def quantise_q(q: torch.Tensor) -> Rows:
     """Rotate and round the queries: one scale for each 64 rows and head."""
     values, scales = round_blocks(rotate(q), BLOCK_Q)
@@ -199,16 +219,27 @@ def forward(
     row_max: torch.Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there."""
-    forward_rows(
-        quantise_q(q),
-        quantise_kv(k, v, for_backward=False),
-        mask,
-        softmax_scale,
-        out=out,
-        lse=lse,
-        acc=acc,
-        row_max=row_max,
-    )
+    records = quantise_kv(k, v, for_backward=False)
+    forward_records(q, records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max)
+
+
+def forward_records(
+    q: torch.Tensor,
+    records: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
+) -> None:
+    """Compute `forward` of quantised keys.
+
+    Args:
+        records: `quantise_kv` of the mask's keys, for the forward; keys beyond its `seqlen_k` are not read.
+    """
+    forward_rows(quantise_q(q), records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max)
 
 
 def forward_rows(
@@ -338,7 +369,8 @@ class Fp8ReferenceBackward:
         products: str = "bf16",
         row_max: torch.Tensor | None = None,
     ) -> None:
-        check_products(products, q.shape[-1], deterministic, row_max)
+        check_products(products, q.shape[-1], deterministic)
+        check_row_max(products, row_max)
         self.q, self.softmax_scale, self.products = q, softmax_scale, products
         self._rows = quantise_q(q)
         delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
@@ -472,7 +504,7 @@ class _QuerySide(NamedTuple):
 begin_backward = Fp8ReferenceBackward
 
 
-def check_products(products: str, head_dim: int, deterministic: bool, row_max: torch.Tensor | None) -> None:
+def check_products(products: str, head_dim: int, deterministic: bool) -> None:
     """Raise ValueError or NotImplementedError unless such gradients can be computed."""
     if products not in PRODUCTS:
         raise ValueError(f"fp8_backward must be one of {PRODUCTS}, got {products!r}; use 'bf16'.")
@@ -484,6 +516,10 @@ def check_products(products: str, head_dim: int, deterministic: bool, row_max: t
         raise NotImplementedError(
             f"deterministic must be False with fp8_backward={products!r}, got True; use fp8_backward='bf16'."
         )
+
+
+def check_row_max(products: str, row_max: torch.Tensor | None) -> None:
+    """Raise ValueError if gradients need the largest scores and there are none."""
     if products == "fp8" and row_max is None:
         raise ValueError(
             "row_max must be given with fp8_backward='fp8', or probabilities of long rows would round to 0, got None; "

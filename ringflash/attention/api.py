@@ -17,7 +17,7 @@ from ringflash.attention.plan import CallArguments, CallPlan, plan_call
 from ringflash.attention.sections import choose_sections
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
-from ringflash.comm.transport import buffer_bytes
+from ringflash.comm.transport import HEAD_EXCHANGES, buffer_bytes
 from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash.sequence.mask import check_window_size
 
@@ -36,6 +36,7 @@ def ring_attention(
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
+    fp8_backward: str = "bf16",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries over the whole sequence.
@@ -47,19 +48,26 @@ def ring_attention(
         q: (batch, seqlen_local, num_heads, head_dim).
         k: (batch, seqlen_local, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
         v: as k, or with a smaller head_dim, as in latent attention: it is then padded with zeros to that of k.
-        group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence; None for one process.
+        group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence, or a 2-D DeviceMesh with the axes
+            ("host", "gpu"); None for one process.
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
         cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
             its length, equal on all ranks; batch must then be 1. On the CPU it costs no synchronisation. The backward
             uses the values that the forward read. A tensor on a GPU is read again only after torch has seen a write to
             it: give a new tensor if the values change through `.data`, a CUDA graph or a kernel.
-        layout: "zigzag" (balanced under a causal mask), "striped" (also under packed documents) or "contiguous".
+        layout: "zigzag" (balanced under a causal mask), "balanced" (also under packed documents: needs cu_seqlens),
+            "striped" or "contiguous"; docs/masks.md.
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses, which is always
             exact. "hopper_fp8" and "reference_fp8" round to e4m3 (docs/fp8.md).
         transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host that map one another's
-            memory: what "auto" takes there).
+            memory: what "auto" takes there). "ulysses" exchanges heads between all ranks; "by_host" does so inside each
+            host, and passes K/V between hosts once instead of once per GPU. Both need num_heads divisible by the ranks
+            that exchange heads. Hosts are those of the mesh, or those that the ranks of a 1-D group run on. "auto"
+            takes "by_host" if there are several hosts, several GPUs on each, and enough heads.
         deterministic: gradients have equal bits on repeat, at the kernel's cost.
+        fp8_backward: products of the backward in e4m3, for the two FP8 `impl`: "bf16" none, "fp8_scores" dout v^T,
+            "fp8" also those that give dk and dv (docs/fp8.md). Other kernels take "bf16" only.
         return_lse: also return the log-sum-exp, differentiable.
     Returns:
         out: as q, as wide as v.  lse, if asked for: (batch, num_heads, seqlen_local), natural log, fp32 (fp64 for
@@ -69,7 +77,7 @@ def ring_attention(
             Either is raised on every rank, before anything is sent.
     Numerics: state and gradients travel and accumulate in fp32 (fp64 for fp64); docs/numerics.md.
     """
-    options = RingOptions(resolve(group), layout, impl, transport, deterministic)
+    options = RingOptions(resolve(group), layout, impl, transport, deterministic, fp8_backward)
     return attend(
         q, k, v, options, causal=causal, softmax_scale=softmax_scale, window_size=window_size, cu_seqlens=cu_seqlens,
         return_lse=return_lse,
@@ -120,10 +128,12 @@ class Explanation:
     num_visible: int
     comm_sms: int
     buffer_bytes: int
+    transport_reason: str = ""
 
     def __str__(self) -> str:
         lines = [
-            f"impl {self.impl} ({self.impl_reason}), transport {self.transport}, rank {self.cp_rank} of {self.cp_size}",
+            f"impl {self.impl} ({self.impl_reason}), transport {self.transport} ({self.transport_reason}), "
+            f"rank {self.cp_rank} of {self.cp_size}",
             *self.steps,
             f"{self.num_visible} visible pairs on this rank",
             f"{self.comm_sms} SMs left to messages, {self.buffer_bytes} bytes of buffers held by now",
@@ -146,7 +156,7 @@ def explain(
 ) -> Explanation:
     """Say which kernel, transport and sections or hops `ring_attention` would use, without running or sending anything.
 
-    On GPUs the transport "auto" is shown as "copy_engine or nccl" until the first call of the group decides.
+    On GPUs the transport "auto" is shown as "copy_engine, by_host or nccl" until the first call of the group decides.
 
     Args: as `ring_attention`.
     """
@@ -156,12 +166,25 @@ def explain(
     plan = plan_call(q, k, v, cu_seqlens, arguments)
     return Explanation(
         plan.impl, plan.impl_reason, plan.transport, *options.place, _steps(plan, q, k),
-        plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(),
+        plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(), plan.transport_reason,
     )  # fmt: skip
 
 
 def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
     """Launches of this rank, in order."""
+    if plan.transport in HEAD_EXCHANGES:
+        inner = plan.between_hosts(q, k)
+        if inner is None:
+            return ("heads are exchanged inside of hosts, which the first call finds out",)
+        rail, inner_q, inner_k = inner
+        _, rows, heads, _ = inner_q.shape
+        return (
+            f"all-to-all of heads: {heads} of {q.shape[2]} query heads of {rows} rows of the host, "
+            f"{inner_k.shape[2]} of {k.shape[2]} KV heads",
+            f"attention between ranks {rail.members}, numbered from 0:",
+            *_steps(rail, inner_q, inner_k),
+            "all-to-all of heads, back",
+        )
     if plan.gathers_by_heads(q, k, plan.transport):
         gathering = plan.gathering
         owners = sorted({piece.owner for piece in gathering.pieces})
@@ -230,9 +253,10 @@ class RingAttention(nn.Module):
         impl: str = "auto",
         transport: str = "auto",
         deterministic: bool = False,
+        fp8_backward: str = "bf16",
     ) -> None:
         super().__init__()
-        self.options = RingOptions(resolve(group), layout, impl, transport, deterministic)
+        self.options = RingOptions(resolve(group), layout, impl, transport, deterministic, fp8_backward)
         self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _sides(window_size)
 
     def forward(

@@ -28,8 +28,9 @@ from torch.profiler import record_function
 from ringflash.attention import sections
 from ringflash.attention.gathered_buffers import GatheredKV, GradientReturn
 from ringflash.attention.schedule import Gathering
+from ringflash.attention.sections import Unit
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
-from ringflash.comm.transport import transport_name
+from ringflash.comm.transport import buffer, transport_name
 from ringflash.comm.transport.lanes import Token
 from ringflash.comm.transport.peer_memory import PeerMemory
 from ringflash.comm.transport.point_to_point import kernel_options
@@ -45,27 +46,31 @@ class HeadGather:
     """One attention call that gathers K/V by heads, apart from its tensors.
 
     Args:
-        gathering: keys that this rank needs.
+        blocks: keys that this rank needs, a block at a time.
         memory: areas of the group.
         impl: kernel implementation, chosen and checked.
         call: its number in the group.
+        fp8_backward: as `ring_attention`.
     """
 
-    gathering: Gathering
+    blocks: tuple[Gathering, ...]
     memory: PeerMemory
     impl: str
     softmax_scale: float
     deterministic: bool
     call: CallNumber = NO_NUMBER
+    fp8_backward: str = "bf16"
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention as `RingOfHops.forward` does, but each row at once, in the kernel's own precision."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
             gathered = self._gathered("forward", k, q.shape[2])
             gathered.publish(k, v, self.impl, self.call)
-        self._run(ForwardSections(self, gathered, q, out, lse))
+        self._run(ForwardUnits(self, gathered, q, out, lse, row_max))
         return out, lse
 
     def backward(
@@ -77,6 +82,7 @@ class HeadGather:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
+        row_max: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -84,7 +90,7 @@ class HeadGather:
             gathered = self._gathered("backward", k, q.shape[2])
             returned = self._cached("return", ("kv", "dkv"), k, q.shape[2], lambda: GradientReturn(gathered, k))
             gathered.publish(k, v, self.impl, self.call)
-        self._run(BackwardSections(self, gathered, returned, q, (dout, dlse, out, lse), (dq, dk, dv)))
+        self._run(BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv)))
         return dq, dk, dv
 
     def num_posted(self) -> int:
@@ -93,35 +99,38 @@ class HeadGather:
 
     def _gathered(self, way: str, k: torch.Tensor, num_heads: int) -> GatheredKV:
         def make() -> GatheredKV:
-            chosen = sections.choose_sections(k.shape, num_heads, self.gathering.capacity, k.dtype)
-            return GatheredKV(self.memory, self.gathering, k, num_heads, getattr(chosen, way))
+            keys = max(block.capacity for block in self.blocks)
+            chosen = sections.choose_sections(k.shape, num_heads, keys, k.dtype, len(self.blocks))
+            return GatheredKV(self.memory, self.blocks, k, num_heads, getattr(chosen, way))
 
         return self._cached(way, ("kv",), k, num_heads, make)
 
     def _cached(self, name: str, areas: tuple[str, ...], k: torch.Tensor, num_heads: int, make: Callable[[], T]) -> T:
-        return self.memory.keep((name, id(self.gathering), num_heads, k.shape, k.dtype), areas, make)
+        return self.memory.keep((name, *map(id, self.blocks), num_heads, k.shape, k.dtype), areas, make)
 
-    def _run(self, work: SectionWork) -> None:
-        """Compute all sections under the watchdog, and remember that the kernels have seen the mask.
+    def _run(self, work: UnitWork) -> None:
+        """Compute all units under the watchdog, and remember that the kernels have seen the mask.
 
         After an error, out of memory for example, lanes may still write to memory that the caller is about to free. So
         the caller's stream waits for all of them.
         """
-        mask, device = self.gathering.mask, work.gathered.device
+        masks, device = [block.mask for block in self.blocks], work.gathered.device
         key = ("gather_by_heads", work.way, self.impl, self.deterministic, work.gathered.head_dim, device)
-        in_order = not mask.is_cached(key) or measuring()  # the first section builds tables that the others reuse
+        known = all(mask.is_cached(key) for mask in masks)
+        in_order = not known or measuring()  # the first section builds tables that the others reuse
         with watching(self.memory, work.way, device) as watched:
             try:
-                run_sections(work, watched, in_order)
+                run_units(work, watched, in_order)
             except BaseException:
                 with suppress(RuntimeError):  # from a device that failed; the first error is the cause
                     self.memory.join()
                 raise
-        mask.cached(key, lambda: True)
+        for mask in masks:
+            mask.cached(key, lambda: True)
 
 
-class SectionWork:
-    """Work of one call, by section.
+class UnitWork:
+    """Work of one call, by unit.
 
     Args:
         call: the call.
@@ -133,44 +142,75 @@ class SectionWork:
 
     def __init__(self, call: HeadGather, gathered: GatheredKV, q: torch.Tensor) -> None:
         self.call, self.gathered, self.q = call, gathered, q
+        self.seen = [block for block, keys in enumerate(call.blocks) if keys.mask.regions]
 
-    def compute(self, section: int, *needed: Token) -> None:
-        """Launch the kernel of a section on the current lane, after its K/V have arrived.
+    def compute(self, index: int, *needed: Token) -> None:
+        """Launch the kernel of a unit on the current lane, after its K/V have arrived.
 
         Args:
             needed: the arrival, and in a backward the end of `begin`.
         """
+        unit = self.gathered.units[index]
         with waiting(self.gathered.device):
             self.call.memory.wait(*needed)
-        with profiler_range(f"ringflash::{self.way}_section{section}"):
-            self._launch(section)
+        if unit.block in self.seen:
+            with profiler_range(f"ringflash::{self.way}_section{unit.section}"):
+                self._launch(index, unit)
 
-    def _launch(self, section: int) -> None:
+    def _launch(self, index: int, unit: Unit) -> None:
         raise NotImplementedError
 
 
-class ForwardSections(SectionWork):
-    """Work of one forward: each section writes its heads of `out` and `lse`."""
+class ForwardUnits(UnitWork):
+    """Work of one forward: each section writes its heads of `out` and `lse`.
+
+    Between the blocks of a section the output is carried in fp32 (fp64 for fp64).
+    """
 
     way = "forward"
 
     def __init__(
-        self, call: HeadGather, gathered: GatheredKV, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+        self,
+        call: HeadGather,
+        gathered: GatheredKV,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        row_max: torch.Tensor | None,
     ) -> None:
         super().__init__(call, gathered, q)
-        self.out, self.lse = out, lse
+        self.out, self.lse, self.row_max = out, lse, row_max
         self.kernel = implementation(call.impl, q, q, q)
         self.options = kernel_options(call.impl, transport_name(call.memory), q.device)
+        single = len(self.seen) == 1 or q.dtype == lse.dtype
+        self.carried = [] if single else self._states(lse.dtype)
 
-    def _launch(self, section: int) -> None:
-        heads, (keys, values) = self.gathered.query_heads(section), self.gathered.keys_values(section)
+    def _launch(self, index: int, unit: Unit) -> None:
+        heads, (keys, values) = self.gathered.query_heads(unit.section), self.gathered.keys_values(index)
+        out = self.out[:, :, heads]
+        carried = self.carried[unit.section] if self.carried else out
+        kept = {} if self.row_max is None else {"row_max": self.row_max[:, heads]}
         self.kernel.forward(
-            self.q[:, :, heads], keys, values, self.call.gathering.mask, self.call.softmax_scale,
-            out=self.out[:, :, heads], lse=self.lse[:, heads], **self.options,
+            self.q[:, :, heads], keys, values, self.call.blocks[unit.block].mask, self.call.softmax_scale,
+            out=out if unit.block == self.seen[-1] else carried, lse=self.lse[:, heads],
+            acc=None if unit.block == self.seen[0] else carried, **kept, **self.options,
         )  # fmt: skip
 
+    def _states(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Memory for the output of each section: (batch, seqlen_local, heads of the section, head_dim)."""
+        batch, rows, _, head_dim = self.q.shape
+        heads = [count * self.gathered.group for count in self.gathered.heads]
+        states = [
+            buffer(f"out.{index}", (batch * rows * most * head_dim,), dtype, self.q.device)
+            for index, most in enumerate(sections.buffer_heads(tuple(heads)))
+        ]
+        return [
+            states[section % 2][: batch * rows * count * head_dim].view(batch, rows, count, head_dim)
+            for section, count in enumerate(heads)
+        ]
 
-class BackwardSections(SectionWork):
+
+class BackwardUnits(UnitWork):
     """Work of one backward: each section writes its heads of `grads`, which are dq, dk and dv."""
 
     way = "backward"
@@ -181,12 +221,12 @@ class BackwardSections(SectionWork):
         gathered: GatheredKV,
         returned: GradientReturn,
         q: torch.Tensor,
-        saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor],
+        saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None],
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         super().__init__(call, gathered, q)
         self.returned, self.grads = returned, grads
-        self.dout, self.dlse, self.out, self.lse = saved
+        self.dout, self.dlse, self.out, self.lse, self.row_max = saved
         self.passes: dict[int, BackwardPass] = {}
 
     def begin(self, section: int) -> None:
@@ -197,70 +237,85 @@ class BackwardSections(SectionWork):
             self.dout[:, :, heads], self.q[:, :, heads], self.out[:, :, heads], self.lse[:, heads],
             impl=self.call.impl, softmax_scale=self.call.softmax_scale,
             dlse=None if self.dlse is None else self.dlse[:, heads], deterministic=self.call.deterministic,
+            fp8_backward=self.call.fp8_backward, row_max=None if self.row_max is None else self.row_max[:, heads],
         )  # fmt: skip
 
-    def _launch(self, section: int) -> None:
-        keys, values = self.gathered.keys_values(section)
-        stage = self.returned.stages[section]
-        self.passes[section % 2].add(keys, values, self.call.gathering.mask, *stage, accumulate=False)
+    def _launch(self, index: int, unit: Unit) -> None:
+        keys, values = self.gathered.keys_values(index)
+        mask, stage = self.call.blocks[unit.block].mask, self.returned.stages[index]
+        self.passes[unit.section % 2].add(keys, values, mask, *stage, accumulate=False)
 
     def finish_queries(self, section: int) -> None:
         """Cast the dQ of a section."""
         self.passes[section % 2].finish(self.grads[0][:, :, self.gathered.query_heads(section)])
 
-    def return_gradients(self, section: int) -> None:
-        """Return dK and dV to their owners; receive and add up those of this rank's keys."""
-        self.returned.collect(section, *self.grads[1:], self.call.impl)
+    def return_gradients(self, index: int) -> None:
+        """Return dK and dV of a unit to their owners; receive and add up those of this rank's keys."""
+        self.returned.collect(index, *self.grads[1:], self.call.impl)
 
-    def finish(self, section: int) -> None:
-        """Cast the dQ of a section and return its dK and dV."""
-        self.finish_queries(section)
-        self.return_gradients(section)
+    def finish(self, index: int) -> None:
+        """Cast the dQ of the section of a unit, its last one, and return dK and dV of the unit."""
+        self.finish_queries(self.gathered.units[index].section)
+        self.return_gradients(index)
 
 
-def run_sections(work: SectionWork, watched: CallInFlight | Unwatched, in_order: bool) -> None:
-    """Compute all sections in two concurrent lanes, each section as soon as its K/V have arrived.
+def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool) -> None:
+    """Compute all units, those of two sections in two concurrent lanes, each as soon as its K/V have arrived.
 
-    Small kernels before and after the kernel of a section run in urgent lanes; they would otherwise queue behind all
-    tiles of the next section. A section of a backward begins when the section before the previous one has ended. No
+    Small kernels before and after the kernel of a unit run in urgent lanes; they would otherwise queue behind all
+    tiles of the next unit. A section of a backward begins when the section before the previous one has ended. No
     other section waits for the last two, so their dQ is cast in their own lanes.
 
     Args:
         watched: the call as the watchdog sees it.
-        in_order: start a section only after the previous one has ended.
+        in_order: start a unit only after the previous one has ended.
     """
     gathered, memory, number = work.gathered, work.call.memory, work.call.call
-    start, last = memory.mark(), gathered.num_sections - 1
+    units, last_block, last_section = gathered.units, len(gathered.blocks) - 1, len(gathered.heads) - 1
+    start = memory.mark()
     has_barriers = transport_name(memory) == "copy_engine"  # messages order the ranks without any
     watched.reach(start, "for {} to begin", "all ranks" if has_barriers else "its device")
     computed: list[Token] = []
-    ended: list[Token] = []
+    lanes: dict[str, Token] = {}
+    ended: list[Token] = []  # by stage
+    ends: dict[int, Token] = {}  # by section
     finished: list[Token] = []
-    arrived = gathered.pull(0, start, computed)
-    for section in range(gathered.num_sections):
-        lane, needed = "odd" if section % 2 else "even", [arrived]
-        if isinstance(work, BackwardSections):
-            after = [start, *ended[-2:-1]]
-            needed.append(memory.beside("begin", partial(work.begin, section), after, urgent=True))
-        if section == last:  # before the last kernel, which may leave no SM to the barrier
+    following = iter(gathered.travelling)
+    arrived = gathered.pull(next(following), start, computed)  # before the kernel of this rank's own keys
+    for index, unit in enumerate(units):
+        lane = "odd" if unit.section % 2 else "even"
+        needed = [start if unit.stage is None else arrived]
+        if isinstance(work, BackwardUnits):
+            if unit.block == 0:
+                after = [start, *([ends[unit.section - 2]] if unit.section > 1 else [])]
+                needed.append(memory.beside("begin", partial(work.begin, unit.section), after, urgent=True))
+            needed += work.returned.freed(index, ended)
+        if index == len(units) - 1:  # before the last kernel, which may leave no SM to the barrier
             pulled = gathered.all_pulled(number)
         after = [start, *(computed[-1:] if in_order else [])]
-        computed.append(memory.beside(lane, partial(work.compute, section, *needed), after))
-        watched.reach(computed[-1], "for section {}", section)
-        if section < last:  # before this section's gradients return, because messages keep their order
-            arrived = gathered.pull(section + 1, start, computed)
-        if isinstance(work, BackwardSections):
-            end = work.finish if section < last - 1 else work.return_gradients
-            ended.append(memory.beside("end", partial(end, section), computed[-1:], urgent=True))
-            watched.reach(ended[-1], "for the gradients of section {}", section)
-            if section >= last - 1:
-                finished.append(memory.beside(lane, partial(work.finish_queries, section), []))
+        computed.append(memory.beside(lane, partial(work.compute, index, *needed), after))
+        lanes[lane] = computed[-1]
+        watched.reach(computed[-1], "for {}", gathered.name(unit))
+        if unit.stage is None:
+            continue
+        coming = next(following, None)
+        if coming is not None:  # before this unit's gradients return, because messages keep their order
+            arrived = gathered.pull(coming, start, computed)
+        if isinstance(work, BackwardUnits):
+            final = unit.block == last_block
+            end = work.finish if final and unit.section < last_section - 1 else work.return_gradients
+            ended.append(memory.beside("end", partial(end, index), computed[-1:], urgent=True))
+            watched.reach(ended[-1], "for the gradients of {}", gathered.name(unit))
+            if final:
+                ends[unit.section] = ended[-1]
+            if final and unit.section >= last_section - 1:
+                finished.append(memory.beside(lane, partial(work.finish_queries, unit.section), []))
     if has_barriers:
         watched.reach(pulled, "for all ranks to have their keys")
     tokens = [pulled]
-    if isinstance(work, BackwardSections):  # this lane allocated dQ and the statistics, which are freed on return
+    if isinstance(work, BackwardUnits):  # this lane allocated dQ and the statistics, which are freed on return
         tokens.append(memory.beside("begin", _do_nothing, [*finished[-2:], *ended[-1:]], urgent=True))
-    memory.wait(*(finished or computed)[-2:])
+    memory.wait(*(finished[-2:] or lanes.values()))
     with waiting(gathered.device):
         memory.wait(*tokens)
 

@@ -13,7 +13,7 @@ import torch
 
 from ringflash.attention import sections
 from ringflash.attention.schedule import Gathering, Piece, Reader
-from ringflash.attention.sections import HEADER_BYTES, buffer_heads
+from ringflash.attention.sections import HEADER_BYTES, Unit, buffer_heads
 from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import CallNumber, Words
 from ringflash.comm.transport.buffers import buffer
@@ -25,40 +25,54 @@ BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
 
 
 class GatheredKV:
-    """K/V of all sections as this rank's kernels read them, and their transfers.
+    """K/V of all units as this rank's kernels read them, and their transfers.
 
     If the K/V of all heads fit (`sections.fits_unbuffered`), they are gathered into the same area from which other
     ranks pull, so that the rank's own K/V are in place already. (A copy within one GPU needs SMs, which a running
-    kernel does not give up before it ends.) Otherwise the area holds the rank's own K/V only, and sections are gathered
-    into `memory.turns` buffers, which they use in rotation.
+    kernel does not give up before it ends.) Otherwise, and in calls of several blocks, the area holds the rank's own
+    K/V only, and units are gathered into `memory.turns` buffers, which they use in rotation. A block of a rank's own
+    keys is read from the area.
 
     Args:
         memory: areas of the group; every rank makes the same calls with tensors of the same shapes.
-        gathering: keys that this rank needs.
+        blocks: keys that this rank needs.
         k: (batch, seqlen_local, num_kv_heads, head_dim); only its shape, dtype and device are used.
         num_heads: heads of q.
         heads: KV heads of each section.
     """
 
     def __init__(
-        self, memory: PeerMemory, gathering: Gathering, k: torch.Tensor, num_heads: int, heads: tuple[int, ...]
+        self,
+        memory: PeerMemory,
+        blocks: tuple[Gathering, ...],
+        k: torch.Tensor,
+        num_heads: int,
+        heads: tuple[int, ...],
     ) -> None:
-        self.memory, self.gathering, self.device, self.heads = memory, gathering, k.device, heads
+        self.memory, self.blocks, self.device, self.heads = memory, blocks, k.device, heads
         batch, rows, num_kv_heads, self.head_dim = k.shape
-        self.num_sections, self.group = len(heads), num_heads // num_kv_heads
+        self.group = num_heads // num_kv_heads
+        self.units = sections.order_units(len(heads), len(blocks))
+        self.travelling = [index for index, unit in enumerate(self.units) if unit.stage is not None]
         self.first_heads = [0, *accumulate(heads)]
-        self.buffered = not sections.fits_unbuffered(k.shape, gathering.capacity, k.dtype)
-        self.area_rows = rows if self.buffered else gathering.capacity
+        self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(k.shape, blocks[0].capacity, k.dtype)
+        self.area_rows = rows if self.buffered else blocks[0].capacity
         self._map_areas(k)
-        self.slots = self._buffers(k) if self.buffered else [x[:, : gathering.num_rows] for x in self._own_sections]
-        self.pulls = [self._pulls(section, batch) for section in range(self.num_sections)]
-        self.sends = [self._sends(section) for section in self._own_sections]
-        self._add_numbers(self.pulls[0], self.sends[0])
+        self.slots = self._buffers(k) if self.buffered else [x[:, : blocks[0].num_rows] for x in self._own_sections]
+        self.pulls = [self._pulls(unit, slot) for unit, slot in zip(self.units, self.slots, strict=True)]
+        self.sends = [self._sends(unit) for unit in self.units]
+        for unit, pulls, sends in zip(self.units, self.pulls, self.sends, strict=True):
+            if unit.section == 0:
+                self._add_numbers(blocks[unit.block], pulls, sends)
         self.moves = [
-            memory.moving(pulls, sends, f"K/V of section {section}")
-            for section, (pulls, sends) in enumerate(zip(self.pulls, self.sends, strict=True))
+            memory.moving(pulls, sends, f"K/V of {self.name(unit)}")
+            for unit, pulls, sends in zip(self.units, self.pulls, self.sends, strict=True)
         ]
         self.head_offsets, self.row_map = self._offsets(batch).to(k.device), self._row_map(rows).to(k.device)
+
+    def name(self, unit: Unit) -> str:
+        """Name a unit for errors and traces."""
+        return f"section {unit.section}" + (f", block {unit.block}" if len(self.blocks) > 1 else "")
 
     def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, call: CallNumber) -> None:
         """Write this rank's K and V, and the number of its call, to the area that other ranks pull from."""
@@ -66,16 +80,17 @@ class GatheredKV:
         publish(impl, k, v, self.own, self.head_offsets, self.row_map, self.area_rows)
         self.memory.barrier(BEGIN)
 
-    def pull(self, section: int, start: Token, computed: list[Token]) -> Token:
-        """Start to pull the K/V of a section.
+    def pull(self, index: int, start: Token, computed: list[Token]) -> Token:
+        """Start to pull the K/V of a unit.
 
         Args:
+            index: of the unit.
             start: beginning of the call.
-            computed: sections computed so far. If sections are buffered, one of them was the last to read the buffer.
+            computed: units computed so far. If K/V are buffered, one of them was the last to read the buffer.
         """
-        last = section - self.memory.turns
-        used = computed[last : last + 1] if self.buffered and last >= 0 else []
-        return self.memory.beside("pull", self.moves[section], [start, *used], urgent=True)
+        before = self.travelling.index(index) - self.memory.turns
+        used = [computed[self.travelling[before]]] if self.buffered and before >= 0 else []
+        return self.memory.beside("pull", self.moves[index], [start, *used], urgent=True)
 
     def all_pulled(self, call: CallNumber) -> Token:
         """Start the barrier after every rank's last pull. No kernel waits for it: each needs only its own rank's K/V.
@@ -94,9 +109,9 @@ class GatheredKV:
             call_numbers.expect(self.memory.group, token, call, on_host, self.words.senders)
         return token
 
-    def keys_values(self, section: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a section: (batch, rows gathered, heads of the section, head_dim)."""
-        keys, values = self.slots[section].unbind(3)
+    def keys_values(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a unit: (batch, rows gathered, heads of the section, head_dim)."""
+        keys, values = self.slots[index].unbind(3)
         return keys, values
 
     def query_heads(self, section: int) -> slice:
@@ -108,7 +123,7 @@ class GatheredKV:
         memory, places = self.memory, (k.shape[0], self.area_rows)
         size = math.prod(places) * k.shape[2] * 2 * self.head_dim
         memory.reserve("kv", HEADER_BYTES + size * k.itemsize)
-        owners = sorted({piece.owner for piece in self.gathering.pieces})
+        owners = sorted({piece.owner for block in self.blocks for piece in block.pieces})
         parts = {owner: _number_and_kv(memory, owner, size, k.dtype) for owner in owners}
         self._numbers = {owner: number for owner, (number, _) in parts.items()}
         own_number, own = parts[memory.rank]
@@ -124,44 +139,56 @@ class GatheredKV:
         self._own_sections = own_sections
 
     def _buffers(self, k: torch.Tensor) -> list[torch.Tensor]:
-        """A view of each section's buffer."""
-        places, count = (k.shape[0], self.gathering.num_rows), self.memory.turns
+        """The K/V of each unit: a view of a buffer, or this rank's own part of its area."""
+        batch, count = k.shape[0], self.memory.turns
+        line = batch * 2 * self.head_dim
+        sizes = [line * self.blocks[unit.block].num_rows * self.heads[unit.section] for unit in self.units]
+        travelling = [sizes[index] for index in self.travelling]
         buffers = [
-            buffer(f"kv.{index}", (math.prod(places) * most * 2 * self.head_dim,), k.dtype, k.device)
-            for index, most in enumerate(buffer_heads(self.heads, count))
+            buffer(f"kv.{index}", (most,), k.dtype, k.device)
+            for index, most in enumerate(buffer_heads(tuple(travelling), count))
         ]
         return [
-            split_heads(buffers[section % count], places, (heads,), self.head_dim)[0]
-            for section, heads in enumerate(self.heads)
+            self._own_sections[unit.section]
+            if unit.stage is None
+            else split_heads(
+                buffers[unit.stage % count],
+                (batch, self.blocks[unit.block].num_rows),
+                (self.heads[unit.section],),
+                self.head_dim,
+            )[0]
+            for unit in self.units
         ]
 
-    def _pulls(self, section: int, batch: int) -> list[Incoming]:
-        """K/V that arrive for a section, in pull order."""
-        pulls, slot = [], self.slots[section]
-        for piece in self._in_pull_order():
-            if not self.buffered and piece.owner == self.memory.rank:
+    def _pulls(self, unit: Unit, slot: torch.Tensor) -> list[Incoming]:
+        """K/V that arrive for a unit, in pull order."""
+        pulls = []
+        for piece in self._in_pull_order(self.blocks[unit.block]):
+            if (unit.stage is None or not self.buffered) and piece.owner == self.memory.rank:
                 continue
             area = self._areas[piece.owner]
-            for sequence in range(batch):
-                source = None if area is None else area[section][sequence, _rows(self._area_row(piece), piece)]
-                pulls.append(Incoming(slot[sequence, _rows(piece.row, piece)], piece.owner, source))
+            for sequence, rows in enumerate(slot):
+                source = None if area is None else area[unit.section][sequence, _rows(self._area_row(piece), piece)]
+                pulls.append(Incoming(rows[_rows(piece.row, piece)], piece.owner, source))
         return pulls
 
-    def _sends(self, section: torch.Tensor) -> list[Outgoing]:
-        """K/V of a section that other ranks receive."""
-        sends = []
-        for segment, readers in zip(self.gathering.segments, self.gathering.readers, strict=True):
+    def _sends(self, unit: Unit) -> list[Outgoing]:
+        """K/V of a unit that other ranks receive."""
+        sends, block = [], self.blocks[unit.block]
+        for segment, readers in zip(block.segments, block.readers, strict=True):
             first = segment.row if self.buffered else dict(readers)[self.memory.rank]
             for reader in readers:
                 if reader.rank != self.memory.rank:
-                    sends += [Outgoing(rows[first : first + segment.size], reader.rank) for rows in section]
+                    own = self._own_sections[unit.section]
+                    sends += [Outgoing(rows[first : first + segment.size], reader.rank) for rows in own]
         return sends
 
-    def _add_numbers(self, pulls: list[Incoming], sends: list[Outgoing]) -> None:
-        """Let the numbers of the ranks' calls travel with the first section."""
-        pulls += [Incoming(self.words.of(owner), owner, self._numbers[owner]) for owner in self.words.senders]
+    def _add_numbers(self, block: Gathering, pulls: list[Incoming], sends: list[Outgoing]) -> None:
+        """Let the numbers of the ranks' calls travel with the first section of each block."""
+        owners = sorted({piece.owner for piece in block.pieces} - {self.memory.rank})
+        pulls += [Incoming(self.words.of(owner), owner, self._numbers[owner]) for owner in owners]
         pulls.sort(key=lambda pull: self._distance(pull.rank))
-        readers = {reader.rank for readers in self.gathering.readers for reader in readers}
+        readers = {reader.rank for readers in block.readers for reader in readers}
         sends += [Outgoing(self.words.own, reader) for reader in sorted(readers - {self.memory.rank})]
 
     def _offsets(self, batch: int) -> torch.Tensor:
@@ -178,7 +205,7 @@ class GatheredKV:
     def _row_map(self, rows: int) -> torch.Tensor:
         """Row of the area that each of this rank's rows is written to."""
         row_map = torch.empty(rows, dtype=torch.int32)
-        for piece in self.gathering.pieces:
+        for piece in self.blocks[0].pieces:
             if piece.owner == self.memory.rank:
                 row_map[_rows(piece.start, piece)] = torch.arange(piece.size, dtype=torch.int32) + self._area_row(piece)
         return row_map
@@ -187,9 +214,9 @@ class GatheredKV:
         """First row of a piece in its owner's area."""
         return piece.start if self.buffered else piece.there
 
-    def _in_pull_order(self) -> list[Piece]:
+    def _in_pull_order(self, block: Gathering) -> list[Piece]:
         """Pieces from the next rank on, so that ranks do not all read from rank 0 first. Local pieces are last."""
-        return sorted(self.gathering.pieces, key=lambda piece: self._distance(piece.owner))
+        return sorted(block.pieces, key=lambda piece: self._distance(piece.owner))
 
     def _distance(self, owner: int) -> tuple[bool, bool, int]:
         """Sort key of owners, from the next rank round to this one."""
@@ -199,7 +226,7 @@ class GatheredKV:
 class GradientReturn:
     """Gradients of gathered K/V on their way back to the owners.
 
-    Numerics: partial sums in fp32 (fp64 for fp64), added to the owner's in the order of the ranks.
+    Numerics: partial sums in fp32 (fp64 for fp64), added to the owner's block by block, in the order of the ranks.
 
     Args:
         gathered: K/V of the same call.
@@ -207,69 +234,122 @@ class GradientReturn:
     """
 
     def __init__(self, gathered: GatheredKV, k: torch.Tensor) -> None:
-        gathering, heads = gathered.gathering, gathered.heads
-        self.gathered, self.memory = gathered, gathered.memory
-        num_heads, self.dtype = k.shape[2] * gathered.group, state_dtype(k.dtype)
-        self.num_buffers = sections.choose_num_gradient_buffers(
-            k.shape, num_heads, gathering.capacity, gathering.pairs, k.dtype, heads
-        )
-        batches = sections.return_batches(gathered.num_sections, self.num_buffers)
-        self.batches = {batch[-1]: batch for batch in batches}  # by the section after which they return
+        blocks, heads = gathered.blocks, gathered.heads
+        self.gathered, self.memory, self.dtype = gathered, gathered.memory, state_dtype(k.dtype)
+        self._batch, self._rows = k.shape[:2]
+        self._units = [gathered.units[index] for index in gathered.travelling]  # by stage
+        self.num_buffers = min(2, len(self._units))
+        if len(blocks) == 1:
+            self.num_buffers = sections.choose_num_gradient_buffers(
+                k.shape, k.shape[2] * gathered.group, blocks[0].capacity, blocks[0].pairs, k.dtype, heads
+            )
+        batches = sections.return_batches(len(self._units), self.num_buffers)
+        self.batches = {batch[-1]: batch for batch in batches}  # by the stage after which they return
         self._map_areas(k)
-        readers = [[reader for reader in row if reader.rank != self.memory.rank] for row in gathering.readers]
-        lines = [len(row) * k.shape[0] * segment.size for row, segment in zip(readers, gathering.segments, strict=True)]
-        received = buffer("dkv.in", (sum(lines) * max(heads) * 2 * k.shape[3],), self.dtype, k.device)
-        self.sums, self.stages, self.pulls, self.sends = [], [], [], []
-        for section, count in enumerate(heads):
-            partial = split_heads(received, (sum(lines),), (count,), k.shape[3])[0]
-            stages = self._stages(section)
-            own = stages[self.memory.rank]
-            assert own is not None
-            self.sums.append((own, partial))
-            own = own[:, : gathering.num_rows]
-            self.stages.append((own[..., 0, :], own[..., 1, :]))
-            self.pulls.append(self._pulls(partial.split(lines), readers, stages))
-            self.sends.append(self._sends(own))
-        self.moves = [
-            self.memory.moving(pulls, sends, f"dK/dV of section {section}")
-            for section, (pulls, sends) in enumerate(zip(self.pulls, self.sends, strict=True))
+        readers = [
+            [[reader for reader in row if reader.rank != self.memory.rank] for row in block.readers] for block in blocks
         ]
-        self.max_readers = max(map(len, readers))
-        self.sources = _sources(gathering, self.memory.rank, lines, k.shape[1]).to(k.device)
+        lines = [
+            [len(row) * self._batch * segment.size for row, segment in zip(rows, block.segments, strict=True)]
+            for rows, block in zip(readers, blocks, strict=True)
+        ]
+        most = max(sum(lines[unit.block]) * heads[unit.section] for unit in self._units)
+        received = buffer("dkv.in", (most * 2 * gathered.head_dim,), self.dtype, k.device)
+        own_sums = self._own_sums(k) if len(blocks) > 1 else []
+        self.sums, self.stages, self.pulls, self.sends = [], [], [], []
+        for unit in gathered.units:
+            count, block, of_readers = heads[unit.section], blocks[unit.block], readers[unit.block]
+            own = own_sums[unit.section] if own_sums else None
+            if unit.stage is None:
+                assert own is not None
+                self.stages.append((own[..., 0, :], own[..., 1, :]))
+                continue
+            partial = split_heads(received, (sum(lines[unit.block]),), (count,), gathered.head_dim)[0]
+            stages = self._stages(unit)
+            stage = stages[self.memory.rank]
+            assert stage is not None
+            self.sums.append((stage if own is None else own, partial))
+            stage = stage[:, : block.num_rows]
+            self.stages.append((stage[..., 0, :], stage[..., 1, :]))
+            self.pulls.append(self._pulls(partial.split(lines[unit.block]), of_readers, stages, block))
+            self.sends.append(self._sends(stage, block))
+        self.moves = [
+            self.memory.moving(pulls, sends, f"dK/dV of {gathered.name(unit)}")
+            for unit, pulls, sends in zip(self._units, self.pulls, self.sends, strict=True)
+        ]
+        self.max_readers = [max(map(len, rows)) for rows in readers]
+        self.sources = [
+            _sources(block, self.memory.rank, counts, k.shape[1]).to(k.device)
+            for block, counts in zip(blocks, lines, strict=True)
+        ]
 
-    def collect(self, section: int, dk: torch.Tensor, dv: torch.Tensor, impl: str) -> None:
-        """Return the gradients of the batch that ends with this section, if one does, and sum dk and dv of its heads.
+    def freed(self, index: int, ended: list[Token]) -> list[Token]:
+        """Return what must have ended before the kernel of a unit writes to its buffer.
+
+        In a call of one block, the section waits for that when it begins.
+
+        Args:
+            ended: returns so far, by stage.
+        """
+        stage = self.gathered.units[index].stage
+        if len(self.gathered.blocks) == 1 or stage is None or stage < self.num_buffers:
+            return []
+        return [ended[stage - self.num_buffers]]
+
+    def collect(self, index: int, dk: torch.Tensor, dv: torch.Tensor, impl: str) -> None:
+        """Return the gradients of the batch that ends with this unit, if one does, and sum dk and dv of its heads.
 
         Gradients are copied before they are added: an addition that reads a peer's memory would occupy SMs as long.
         """
-        batch = self.batches.get(section, ())
+        last = self.gathered.units[index].stage
+        batch = () if last is None else self.batches.get(last, ())
         if batch:
             self.memory.barrier(READY)
-        for each in batch:
-            self.moves[each]()
-            if each == section and batch[0] + self.num_buffers < self.gathered.num_sections:
+        for stage in batch:
+            self.moves[stage]()
+            if stage == last and batch[0] + self.num_buffers < len(self._units):
                 self.memory.barrier(FREE)  # the last buffers are free after the next call's BEGIN
-            heads = slice(*self.gathered.first_heads[each : each + 2])
-            collect(impl, *self.sums[each], self.sources, self.max_readers, dk[:, :, heads], dv[:, :, heads])
+            unit, (own, partial) = self._units[stage], self.sums[stage]
+            heads = slice(*self.gathered.first_heads[unit.section : unit.section + 2])
+            final = unit.block == len(self.gathered.blocks) - 1
+            sums = (dk[:, :, heads], dv[:, :, heads]) if final else (own[..., 0, :], own[..., 1, :])
+            collect(impl, own, partial, self.sources[unit.block], self.max_readers[unit.block], *sums)
 
     def _map_areas(self, k: torch.Tensor) -> None:
         """Reserve the gradient buffers of this rank and map those of its readers."""
-        self._places = (k.shape[0], self.gathered.gathering.capacity)
-        most = buffer_heads(self.gathered.heads, self.num_buffers)
-        self._sizes = [math.prod(self._places) * heads * 2 * k.shape[3] for heads in most]
+        line = self._batch * 2 * k.shape[3]
+        sizes = [line * self.gathered.blocks[unit.block].capacity * self._heads(unit) for unit in self._units]
+        self._sizes = list(buffer_heads(tuple(sizes), self.num_buffers))
         self.memory.reserve("dkv", sum(self._sizes) * self.dtype.itemsize)
+        readers = {reader.rank for block in self.gathered.blocks for row in block.readers for reader in row}
         self._areas = {
             rank: self.memory.view("dkv", rank, (sum(self._sizes),), self.dtype)
-            for rank in {reader.rank for readers in self.gathered.gathering.readers for reader in readers}
+            for rank in {*readers, self.memory.rank}
         }
 
-    def _stages(self, section: int) -> dict[int, torch.Tensor | None]:
-        """The buffer of a section on each reader: (batch, rows, heads, 2, head_dim); None if out of reach."""
-        index, heads = section % self.num_buffers, (self.gathered.heads[section],)
+    def _own_sums(self, k: torch.Tensor) -> list[torch.Tensor]:
+        """The sum of the gradients of this rank's own keys, for each section: (batch, rows, heads, 2, head_dim)."""
+        line, heads = self._batch * self._rows * 2 * k.shape[3], self.gathered.heads
+        buffers = [
+            buffer(f"dkv.sum.{index}", (line * most,), self.dtype, k.device)
+            for index, most in enumerate(buffer_heads(heads))
+        ]
+        return [
+            split_heads(buffers[section % 2], (self._batch, self._rows), (count,), k.shape[3])[0]
+            for section, count in enumerate(heads)
+        ]
+
+    def _heads(self, unit: Unit) -> int:
+        return self.gathered.heads[unit.section]
+
+    def _stages(self, unit: Unit) -> dict[int, torch.Tensor | None]:
+        """The buffer of a unit on each reader: (batch, rows, heads, 2, head_dim); None if out of reach."""
+        assert unit.stage is not None
+        index, places = unit.stage % self.num_buffers, (self._batch, self.gathered.blocks[unit.block].capacity)
         return {
             rank: None
             if area is None
-            else split_heads(area.split(self._sizes)[index], self._places, heads, self.gathered.head_dim)[0]
+            else split_heads(area.split(self._sizes)[index], places, (self._heads(unit),), self.gathered.head_dim)[0]
             for rank, area in self._areas.items()
         }
 
@@ -278,10 +358,11 @@ class GradientReturn:
         received: tuple[torch.Tensor, ...],
         readers: list[list[Reader]],
         stages: dict[int, torch.Tensor | None],
+        block: Gathering,
     ) -> list[Incoming]:
         """Gradients of this rank's rows that arrive from readers, in the same order as K/V."""
-        pulls, rank, batch = [], self.memory.rank, self._places[0]
-        for part, row, segment in zip(received, readers, self.gathered.gathering.segments, strict=True):
+        pulls, rank, batch = [], self.memory.rank, self._batch
+        for part, row, segment in zip(received, readers, block.segments, strict=True):
             targets = part.view(len(row), batch, segment.size, *part.shape[1:])
             for target, reader in zip(targets, row, strict=True):
                 stage = stages[reader.rank]
@@ -290,9 +371,9 @@ class GradientReturn:
                     pulls.append(Incoming(target[sequence], reader.rank, source))
         return sorted(pulls, key=lambda pull: (pull.rank <= rank, pull.rank))
 
-    def _sends(self, own: torch.Tensor) -> list[Outgoing]:
+    def _sends(self, own: torch.Tensor, block: Gathering) -> list[Outgoing]:
         """Gradients that other owners receive."""
-        pieces = [piece for piece in self.gathered.gathering.pieces if piece.owner != self.memory.rank]
+        pieces = [piece for piece in block.pieces if piece.owner != self.memory.rank]
         return [Outgoing(sequence[_rows(piece.row, piece)], piece.owner) for piece in pieces for sequence in own]
 
 
@@ -316,9 +397,9 @@ def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> to
     for segment, readers, first in zip(gathering.segments, gathering.readers, firsts, strict=False):
         own = sources[:, segment.row : segment.row + segment.size]
         places = torch.arange(segment.size)
-        own[0] = dict(readers)[rank] + places
+        own[0] = dict(readers).get(rank, segment.row) + places
         own[1] = first + places
-        own[2:] = torch.tensor([[segment.size], [len(readers) - 1]])
+        own[2:] = torch.tensor([[segment.size], [sum(reader.rank != rank for reader in readers)]])
     return sources
 
 

@@ -1,10 +1,12 @@
 """Registered operators: attention as autograd, torch.compile and activation checkpointing see it.
 
-    ringflash::ring_attention            -> out, lse, record
+    ringflash::ring_attention            -> out, lse, row_max, record
     ringflash::ring_attention_backward   -> dq, dk, dv
 
 A selective-checkpoint policy that keeps the outputs of `ringflash::ring_attention` never recomputes
 attention, and never runs the forward ring again.
+
+`row_max` is what an FP8 backward needs of the forward (`_empty_row_max`); otherwise it is empty.
 
 `record` tells the backward about its forward: the number of the call in its group, then the document bounds that the
 forward validated. It is a separate tensor on the CPU. So a write to `cu_seqlens` in between, for example by a loader
@@ -41,26 +43,39 @@ def _forward(
     impl: str,
     transport: str,
     deterministic: bool,
+    fp8_backward: str,
     grad_flags: int,
     return_lse: bool,
     v_head_dim: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention of the local queries over the global sequence.
 
     Args:
         grad_flags: bit 0, 1, 2: q, k, v requires grad.
         v_head_dim: head_dim of the caller's v, before it was padded to that of k.
     """
-    options = RingOptions(_group(group_name), layout, impl, transport, deterministic)
+    options = RingOptions(_group(group_name), layout, impl, transport, deterministic, fp8_backward)
     arguments = CallArguments(causal, softmax_scale, window_left, window_right, options)
     with device_guard(q.device), RingCall(options.group, q.device) as call:
         q, k, v = call.plan((q, k, v), cu_seqlens, arguments, grad_flags)
         if options.group is not None:
             rest = {"requires_grad": grad_flags, "return_lse": return_lse, "v_head_dim": v_head_dim}
             content = {} if call.error else {**signature(q, k, call.checked), **rest}
-            agreement.agree(options.group, content, call.error, q.device, call=call.number)
-        out, lse = call.start(q, k).forward(q, k, v)
-        return out, lse, torch.tensor((call.number.number, *(call.checked.mask.cu_seqlens or ())), dtype=torch.int64)
+            checksum = agreement.agree(options.group, content, call.error, q.device, call=call.number)
+            call.number = call.number._replace(checksum=checksum)
+        row_max = _empty_row_max(q, fp8_backward, grad_flags)
+        out, lse = call.start(q, k).forward(q, k, v, row_max if row_max.numel() else None)
+        record = torch.tensor((call.number.number, *(call.checked.mask.cu_seqlens or ())), dtype=torch.int64)
+        return out, lse, row_max, record
+
+
+def _empty_row_max(q: Tensor, fp8_backward: str, grad_flags: int) -> Tensor:
+    """Return an empty tensor like lse if the backward needs the largest score of each row, otherwise one without rows.
+
+    Args: as `_forward`.
+    """
+    rows = q.shape[1] if grad_flags and fp8_backward == "fp8" else 0
+    return q.new_empty((q.shape[0], q.shape[2], rows), dtype=state_dtype(q.dtype))
 
 
 ring_attention = torch.library.custom_op("ringflash::ring_attention", _forward, mutates_args=())
@@ -68,10 +83,12 @@ ring_attention = torch.library.custom_op("ringflash::ring_attention", _forward, 
 
 @ring_attention.register_fake
 def _(q, k, v, cu_seqlens, group_name, *options):  # type: ignore[no-untyped-def]
+    *_, fp8_backward, grad_flags, _, _ = options
     check_inputs(q, k, v)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=state_dtype(q.dtype))
     num_bounds = 0 if cu_seqlens is None else cu_seqlens.shape[0]
-    return q.new_empty(q.shape), lse, torch.empty(1 + num_bounds, dtype=torch.int64, device="cpu")
+    record = torch.empty(1 + num_bounds, dtype=torch.int64, device="cpu")
+    return q.new_empty(q.shape), lse, _empty_row_max(q, fp8_backward, grad_flags), record
 
 
 def _gradients(
@@ -82,6 +99,7 @@ def _gradients(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    row_max: Tensor,
     record: Tensor,
     group_name: str,
     causal: bool,
@@ -92,16 +110,17 @@ def _gradients(
     impl: str,
     transport: str,
     deterministic: bool,
+    fp8_backward: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the call of `ring_attention` that returned this `record`, under the same mask."""
-    options = RingOptions(_group(group_name), layout, impl, transport, deterministic)
+    options = RingOptions(_group(group_name), layout, impl, transport, deterministic, fp8_backward)
     arguments = CallArguments(causal, softmax_scale, window_left, window_right, options)
     number, *bounds = record.tolist()
     with device_guard(q.device), RingCall(options.group, q.device, number) as call:
         q, k, v, dout = call.plan((q, k, v, dout), tuple(bounds) or None, arguments)
         if options.group is not None:
             agreement.agree_on_backward(options.group, call.number, call.error, q.device)
-        return call.start(q, k).backward(dout, dlse, q, k, v, out, lse)
+        return call.start(q, k).backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
 
 
 ring_attention_backward = torch.library.custom_op("ringflash::ring_attention_backward", _gradients, mutates_args=())
@@ -114,18 +133,18 @@ def _(dout, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     q, k, v, _, *options, _, return_lse, _ = inputs
-    out, lse, record = output
-    ctx.save_for_backward(q, k, v, out, lse, record)
+    out, lse, row_max, record = output
+    ctx.save_for_backward(q, k, v, out, lse, row_max, record)
     ctx.options, ctx.return_lse = options, return_lse
-    ctx.mark_non_differentiable(*((record,) if return_lse else (lse, record)))
+    ctx.mark_non_differentiable(*((row_max, record) if return_lse else (lse, row_max, record)))
 
 
-def _backward(ctx, dout, dlse, _):  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, record = ctx.saved_tensors
+def _backward(ctx, dout, dlse, *_):  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, row_max, record = ctx.saved_tensors
     dlse = dlse if ctx.return_lse else None
     direct = _is_unobserved(dout, q, k, v) and _has_declared_types(None, *ctx.options)
     differentiate = _gradients if direct else ring_attention_backward
-    grads = differentiate(dout, dlse, q, k, v, out, lse, record, *ctx.options)
+    grads = differentiate(dout, dlse, q, k, v, out, lse, row_max, record, *ctx.options)
     return *grads, *[None] * (len(ctx.options) + 4)
 
 
@@ -148,9 +167,9 @@ class _Attention(torch.autograd.Function):
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
     """Call `ring_attention`, at less cost to the host: torch takes 200 µs to get from an operator to its gradient."""
     if torch.compiler.is_compiling():
-        out, lse, _ = ring_attention(*inputs)
+        out, lse, *_ = ring_attention(*inputs)
     else:
-        out, lse, _ = _Attention.apply(*inputs)
+        out, lse, *_ = _Attention.apply(*inputs)
     return out, lse
 
 

@@ -15,6 +15,7 @@ class RingOptions(NamedTuple):
     impl: str = "auto"
     transport: str = "auto"
     deterministic: bool = False
+    fp8_backward: str = "bf16"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingOptions:
         return self  # a process group cannot be copied

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -15,11 +16,24 @@ from ringflash.attention.options import RingOptions
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.schedule import Gathering, Schedule
 from ringflash.attention.sections import GIB, gather_bytes
+from ringflash.attention.ulysses import Ulysses, check_heads, shared_kv_heads
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.transport import PointToPoint, choose_transport, message_memory, open_transport
+from ringflash.comm.group import HostSplit, known_split
+from ringflash.comm.hosts import find_split, refusal_of
+from ringflash.comm.transport import (
+    HEAD_EXCHANGES,
+    UNDECIDED,
+    PointToPoint,
+    choose_transport,
+    message_memory,
+    message_transport,
+    open_transport,
+    transport_name,
+)
+from ringflash.sequence.layout import check_layout
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.api import IMPLS, check_inputs, choose_impl, implementation
+from ringflash_kernels.api import IMPLS, check_fp8_backward, check_inputs, choose_impl, implementation
 
 MAX_GATHER_BYTES = 12 * GIB  # buffers of an all-gather over NCCL; beyond, a ring of hops needs less
 
@@ -44,16 +58,28 @@ class CallPlan:
     transport: str | None
     softmax_scale: float
     options: RingOptions
+    members: tuple[int, ...] = ()  # ranks of the group that the sequence is divided among; empty: all
+    transport_reason: str = ""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Number of ranks that the sequence is divided among, and the place of this one."""
+        size, rank = self.options.place
+        return (len(self.members), self.members.index(rank)) if self.members else (size, rank)
 
     @property
     def schedule(self) -> Schedule:
         """Hops of this rank."""
-        return schedule.build(self.mask, *self.options.place, self.options.layout)
+        return schedule.build(self.mask, *self.place, self.options.layout)
 
     @property
     def gathering(self) -> Gathering:
         """Keys that this rank gathers by heads."""
-        return schedule.gather(self.mask, *self.options.place, self.options.layout)
+        return schedule.gather(self.mask, *self.place, self.options.layout)
+
+    def gathers(self, q: Tensor, k: Tensor, transport: str | None) -> tuple[Gathering, ...]:
+        """Blocks of keys that this rank gathers by heads, the same on every rank; none if a ring of hops is used."""
+        return (self.gathering,) if self.gathers_by_heads(q, k, transport) else ()
 
     def gathers_by_heads(self, q: Tensor, k: Tensor, transport: str | None) -> bool:
         """True if K/V are gathered by heads; over NCCL if the buffers are not too large. The same on every rank."""
@@ -62,18 +88,71 @@ class CallPlan:
         keys, arriving, pairs = self.gathering.capacity, self.gathering.arriving, self.gathering.pairs
         return gather_bytes(k.shape, q.shape[2], keys, arriving, pairs, k.dtype) <= MAX_GATHER_BYTES
 
-    def open(self, q: Tensor, k: Tensor, call: CallNumber) -> RingOfHops | HeadGather:
+    def open(self, q: Tensor, k: Tensor, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         """Return the algorithm that carries the call out. Opens the transport, on all ranks together."""
         group: dist.ProcessGroup | None = self.options.group
+        plan = self
+        if group is not None and self.transport == UNDECIDED:
+            name = transport_name(open_transport(UNDECIDED, group))
+            if name == "nccl":
+                with suppress(NotImplementedError):
+                    find_split(group)
+            name, reason = _prefer_hosts(name, self.options, q)
+            plan = replace(self, transport=name, transport_reason=reason)
+        if group is not None and plan.transport in HEAD_EXCHANGES:
+            return plan._open_ulysses(group, q, call)
+        return plan._open_ring(group, q, k, call)
+
+    def between_hosts(self, q: Tensor, k: Tensor) -> tuple[CallPlan, Tensor, Tensor] | None:
+        """Return the plan of attention between hosts, and q and k without data, as it gets them.
+
+        None if the call exchanges no heads, or its hosts are not known yet.
+        """
+        split = split_of(self.transport, self.options.group)
+        if split is None:
+            return None
+        rail, kv_heads = (
+            self.rail(split, message_transport(q.device)),
+            shared_kv_heads(split.num_gpus, q.shape[2], k.shape[2]),
+        )
+        q, k = (
+            x.new_empty(x.shape[0], x.shape[1] * split.num_gpus, heads // split.num_gpus, x.shape[3], device="meta")
+            for x, heads in ((q, q.shape[2]), (k, len(kv_heads)))
+        )
+        return rail, q, k
+
+    def rail(self, split: HostSplit, transport: str) -> CallPlan:
+        """Return the plan of attention between hosts, on tensors that have the rows of a host."""
+        members = split.rail_of(self.options.place[1])
+        return replace(self, transport=transport if split.num_hosts > 1 else None, members=members)
+
+    def _open_ulysses(self, group: dist.ProcessGroup, q: Tensor, call: CallNumber) -> Ulysses:
+        assert self.transport is not None
+        split = split_of(self.transport, group) or find_split(group)
+        check_heads(q.shape[2], split.num_gpus, self.transport)  # again: the split may have been found just now
+        channel = open_transport(message_transport(q.device), group)
+        assert isinstance(channel, PointToPoint)
+        rail = self.rail(split, channel.name)
+        return Ulysses(
+            lambda q, k: rail._open_ring(group, q, k, call), channel.among(split.host_of(channel.rank)),
+            self.options.layout, call,
+        )  # fmt: skip
+
+    def _open_ring(
+        self, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, call: CallNumber
+    ) -> RingOfHops | HeadGather:
         channel = None if group is None or self.transport is None else open_transport(self.transport, group)
-        rest = self.impl, self.softmax_scale, self.options.deterministic, call
-        if isinstance(channel, PointToPoint) and self.gathers_by_heads(q, k, channel.name):
-            channel = message_memory(channel, q.device)
-        if channel is None or isinstance(channel, PointToPoint):
-            hops = self.schedule
-            cuda_graphs.hold(hops, q.device)
-            return RingOfHops(hops, channel, *rest)
-        return HeadGather(self.gathering, channel, *rest)
+        if isinstance(channel, PointToPoint) and self.members:
+            channel = channel.among(self.members)
+        blocks = self.gathers(q, k, transport_name(channel))
+        rest = self.impl, self.softmax_scale, self.options.deterministic, call, self.options.fp8_backward
+        if channel is not None and blocks:
+            memory = message_memory(channel, q.device) if isinstance(channel, PointToPoint) else channel
+            return HeadGather(blocks, memory, *rest)
+        assert channel is None or isinstance(channel, PointToPoint)
+        hops = self.schedule
+        cuda_graphs.hold(hops, q.device)
+        return RingOfHops(hops, channel, *rest)
 
 
 def plan_call(
@@ -103,10 +182,15 @@ def plan_call(
     cp_size, _ = options.place
     bounds = document_bounds(cu_seqlens, q) if isinstance(cu_seqlens, Tensor) else cu_seqlens
     mask = SequenceMask(q.shape[1] * cp_size, causal, (left, right), bounds)
-    schedule.active_steps(mask, cp_size, options.layout)  # raises if the layout cannot divide the sequence
+    check_layout(mask.seqlen, cp_size, options.layout, bounds)
     impl, reason = _choose_impl(options.impl, q, k, v)
-    transport = choose_transport(options.transport, options.group, q.device)
-    return CallPlan(mask, impl, reason, transport, softmax_scale, options)
+    check_fp8_backward(impl, options.fp8_backward, q.shape[-1], options.deterministic)
+    transport, why = choose_transport(options.transport, options.group, q.device), "asked for"
+    if options.transport == "auto":
+        transport, why = _prefer_hosts(transport, options, q)
+    if transport in HEAD_EXCHANGES:
+        _check_exchange(transport, split_of(transport, options.group), options.layout, q)
+    return CallPlan(mask, impl, reason, transport, softmax_scale, options, transport_reason=why)
 
 
 def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
@@ -124,7 +208,51 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "impl": options.impl,
         "transport": options.transport,
         "deterministic": options.deterministic,
+        "fp8_backward": options.fp8_backward,
+        "hosts": str(split_of(plan.transport, options.group)),
     }
+
+
+def split_of(transport: str | None, group: dist.ProcessGroup | None) -> HostSplit | None:
+    """Return the hosts within which a transport exchanges heads; None if it does not, or they are not known yet."""
+    if group is None or transport not in HEAD_EXCHANGES:
+        return None
+    return HostSplit(1, group.size()) if transport == "ulysses" else known_split(group)
+
+
+def _prefer_hosts(transport: str | None, options: RingOptions, q: Tensor) -> tuple[str | None, str]:
+    """Return the transport of "auto", and why: by_host instead of flat messages if hosts and heads allow it."""
+    group = options.group
+    if group is None:
+        return transport, "one process"
+    if transport in ("copy_engine", UNDECIDED):
+        return transport, "all ranks are in reach" if transport == "copy_engine" else "decided by the first call"
+    if options.layout == "balanced":
+        return transport, "layout 'balanced' sends few keys between hosts by itself"
+    split = known_split(group)
+    if split is None:
+        return transport, refusal_of(group) or "hosts are not known"
+    if split.num_hosts == 1 or split.num_gpus == 1:
+        return transport, f"{split}: nothing to exchange inside of several hosts"
+    if q.shape[2] % split.num_gpus:
+        return transport, f"{split}: {q.shape[2]} query heads cannot be divided by {split.num_gpus}"
+    return "by_host", str(split)
+
+
+def _check_exchange(transport: str, split: HostSplit | None, layout: str, q: Tensor) -> None:
+    """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
+    if layout == "balanced":
+        raise NotImplementedError(
+            f"layout must be one that nests in hosts for transport {transport!r}, got 'balanced', which sends few keys "
+            "between hosts by itself; use transport='auto', or layout='zigzag'."
+        )
+    if cuda_graphs.capturing(q.device):
+        raise NotImplementedError(
+            f"calls over transport {transport!r} must not be captured into a CUDA graph, got a capture; use 'nccl' or "
+            "'copy_engine'."
+        )
+    if split is not None:
+        check_heads(q.shape[2], split.num_gpus, transport)
 
 
 def _check_pair(q: Tensor, k: Tensor, grad_flags: int) -> None:

@@ -19,6 +19,7 @@ from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import make_addressable
 from ringflash.attention.plan import CallArguments, CallPlan, plan_call
 from ringflash.attention.ring_of_hops import RingOfHops
+from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import agreement, call_numbers, cuda_graphs
 from ringflash.comm.agreement import Posted
 from ringflash.comm.call_numbers import NO_NUMBER
@@ -94,7 +95,7 @@ class RingCall:
         assert self._plan is not None
         return self._plan
 
-    def start(self, q: Tensor, k: Tensor) -> RingOfHops | HeadGather:
+    def start(self, q: Tensor, k: Tensor) -> RingOfHops | HeadGather | Ulysses:
         """Return the algorithm of a call that all ranks agreed on; eager products keep the dtype that it chose."""
         if torch.is_autocast_enabled(self.device.type):
             self._autocast = torch.autocast(self.device.type, enabled=False)

@@ -64,7 +64,7 @@ def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedu
     Raises:
         ValueError: the layout cannot divide the sequence evenly.
     """
-    shards = _shards(mask.seqlen, cp_size, layout)
+    shards = _shards(mask, cp_size, layout)
     rows = mask.seqlen // cp_size
     hops = []
     for step in active_steps(mask, cp_size, layout):
@@ -78,14 +78,14 @@ def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedu
 @lru_cache(maxsize=64)
 def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ...]:
     """Return the steps on which any rank sees a key of its source, ascending; step 0 is always one of them."""
-    shards = _shards(mask.seqlen, cp_size, layout)
-    owner = {chunk.start: rank for rank, shard in enumerate(shards) for chunk in shard}
-    size = shards[0][0].size
+    shards = _shards(mask, cp_size, layout)
+    owned = sorted((chunk, rank) for rank, shard in enumerate(shards) for chunk in shard)
+    starts = [chunk.start for chunk, _ in owned]
     steps: set[int] = set()
-    for start in sorted(owner, reverse=True):  # the last chunk sees most: under a causal mask it suffices
-        first, stop = mask.visible_span(start, start + size)
-        for key_start in range(first // size * size, stop, size):
-            steps.add((owner[start] - owner[key_start]) % cp_size)
+    for chunk, rank in reversed(owned):  # the last chunk sees most: under a causal mask it suffices
+        first, stop = mask.visible_span(chunk.start, chunk.stop)
+        for _, owner in owned[bisect_right(starts, first) - 1 : bisect_left(starts, stop)]:
+            steps.add((rank - owner) % cp_size)
         if len(steps) == cp_size:
             break
     return tuple(sorted(steps))
@@ -113,7 +113,7 @@ class Reader(NamedTuple):
 
 
 class Spans:
-    """Positions of keys that a rank sees: intervals [first, stop), ascending, with gaps between them."""
+    """Positions of keys that a rank sees: disjoint intervals [first, stop), ascending."""
 
     def __init__(self, spans: list[tuple[int, int]]) -> None:
         self.firsts, self.stops = [first for first, _ in spans], [stop for _, stop in spans]
@@ -135,15 +135,18 @@ class Spans:
 
 @dataclass(frozen=True)
 class Gathering:
-    """The keys that one rank needs of all ranks, gathered in the order of their positions.
+    """The keys that one rank needs of a block of owners, gathered in the order of their positions.
+
+    A block is the shards of the owners at some distances round the ring. One block has all owners, unless the call is
+    cut into several; then the first has the rank's own keys only.
 
     Args:
         pieces: these keys, one segment each. A chunk is cut into segments so that every rank needs all of one, or none.
         mask: visible pairs of local query rows and gathered rows.
         segments: segments of this rank's own shard.
-        readers: readers of each of these segments, by rank; this rank is one of them.
-        capacity: largest number of rows that any rank gathers.
-        arriving: largest number of rows of gradients that any rank receives.
+        readers: ranks that gather each of these segments with this block, by rank.
+        capacity: rows that no rank exceeds in gathering this block; the same on every rank.
+        arriving: rows of gradients that no rank exceeds in receiving those of this block; the same on every rank.
         pairs: visible pairs of the whole sequence, divided by the number of ranks.
     """
 
@@ -163,36 +166,89 @@ class Gathering:
 
 @lru_cache(maxsize=8)
 def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathering:
-    """Find the keys that one rank gathers, its own and those of other ranks.
+    """Find the keys that one rank gathers, its own and those of other ranks, as one block.
 
     Raises:
         ValueError: the layout cannot divide the sequence evenly.
     """
-    shards = _shards(mask.seqlen, cp_size, layout)
-    seen = [_seen(mask, shard) for shard in shards]
+    shards = _shards(mask, cp_size, layout)
+    seen = {rank: _seen(mask, shard, layout) for rank, shard in enumerate(shards)}
+    segments = list(_segments(shards, list(seen.values())))
+    most, arriving = max(spans.num_rows for spans in seen.values()), _arriving(segments, list(seen.values()))
+    return _gathering(mask, shards, cp_rank, segments, seen, most, arriving, whole=True)
+
+
+@lru_cache(maxsize=8)
+def gather_blocks(
+    mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, sizes: tuple[int, ...]
+) -> tuple[Gathering, ...]:
+    """Cut the keys that one rank gathers into blocks: its own first, then those of ever more distant owners.
+
+    All ranks have blocks of the same distances, so a block keeps every rank sending and receiving.
+
+    Args:
+        sizes: number of distances of each block, runs of `active_steps`; if there are several, the first is 1.
+    """
+    if len(sizes) == 1:
+        return (gather(mask, cp_size, cp_rank, layout),)
+    steps = active_steps(mask, cp_size, layout)
+    assert sizes[0] == 1 and sum(sizes) == len(steps)
+    shards, whole = _shards(mask, cp_size, layout), gather(mask, cp_size, cp_rank, layout)
+    seen = [_seen(mask, shard, layout) for shard in shards]
     segments = list(_segments(shards, seen))
-    pieces, gathered = [], []
+    owned: list[list[Chunk]] = [[] for _ in shards]
     for owner, segment in segments:
-        if segment.start in seen[cp_rank]:
-            row, there = seen[cp_rank].row(segment.start), seen[owner].row(segment.start)
+        owned[owner].append(segment)
+    blocks, ends = [], [0, *accumulate(sizes)]
+    for distances in (steps[first:stop] for first, stop in pairwise(ends)):
+        spans = {}
+        for rank in sorted({cp_rank, *((cp_rank + distance) % cp_size for distance in distances)}):
+            keys = sorted(chunk for distance in distances for chunk in owned[(rank - distance) % cp_size])
+            spans[rank] = Spans([(chunk.start, chunk.stop) for chunk in keys if chunk.start in seen[rank]])
+        rows = len(distances) * mask.seqlen // cp_size
+        limits = min(rows, whole.capacity), min(rows, whole.arriving)
+        blocks.append(_gathering(mask, shards, cp_rank, segments, spans, *limits))
+    return tuple(blocks)
+
+
+def _gathering(
+    mask: SequenceMask,
+    shards: list[tuple[Chunk, ...]],
+    cp_rank: int,
+    segments: list[tuple[int, Chunk]],
+    seen: dict[int, Spans],
+    capacity: int,
+    arriving: int,
+    *,
+    whole: bool = False,
+) -> Gathering:
+    """Return the block of one rank.
+
+    Args:
+        seen: keys of the block that this rank, and each rank that reads of it, sees, in ascending order of ranks.
+        whole: there are no other blocks.
+    """
+    pieces, gathered, mine = [], [], seen[cp_rank]
+    for owner, segment in segments:
+        if segment.start in mine:
+            row = mine.row(segment.start)
+            there = seen[owner].row(segment.start) if whole else segment.row
             pieces.append(Piece(owner, segment.row, row, segment.size, there))
             gathered.append(Chunk(segment.start, segment.stop, row))
-    num_rows = [spans.num_rows for spans in seen]
     regions = _regions(mask, tuple(_runs(shards[cp_rank])), tuple(_runs(gathered)))
-    pairs = Mask.of(mask.seqlen // cp_size, num_rows[cp_rank], regions)
+    pairs = Mask.of(mask.seqlen // len(shards), mine.num_rows, regions)
     own = tuple(segment for owner, segment in segments if owner == cp_rank)
     readers = tuple(
-        tuple(Reader(rank, spans.row(segment.start)) for rank, spans in enumerate(seen) if segment.start in spans)
+        tuple(Reader(rank, spans.row(segment.start)) for rank, spans in seen.items() if segment.start in spans)
         for segment in own
     )
-    most, arriving = max(num_rows), _arriving(segments, seen)
-    return Gathering(tuple(pieces), pairs, own, readers, most, arriving, mask.num_visible // cp_size)
+    return Gathering(tuple(pieces), pairs, own, readers, capacity, arriving, mask.num_visible // len(shards))
 
 
-def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:
-    """Keys that a shard of queries sees, rounded to a 64th of a chunk."""
+def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str) -> Spans:
+    """Keys that a shard of queries sees, rounded to a 64th of a chunk if all chunks are equal."""
     size = shard[0].size
-    grain = max(1, size // 64)  # few different sizes of segments, and none of a few rows
+    grain = 1 if layout == "balanced" else max(1, size // 64)  # few sizes of segments, and none of a few rows
     grain -= grain % 16 if grain > 16 else 0  # kernels are compiled for lengths divisible by 16 and others
     spans: list[tuple[int, int]] = []
     for chunk in shard:
@@ -241,8 +297,8 @@ def _runs(segments: Iterable[Chunk]) -> Iterator[Chunk]:
         yield run
 
 
-def _shards(seqlen: int, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
-    return [chunks(seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+def _shards(mask: SequenceMask, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
+    return [chunks(mask.seqlen, cp_size, rank, layout, mask.cu_seqlens) for rank in range(cp_size)]
 
 
 def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> Iterator[Region]:

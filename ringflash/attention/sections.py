@@ -36,7 +36,7 @@ class Sections(NamedTuple):
     backward: tuple[int, ...]
 
 
-def choose_sections(shape: Shape, num_heads: int, keys: int, dtype: torch.dtype) -> Sections:
+def choose_sections(shape: Shape, num_heads: int, keys: int, dtype: torch.dtype, num_blocks: int = 1) -> Sections:
     """Divide the KV heads into sections. The first one is small, since no kernel hides its pull.
 
     Args:
@@ -67,6 +67,28 @@ def fits_unbuffered(shape: Shape, keys: int, dtype: torch.dtype) -> bool:
     """
     batch, _, num_kv_heads, head_dim = shape
     return 2 * batch * keys * num_kv_heads * head_dim * dtype.itemsize <= MAX_UNBUFFERED_KV_BYTES
+
+
+class Unit(NamedTuple):
+    """A section of heads over a block of keys: what is gathered and computed at a time.
+
+    Args:
+        stage: number among the units whose keys travel, which use buffers in turn; None for the rank's own keys.
+    """
+
+    section: int
+    block: int
+    stage: int | None
+
+
+def order_units(num_sections: int, num_blocks: int) -> tuple[Unit, ...]:
+    """List the units of a call in order; a call of several blocks computes two sections side by side."""
+    if num_blocks == 1:
+        return tuple(Unit(section, 0, section) for section in range(num_sections))
+    pairs = (range(first, min(first + 2, num_sections)) for first in range(0, num_sections, 2))
+    order = [(section, block) for pair in pairs for block in range(num_blocks) for section in pair]
+    stages = accumulate(block > 0 for _, block in order)
+    return tuple(Unit(*unit, stage - 1 if unit[1] else None) for unit, stage in zip(order, stages, strict=True))
 
 
 def buffer_heads(heads: tuple[int, ...], num_buffers: int = 2) -> tuple[int, ...]:

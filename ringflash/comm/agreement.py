@@ -1,13 +1,17 @@
 """Agreement of the ranks of a group on a call, reached before anything is sent.
 
-If only one rank raises, or posts messages of another size, the others wait for it forever. So a call first
-exchanges its signature, and its error if it has one. Then either every rank raises or none does.
+If only one rank raises, or posts messages of another size, the others wait for it forever. So the ranks first compare
+the signatures of their calls, and an error if a rank has one. Then either every rank raises or none does. They
+exchange checksums of 16 bytes; only if these differ, each also sends its signature or error, for the message.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +31,7 @@ from ringflash.comm.timeouts import timeout as ring_timeout
 Policy = Literal["changed", "always", "never"]
 
 MESSAGE_BYTES = 2048
+REMEMBERED = 8  # signatures of calls that a group has compared: a model alternates between few kinds of layers
 TIMEOUT = timedelta(seconds=120)  # for a rank that never joins: longer than ranks drift apart, shorter than a coffee
 READ_TIMEOUT = timedelta(minutes=30)  # after reading files, which takes some hosts longer than others
 
@@ -35,7 +40,7 @@ _ERRORS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, NotIm
 _CPU = torch.device("cpu")
 
 _policy: Policy = "changed"
-_last: WeakKeyDictionary[dist.ProcessGroup, dict[str, object]] = WeakKeyDictionary()  # the last call that was compared
+_compared: WeakKeyDictionary[dist.ProcessGroup, deque[tuple[dict[str, object], int]]] = WeakKeyDictionary()
 _interrupted: WeakKeyDictionary[dist.ProcessGroup, tuple[int, str]] = WeakKeyDictionary()  # count and place of the last
 
 
@@ -43,9 +48,9 @@ def set_agreement_check(policy: Policy) -> None:
     """Set when ranks compare their calls.
 
     Args:
-        policy: "changed" (default) compares a call that differs from this rank's last one, and every call with
-            tensors on CPUs. "always" also catches a single rank that repeats its last call on GPUs, at the cost of
-            one exchange between hosts per call. "never" trusts the caller.
+        policy: "changed" (default) compares a call that differs from the last 8 kinds of call that this rank has
+            compared, and every call with tensors on CPUs. "always" also compares a repeated call on GPUs before it
+            sends, at the cost of one exchange between hosts per call. "never" trusts the caller.
     """
     global _policy
     if policy not in ("changed", "always", "never"):
@@ -60,18 +65,20 @@ def agree(
     device: torch.device = _CPU,
     timeout: timedelta | None = None,
     call: CallNumber | None = None,
-) -> None:
+) -> int:
     """Return if every rank of `group` made the same call and none has an error; raise on every rank otherwise.
 
     Args:
         signature: JSON values that must be equal on all ranks.
         error: the error that this rank would raise.
-        device: device of the call's tensors. A call on a GPU that repeats this rank's last one is not compared again,
-            since its host would wait for the other hosts every time. Any other call is compared.
+        device: device of the call's tensors. A call on a GPU that repeats one of the last kinds that were compared is
+            not compared again, since its host would wait for the other hosts every time. Any other call is compared.
         timeout: limit of the wait for the other ranks, default 120 s. The ring's own timeout
             (`ringflash.set_timeout`) applies if it is longer.
         call: number of the call, if this is a ring call. Compared like the signature and the version of ringflash,
             but a new number is no reason to compare.
+    Returns:
+        A checksum of the signature, 16 bits; 0 if calls are not compared.
     Raises:
         The error of the first rank that has one, as ValueError, NotImplementedError or RuntimeError; ValueError if
         signatures differ; RuntimeError if a rank does not join within the timeout.
@@ -82,20 +89,25 @@ def agree(
     if group is None or _policy == "never":
         if error is not None:
             raise error
-        return
+        return 0
     times, place = _interrupted.get(group, (0, ""))
     signature = {**signature, "errors in calls": f"{times}, the last {place}" if times else "none"}
-    if device.type == "cpu" or _policy == "always" or error is not None or _last.get(group) != signature:
+    compared = _compared.setdefault(group, deque(maxlen=REMEMBERED))
+    checksum = next((checksum for known, checksum in compared if known == signature), None)
+    if device.type == "cpu" or _policy == "always" or error is not None or checksum is None:
         extra = {"call": str(call or f"none, before {call_numbers.next_number(group)}"), "ringflash": _version()}
         try:
-            answers = _exchange(group, _encode({**signature, **extra}, error), timeout)
+            answers = _exchange_if_different(group, _encode({**signature, **extra}, error), timeout)
         except RuntimeError as unanswered:
             _interrupt(group, "before its first message")  # the others may be in the call
             if error is not None:
                 raise error from unanswered
             raise
         _compare(answers, error)
-        _last[group] = signature
+    if checksum is None:
+        checksum = zlib.crc32(json.dumps(signature).encode()) & 0xFFFF
+        compared.append((signature, checksum))
+    return checksum
 
 
 def agree_on_backward(
@@ -180,6 +192,12 @@ def _truncate(text: str) -> str:
     while len(json.dumps(text)) > MESSAGE_BYTES // 2:
         text = text[: len(text) // 2]
     return text
+
+
+def _exchange_if_different(group: dist.ProcessGroup, message: bytes, timeout: timedelta | None) -> list[bytes]:
+    """Return this rank's message alone if all ranks have the same one, else that of every rank."""
+    checksums = _exchange(group, hashlib.sha256(message).digest()[:16], timeout)
+    return [message] if len(set(checksums)) == 1 else _exchange(group, message, timeout)
 
 
 def _exchange(group: dist.ProcessGroup, message: bytes, timeout: timedelta | None = None) -> list[bytes]:

@@ -2,9 +2,9 @@
 
 A rank that skips a call, or runs two backwards in another order than its peers, exchanges well-formed tensors of
 different layers. So every call has a number, and a backward also names its forward. With tensors on CPUs the ranks
-compare both numbers before they send. On GPUs both numbers travel in one word along with the first K/V of a call.
-The host compares the words that have arrived when it makes its next call, and never waits for one
-(docs/decisions/0004-agreement.md).
+compare both numbers before they send. On GPUs both numbers and a checksum of the call's arguments travel in one word
+along with the first K/V of a call. The host compares the words that have arrived when it makes its next call, and never
+waits for one (docs/decisions/0004-agreement.md).
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ class CallNumber(NamedTuple):
     Args:
         number: 0 if there is none, as in a single process.
         forward: number of the forward that a backward belongs to; 0 for a forward.
+        checksum: checksum of the arguments of a forward, 16 bits; 0 for a backward.
     """
 
     number: int = 0
     forward: int = 0
+    checksum: int = 0
 
     @property
     def word(self) -> int:
-        """Both numbers packed into one int64."""
-        return self.number << 32 | self.forward
+        """The lowest 23 bits of `number`, 24 bits of `forward` and the checksum, packed into one int64."""
+        return (self.number & 0x7FFFFF) << 40 | (self.forward & 0xFFFFFF) << 16 | self.checksum
 
     def __str__(self) -> str:
         return f"{self.number} (backward of call {self.forward})" if self.forward else f"{self.number} (forward)"
@@ -121,6 +123,17 @@ class Words:
             return None
         return torch.empty_like(self.arrived, device="cpu", pin_memory=device.type == "cuda")
 
+    def compare_later(self, group: dist.ProcessGroup, call: CallNumber, ranks: Sequence[int]) -> None:
+        """Copy the words that have arrived on the current stream to the host, for a later `check`.
+
+        Args:
+            ranks: ranks of the senders within the group.
+        """
+        on_host = self.for_host(call)
+        if on_host is not None:
+            on_host.copy_(self.arrived, non_blocking=True)
+            expect(group, torch.cuda.current_stream().record_event(), call, on_host, ranks)
+
 
 def expect(
     group: dist.ProcessGroup, arrival: Arrival, call: CallNumber, words: torch.Tensor, senders: Sequence[int]
@@ -156,13 +169,15 @@ def _problem(calls: _Calls) -> str:
     return calls.problem
 
 
-def _read(word: int) -> CallNumber:
-    return CallNumber(word >> 32, word & 0xFFFFFFFF)
+def _describe(word: int, own: CallNumber) -> str:
+    """Name the call of a peer whose word differs from this rank's."""
+    theirs = CallNumber(word >> 40, word >> 16 & 0xFFFFFF, word & 0xFFFF)
+    return f"call {theirs}" + (" with other arguments" if theirs.word >> 16 == own.word >> 16 else "")
 
 
 def _compare(unread: _Unread) -> str:
     words = zip(unread.senders, unread.words.tolist(), strict=True)
-    theirs = [f"call {_read(word)} on rank {rank}" for rank, word in words if word != unread.call.word]
+    theirs = [f"{_describe(word, unread.call)} on rank {rank}" for rank, word in words if word != unread.call.word]
     if not theirs:
         return ""
     return (

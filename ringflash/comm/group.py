@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
+HOST_AXES = ("host", "gpu")
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
@@ -23,21 +25,24 @@ def resolve(group: Group) -> dist.ProcessGroup | None:
     """Return the process group behind `group`; None if it has no other rank to communicate with.
 
     Args:
-        group: a ProcessGroup, a 1-D DeviceMesh, or None for one process. `dist.group.WORLD` is a ProcessGroup.
+        group: a ProcessGroup, a 1-D DeviceMesh, a 2-D one with the axes ("host", "gpu"), or None for one process.
+            `dist.group.WORLD` is a ProcessGroup. The first call with a 2-D mesh is collective over the mesh that it is
+            a part of.
     Raises:
-        ValueError: a mesh with several axes or without this rank, or another type.
+        ValueError: a mesh with other axes, without this rank, or not numbered host by host; or another type.
     """
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
+        if group.ndim != 1 and group.mesh_dim_names != HOST_AXES:
             raise ValueError(
-                f"group must be a 1-D mesh, got axes {group.mesh_dim_names or group.ndim}; pass one axis of it."
+                f"group must be a 1-D mesh, or a 2-D one with axes {HOST_AXES}, got axes "
+                f"{group.mesh_dim_names or group.ndim}; pass one axis of it."
             )
         if group.get_coordinate() is None:
             raise ValueError(
                 f"group must be a mesh that holds this rank, got one of ranks {group.mesh.tolist()}; "
                 "a rank outside the group must not call."
             )
-        group = group.get_group()
+        group = group.get_group() if group.ndim == 1 else _flatten(group)
     if group is None:
         return None
     if not isinstance(group, dist.ProcessGroup):
@@ -46,6 +51,59 @@ def resolve(group: Group) -> dist.ProcessGroup | None:
             "a rank outside the group must not call."
         )
     return group if group.size() > 1 else None
+
+
+def _flatten(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of all ranks of a mesh of hosts and their GPUs, and remember how the mesh splits it."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"group must be a mesh of hosts and GPUs whose ranks ascend, got {mesh.mesh.tolist()}; "
+            "number the ranks host by host."
+        )
+    group = mesh._flatten().get_group()
+    _splits.setdefault(group, HostSplit(*mesh.mesh.shape))
+    return group
+
+
+class HostSplit(NamedTuple):
+    """Split of a group into hosts with equally many ranks each, numbered host by host.
+
+    Args:
+        num_hosts: hosts of the group; here a host is any set of ranks with fast links.
+        num_gpus: ranks on each host.
+    """
+
+    num_hosts: int
+    num_gpus: int
+
+    def host_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks on the host of `rank`."""
+        first = rank - rank % self.num_gpus
+        return tuple(range(first, first + self.num_gpus))
+
+    def rail_of(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that have the place of `rank` on their hosts, one of each host."""
+        return tuple(range(rank % self.num_gpus, self.num_hosts * self.num_gpus, self.num_gpus))
+
+    def __str__(self) -> str:
+        return f"{self.num_hosts} x {self.num_gpus} (hosts x GPUs)"
+
+
+_splits: WeakKeyDictionary[dist.ProcessGroup, HostSplit] = WeakKeyDictionary()
+
+
+def known_split(group: dist.ProcessGroup) -> HostSplit | None:
+    """Return how a group is split into hosts; None if neither a mesh has told nor the ranks have compared their hosts.
+
+    The same on every rank.
+    """
+    return _splits.get(group)
+
+
+def remember_split(group: dist.ProcessGroup, split: HostSplit) -> None:
+    """Record how a group is split into hosts; called on all of its ranks."""
+    _splits[group] = split
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

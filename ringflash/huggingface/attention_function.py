@@ -21,6 +21,7 @@ from ringflash.huggingface.consistency import ForwardInputs, check_consistency, 
 from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import use_global_length
 from ringflash.huggingface.options import NAME, ModelRing, check_single_process
+from ringflash.huggingface.recurrent_layers import use_sequence_order
 from ringflash.huggingface.validation import (
     attention_modules,
     check_adapters,
@@ -65,6 +66,7 @@ def set_group(
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
+    fp8_backward: str = "bf16",
 ) -> None:
     """Give one model its group and options, which are stored on its attention modules.
 
@@ -86,7 +88,7 @@ def set_group(
             "from_pretrained or from_config with it."
         )
     granularity(1, layout)
-    options = ModelRing(resolve(group), layout, impl, transport, deterministic)
+    options = ModelRing(resolve(group), layout, impl, transport, deterministic, fp8_backward)
     modules = attention_modules(model)
     if not modules:
         raise ValueError(
@@ -102,6 +104,7 @@ def set_group(
         check_direction(module)
     inputs = ForwardInputs.watch(base, modules, options)
     use_global_length(base, options)
+    use_sequence_order(model, options, inputs)
     guard_losses(model, inputs)
     generate_locally(model, inputs)
     for module in modules:
@@ -175,8 +178,8 @@ def _attend(
     options = _options(module)
     causal = _is_causal(module) if is_causal is None else is_causal
     error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux)
-    if getattr(module, "layer_idx", 0) == 0:
-        inputs = getattr(module, "_ringflash_given", None)
+    inputs = getattr(module, "_ringflash_given", None)
+    if getattr(module, "layer_idx", 0) == 0 and (inputs is None or inputs.first_layer is None):
         positions = kwargs.get("position_ids")
         check_consistency(options, query, attention_mask, positions, cu_seqlens, checksum, inputs, error)
     elif error is not None:

@@ -40,6 +40,7 @@ class ForwardInputs:
     def __init__(self, names: tuple[str, ...], options: ModelRing, configs: list[Any]) -> None:
         self._names = names
         self.options, self.configs = options, configs
+        self.first_layer: str | None = None  # class and index of the recurrent layer that checks, if there is one
         self._documents_given_to: str | None = None  # class of the model that was given cu_seqlens
         self._position_ids: Tensor | None = None
         self._errors: dict[str, Exception] = {}

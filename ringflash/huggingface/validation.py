@@ -36,6 +36,21 @@ _REMEDIES = {
 }
 
 
+# Classes of layers in which tokens meet outside attention, and which `recurrent_layers` runs in sequence order.
+RECURRENT_LAYERS = {
+    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
+    "KimiLinearDeltaAttention", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "FalconH1Mixer",
+    "Lfm2ShortConv",
+}  # fmt: skip
+_KINDS = ("full_attention", "sliding_attention", "attention")
+_RECURRENT_KINDS = ("linear_attention", "hybrid", "conv", "mlp", "moe")  # and those of models with such layers
+
+
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that `recurrent_layers` runs in sequence order, in the order of the layers."""
+    return [module for module in model.modules() if type(module).__name__ in RECURRENT_LAYERS]
+
+
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that follow `attn_implementation`, in the order of the layers."""
     return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
@@ -104,7 +119,7 @@ def find_static_error(
 ) -> Exception | None:
     """Return the error for arguments that ring attention does not support, or None."""
     try:
-        _check_kwargs(kwargs)
+        check_kwargs(kwargs)
         check_layer_type(module)
         check_direction(module)
         _check_dropout(dropout)
@@ -117,7 +132,8 @@ def find_static_error(
     return None
 
 
-def _check_kwargs(kwargs: dict[str, Any]) -> None:
+def check_kwargs(kwargs: dict[str, Any]) -> None:
+    """Raise NotImplementedError for an argument of a layer that it would have to ignore."""
     for name, value in kwargs.items():
         if name in _HARMLESS or value is None or value is False:
             continue
@@ -140,11 +156,13 @@ def check_model(base: nn.Module) -> None:
     Raises:
         NotImplementedError: layers other than attention that mix tokens, or positions that the model counts itself.
     """
+    ordered = {part for layer in recurrent_modules(base) for part in layer.modules()}
     for name, module in base.named_modules():
-        if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,)):
+        mixes = isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
+        if mixes and module not in ordered:
             raise NotImplementedError(
                 f"{name} must treat tokens one by one, got {type(module).__name__}, which would end with the shard; "
-                "use a model whose tokens meet in attention only."
+                f"use a model whose tokens meet in attention or in {', '.join(sorted(RECURRENT_LAYERS))} only."
             )
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise NotImplementedError(
@@ -165,8 +183,9 @@ def check_layer_type(module: nn.Module) -> None:
     """
     config = getattr(module, "config", None)
     kinds = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
+    known = _KINDS + (_RECURRENT_KINDS if _is_hybrid(module) else ())
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention", "attention") and not _is_chunked(module, kind):
+        if kind not in known and not _is_chunked(module, kind):
             raise NotImplementedError(
                 f"layer_types must be full_attention, sliding_attention or Llama 4's chunked_attention, got {kind!r}; "
                 "use another attn_implementation."
@@ -178,6 +197,11 @@ def _is_chunked(module: nn.Module, kind: str) -> bool:
     if kind != "chunked_attention" or not getattr(module.config, "attention_chunk_size", None):
         return False
     return hasattr(sys.modules[type(module).__module__], "create_chunked_causal_mask")
+
+
+def _is_hybrid(module: nn.Module) -> bool:
+    """Return True if the model's code has recurrent layers that we know; `check_model` has looked for others."""
+    return not RECURRENT_LAYERS.isdisjoint(vars(sys.modules[type(module).__module__]))
 
 
 def check_rope(base: nn.Module) -> None:

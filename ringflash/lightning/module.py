@@ -45,7 +45,7 @@ class CausalLM(lightning.LightningModule):
         betas: AdamW's betas.
         seed: determines the initial parameters.
         memory: which activations are kept for the backward; default all.
-        impl: attention kernel, as in `ring_attention`; "auto" or for example "hopper_fp8" (docs/fp8.md).
+        impl, fp8_backward: attention kernel, as in `ring_attention`; "auto" or for example "hopper_fp8" (docs/fp8.md).
     """
 
     def __init__(
@@ -61,13 +61,14 @@ class CausalLM(lightning.LightningModule):
         memory: Memory = Memory(),  # noqa: B008, it cannot change
         pretrained: str | None = None,
         impl: str = "auto",
+        fp8_backward: str = "bf16",
     ) -> None:
         super().__init__()
         self.pretrained = None if pretrained is None else Path(pretrained)
         self.config = laid_over(read_config(self.pretrained) if self.pretrained else {}, model or {})
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.final_rate = warmup_steps, decay_steps, final_rate
-        self.seed, self.memory, self.impl = seed, memory, impl
+        self.seed, self.memory, self.impl, self.fp8_backward = seed, memory, impl, fp8_backward
         self.model: huggingface.CausalLMWithLoss | None = None
         self._in_fp32: list[nn.Module] = []
         self.flops_of: Callable[[Sequence[int]], float] | None = None  # documents' bounds of a sequence -> its FLOPs
@@ -80,7 +81,9 @@ class CausalLM(lightning.LightningModule):
         if self.model is not None:
             return
         strategy = strategy_of(self.trainer)
-        self.model = empty_model(self.config, strategy.cp_group, self.memory, strategy.layout, self.impl)
+        self.model = empty_model(
+            self.config, strategy.cp_group, self.memory, strategy.layout, self.impl, self.fp8_backward
+        )
         self.flops_of = _flops_of(self.model.model)
         self._in_fp32 = modules_in_fp32(self.model.model)
         strategy.shard_parameters(self.model, _layers(self.model), in_fp32=self._in_fp32)
@@ -263,6 +266,7 @@ def empty_model(
     memory: Memory,
     layout: str = "zigzag",
     impl: str = "auto",
+    fp8_backward: str = "bf16",
 ) -> huggingface.CausalLMWithLoss:
     """Build the model of `build_model` on the meta device: `draw_weights` or `load_weights` gives it values."""
     huggingface.register()  # raises if transformers is missing
@@ -272,7 +276,7 @@ def empty_model(
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**config), attn_implementation="ringflash", dtype=torch.get_default_dtype()
         )
-    huggingface.set_group(model, group, layout=layout, impl=impl)
+    huggingface.set_group(model, group, layout=layout, impl=impl, fp8_backward=fp8_backward)
     save_memory(model, memory)
     return huggingface.CausalLMWithLoss(model, group)
 

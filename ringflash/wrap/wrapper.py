@@ -47,6 +47,7 @@ def wrap_attention(
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
+    fp8_backward: str = "bf16",
 ) -> Module:
     """Make every attention of `module` attend over the whole sequence, of which each rank holds a shard; in place.
 
@@ -56,7 +57,7 @@ def wrap_attention(
     Args:
         module: holds layers that call torch.nn.functional.scaled_dot_product_attention on (batch, heads, seqlen,
             head_dim), transformers models, and `RingAttention`, in any mixture.
-        group, layout, impl, transport, deterministic: as `ring_attention`.
+        group, layout, impl, transport, deterministic, fp8_backward: as `ring_attention`.
     Returns:
         module: the same object; parameters and their names are untouched.
     Raises:
@@ -64,7 +65,7 @@ def wrap_attention(
         ValueError: wrapped already. RuntimeError: at the end of the first forward that called no attention.
     """
     granularity(1, layout)
-    options = ModelRing(resolve(group), layout, impl, transport, deterministic)
+    options = ModelRing(resolve(group), layout, impl, transport, deterministic, fp8_backward)
     for name, layer in module.named_modules():
         _check(name or type(module).__name__, layer, layout)
     for name, model in _transformers_models(module).items():
@@ -149,7 +150,7 @@ def _switch(name: str, model: Any, options: ModelRing) -> None:
             raise ValueError(f"{type(model).__name__}, whose layers attend by themselves; use another model.")
         huggingface.set_group(
             model, options.group, layout=options.layout, impl=options.impl, transport=options.transport,
-            deterministic=options.deterministic,
+            deterministic=options.deterministic, fp8_backward=options.fp8_backward,
         )  # fmt: skip
     except (ValueError, NotImplementedError) as error:
         raise NotImplementedError(f"{name} must take attn_implementation={NAME!r}, got: {error}") from error

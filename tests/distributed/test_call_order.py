@@ -26,7 +26,7 @@ Call = Callable[[], torch.Tensor]
 
 def forget() -> None:
     transport._open.clear()
-    for notes in (call_numbers._of_groups, agreement._interrupted, agreement._last):
+    for notes in (call_numbers._of_groups, agreement._interrupted, agreement._compared):
         notes.clear()
 
 
@@ -193,12 +193,45 @@ def test_calls_in_one_order_pass(pool: Pool, memory: Any) -> None:
         pool.run(in_order, memory, turns, size=4)
 
 
-def as_on_a_gpu(*inputs: Any, **options: Any) -> None:
+def as_on_a_gpu(*inputs: Any, **options: Any) -> int:
     """`agree` for tensors of a GPU: a repeated call is not compared."""
-    _agree(*inputs[:3], torch.device("cuda"), **options)
+    return _agree(*inputs[:3], torch.device("cuda"), **options)
 
 
 _agree = agreement.agree
+
+
+def kinds_in_another_order(ctx: Context) -> list[str]:
+    """Two kinds of layers take turns, as windowed and full ones do; then rank 0 makes one of them out of turn."""
+    texts, exchange = [], mock.Mock(side_effect=agreement._exchange)
+    torch.manual_seed(ctx.rank)
+    q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
+
+    def call(scale: float) -> None:
+        ringflash.ring_attention(q, q, q, group=ctx.group, softmax_scale=scale)
+
+    with (
+        forgotten(),
+        copy_engine(),
+        mock.patch.object(agreement, "agree", as_on_a_gpu),
+        mock.patch.object(agreement, "_exchange", exchange),
+    ):
+        ringflash.set_agreement_check("changed")
+        for scale in (0.1, 0.2, 0.1, 0.2, 0.2):
+            call(scale)
+        assert exchange.call_count == 2
+        call(0.1 if ctx.rank else 0.2)
+        with pytest.raises(RuntimeError) as raised:
+            call(0.1)
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_kinds_of_layers_that_take_turns_are_compared_once(pool: Pool) -> None:
+    """A kind out of turn is found by the checksum beside its keys."""
+    for rank, (text,) in enumerate(pool.run(kinds_in_another_order, size=2)):
+        wanted = f"call 6 (forward) on this rank and call 6 (forward) with other arguments on rank {1 - rank}, "
+        assert wanted in text
 
 
 def left_before_the_first_message(ctx: Context) -> list[str]:

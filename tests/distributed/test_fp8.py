@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import ringflash
+from ringflash.comm.transport import Message, Pending, PointToPoint
 from tests.helpers import ring_check, tolerance
 from tests.helpers.cases import Case, mask_cases
 from tests.helpers.peer_memory import copy_engine
@@ -32,21 +35,24 @@ ALIGNED = 128
 WHOLE_CHUNKS = [case for case in MASKS if case.window == "none" and case.documents in ("none", "whole", "aligned")]
 
 
-def one_process(case: Case, whole: ring_check.Problem, chunk: int) -> dict[str, torch.Tensor]:
+def one_process(
+    case: Case, whole: ring_check.Problem, chunk: int, fp8_backward: str = "bf16"
+) -> dict[str, torch.Tensor]:
     """Return the results of one process, which holds all positions in order."""
-    return ring_check.run(Context(None, 0, 1, whole.q.device), case, whole, chunk, IMPL)
+    return ring_check.run(Context(None, 0, 1, whole.q.device), case, whole, chunk, IMPL, fp8_backward=fp8_backward)
 
 
-def check_all(ctx: Context, cases: list[Case], chunk: int, by_heads: bool) -> None:
+def check_all(ctx: Context, cases: list[Case], chunk: int, by_heads: bool, fp8_backward: str = "bf16") -> None:
     """Assert that this rank's results keep within the tolerance, and if operands are equal, that they hardly differ."""
     with copy_engine() if by_heads else nullcontext():
         for case in cases:
             whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
-            got = ring_check.run(ctx, case, whole, chunk, IMPL)
-            results = ring_check.oracle(case, whole, chunk, torch.float64), one_process(case, whole, chunk)
+            got = ring_check.run(ctx, case, whole, chunk, IMPL, fp8_backward=fp8_backward)
+            alone = one_process(case, whole, chunk, fp8_backward)
+            results = ring_check.oracle(case, whole, chunk, torch.float64), alone
             want, alone = ({name: ring_check.shard(ctx, case, x[name], name) for name in got} for x in results)
             tolerance.assert_close(got, want, alone, num_chunks=2)
-            if chunk == ALIGNED:
+            if chunk == ALIGNED and fp8_backward != "fp8":  # whose scales of dK and dV follow from the rank's queries
                 assert_same_operands(got, alone, exact=("out", "lse") if by_heads else ())
 
 
@@ -74,6 +80,43 @@ def test_operands_have_the_same_bits_on_every_rank(pool: Pool, by_heads: bool) -
     pool.run(check_all, [*cases, *SHAPES], ALIGNED, by_heads, size=2)
 
 
+@pytest.mark.parametrize("by_heads", [False, True], ids=["by hops", "by heads"])
+@pytest.mark.parametrize("fp8_backward", ["fp8_scores", "fp8"])
+def test_products_of_the_backward(pool: Pool, by_heads: bool, fp8_backward: str) -> None:
+    """The forward keeps the largest score of each row for "fp8"."""
+    cases = [*WHOLE_CHUNKS[by_heads::9], *SHAPES[::2]]
+    pool.run(check_all, cases, ALIGNED, by_heads, fp8_backward, size=2)
+
+
+def sent(ctx: Context, case: Case, chunk: int) -> list[tuple[str, int]]:
+    """Kind and bytes of each message that this rank sends."""
+    seen: list[tuple[str, int]] = []
+
+    def post(self: PointToPoint, sends: list[Message], recvs: list[Message]) -> Pending:
+        seen.extend((message.what.split()[0], message.tensor.nbytes) for message in sends if message.rank is not None)
+        return original(self, sends, recvs)
+
+    original = PointToPoint.post
+    whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
+    with mock.patch.object(PointToPoint, "post", post):
+        ring_check.run(ctx, case, whole, chunk, IMPL)
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [64, 50])
+def test_records_travel(pool: Pool, chunk: int) -> None:
+    """Half the bytes of K and V in bf16 and 128 for each record, in both passes; gradients return in fp32."""
+    case = SHAPES[0]
+    records = case.batch * -(-2 * chunk // ALIGNED) * case.num_kv_heads * (2 * ALIGNED * case.head_dim + 128)
+    gradients = 2 * case.batch * 2 * chunk * case.num_kv_heads * case.head_dim * 4
+    messages = [("K/V", records), ("K/V", records), ("dK/dV", gradients)]
+    assert pool.run(sent, case, chunk, size=2) == [messages] * 2
+
+
+def test_exchanged_heads(pool: Pool) -> None:
+    pool.run(check_all, [replace(SHAPES[0], transport="ulysses")], ALIGNED, False, "fp8", size=2)
+
+
 def check_other_blocks(ctx: Context) -> None:
     case, chunk = MASKS[0], 50
     whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
@@ -93,6 +136,20 @@ def test_other_inputs_are_refused_by_name(head_dim: int, dtype: torch.dtype, pro
     x = torch.zeros(1, 8, 2, head_dim, dtype=dtype)
     with pytest.raises(NotImplementedError, match=f"impl='{IMPL}' must be able to take the inputs, got {problem} "):
         ringflash.ring_attention(x, x, x, group=None, impl=IMPL)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"impl": "auto", "fp8_backward": "fp8"}, ValueError, "must be 'bf16' with impl='reference', got 'fp8'"),
+        ({"impl": IMPL, "fp8_backward": "e5m2"}, ValueError, "must be one of .*, got 'e5m2'; use 'bf16'"),
+        ({"impl": IMPL, "fp8_backward": "fp8", "deterministic": True}, NotImplementedError, "deterministic must be"),
+    ],
+)
+def test_other_backwards_are_refused_by_name(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    x = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(error, match=message):
+        ringflash.ring_attention(x, x, x, group=None, **options)
 
 
 def test_auto_never_rounds() -> None:

@@ -1,6 +1,6 @@
 """Ranks, kernel and dtype of this tier, its worker pool, and the table of errors it writes.
 
-    pytest tests/multi_gpu --ranks 2 --impl flash2 --dtype bfloat16 --ratios ratios.json
+    pytest tests/multi_gpu --ranks 2 --impl flash2 --dtype bfloat16 --transport copy_engine --ratios ratios.json
 
 `--backend gloo --impl reference` runs the same on the CPU, to check the tests themselves. `--ranks 8 --share-gpus` runs
 eight ranks on the GPUs that there are (tests/helpers/shared_gpu.py).
@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--impl", default="flash2", help="kernel: one of ringflash_kernels.IMPLS")
     parser.addoption("--dtype", default="bfloat16", help="dtype of q, k and v")
     parser.addoption("--backend", default="nccl", help="nccl, or gloo for the CPU")
+    parser.addoption("--transport", default=None, help="of test_ring_on_gpus; default the backend's messages")
     parser.addoption("--random-calls", type=int, default=40, help="how many seeds of test_random_calls")
     parser.addoption("--ratios", type=Path, default=None, help="JSON file for the errors over their budgets")
 
@@ -46,6 +47,7 @@ class Setup(NamedTuple):
     dtype: str
     backend: str
     shared: bool = False
+    transport: str = "nccl"
 
     @property
     def patience(self) -> float:
@@ -85,7 +87,14 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     few = backend == "nccl" and num_gpus < ranks
     if few and not (num_gpus and option("--share-gpus", False)):
         pytest.skip(f"needs {ranks} GPUs, found {num_gpus}; --share-gpus makes do with one")
-    return Setup(ranks, option("--impl", "flash2"), option("--dtype", "bfloat16"), backend, few)
+    return Setup(
+        ranks,
+        option("--impl", "flash2"),
+        option("--dtype", "bfloat16"),
+        backend,
+        few,
+        option("--transport", None) or backend,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,16 @@ LONG = [
     Case(head_dim=64, layout="contiguous", documents="crossing"),
     Case(head_dim=128, layout="striped", documents="mixed"),
 ]
+HEAD_DIMS = [
+    replace(case, head_dim=size)
+    for size in (96, 192, 256)
+    for case in (
+        Case(),
+        Case(causal=False, layout="contiguous"),
+        Case(window="left", documents="mixed", layout="striped"),
+        Case(num_heads=6, num_kv_heads=2, documents="crossing"),
+    )
+]
 
 
 def suited(case: Case, impl: str) -> Case:
@@ -63,8 +73,8 @@ SECTIONS = [
 
 
 def measure(ctx: Context, transport: str, *args: Any) -> list[Ratio]:
-    """`ring_check.measure` over one transport, not over what auto would take; over NCCL by heads."""
-    unused = "RingOfHops" if transport == "nccl" else "HeadGather"
+    """`ring_check.measure` over one transport, not over what auto would take; on GPUs by heads."""
+    unused = "HeadGather" if transport == "gloo" else "RingOfHops"
     refused = mock.patch(f"ringflash.attention.plan.{unused}", mock.Mock(side_effect=AssertionError(unused)))
     with over(transport), refused:
         return ring_check.measure(ctx, *args)
@@ -131,13 +141,19 @@ def test_current_device_need_not_be_the_tensors(pool: Pool, setup: Setup, table:
 @pytest.mark.parametrize("case", all_cases(), ids=str)
 def test_case(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
     case = suited(case, setup.impl)
-    spent = pool.run(measure, setup.backend, case, CHUNK, setup.dtype, setup.impl)
+    spent = pool.run(measure, setup.transport, case, CHUNK, setup.dtype, setup.impl)
     assert_within(table.add(str(case), spent))
+
+
+@pytest.mark.parametrize("case", HEAD_DIMS, ids=str)
+def test_head_dims(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
+    spent = pool.run(measure, setup.transport, case, CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add(f"head_dim-{case}", spent))
 
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_long(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
-    spent = pool.run(measure, setup.backend, case, LONG_CHUNK, setup.dtype, setup.impl)
+    spent = pool.run(measure, setup.transport, case, LONG_CHUNK, setup.dtype, setup.impl)
     assert_within(table.add(f"long-{case}", spent))
 
 
@@ -152,7 +168,7 @@ def test_case_by_hops(pool: Pool, setup: Setup, table: Table, case: Case) -> Non
 @pytest.mark.parametrize("case", SECTIONS, ids=str)
 def test_many_sections(pool: Pool, setup: Setup, table: Table, case: Case, turns: bool) -> None:
     case = suited(case, setup.impl)
-    spent = pool.run(measure_in_sections, setup.backend, turns, case, CHUNK, setup.dtype, setup.impl)
+    spent = pool.run(measure_in_sections, setup.transport, turns, case, CHUNK, setup.dtype, setup.impl)
     assert_within(table.add(f"sections-{case}{'-turns' * turns}", spent))
 
 

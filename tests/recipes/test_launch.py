@@ -138,9 +138,58 @@ def test_help_names_the_options_and_variables_of_the_launcher(launcher: str, tmp
 
 def test_slurm_dry_run() -> None:
     """One host script for each node, from the newest checkpoint; the user's flags come last."""
-    shown = dry_run("bash", "launch/slurm.sbatch", RECIPE, "--trainer.max_steps", "3", SLURM_NNODES="4")
+    job = {"SLURM_NNODES": "4", "SLURM_CPUS_ON_NODE": "96"}
+    shown = dry_run("bash", "launch/slurm.sbatch", RECIPE, "--trainer.max_steps", "3", **job)
     assert "NNODES=4 MAX_RESTARTS=3 RDZV_ENDPOINT=localhost:29500 RDZV_ID=" in shown
-    assert f"srun --kill-on-bad-exit=1 launch/host.sh {RECIPE} --ckpt_path auto --trainer.max_steps 3" in shown
+    assert "srun --ntasks-per-node=1 --cpu-bind=none --cpus-per-task 96 --kill-on-bad-exit=1 --nodes 4 " in shown
+    assert f"launch/host.sh {RECIPE} --ckpt_path auto --trainer.max_steps 3" in shown
+
+
+FARM = """#!/usr/bin/env bash
+# Nodes a1 to a4: a1 has a fault, and a2 gets one in the first training.
+echo "$*" >>"$FOLDER/asked"
+case "$*" in
+  *check.sh*) for i in 4 3 2; do if [[ $i != 2 || ! -e $FOLDER/broken ]]; then echo "a$i"; fi; done ;;
+  *a2,a3*) touch "$FOLDER/broken"; exit 3 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("spare", "trained", "ends"),
+    [
+        ("2", ["a2,a3", "a3,a4"], ""),
+        ("1", ["a2,a3,a4"], "needs 3 nodes without a fault, got 2 of 4"),
+        ("0", [], "got 3 of 4"),
+    ],
+)
+def test_slurm_trains_on_nodes_without_a_fault(tmp_path: Path, spare: str, trained: list[str], ends: str) -> None:
+    """A node that fails meanwhile is replaced by a spare, until there are too few."""
+    for name, text in (("srun", FARM), ("scontrol", "#!/usr/bin/env bash\nprintf 'a%s\\n' 1 2 3 4\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "a[1-4]", "SLURM_SUBMIT_DIR": str(ROOT)}
+    place = {"FOLDER": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    try:
+        output = run(["bash", "launch/slurm.sbatch"], timeout_s=30.0, CHECK="1", SPARE=spare, **job, **place)
+    except AssertionError as failed:
+        output = str(failed)
+    assert ends in output and ("exit status" in output) == bool(ends)
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert [line.split("--nodelist ")[1].split()[0] for line in asked if "--nodelist" in line] == trained
+
+
+def test_a_spare_without_a_check_is_refused() -> None:
+    with pytest.raises(AssertionError, match="SPARE must be a whole number, from 0 to 0, got 1"):
+        dry_run("bash", "launch/slurm.sbatch", SPARE="1")
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_a_node_with_a_fault_does_not_print_its_name(tmp_path: Path, healthy: bool) -> None:
+    (tmp_path / "python").write_text(f"#!/usr/bin/env bash\nexit {int(not healthy)}\n")
+    (tmp_path / "python").chmod(0o755)
+    shown = run(["launch/check.sh"], PYTHON=str(tmp_path / "python"), SLURMD_NODENAME="a1")
+    assert ("left out" in shown) != healthy and "a1" in shown
 
 
 @pytest.mark.parametrize("flag", [("--ckpt_path", "runs/a.ckpt"), ("--ckpt_path=null",)], ids=str)

@@ -35,7 +35,7 @@ SCALED_DOWN = {
     "model.model.intermediate_size": 48,
     "model.model.num_hidden_layers": 2,
 }
-SRUN = '#!/usr/bin/env bash\nshift\nSLURM_NODEID=0 exec "$@"\n'
+SRUN = '#!/usr/bin/env bash\nwhile [[ $1 != launch/* ]]; do shift; done\nSLURM_NODEID=0 exec "$@"\n'
 SCONTROL = '#!/usr/bin/env bash\necho "scontrol $*"\n'
 
 
@@ -99,7 +99,10 @@ def test_slurm_saves_before_the_time_limit_and_continues(folder: Path, uninterru
     meta = torch.load(saved / "meta.pt", weights_only=True)
     assert meta["global_step"] == meta["TextData"]["num_consumed"] == step < STEPS
     newest = newest_checkpoint(folder / "slurm")  # of the same step, where a regular one was due at its end
-    output = train(*flags(folder, "slurm"), "--ckpt_path=auto", num_ranks=2)
+    by_time = "--checkpoint.every_n_train_steps=null", "--checkpoint.train_time_interval=00:00:00"
+    output = train(*flags(folder, "slurm"), *by_time, "--ckpt_path=auto", num_ranks=2)
+    checkpoints = {path.stem for path in (folder / "slurm" / "version_1" / "checkpoints").iterdir()}
+    assert checkpoints == {f"epoch=0-step={i}" for i in range(step + 1, STEPS + 1)}  # one whenever no time has passed
     assert f"Restored all states from the checkpoint at {newest}" in output
     assert losses(folder / "slurm", 1) == {i: uninterrupted[i] for i in range(step, STEPS)}
 

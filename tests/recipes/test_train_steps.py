@@ -27,6 +27,7 @@ from tests.recipes.test_8b_recipes import SMALL
 FLAGS = {
     **{f"model.model.{name}": value for name, value in SMALL.items()},
     "trainer.strategy.init_args.context_parallel_size": 2, "model.memory.mlp_tile_tokens": 40, "loggers": "[csv]",
+    "model.model.head_dim": 64,
 }  # fmt: skip
 
 
@@ -35,18 +36,21 @@ def test_steps_of_two_lengths(tmp_path: Path) -> None:
     recipe = ROOT / "recipes" / "lightning"
     flags = [f"--{key}={value}" for key, value in FLAGS.items()]
     output = run_ranks(
-        "benchmarks.train_steps", "--lengths", "192x2,384", "--warm_up", "96", "--waits", "--document_tokens", "100",
+        "benchmarks.train_steps", "--lengths", "192,384", "--warm_up", "96", "--waits", "--document_tokens", "100",
+        "--attention", "reference,reference_fp8:fp8",
         "--json", tmp_path / "results", "--output_dir", tmp_path / "run",
         "--config", recipe / "qwen3_8b_pretrain.yaml", "--config", recipe / "1m_cp8_8gpus.yaml", *flags, num_ranks=2,
     )  # fmt: skip
     result = json.loads((tmp_path / "results").read_text())
     steps = result["steps"]
-    assert [(step["kind"], step["seqlen"]) for step in steps] == [
-        ("warm_up", 96), ("warm_up", 96), ("timed", 192), ("timed", 192), ("waits", 192), ("timed", 384), ("waits", 384)
-    ]  # fmt: skip
+    order = (("warm_up", 96), ("timed", 192), ("waits", 192), ("timed", 384), ("waits", 384))
+    kernels = ("reference", "reference_fp8:fp8")
+    want = [(*pair, kernel) for pair in order for kernel in kernels]
+    want.insert(2, want[1])
+    assert [(step["kind"], step["seqlen"], step["attention"]) for step in steps] == want
     assert all(5.0 < step["loss"] < 6.0 for step in steps)  # log(257) is 5.55
     assert all(step["seconds"] > 0 and math.isfinite(step["grad_norm"]) for step in steps)
-    assert [step["exposed_communication_ms"] > 0 for step in steps if step["kind"] == "waits"] == [True, True]
+    assert [step["exposed_communication_ms"] > 0 for step in steps if step["kind"] == "waits"] == [True] * 4
     assert not any("parts" in step or step["mfu_percent"] is not None for step in steps) and result["plans"] == {}
     assert (result["ranks"], result["memory"]["offload_checkpoints"]) == (2, True)
     model, windows = model_of(result["model"])
@@ -96,6 +100,8 @@ def test_schedule() -> None:
         Step(16, "timed", traced=True), Step(16, "waits"),
     ]  # fmt: skip
     assert len(schedule("8x2,16", 4, waits=False)) == 5
+    both = [Step(8, "timed", traced, kernel) for traced in (False, True) for kernel in ("hopper", "hopper_fp8:fp8")]
+    assert schedule("8x2", 4, False, ["hopper", "hopper_fp8:fp8"])[3:] == both
 
 
 @pytest.mark.parametrize("lengths", ["8k", "8x0", "", "8,x2", "8xmany"])

@@ -17,10 +17,10 @@ from ringflash.attention import gathered_buffers, sections
 from ringflash.attention.schedule import Gathering, gather
 from ringflash.comm.transport import MessageMemory, PointToPoint, buffers
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
-from ringflash.sequence.layout import chunks, local_positions
+from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import dense
-from tests.unit.test_schedule import problems, three_zigzags  # noqa: F401, a fixture of every test here
+from tests.unit.test_schedule import held, problems, three_zigzags  # noqa: F401, a fixture of every test here
 
 Problem = tuple[SequenceMask, int, str]
 
@@ -43,7 +43,7 @@ def test_every_visible_key_in_order(problem: Problem) -> None:
     want = dense.visible(
         position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=mask.cu_seqlens
     )
-    positions = [local_positions(mask.seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+    positions = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
     ranks = of_all(problem)
     for rank, found in enumerate(ranks):
         piece_keys = [positions[piece.owner][piece.start : piece.start + piece.size] for piece in found.pieces]
@@ -65,7 +65,7 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
     for rank, found in enumerate(ranks):
         assert [row for segment in found.segments for row in range(segment.row, segment.row + segment.size)] == [
             row
-            for chunk in chunks(mask.seqlen, cp_size, rank, layout)
+            for chunk in chunks(mask.seqlen, cp_size, rank, layout, mask.cu_seqlens)
             for row in range(chunk.row, chunk.row + chunk.size)
         ]
         for segment, readers in zip(found.segments, found.readers, strict=True):
@@ -116,7 +116,7 @@ def test_messages_of_two_ranks_pair_up(problem: Problem, turns: bool) -> None:
     k, whole = torch.empty(2, mask.seqlen // cp_size, 3, 1), 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES
     with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", whole), mock.patch.object(buffers, "_storage", {}):
         there = [
-            gathered_buffers.GatheredKV(messages(rank, k), gathering, k, 3, (1, 2))
+            gathered_buffers.GatheredKV(messages(rank, k), (gathering,), k, 3, (1, 2))
             for rank, gathering in enumerate(of_all(problem))
         ]
         home = [gathered_buffers.GradientReturn(gathered, k) for gathered in there]
@@ -170,7 +170,7 @@ def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) 
             said.add(
                 sections.gather_bytes(k.shape, 4, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
             )
-            ways = [gathered_buffers.GatheredKV(memory, gathering, k, 4, heads) for heads in chosen]
+            ways = [gathered_buffers.GatheredKV(memory, (gathering,), k, 4, heads) for heads in chosen]
             gathered_buffers.GradientReturn(ways[1], k)
             assert memory.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)
     assert len(said) == 1

@@ -17,7 +17,7 @@ LAYERS = (
     ("console", "checkpoint_checksums"),
     ("comm",),
     ("safe_files", "sequence"),
-    ("attention",),
+    ("attention", "recurrent"),
     ("loss", "memory", "training", "compat"),
     ("huggingface",),
     ("accelerate",),

@@ -77,8 +77,9 @@ def test_refuses_layers_it_cannot_do() -> None:
 
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+MAMBA = {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 1}
 WRONG_ON_A_SHARD = {
-    "a convolution": ("qwen3_next", HYBRID, r"layers\.0\.linear_attn\.conv1d must treat tokens one by one, got Conv1d"),
+    "a convolution": ("jamba", MAMBA, r"layers\.0\.mamba\.conv1d must treat tokens one by one, got Conv1d"),
     "a recurrence": ("minimax", HYBRID, "layer_types must be .* got 'linear_attention'"),
     "no position_ids": ("bart", {"d_model": 32, "decoder_attention_heads": 4}, "take position_ids, got BartDecoder"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, "attention must be unset, got True, which"),

@@ -75,7 +75,7 @@ def backward(num_sections: int) -> MessageMemory:
     q = torch.zeros(1, 8, num_sections, 16)
     heads = (1,) * num_sections
     with mock.patch.object(sections, "choose_sections", lambda *_: Sections(heads, heads)):
-        call = HeadGather(gathering, memory, "reference", 1.0, False)
+        call = HeadGather((gathering,), memory, "reference", 1.0, False)
         try:
             call.backward(q, None, q, q, q, q, torch.zeros(1, num_sections, 8))
         except MemoryError:

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from ringflash.attention.gather_by_heads import BackwardSections, HeadGather, SectionWork, run_sections
+from ringflash.attention.gather_by_heads import BackwardUnits, HeadGather, UnitWork, run_units
+from ringflash.attention.sections import Unit, order_units
 from ringflash.comm.watchdog import Unwatched
 
 
@@ -36,33 +37,36 @@ class Memory:
             self.waited += tokens
 
 
-class NothingForward(SectionWork):
+class NothingForward(UnitWork):
     """A forward without kernels."""
 
-    def _launch(self, section: int) -> None:
+    def _launch(self, index: int, unit: Unit) -> None:
         pass
 
 
-class NothingBackward(BackwardSections):
+class NothingBackward(BackwardUnits):
     """A backward without kernels."""
 
     def begin(self, section: int) -> None:
         pass
 
-    _launch = finish_queries = return_gradients = begin
+    finish_queries = return_gradients = begin
+    _launch = NothingForward._launch
 
 
 def waited(backward: bool) -> set[Any]:
     """For which tokens the caller waits in a call of three sections."""
-    memory, gathered = Memory(), mock.Mock(num_sections=3, head_dim=16, device=torch.device("cpu"))
+    memory, gathered = Memory(), mock.Mock(units=order_units(3, 1), head_dim=16, device=torch.device("cpu"))
+    gathered.heads, gathered.blocks, gathered.travelling = (1, 1, 1), (mock.Mock(),), [0, 1, 2]
     gathered.all_pulled.return_value = "pulled"
-    call, q = HeadGather(mock.Mock(), memory, "reference", 1.0, True), torch.empty(0)  # type: ignore[arg-type]
+    call, q = HeadGather(gathered.blocks, memory, "reference", 1.0, True), torch.empty(0)  # type: ignore[arg-type]
+    returned = mock.Mock(**{"freed.return_value": []})
     work = (
-        NothingBackward(call, gathered, mock.Mock(), q, (q, None, q, q), (q, q, q))
+        NothingBackward(call, gathered, returned, q, (q, None, q, q, None), (q, q, q))
         if backward
         else NothingForward(call, gathered, q)
     )
-    run_sections(work, Unwatched(), in_order=False)
+    run_units(work, Unwatched(), in_order=False)
     return set(memory.waited)
 
 

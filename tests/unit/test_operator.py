@@ -14,15 +14,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ringflash
 from ringflash.attention import operators, plan
-from ringflash.attention.inputs import _read_once
 from ringflash.memory.layers import keep_attention
+from ringflash.sequence.layout import read_bounds
 from ringflash_kernels import reference
 from tests.helpers import dense
 from tests.helpers.tolerance import assert_close
 
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
-OPTIONS = (-1, -1, "zigzag", "reference", "auto", False)  # window, layout, impl, transport, deterministic
+OPTIONS = (-1, -1, "zigzag", "reference", "auto", False, "bf16")  # window, layout, ... , fp8_backward
 
 
 def draw(requires_grad: bool = True, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,8 +45,8 @@ def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
 def test_gradients_have_the_strides_that_compiled_code_expects(dtype: torch.dtype) -> None:
     """Of heads-first q, k and v as well: inductor asserts what the operator's fake says."""
     q, k, v = (x.detach().to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
-    out, lse, record = operators.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True, 8)
-    grads = operators.ring_attention_backward(out, None, q, k, v, out, lse, record, "", True, 0.25, *OPTIONS)
+    out, lse, *kept = operators.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True, 8)
+    grads = operators.ring_attention_backward(out, None, q, k, v, out, lse, *kept, "", True, 0.25, *OPTIONS)
     assert not q.is_contiguous() and all(grad.is_contiguous() for grad in grads)
 
 
@@ -356,7 +356,7 @@ def test_bounds_made_in_inference_mode_are_read() -> None:
         bounds = torch.tensor([0, 5, 16], dtype=torch.int32)
     elsewhere = mock.Mock(wraps=bounds, device=torch.device("cuda", 0), is_inference=bounds.is_inference)
     type(elsewhere)._version = property(lambda self: bounds._version)
-    assert _read_once(elsewhere) == (0, 5, 16)
+    assert read_bounds(elsewhere) == (0, 5, 16)
 
 
 @pytest.mark.parametrize("way", ["eager", "profiled", "compiled", "checkpointed"])

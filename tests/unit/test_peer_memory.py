@@ -121,7 +121,7 @@ def test_the_memory_of_messages_lives_as_long_as_its_group() -> None:
     """A group of the same name, made after the first was destroyed, has its own; the first one's is given back."""
     first, second = (mock.Mock(group=mock.Mock(group_name="0")) for _ in range(2))
     for channel in (first, second):
-        channel.name = "nccl"
+        channel.name, channel.members = "nccl", ()
     cpu, before = torch.device("cpu"), transport.buffer_bytes()
     memory = transport.message_memory(first, cpu)
     memory.reserve("kv", 1000)
@@ -160,7 +160,7 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
         memory = transport.MessageMemory(channel, k.device)
         for window in (9, 30, 60):
             gathering = schedule.gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
-            call = gather_by_heads.HeadGather(gathering, memory, "reference", 1.0, False)
+            call = gather_by_heads.HeadGather((gathering,), memory, "reference", 1.0, False)
             gathered = call._gathered("backward", k, 2)
             call._cached("return", ("kv", "dkv"), k, 2, partial(gathered_buffers.GradientReturn, gathered, k))
             del gathered

@@ -156,7 +156,7 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     )
     release_buffers()
     for heads in choose_sections(k.shape, job.model.num_heads, gathering.capacity, k.dtype):
-        gathered = GatheredKV(areas, gathering, k, job.model.num_heads, heads)  # type: ignore[arg-type]
+        gathered = GatheredKV(areas, (gathering,), k, job.model.num_heads, heads)  # type: ignore[arg-type]
     GradientReturn(gathered, k)
     held = sum(areas.sizes.values()) + buffer_bytes()
     release_buffers()

@@ -336,6 +336,57 @@ def test_a_stall_is_reported_without_the_store() -> None:
     assert rank.ends == [thread.END_S]
 
 
+class CountingStore:
+    """A store that counts its requests."""
+
+    def __init__(self, store: Any, counts: list[int]) -> None:
+        self.store, self.counts = store, counts
+
+    def clone(self) -> CountingStore:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        self.counts[0] += 1
+        return getattr(self.store, name)
+
+
+def exchanged(size: int, collector: int | None) -> tuple[list[Any], int]:
+    """Ranks that exchange one after the other, with one that was elected before; return answers and requests."""
+    counts, store = [0], dist.HashStore()
+    with mock.patch.object(dist, "PrefixStore", lambda _, store: store):
+        shared = CountingStore(store, counts)
+        boards = [Board(Group(rank, size, shared), f"GPU {rank} of node") for rank in range(size)]  # type: ignore[arg-type]
+        if collector is not None:
+            store.set("collector", str(collector))
+        counts[0], answers = 0, []
+        for board in boards[:-1]:  # the last one is silent
+            clock = mock.Mock(side_effect=[0.0, *[60.0] * size])
+            answers.append(board.exchange("why", f"state {board.rank}", clock, lambda _: None))
+    return answers, counts[0]
+
+
+def test_one_rank_collects_for_all() -> None:
+    """Requests grow with the number of ranks. The first to ask collects, and others read what it found."""
+    answers, requests = exchanged(33, collector=None)
+    assert all(found == answers[0] for found in answers) and requests < 9 * 33
+    states, places = answers[0]
+    assert states == {0: "state 0"} and places[32] == "GPU 32 of node" and len(places) == 33
+
+
+def test_a_collector_that_stops_is_not_waited_for() -> None:
+    answers, _ = exchanged(3, collector=2)
+    assert answers[0][0] == {0: "state 0"} and answers[1] == answers[0]
+
+
+def test_the_report_of_many_ranks_begins_with_those_at_fault() -> None:
+    names = [f"rank {rank}" for rank in range(64)]
+    answers = {rank: "has been waiting 9 s" for rank in range(64) if rank != 50} | {40: "has not begun call 2"}
+    states = thread._states(names, answers, {50: "GPU 2 of node6"})
+    assert states[0] == "rank 40 has not begun call 2"
+    assert states[1] == "rank 50 on GPU 2 of node6 does not answer: it has died, or its host is stuck"
+    assert len(states) == 33 and states[-1] == "32 more ranks, of which 62 wait in all"
+
+
 def test_a_store_that_never_answers_is_given_up() -> None:
     never = threading.Event()
     group = Group(0, 2, mock.Mock(**{"clone.side_effect": never.wait}))

@@ -24,13 +24,16 @@ from ringflash.comm.transport.message_memory import MessageMemory
 from ringflash.comm.transport.peer_memory import NoPeerMemory, OutOfReach, PeerMemory, SymmetricMemory
 from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoint
 
-TRANSPORTS = ("gloo", "nccl", "copy_engine")
-UNDECIDED = "copy_engine or nccl"  # meaning of "auto" until the ranks of a group have compared their hosts
+TRANSPORTS = ("gloo", "nccl", "copy_engine", "by_host", "ulysses")
+HEAD_EXCHANGES = ("by_host", "ulysses")  # over gloo or nccl, within each host and between hosts
+UNDECIDED = "copy_engine, by_host or nccl"  # meaning of "auto" until the ranks of a group have compared their hosts
 
 Transport = PointToPoint | PeerMemory
 
 __all__ = [
+    "HEAD_EXCHANGES",
     "TRANSPORTS",
+    "UNDECIDED",
     "Message",
     "MessageMemory",
     "PeerMemory",
@@ -41,6 +44,7 @@ __all__ = [
     "buffer_bytes",
     "choose_transport",
     "message_memory",
+    "message_transport",
     "open_transport",
     "release_buffers",
     "transport_name",
@@ -66,10 +70,10 @@ def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.d
         )
     if group is None:
         return None
-    able = "gloo" if device.type == "cpu" else "nccl"
+    able = message_transport(device)
     if name == "copy_engine" and device.type == "cuda":
         return name
-    if name not in ("auto", able):
+    if name not in ("auto", able, *HEAD_EXCHANGES):
         raise NotImplementedError(
             f"transport must carry tensors on {device.type} ({able!r}), got {name!r}; use 'auto'."
         )
@@ -79,15 +83,22 @@ def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.d
             f"group must have backend {able!r} for tensors on {device.type}, got {backend!r}; "
             f"create it with init_process_group or new_group(backend={able!r})."
         )
+    if name in HEAD_EXCHANGES:
+        return name
     return _decided.get(group, UNDECIDED) if (name, able) == ("auto", "nccl") else able
+
+
+def message_transport(device: torch.device) -> str:
+    """Return the transport that sends tensors on `device` as messages."""
+    return "gloo" if device.type == "cpu" else "nccl"
 
 
 def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
     """Return the transport of a group, which is opened on first use and cached. The first call is collective.
 
     Args:
-        name: one of TRANSPORTS, or UNDECIDED, which tries the copy engine and takes NCCL if any rank cannot map the
-            memory of another.
+        name: "gloo", "nccl", "copy_engine", or UNDECIDED, which tries the copy engine and takes NCCL if any rank cannot
+            map the memory of another.
     Raises:
         RuntimeError: on every rank, if "copy_engine" finds several hosts or GPUs without peer access.
     """
@@ -131,7 +142,7 @@ def transport_name(transport: Transport | None) -> str | None:
 
 def message_memory(channel: PointToPoint, device: torch.device) -> MessageMemory:
     """Return the memory that all-gathers K/V by heads over this channel; cached with the channel."""
-    key = (f"{channel.name} by heads", channel.group.group_name)
+    key = (f"{channel.name} by heads among {channel.members}", channel.group.group_name)
     known = _open.get(key)
     if known is None or known[0] is not channel.group:
         known = _open[key] = (channel.group, MessageMemory(channel, device))

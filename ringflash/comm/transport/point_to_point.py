@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -87,12 +88,35 @@ class PointToPoint:
     """
 
     num_posted = 0  # batches, empty ones included: equal on all ranks after the same calls
+    members: tuple[int, ...] = ()  # ranks of the group that exchange messages; empty: all
+    _whole: PointToPoint | None = None
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self.name, self.rank, self.group = name, group.rank(), group
         self._channel = communicator(group, "ring", "nccl", device_timeout(group)) if name == "nccl" else group
         if name == "nccl":  # all ranks must join a communicator's first operation, but a hop may skip some
             self._channel.allreduce([torch.zeros(1, device="cuda")]).wait()
+
+    def among(self, members: Sequence[int]) -> PointToPoint:
+        """Return the same messages between some ranks of the group only, which are numbered in this order.
+
+        They use the communicator of the group: all messages of a group have one order.
+
+        Args:
+            members: ranks of the group, this one among them.
+        """
+        part = copy.copy(self.whole)
+        part.members, part.rank, part._whole = tuple(members), members.index(self.whole.rank), self.whole
+        return part
+
+    @property
+    def whole(self) -> PointToPoint:
+        """Messages between all ranks of the group."""
+        return self._whole or self
+
+    def rank_in_group(self, rank: int) -> int:
+        """Return the rank within the group of a member."""
+        return self.members[rank] if self.members else rank
 
     def is_broken(self) -> bool:
         """Return True if NCCL has lost a peer or the connection to it. Over gloo the call itself raises."""
@@ -108,7 +132,7 @@ class PointToPoint:
         """
         todo = [self._start("to", self._channel.send, m.tensor, m.rank, m.what) for m in sends if m.rank is not None]
         todo += [self._start("from", self._channel.recv, m.tensor, m.rank, m.what) for m in recvs if m.rank is not None]
-        self.num_posted += 1  # before posting: if it fails, part of the batch may be in flight
+        self.whole.num_posted += 1  # before posting: if it fails, part of the batch may be in flight
         return self._post(todo, sends + recvs)
 
     def _post(self, todo: list[tuple[Callable[[], dist.Work], str]], messages: list[Message]) -> Pending:
@@ -128,8 +152,9 @@ class PointToPoint:
         self, way: str, operation: Callable[..., dist.Work], tensor: torch.Tensor, rank: int, what: str
     ) -> tuple[Callable[[], dist.Work], str]:
         """Return a function that starts a message, and the name of the message for errors."""
-        name = f"{what} of rank {self.rank} {way} rank {rank} over {self.name}"
-        return functools.partial(operation, [tensor], rank, _TAG), name
+        own, peer = self.rank_in_group(self.rank), self.rank_in_group(rank)
+        name = f"{what} of rank {own} {way} rank {peer} over {self.name}"
+        return functools.partial(operation, [tensor], peer, _TAG), name
 
 
 def set_comm_sms(num_sms: int) -> None:

@@ -15,6 +15,7 @@ from ringflash.comm.communicator import note_end
 from ringflash.comm.transport.lanes import Token
 
 HasEnded = Callable[[Any], bool]  # tells if the device has passed a marker, which is a Token
+WAITS = "has been waiting"  # first words of the state of a rank whose device waits for others
 NCCL_QUIET_S = 2.0  # without progress over NCCL: a peer may have met an error that this rank does not see
 
 
@@ -173,7 +174,7 @@ class CallQueue:
             return f"has not begun call {self.num_calls + 1} ({last})"
         place = self.calls[0].place()
         return (
-            f"has been waiting {now - self.last_progress:.0f} s {place}"
+            f"{WAITS} {now - self.last_progress:.0f} s {place}"
             if place
             else f"is still issuing {self.calls[0]}: its host is busy"
         )

@@ -7,7 +7,9 @@ thread with a time limit.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Thread
 from typing import TypeVar
 from weakref import ref
@@ -21,7 +23,7 @@ ASK_EVERY_S = ANSWER_S / 2  # interval of a rank's queries to the store: short e
 _RETRY_S = 30.0  # interval after a request without an answer
 _PATIENCE_S = 2.0  # time for the store itself to answer
 _PAUSE_S = 0.25  # interval of the queries for answers of other ranks
-_ASKED = "asked"
+_ASKED, _COLLECTOR, _ANSWERS = "asked", "collector", "answers"
 
 
 class StoreGone(RuntimeError):
@@ -33,15 +35,19 @@ class Board:
 
     Args:
         group: its ranks; the board does not keep it alive.
+        place: where this rank runs, posted now, because it may not answer later; nothing is posted if empty.
         patience: seconds that a request to the store may take in addition to the time that it waits for other ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, patience: float = _PATIENCE_S) -> None:
+    def __init__(self, group: dist.ProcessGroup, place: str = "", patience: float = _PATIENCE_S) -> None:
         self._group, self._patience = ref(group), patience
         self.rank, self.size = group.rank(), group.size()
         self._store: dist.Store | None = None
         self._gone = False  # the store answered with an error
         self._ask_after = float("-inf")
+        if place:
+            with suppress(StoreGone):
+                self._within(0.0, lambda: self._connect().set(_place_of(self.rank), place))
 
     def is_open(self) -> bool:
         """Return True if the group has not been destroyed."""
@@ -64,8 +70,11 @@ class Board:
 
     def exchange(
         self, why: str, own: str, clock: Callable[[], float], pause: Callable[[float], object]
-    ) -> dict[int, str]:
-        """Post what this rank is doing, and return the answers of all ranks that answer in time.
+    ) -> tuple[dict[int, str], dict[int, str]]:
+        """Post what this rank is doing, and return the answers of all ranks that answer in time, and ranks' places.
+
+        One rank collects for all, so that the number of requests grows with the number of ranks and not with its
+        square. If that rank stops, each of the others collects for itself.
 
         Args:
             why: the reason for asking, with which the report begins; not empty.
@@ -73,22 +82,32 @@ class Board:
         Raises:
             StoreGone: the store could not be reached.
         """
-        answers: dict[int, str] = {}
+        collected: dict[str, dict[str, str]] = {}
 
         def exchange() -> None:
             store, deadline = self._connect(), clock() + ANSWER_S
             store.set(str(self.rank), own)
+            collects = int(store.compare_set(_COLLECTOR, "", str(self.rank))) == self.rank
             store.set(_ASKED, why)
-            while len(answers) < self.size:
-                for rank in range(self.size):
-                    if rank not in answers and store.check([str(rank)]):
-                        answers[rank] = store.get(str(rank)).decode()
-                if clock() >= deadline:
+            if not collects:
+                while not store.check([_ANSWERS]) and clock() < deadline:
+                    pause(_PAUSE_S)
+                if store.check([_ANSWERS]):
+                    collected.update(json.loads(store.get(_ANSWERS)))
+                    return
+            answers: dict[str, str] = {}
+            while True:
+                answers |= _read(store, {str(rank): str(rank) for rank in range(self.size) if str(rank) not in answers})
+                if len(answers) == self.size or clock() >= deadline:
                     break
                 pause(_PAUSE_S)
+            places = _read(store, {str(rank): _place_of(rank) for rank in range(self.size)})
+            collected.update(answers=answers, places=places)
+            store.set(_ANSWERS, json.dumps(collected))
 
         self._within(ANSWER_S, exchange)
-        return dict(answers)
+        answers, places = ({int(rank): text for rank, text in collected[key].items()} for key in ("answers", "places"))
+        return answers, places
 
     def _question(self) -> str:
         store = self._connect()
@@ -121,6 +140,16 @@ class Board:
         if not results:
             raise StoreGone(str(errors[0]) if errors else "no answer")
         return results[0]
+
+
+def _place_of(rank: int) -> str:
+    """Return the key of a rank's place."""
+    return f"place of {rank}"
+
+
+def _read(store: dist.Store, keys: dict[str, str]) -> dict[str, str]:
+    """Return the values of those keys that are set, by the names that they have in `keys`."""
+    return {name: store.get(key).decode() for name, key in keys.items() if store.check([key])}
 
 
 def _store(group: dist.ProcessGroup | None) -> dist.Store | None:

@@ -7,6 +7,7 @@ import faulthandler
 import itertools
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -19,11 +20,12 @@ import torch.distributed as dist
 from ringflash.comm.cuda_graphs import capturing
 from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import MessageMemory, PointToPoint, Transport, transport_name
-from ringflash.comm.watchdog.calls import CallInFlight, CallQueue, HasEnded, Unwatched
+from ringflash.comm.watchdog.calls import WAITS, CallInFlight, CallQueue, HasEnded, Unwatched
 from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
 from ringflash.comm.watchdog.store import ANSWER_S, Board, StoreGone
 
 END_S = 25.0  # from a stall to the end of the process: later than a trap or NCCL's error, which show where Python was
+SHOWN_RANKS = 32  # in a report: at a thousand ranks each of them prints it
 _PERIOD_S = 1.0  # between two polls, unless the timeout is short
 _EARLY_POLL_CALLS = 256  # poll early after this number of calls, to free their events
 
@@ -94,7 +96,7 @@ class Watchdog:
         group, name = transport.group, transport_name(transport)
         assert name is not None
         queue = CallQueue(name, group.rank(), timeout(group).total_seconds(), self.clock())
-        watched = WatchedGroup(queue, Board(group), device, _names(group))
+        watched = WatchedGroup(queue, Board(group, _place(device)), device, _names(group))
         with self._lock:
             self._watched[transport] = watched
         return watched
@@ -180,8 +182,8 @@ class Watchdog:
         event = why or f"ring attention over {queue.transport} made no progress for {queue.timeout:.0f} s:"
         self.say(f"{event} {names[queue.rank]} {own}; asking the other ranks")
         try:
-            answers = watched.board.exchange(event, own, self.clock, self.pause)
-            states = [f"{name} {answers.get(rank, _SILENT)}" for rank, name in enumerate(names)]
+            answers, places = watched.board.exchange(event, own, self.clock, self.pause)
+            states = _states(names, answers, places)
         except StoreGone as problem:
             states = [f"{names[queue.rank]} {own}", _NO_STORE.format(problem=str(problem).partition("\n")[0])]
         self.stalled = f"{event} {'; '.join(states)}; {_REMEDY}"
@@ -220,6 +222,25 @@ def _names(group: dist.ProcessGroup) -> list[str]:
     return [f"rank {rank}" + ("" if rank == world else f" ({world})") for rank, world in enumerate(world_ranks)]
 
 
+def _place(device: torch.device) -> str:
+    """Return where this rank runs, for the report; empty on a CPU."""
+    return f"GPU {device.index} of {socket.gethostname()}" if device.type == "cuda" else ""
+
+
+def _states(names: list[str], answers: dict[int, str], places: dict[int, str]) -> list[str]:
+    """Return a line per rank; of more than SHOWN_RANKS the first ones, those that wait for others last."""
+    states = [
+        (f"{name} on {places[rank]}" if rank in places else name) + f" {answers.get(rank, _SILENT)}"
+        for rank, name in enumerate(names)
+    ]
+    if len(names) <= SHOWN_RANKS:
+        return states
+    waiting = [state for rank, state in enumerate(states) if answers.get(rank, "").startswith(WAITS)]
+    others = [state for state in states if state not in waiting]
+    shown = (others + waiting)[:SHOWN_RANKS]
+    return [*shown, f"{len(names) - len(shown)} more ranks, of which {len(waiting)} wait in all"]
+
+
 def _is_broken(transport: Transport) -> bool:
     return isinstance(transport, PointToPoint) and transport.is_broken()
 
@@ -254,6 +275,8 @@ def watching(transport: Transport | None, way: str, device: torch.device) -> Cal
     assert transport is not None
     if isinstance(transport, MessageMemory):  # calls by heads and by hops share one order in a group
         transport = transport.channel
+    if isinstance(transport, PointToPoint):  # as do calls among some of its ranks
+        transport = transport.whole
     if _watchdog is None:
         _watchdog = Watchdog()
         _watchdog.start()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ringflash_kernels.api import device_guard
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, Rows, check_products
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, Rows, check_products, check_row_max
 from ringflash_kernels.hopper.backward import host
 from ringflash_kernels.hopper.backward.host import HopRectangle, block_descriptor, hop_of, row_tile
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
@@ -61,7 +61,8 @@ class Fp8Backward:
         products: str = "bf16",
         row_max: torch.Tensor | None = None,
     ) -> None:
-        check_products(products, q.shape[-1], deterministic, row_max)
+        check_products(products, q.shape[-1], deterministic)
+        check_row_max(products, row_max)
         self.q, self.softmax_scale = q, softmax_scale
         rows = quantise_q(q)
         dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))

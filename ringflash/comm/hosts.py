@@ -1,0 +1,53 @@
+"""Discovery of the hosts of a group, which the ranks find out together once."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from ringflash.comm.agreement import gather
+from ringflash.comm.group import HostSplit, known_split, remember_split, this_host
+
+_refusals: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
+def find_split(group: dist.ProcessGroup) -> HostSplit:
+    """Return how a group is split into hosts. Collective until it has succeeded.
+
+    Raises:
+        NotImplementedError: as `split_hosts`, on every rank.
+    """
+    split = known_split(group)
+    if split is None:
+        try:
+            split = split_hosts(gather(group, str(this_host())))
+        except NotImplementedError as refusal:
+            _refusals[group] = str(refusal)
+            raise
+        remember_split(group, split)
+    return split
+
+
+def refusal_of(group: dist.ProcessGroup) -> str:
+    """Return the message with which `find_split` refused a group; empty if it has not."""
+    return _refusals.get(group, "")
+
+
+def split_hosts(hosts: list[str]) -> HostSplit:
+    """Return the split of a group.
+
+    Args:
+        hosts: name of the host of each rank.
+    Raises:
+        NotImplementedError: hosts without equally many ranks each, or not numbered host by host.
+    """
+    runs = [len(list(run)) for _, run in groupby(hosts)]
+    if len(runs) > len(set(hosts)) or len(set(runs)) > 1:
+        raise NotImplementedError(
+            "all hosts of the group must hold equally many ranks, numbered host by host, to exchange heads inside of "
+            f"them, got runs of {runs} ranks on {len(set(hosts))} hosts; start the same number of processes on each "
+            "host, or use transport='nccl'."
+        )
+    return HostSplit(len(runs), runs[0])

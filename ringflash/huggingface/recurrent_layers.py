@@ -1,0 +1,142 @@
+"""Recurrent layers of transformers models on a ring: gated delta rules, Mamba-2 and short convolutions.
+
+use_sequence_order   hooks on each recurrent layer, which bring its tokens into sequence order and back
+_FUNCTIONS           the functions by which tokens meet in such a layer, and what runs instead of them
+
+A layer's own forward runs on a contiguous shard. Its hook gives it a `Stretch`, which transformers' layers pass on, as
+any keyword, to these functions of their file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringflash.attention.inputs import document_bounds
+from ringflash.huggingface.consistency import ForwardInputs, check_consistency
+from ringflash.huggingface.generation import is_generating
+from ringflash.huggingface.options import ModelRing
+from ringflash.huggingface.validation import check_kwargs, recurrent_modules
+from ringflash.recurrent import Stretch, causal_conv, delta_rule, from_sequence_order, mamba2_scan, to_sequence_order
+from ringflash.sequence.mask import check_cu_seqlens
+
+_KEYWORD = "ringflash"  # of a Stretch
+
+
+def use_sequence_order(model: nn.Module, options: ModelRing, inputs: ForwardInputs) -> None:
+    """Hook the recurrent layers of a model. May be called again, with other options.
+
+    The first one checks the inputs of a forward: no layer exchanges tokens before it.
+    """
+    for index, module in enumerate(recurrent_modules(model)):
+        module._ringflash, module._ringflash_given = options, inputs  # type: ignore[assignment]
+        if index == 0:
+            inputs.first_layer = f"{type(module).__name__} {module.layer_idx}"
+        if _enter not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            module.register_forward_hook(_leave, with_kwargs=True)
+        file = sys.modules[type(module).__module__]
+        for name, run in _FUNCTIONS.items():
+            original = getattr(file, name, None)
+            if original is not None and not hasattr(original, "_ringflash"):
+                setattr(file, name, _redirected(original, run))
+
+
+@torch.compiler.disable(reason="ranks exchange tokens")
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Check the call, as `_attend` does, and bring its tokens into sequence order; a pre-hook of a recurrent layer."""
+    if is_generating():
+        return None
+    options: ModelRing = module._ringflash  # type: ignore[assignment]
+    call = dict(kwargs)
+    hidden: Tensor = call.pop("hidden_states") if "hidden_states" in call else args[0]
+    mask, cu_seqlens, checksum = (call.pop(name, None) for name in ("attention_mask", "cu_seqlens", "checksum"))
+    cache = call.pop("cache_params", None)
+    error, bounds = _find_error({"past_key_values": cache, **call}, hidden, options, cu_seqlens)
+    inputs: ForwardInputs = module._ringflash_given  # type: ignore[assignment]
+    if inputs.first_layer == f"{type(module).__name__} {module.layer_idx}":
+        positions = call.get("position_ids")
+        check_consistency(options, hidden[:, None], mask, positions, cu_seqlens, checksum, inputs, error)
+    elif error is not None:
+        raise error
+    if options.group is not None or bounds is not None:
+        call[_KEYWORD] = Stretch.of(hidden.shape[1], options.group, bounds)
+        hidden = to_sequence_order(hidden, options.group, options.layout)
+    return (), {**call, "hidden_states": hidden}
+
+
+def _find_error(
+    call: dict[str, Any], hidden: Tensor, options: ModelRing, cu_seqlens: Tensor | None
+) -> tuple[Exception | None, tuple[int, ...] | None]:
+    """Return the error for arguments that no recurrence supports, or None, and the document bounds."""
+    bounds = None
+    try:
+        check_kwargs(call)
+        if cu_seqlens is not None:
+            bounds = document_bounds(cu_seqlens, hidden)
+            check_cu_seqlens(bounds, hidden.shape[1] * options.place[0])
+    except (NotImplementedError, ValueError) as error:
+        return error, None
+    return None, bounds
+
+
+@torch.compiler.disable(reason="ranks exchange tokens")
+def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+    """Bring the output of a recurrent layer back into the layout; a forward hook."""
+    if _KEYWORD not in kwargs:
+        return None
+    options: ModelRing = module._ringflash  # type: ignore[assignment]
+    return from_sequence_order(output, options.group, options.layout)
+
+
+def _redirected(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `original`, or `run` with it if the layer was given a stretch."""
+
+    @wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        stretch = kwargs.pop(_KEYWORD, None)
+        return original(*args, **kwargs) if stretch is None else run(original, stretch, *args, **kwargs)
+
+    function._ringflash = True  # type: ignore[attr-defined]
+    return function
+
+
+@torch.compiler.disable(reason="ranks exchange tokens")
+def _conv(
+    original: Any, stretch: Stretch, x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **rest: Any
+) -> Tensor:
+    return causal_conv(lambda t: original(t, weight, bias, activation=activation), x, weight.shape[-1], stretch)
+
+
+@torch.compiler.disable(reason="ranks exchange states")
+def _delta_rule(
+    original: Any, stretch: Stretch, query: Tensor, key: Tensor, value: Tensor, initial_state: None = None,
+    output_final_state: bool = False, cu_seqlens: None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    return delta_rule(original, query, key, value, stretch=stretch, **options), None
+
+
+@torch.compiler.disable(reason="ranks exchange states")
+def _mamba2_scan(
+    original: Any, stretch: Stretch, *tensors: Tensor, z: None = None, initial_states: None = None,
+    return_final_states: bool = False, **options: Any,
+) -> Tensor:  # fmt: skip
+    return mamba2_scan(original, *tensors, stretch=stretch, **options)
+
+
+def _nothing(original: Any, stretch: Stretch, *args: Any, **kwargs: Any) -> None:
+    """Return None, by which mamba_ssm's function for a whole layer says that the layer's own code must run."""
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _conv,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _mamba2_scan,
+    "mamba2_split_conv1d_scan_combined": _nothing,
+}

@@ -1,0 +1,81 @@
+"""All-to-all between the shards of a layout and contiguous shards.
+
+Positions increase within a shard, so what a rank sends to each other rank is one slice of its rows.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ringflash.comm.group import Group, resolve
+from ringflash.sequence.layout import local_positions
+
+
+def to_sequence_order(x: Tensor, group: Group, layout: str = "zigzag") -> Tensor:
+    """Return this rank's contiguous shard, given its shard of a layout. Differentiable; a collective call.
+
+    Args:
+        x: (batch, seqlen_local, ...), as `shard_sequence` cuts it.
+    Returns:
+        shard: as x; rank r holds the positions [r * seqlen_local, (r + 1) * seqlen_local).
+    """
+    return _exchange(x, group, layout, False)
+
+
+def from_sequence_order(x: Tensor, group: Group, layout: str = "zigzag") -> Tensor:
+    """Return this rank's shard of a layout, given its contiguous shard: the inverse of `to_sequence_order`."""
+    return _exchange(x, group, layout, True)
+
+
+def _exchange(x: Tensor, group: Group, layout: str, back: bool) -> Tensor:
+    group = resolve(group)
+    if group is None or layout == "contiguous":
+        return x
+    plan = _plan(x.shape[1] * group.size(), group.size(), group.rank(), layout, x.device)
+    return cast(Tensor, _Exchange.apply(x, group, plan, back))
+
+
+class _Plan(NamedTuple):
+    """Rows to send to each rank, rows to receive from each, and the order that sorts the received rows; its inverse."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    order: Tensor
+    inverse: Tensor
+
+
+@lru_cache(maxsize=8)
+def _plan(seqlen: int, cp_size: int, cp_rank: int, layout: str, device: torch.device) -> _Plan:
+    length = seqlen // cp_size
+    shards = [local_positions(seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+    arriving = [shard[shard // length == cp_rank] for shard in shards]
+    sent = torch.bincount(shards[cp_rank] // length, minlength=cp_size)
+    order = torch.cat(arriving).argsort()
+    return _Plan(tuple(sent.tolist()), tuple(map(len, arriving)), order.to(device), order.argsort().to(device))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup, plan: _Plan, back: bool) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.call = group, plan, back
+        rows = x.transpose(0, 1)
+        if back:
+            rows = rows.index_select(0, plan.inverse)
+        rows, moved = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
+        arriving, leaving = (plan.sent, plan.received) if back else (plan.received, plan.sent)
+        dist.all_to_all_single(moved, rows, list(arriving), list(leaving), group=group)
+        if not back:
+            moved = moved.index_select(0, plan.order)
+        return moved.transpose(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        group, plan, back = ctx.call
+        return _Exchange.apply(grad, group, plan, not back), None, None, None

@@ -1,0 +1,124 @@
+"""Recurrences over a sharded sequence: the gated delta rule, and the scan of Mamba-2.
+
+A recurrence is linear in its state: from initial state S a rank ends with A S + B, and its outputs are those from an
+empty state plus a term linear in S. Each rank computes A, B and both outputs in a single run. An all-gather of (A, B)
+lets each rank compute its own S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, softplus
+
+from ringflash.recurrent.stretch import Stretch, gather_ranks
+
+
+def delta_rule(
+    rule: Callable[..., tuple[Tensor, Tensor | None]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    stretch: Stretch,
+    **options: Any,
+) -> Tensor:
+    """Run a gated delta rule, S_t = (I - beta k k^T) diag(exp(g)) S_(t-1) + beta k v^T and o_t = S_t^T q_t.
+
+    The final state is A S + B. The rule itself computes A and the outputs' part that is linear in S: its values get
+    key_dim more features, which are zero and start from the identity.
+
+    Args:
+        rule: transformers' `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention`, or
+            flash-linear-attention's functions with the same arguments.
+        query, key: (batch, seqlen_local, num_key_heads, key_dim), contiguous shards.
+        value: (batch, seqlen_local, num_heads, value_dim).
+        g: (batch, seqlen_local, num_heads), decay, natural logarithm; or with key_dim behind.
+        beta: (batch, seqlen_local, num_heads).
+        options: passed to `rule`.
+    Returns:
+        out: as value. Each document starts from an empty state.
+    Numerics: states in fp32 (fp64 for fp64). Outputs from an empty state and from S are rounded to the dtype of
+        query, and added in fp32.
+    Source: Yang et al. 2024, arXiv:2412.06464, equation 10; the exchange is that of an associative scan.
+    """
+    inputs = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+    pieces = [{name: x[:, a:b] for name, x in inputs.items()} for a, b in stretch.pieces]
+    if stretch.group is None:
+        return torch.cat([rule(**piece, **options)[0] for piece in pieces], 1)
+    key_dim, value_dim = key.shape[-1], value.shape[-1]
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    identity = pad(torch.eye(key_dim, dtype=dtype, device=value.device), (value_dim, 0))
+    initial = identity.expand(value.shape[0], value.shape[2], -1, -1).contiguous()
+    pieces[0]["value"] = pad(pieces[0]["value"], (0, key_dim))
+    out, state = rule(**pieces[0], initial_state=initial, output_final_state=True, **options)
+    outs = [out]
+    for piece in pieces[1:]:
+        out, state = rule(**piece, initial_state=None, output_final_state=True, **options)
+        outs.append(out)
+    assert state is not None
+    known = gather_ranks(pad(state, (0, key_dim + value_dim - state.shape[-1])), stretch.group)
+    arriving = known[0, ..., :value_dim]
+    for rank in stretch.previous:
+        own, transition = known[rank + 1].split([value_dim, key_dim], -1)
+        arriving = transition @ arriving + own
+    out, response = outs[0].split([value_dim, key_dim], -1)
+    carried = torch.einsum("blhk,bhkv->blhv", response.to(dtype), arriving.to(dtype))
+    outs[0] = (out.to(dtype) + carried).to(out.dtype)
+    return torch.cat(outs, 1)
+
+
+def mamba2_scan(
+    scan: Callable[..., Any],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    stretch: Stretch,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **options: Any,
+) -> Tensor:
+    """Run the scan of Mamba-2, S_t = exp(A dt) S_(t-1) + dt x B^T and y_t = S_t C_t + D x_t.
+
+    Args:
+        scan: transformers' `mamba2_chunk_scan` or mamba_ssm's `mamba_chunk_scan_combined`.
+        x: (batch, seqlen_local, num_heads, head_dim), contiguous shard.
+        dt: (batch, seqlen_local, num_heads).
+        A: (num_heads,), negative.
+        B, C: (batch, seqlen_local, num_groups, state_dim); each group serves num_heads / num_groups heads.
+        dt_bias, dt_softplus, dt_limit: dt becomes clamp(softplus(dt + dt_bias), *dt_limit).
+        options: passed to `scan`, such as D and chunk_size.
+    Returns:
+        y: as x. Each document starts from an empty state.
+    Numerics: dt and states in fp32 (fp64 for fp64), also where transformers' scan would compute dt in bf16.
+    Source: Dao and Gu 2024, arXiv:2405.21060, section 6; the exchange is that of an associative scan.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
+    dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    results = [
+        scan(x[:, a:b], dt[:, a:b], A, B[:, a:b], C[:, a:b], return_final_states=True, **options)
+        for a, b in stretch.pieces
+    ]
+    outs = [out for out, _ in results]
+    if stretch.group is not None:
+        rows = slice(*stretch.pieces[0])
+        state = results[-1][1]
+        decay = (dt[:, rows] * A.to(dtype)).cumsum(1)
+        known = gather_ranks(torch.cat([state.flatten(2), decay[:, -1, :, None].exp().to(state)], -1), stretch.group)
+        arriving = known[0, ..., :-1]
+        for rank in stretch.previous:
+            arriving = known[rank + 1, ..., -1:] * arriving + known[rank + 1, ..., :-1]
+        states = arriving.view(len(x), B.shape[2], -1, *state.shape[2:]).to(dtype)  # (batch, group, head, feature, n)
+        carried = torch.einsum("blgn,bghpn->blghp", C[:, rows].to(dtype), states).flatten(2, 3)
+        outs[0] = (outs[0].to(dtype) + decay.exp()[..., None] * carried).to(outs[0].dtype)
+    return torch.cat(outs, 1)

@@ -1,0 +1,142 @@
+"""Calls whose keys are gathered a block at a time, over shared memory and over messages, against dense attention.
+
+2 to 4 CPU processes, fp64, with memories whose lanes dawdle (tests/helpers/peer_memory.py). Controls leave out one wait
+each and must be noticed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ringflash.attention import gathered_buffers, schedule, sections
+from ringflash.attention.plan import CallPlan
+from ringflash.attention.schedule import Gathering
+from ringflash.attention.sections import Sections
+from ringflash.comm import call_numbers, transport
+from ringflash.comm.transport.buffers import buffer
+from ringflash.comm.transport.lanes import Token
+from tests.helpers import ring_check
+from tests.helpers.cases import Case, mask_cases, single_cases
+from tests.helpers.peer_memory import DELAY_S, Later, SharedMemory, copy_engine, messages_by_heads
+from tests.helpers.pool import Context, Pool
+
+Memory = Callable[[], AbstractContextManager]
+CASES = [
+    *mask_cases()[::7],
+    *single_cases()[1::5],
+    Case(num_heads=4, num_kv_heads=1),  # the blocks of one section
+    Case(num_heads=12, num_kv_heads=6, batch=2, causal=False, lse_gradient=True),
+]
+LENGTHS = (6, 3, 9, 1, 5)  # tokens a chunk, in turn
+
+
+@contextmanager
+def in_blocks(
+    most: int, heads: Callable[[int], tuple[int, ...]] = lambda num_heads: (1,) * num_heads
+) -> Iterator[None]:
+    """Calls have blocks of at most so many distances, after one of their own keys, and these sections."""
+
+    def gathers(self: CallPlan, *_: Any) -> tuple[Gathering, ...]:
+        place, layout = self.options.place, self.options.layout
+        others = len(schedule.active_steps(self.mask, place[0], layout)) - 1
+        sizes = (1, *[most] * (others // most), *[others % most][: others % most])
+        return schedule.gather_blocks(self.mask, *place, layout, sizes)
+
+    def choose(shape: tuple[int, ...], *_: Any) -> Sections:
+        return Sections(heads(shape[2]), heads(shape[2]))
+
+    with mock.patch.object(CallPlan, "gathers", gathers), mock.patch.object(sections, "choose_sections", choose):
+        yield
+
+
+def check(ctx: Context, memory: Memory, first: int) -> None:
+    with memory():
+        for number, case in list(enumerate(CASES))[first::2]:
+            whole = number % 3 == 1
+            with in_blocks(1 + number % 2, (lambda count: (count,)) if whole else lambda count: (1,) * count):
+                ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
+        with in_blocks(2, lambda _: (1, 3, 2)):
+            ring_check.check(ctx, Case(num_heads=12, num_kv_heads=6, batch=2), 4)
+        with in_blocks(1, lambda count: (count,)):
+            ring_check.check(ctx, Case(layout="striped", documents="crossing"), 64)
+            ring_check.check(ctx, Case(layout="balanced", documents="crossing"), 40)
+
+
+@pytest.mark.parametrize(("memory", "size"), [(messages_by_heads, 4), (messages_by_heads, 3), (copy_engine, 4)])
+def test_equals_dense(pool: Pool, memory: Memory, size: int) -> None:
+    pool.run(check, memory, size % 2, size=size)
+
+
+def too_early(self: gathered_buffers.GatheredKV, index: int, start: Token, computed: list[Token]) -> Token:
+    """K/V arrive in a buffer that is still read."""
+    return _PULL(self, index, start, [start] * len(computed))
+
+
+def unawaited(self: gathered_buffers.GatheredKV, index: int, start: Token, computed: list[Token]) -> Token:
+    """No kernel waits for its K/V."""
+    _PULL(self, index, start, computed)
+    return start
+
+
+def one_sum(name: str, *args: Any) -> torch.Tensor:
+    """Two sections side by side add up the gradients of their keys in the same memory."""
+    return buffer("dkv.sum.0" if name.startswith("dkv.sum") else name, *args)
+
+
+def lanes(*slow: str) -> Callable[..., Later]:
+    """The work of slow lanes always comes late."""
+
+    def beside(self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False) -> Later:
+        def delayed() -> None:
+            time.sleep(5 * DELAY_S if lane in slow else 0.0)
+            work()
+
+        return _BESIDE(self, lane, delayed, after, urgent=urgent)
+
+    return beside
+
+
+_PULL, _BESIDE, _KEYS = gathered_buffers.GatheredKV.pull, SharedMemory.beside, ("even", "odd")
+_LANES, _BUFFERS = "tests.helpers.peer_memory.SharedMemory.beside", "ringflash.attention.gathered_buffers"
+PLANTS: dict[str, dict[str, Any]] = {
+    "nothing": {_LANES: lanes(*_KEYS)},
+    "nothing of returns": {_LANES: lanes("end")},
+    "buffer of keys in use": {f"{_BUFFERS}.GatheredKV.pull": too_early, _LANES: lanes(*_KEYS)},
+    "arrival of keys": {f"{_BUFFERS}.GatheredKV.pull": unawaited},
+    "buffer of gradients in use": {f"{_BUFFERS}.GradientReturn.freed": lambda *_: [], _LANES: lanes("end")},
+    "sums of each section": {f"{_BUFFERS}.buffer": one_sum},
+}
+
+
+def verdict(ctx: Context, plant: str) -> str:
+    """What some calls say with one wait left out. A rank that finds a mistake goes on: the others wait for it."""
+    found = "passed"
+    transport._open.clear()
+    with copy_engine(), in_blocks(1), ExitStack() as patches:
+        for target, replacement in PLANTS[plant].items():
+            patches.enter_context(mock.patch(target, replacement))
+        patches.enter_context(mock.patch.object(call_numbers, "check", lambda *_: None))  # would notice some, too
+        for number in range(3):  # other values from call to call, in the same buffers
+            try:
+                ring_check.check(ctx, Case(causal=False, num_heads=8, num_kv_heads=8), 6 - number % 2)
+            except (AssertionError, RuntimeError) as error:
+                found = str(error)
+    call_numbers._of_groups.clear()
+    transport._open.clear()
+    return found
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_what_is_left_out_is_noticed(pool: Pool, plant: str) -> None:
+    verdicts = pool.run(verdict, plant, size=3)
+    if plant.startswith("nothing"):
+        assert verdicts == ["passed"] * 3
+    else:
+        assert any("errors must stay within their budget" in text for text in verdicts), verdicts

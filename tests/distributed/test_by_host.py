@@ -1,0 +1,232 @@
+"""All-to-all of heads in a host, and the ring between hosts, against dense attention in fp64. gloo, 4 CPU processes.
+
+Hosts are pretended: a mesh names them, or `this_host` is patched. Cases follow the splits; the ring between hosts has
+its own tests in every case.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringflash
+from ringflash.attention import plan, ulysses
+from ringflash.comm.group import Host
+from ringflash.comm.hosts import split_hosts
+from ringflash.comm.transport import Message, Pending, PointToPoint
+from tests.helpers import refusals, ring_check
+from tests.helpers.cases import Case, narrow_cases
+from tests.helpers.pool import Context, Pool, WorkerError
+
+CASES = [
+    Case(num_kv_heads=4),
+    Case(documents="mixed", window="left"),
+    Case(causal=False, window="both", documents="crossing", num_kv_heads=1),
+    Case(layout="contiguous", batch=2, num_heads=8, num_kv_heads=4),
+    Case(documents="crossing", lse_gradient=False, strides="fused_qkv"),
+    Case(num_heads=12, num_kv_heads=3, window="self"),
+    Case(window="wide", documents="aligned", strides="expanded_dout"),
+    replace(narrow_cases()[0], num_heads=4),
+]
+STRIPED = Case(layout="striped", documents="mixed", window="left")
+
+
+def on_hosts(ctx: Context, num_hosts: int) -> Context:
+    """The context with a mesh of this number of hosts; with none, as it is."""
+    if not num_hosts:
+        return ctx
+    grid = torch.arange(ctx.size).view(num_hosts, -1)
+    return ctx._replace(group=DeviceMesh(ctx.device.type, grid, mesh_dim_names=("host", "gpu")))
+
+
+def check_all(ctx: Context, transport: str, num_hosts: int, cases: list[Case], chunk: int = 6) -> None:
+    ctx = on_hosts(ctx, num_hosts)
+    for case in cases:
+        ring_check.check(ctx, replace(case, transport=transport), chunk)
+
+
+def test_ulysses(pool: Pool) -> None:
+    pool.run(check_all, "ulysses", 0, CASES)
+    pool.run(check_all, "ulysses", 0, [STRIPED], 32, size=2)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 1, 4])
+def test_by_host(pool: Pool, num_hosts: int) -> None:
+    pool.run(check_all, "by_host", num_hosts, CASES if num_hosts == 2 else CASES[1:3])
+    if num_hosts == 2:
+        pool.run(check_all, "by_host", num_hosts, [STRIPED], 32)
+
+
+def test_low_precision_of_shared_heads(pool: Pool) -> None:
+    """The gradients of one KV head are the sum of four ranks' or two."""
+    case = Case(num_kv_heads=1, transport="by_host")
+    pool.run(low_precision, case)
+
+
+def low_precision(ctx: Context, case: Case) -> None:
+    for num_hosts in (1, 2):
+        ring_check.check(on_hosts(ctx, num_hosts), case, 32, "bfloat16")
+
+
+def without(ctx: Context, name: str) -> float:
+    """Largest part of the tolerance that a call spends if one step is wrong."""
+    wrong = {
+        "_join": lambda self, x: x.movedim(0, 1).flatten(1, 2),
+        "_sum_shared": lambda grad, shared, heads: grad[:, :, :heads],
+    }[name]
+    owner = ulysses if name == "_sum_shared" else ulysses.HeadExchange
+    with mock.patch.object(owner, name, wrong):
+        case = Case(num_kv_heads=1, transport="by_host")
+        return max(ratio.maximum for ratio in ring_check.measure(on_hosts(ctx, 2), case, 6, "float64", "reference"))
+
+
+@pytest.mark.parametrize("name", ["_join", "_sum_shared"])
+def test_a_wrong_step_is_noticed(pool: Pool, name: str) -> None:
+    assert min(pool.run(without, name)) > 1
+
+
+def bytes_between_hosts(ctx: Context, transport: str, case: Case) -> int:
+    """Bytes that this rank sends to other hosts in one forward and backward, of two hosts."""
+    sent = 0
+
+    def post(self: PointToPoint, sends: list[Message], recvs: list[Message]) -> Pending:
+        nonlocal sent
+        for message in sends:
+            if message.rank is not None and self.rank_in_group(message.rank) // 2 != ctx.rank // 2:
+                sent += message.tensor.nbytes
+        return original(self, sends, recvs)
+
+    original = PointToPoint.post
+    with mock.patch.object(PointToPoint, "post", post):
+        ring_check.check(on_hosts(ctx, 2), replace(case, transport=transport))
+    return sent
+
+
+@pytest.mark.parametrize("case", [Case(causal=False), Case(), Case(num_heads=8, num_kv_heads=8)], ids=str)
+def test_each_key_enters_a_host_once(pool: Pool, case: Case) -> None:
+    flat, nested = (pool.run(bytes_between_hosts, transport, case) for transport in ("gloo", "by_host"))
+    rows, heads = 2 * 6 * 2, case.num_kv_heads // 2  # of a host; of a rank
+    kv = 2 * rows * heads * case.head_dim * 8
+    assert nested == [3 * kv] * 4  # forward, backward, and gradients
+    assert sum(flat) == 2 * sum(nested)
+
+
+def from_names(ctx: Context, hosts: list[str]) -> list[str]:
+    """Errors of a call over a group that finds its hosts by itself, and of one with other heads."""
+    texts = []
+    group = torch.distributed.new_group(list(range(ctx.size)))
+    for num_heads in (4, 6, 6):
+        case = Case(num_heads=num_heads, transport="by_host")
+        with mock.patch("ringflash.comm.hosts.this_host", lambda: Host(hosts[ctx.rank], "")):
+            try:
+                ring_check.check(ctx._replace(group=group), case)
+                texts.append("")
+            except (ValueError, NotImplementedError) as error:
+                texts.append(str(error))
+    return texts
+
+
+def test_a_group_finds_its_hosts(pool: Pool) -> None:
+    for good, *bad in pool.run(from_names, ["a", "a", "b", "b"]):
+        assert not good and not any(bad)  # six heads over two ranks
+    for texts in pool.run(from_names, ["a", "a", "a", "a"]):  # Ulysses
+        assert not texts[0] and all("num_heads must be divisible by the 4 ranks" in text for text in texts[1:])
+    for texts in pool.run(from_names, ["a", "b", "a", "b"]):
+        assert all("must hold equally many ranks, numbered host by host" in text for text in texts)
+
+
+def chosen_by_auto(ctx: Context, hosts: list[str]) -> tuple[str, list[str]]:
+    """What auto takes for heads that hosts can and cannot divide, after a first call that decides over "NCCL"."""
+    ctx = ctx._replace(group=torch.distributed.new_group(list(range(ctx.size))))
+    x = torch.ones(1, 8, 4, 16)
+    with (
+        mock.patch("ringflash.comm.hosts.this_host", lambda: Host(hosts[ctx.rank], "")),
+        mock.patch.object(plan, "choose_transport", lambda *_: plan.UNDECIDED),
+        mock.patch.object(
+            plan, "open_transport", lambda name, group: PointToPoint("gloo", group) if name != plan.UNDECIDED else None
+        ),
+        mock.patch.object(plan, "transport_name", lambda channel: "gloo" if channel else "nccl"),
+    ):
+        before = ringflash.explain(x, x, x, group=ctx.group)
+        ring_check.check(ctx, Case())
+    return str(before), [str(ringflash.explain(y, y, y, group=ctx.group)) for y in (x, x[:, :, :3])]
+
+
+def test_auto_takes_by_host(pool: Pool) -> None:
+    for before, (four, three) in pool.run(chosen_by_auto, ["a", "a", "b", "b"]):
+        assert "transport copy_engine, by_host or nccl (decided by the first call)" in before
+        assert "transport by_host (2 x 2 (hosts x GPUs))" in four
+        assert "all-to-all of heads: 2 of 4 query heads of 16 rows of the host, 2 of 4 KV heads" in four
+        assert "attention between ranks (" in four and "step 0: K/V of rank" in four
+        assert "transport gloo (2 x 2 (hosts x GPUs): 3 query heads cannot be divided by 2)" in three
+    for _, texts in pool.run(chosen_by_auto, ["a", "b", "b", "b"]):
+        assert all("transport gloo (all hosts of the group must hold equally many ranks" in text for text in texts)
+    for _, texts in pool.run(chosen_by_auto, ["a"] * 4):
+        assert all("nothing to exchange inside of several hosts" in text for text in texts)
+
+
+def auto_with_a_mesh(ctx: Context) -> str:
+    ctx = on_hosts(ctx, 2)
+    ring_check.check(ctx, Case())
+    x = torch.ones(1, 8, 4, 16)
+    return str(ringflash.explain(x, x, x, group=ctx.group).transport)
+
+
+def test_auto_follows_a_mesh_on_cpus(pool: Pool) -> None:
+    assert pool.run(auto_with_a_mesh) == ["by_host"] * 4
+
+
+def test_hosts_from_names() -> None:
+    assert split_hosts(["x", "x", "y", "y", "z", "z"]) == (3, 2)
+    assert split_hosts(["x", "y"]) == (2, 1)
+    with pytest.raises(NotImplementedError, match=r"got runs of \[2, 1\] ranks on 2 hosts"):
+        split_hosts(["x", "x", "y"])
+
+
+def refused(ctx: Context) -> list[str]:
+    """Errors of calls that exchange heads."""
+    mesh, texts = on_hosts(ctx, 2).group, []
+    good = {**refusals.good_call(ctx), "group": mesh, "transport": "by_host"}
+    ringflash.ring_attention(**good)
+    q = good["q"]
+    for change in (
+        {"q": torch.ones(1, refusals.LENGTH, 3, 16), "k": q[:, :, :1], "v": q[:, :, :1]},
+        {"transport": "by_host" if ctx.rank else "gloo"},
+        {"impl": "reference" if ctx.rank else "flash9"},
+        {"group": DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("host", "gpu"))},
+    ):
+        with pytest.raises(ValueError) as error:
+            ringflash.ring_attention(**{**good, **change})
+        texts.append(str(error.value))
+    ringflash.ring_attention(**good)
+    return texts
+
+
+def test_refused_on_every_rank(pool: Pool) -> None:
+    for heads, transports, impl, order in pool.run(refused, timeout_s=20):
+        assert "num_heads must be divisible by the 2 ranks that exchange heads, got 3" in heads
+        assert "transport gloo (rank 0), by_host (rank 1, 2, 3)" in transports
+        assert "impl must be" in impl
+        assert "whose ranks ascend" in order
+
+
+def lose_the_last(ctx: Context) -> None:
+    """The last rank dies after its first exchange of heads, while its host and its rail wait for it."""
+    ringflash.set_timeout(3)
+    if ctx.rank == ctx.size - 1:
+        ulysses.HeadExchange._join = lambda *_: os._exit(3)  # type: ignore[method-assign]
+    ring_check.check(on_hosts(ctx, 2), Case(transport="by_host"))
+
+
+def test_a_lost_rank_ends_all_others(pool: Pool) -> None:
+    with pytest.raises(WorkerError) as error:
+        pool.run(lose_the_last, timeout_s=60)
+    text = str(error.value)
+    assert all(f"rank {rank} raised" in text for rank in range(3))
+    assert "heads of the forward of rank 2 to rank 3 over gloo" in text
+    assert "K/V of step 1 of rank 1 to rank 3 over gloo" in text

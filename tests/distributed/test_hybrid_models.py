@@ -1,0 +1,133 @@
+"""Hybrid transformers models over the ring: loss and every gradient equal transformers' own code on one process.
+
+gloo, 2 and 4 CPU processes, fp64; needs the huggingface extra. One process runs "sdpa", and documents one by one.
+"""
+
+from __future__ import annotations
+
+from contextlib import redirect_stdout
+from copy import deepcopy
+from io import StringIO
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from ringflash import huggingface
+from tests.helpers.examples import example
+from tests.helpers.hybrids import MODELS, build
+from tests.helpers.pool import Context, Pool
+
+pytest.importorskip("transformers")
+
+LENGTH = 24
+BOUNDS = (0, 3, 13, 24)
+
+
+def tokens(batch: int = 1) -> torch.Tensor:
+    return torch.randint(0, 61, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def alone(kind: str, ids: torch.Tensor, bounds: tuple[int, ...] | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Mean loss of transformers' model and its gradients, with each document a sequence."""
+    model = build(kind, "sdpa").train()
+    bounds = bounds or (0, LENGTH)
+    count = len(ids) * (LENGTH - len(bounds) + 1)
+    parts = [ids[:, start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    losses = [  # transformers' own loss would be in fp32
+        cross_entropy(model(part, use_cache=False).logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+        for part in parts
+    ]
+    loss = torch.stack(losses).sum() / count
+    loss.backward()
+    return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def equals_one_process(ctx: Context, kind: str, layout: str, batch: int, bounds: tuple[int, ...] | None) -> None:
+    ids = tokens(batch)
+    model = build(kind).train()
+    huggingface.set_group(model, ctx.group, layout=layout)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    with_loss = huggingface.CausalLMWithLoss(model, ctx.group)
+    loss = with_loss(**huggingface.prepare_batch(ids, group=ctx.group, cu_seqlens=cu_seqlens, layout=layout))
+    loss.backward()
+    want, expected = alone(kind, ids, bounds)
+    gradients = [p.grad for p in model.parameters()]
+    for got, whole in zip([loss.detach(), *gradients], [want, *expected], strict=True):
+        dist.all_reduce(got, group=ctx.group)
+        assert whole.abs().max() > 1e-6, "a gradient that is zero shows nothing"
+        assert (got / ctx.size - whole).abs().max() <= 1e-10 * whole.abs().max()
+
+
+CASES = [(2, "zigzag", 2, None), (4, "contiguous", 1, None), (4, "zigzag", 1, BOUNDS)]
+GRID = [(kind, *case) for kind in ("qwen3_next", "bamba") for case in CASES]
+GRID += [(kind, *CASES[2]) for kind in MODELS if kind not in ("qwen3_next", "bamba")]
+
+
+@pytest.mark.parametrize("kind, size, layout, batch, bounds", GRID)
+def test_loss_and_gradients_equal_one_process(
+    pool: Pool, kind: str, size: int, layout: str, batch: int, bounds: tuple[int, ...] | None
+) -> None:
+    pool.run(equals_one_process, kind, layout, batch, bounds, size=size)
+
+
+def example_prints(ctx: Context) -> str:
+    code = example("docs/hybrid.md", "# hybrid.py")
+    for line in ('dist.init_process_group("gloo")\n', "dist.destroy_process_group()\n"):  # the pool has joined
+        assert line in code
+        code = code.replace(line, "")
+    with redirect_stdout(StringIO()) as printed:
+        exec(code, {})
+    return printed.getvalue()
+
+
+def test_example_runs(pool: Pool) -> None:
+    lines = pool.run(example_prints)
+    assert all(line.startswith(f"rank {rank}: loss 5.") for rank, line in enumerate(lines)), lines
+
+
+def variants_equal(ctx: Context, kind: str) -> None:
+    """Layers that are recomputed in the backward, after other forwards, a copy, and generate in between."""
+    model = build(kind)
+    huggingface.set_group(model, ctx.group)
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32))
+    kept = huggingface.CausalLMWithLoss(model, ctx.group).train()
+    other = deepcopy(kept)
+    other.gradient_checkpointing_enable()
+    prompt = tokens()[:, : 5 + ctx.rank]
+    generated = model.generate(prompt, max_new_tokens=3, do_sample=False)
+    assert torch.equal(generated, build(kind, "sdpa").generate(prompt, max_new_tokens=3, do_sample=False))
+    kept(**batch).backward()
+    other(**batch).backward()
+    for p, q in zip(other.parameters(), kept.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert (p.grad - q.grad).abs().max() <= 1e-12 * q.grad.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h"])
+def test_checkpoints_copies_and_generate(pool: Pool, kind: str) -> None:
+    pool.run(variants_equal, kind, size=2)
+
+
+def refused(ctx: Context) -> None:
+    """On every rank, also if a single rank calls wrongly; and the next call is right again."""
+    model = build("qwen3_next")
+    huggingface.set_group(model, ctx.group)
+    good = huggingface.prepare_batch(tokens(), group=ctx.group)
+    wrong: list[tuple[type[Exception], str, dict]] = [
+        (NotImplementedError, "past_key_values must not be given", {"use_cache": True}),
+        (ValueError, "position_ids must be the shard's global positions", {"position_ids": good["position_ids"] + 1}),
+        (ValueError, "cu_seqlens must end at the global", {"cu_seqlens": torch.tensor([0, 12], dtype=torch.int32)}),
+        (ValueError, "attention_mask must be None or all ones", {"attention_mask": torch.zeros(1, LENGTH // ctx.size)}),
+    ]
+    good.pop("shift_labels")
+    want = model(**good).logits.detach()
+    for kind, message, change in wrong:
+        with pytest.raises(kind, match=message if ctx.rank == 1 else ""):
+            model(**good | (change if ctx.rank == 1 else {}))
+    assert torch.equal(model(**good).logits, want)
+
+
+def test_wrong_calls_are_refused_on_every_rank(pool: Pool) -> None:
+    pool.run(refused, size=2)
