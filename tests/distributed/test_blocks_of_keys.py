@@ -47,7 +47,7 @@ def in_blocks(
         place, layout = self.options.place, self.options.layout
         others = len(schedule.active_steps(self.mask, place[0], layout)) - 1
         sizes = (1, *[most] * (others // most), *[others % most][: others % most])
-        return schedule.gather_blocks(self.mask, *place, layout, sizes)
+        return schedule.gather_blocks(self.mask, *place, layout, sizes, self.keys_of_line)
 
     def choose(shape: tuple[int, ...], *_: Any) -> Sections:
         return Sections(heads(shape[2]), heads(shape[2]))

@@ -25,6 +25,20 @@ from tests.unit.test_schedule import problems, three_zigzags  # noqa: F401, a fi
 Problem = tuple[SequenceMask, int, str]
 
 
+@given(problems())
+@settings(max_examples=50, deadline=None)
+def test_records_are_gathered_whole(problem: Problem) -> None:
+    """Every cut of a chunk is at a multiple of the keys of a record, and no visible key is left out."""
+    mask, cp_size, layout = problem
+    bounds = None if mask.cu_seqlens is None else tuple(16 * bound for bound in mask.cu_seqlens)
+    mask = SequenceMask(16 * mask.seqlen, mask.causal, mask.window_size, bounds)
+    for rank in range(cp_size):
+        records, keys = (gather(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))
+        places = [place for piece in records.pieces for place in (piece.start, piece.row, piece.size, piece.there)]
+        assert not any(place % 16 for place in (*places, records.capacity, records.num_rows))
+        assert records.mask.num_visible == keys.mask.num_visible
+
+
 def of_all(problem: Problem) -> list[Gathering]:
     """Of every rank."""
     mask, cp_size, layout = problem
