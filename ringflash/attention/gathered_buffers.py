@@ -114,7 +114,9 @@ class GatheredKV:
 
         token = self.memory.beside("pull", end, [], urgent=True)
         if on_host is not None:
-            call_numbers.expect(self.memory.group, token, call, on_host, self.words.senders)
+            members = self.memory.members
+            senders = [members[sender] if members else sender for sender in self.words.senders]
+            call_numbers.expect(self.memory.group, token, call, on_host, senders)
         return token
 
     def keys_values(self, index: int) -> tuple[torch.Tensor, ...]:

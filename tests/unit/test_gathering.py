@@ -150,7 +150,7 @@ def nearest_first(rank: int, owners: list[int]) -> None:
 
 def messages(rank: int, k: torch.Tensor) -> MessageMemory:
     """The areas of a rank that sends nothing."""
-    return MessageMemory(cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None)), k.device)
+    return MessageMemory(cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None, members=())), k.device)
 
 
 def pair_up(sends: list[list[Outgoing]], pulls: list[list[Incoming]]) -> None:
