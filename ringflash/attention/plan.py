@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -31,8 +32,17 @@ from ringflash.comm.transport import (
     open_transport,
     transport_name,
 )
+from ringflash.sequence.layout import check_layout
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.api import IMPLS, check_fp8_backward, check_inputs, choose_impl, implementation
+from ringflash_kernels.api import (
+    IMPLS,
+    KEYS_OF_RECORD,
+    check_fp8_backward,
+    check_inputs,
+    choose_impl,
+    implementation,
+    rounds,
+)
 
 MAX_GATHER_BYTES = 12 * GIB  # buffers of an all-gather over NCCL; beyond, a ring of hops needs less
 
@@ -74,7 +84,21 @@ class CallPlan:
     @property
     def gathering(self) -> Gathering:
         """Keys that this rank gathers by heads."""
-        return schedule.gather(self.mask, *self.place, self.options.layout)
+        return schedule.gather(self.mask, *self.place, self.options.layout, self.keys_of_line)
+
+    @property
+    def keys_of_line(self) -> int:
+        """Keys that an all-gather by heads moves together: those of a record in FP8, if chunks consist of them; or 1.
+
+        Other chunks travel as they are, and each rank rounds what it has gathered.
+        """
+        layout, cp_size = self.options.layout, self.place[0]
+        fits = rounds(self.impl) and schedule.consists_of(self.mask, cp_size, layout, KEYS_OF_RECORD)
+        return KEYS_OF_RECORD if fits else 1
+
+    def travelling_dtype(self, k: Tensor) -> torch.dtype:
+        """Dtype of K and V on their way."""
+        return torch.uint8 if self.keys_of_line > 1 else k.dtype
 
     def gathers(self, q: Tensor, k: Tensor, transport: str | None) -> tuple[Gathering, ...]:
         """Blocks of keys that this rank gathers by heads, the same on every rank; none if a ring of hops is used."""
@@ -85,7 +109,7 @@ class CallPlan:
         if transport in (None, "gloo", "copy_engine"):
             return transport == "copy_engine"
         keys, arriving, pairs = self.gathering.capacity, self.gathering.arriving, self.gathering.pairs
-        return gather_bytes(k.shape, q.shape[2], keys, arriving, pairs, k.dtype) <= MAX_GATHER_BYTES
+        return gather_bytes(k.shape, q.shape[2], keys, arriving, pairs, self.travelling_dtype(k)) <= MAX_GATHER_BYTES
 
     def open(self, q: Tensor, k: Tensor, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         """Return the algorithm that carries the call out. Opens the transport, on all ranks together."""
@@ -96,7 +120,7 @@ class CallPlan:
             if name == "nccl":
                 with suppress(NotImplementedError):
                     find_split(group)
-            name, reason = _prefer_hosts(name, group, q)
+            name, reason = _prefer_hosts(name, self.options, q)
             plan = replace(self, transport=name, transport_reason=reason)
         if group is not None and plan.transport in HEAD_EXCHANGES:
             return plan._open_ulysses(group, q, call)
@@ -147,7 +171,7 @@ class CallPlan:
         rest = self.impl, self.softmax_scale, self.options.deterministic, call, self.options.fp8_backward
         if channel is not None and blocks:
             memory = message_memory(channel, q.device) if isinstance(channel, PointToPoint) else channel
-            return HeadGather(blocks, memory, *rest)
+            return HeadGather(blocks, memory, *rest, self.keys_of_line > 1)
         assert channel is None or isinstance(channel, PointToPoint)
         hops = self.schedule
         cuda_graphs.hold(hops, q.device)
@@ -181,14 +205,14 @@ def plan_call(
     cp_size, _ = options.place
     bounds = document_bounds(cu_seqlens, q) if isinstance(cu_seqlens, Tensor) else cu_seqlens
     mask = SequenceMask(q.shape[1] * cp_size, causal, (left, right), bounds)
-    schedule.active_steps(mask, cp_size, options.layout)  # raises if the layout cannot divide the sequence
+    check_layout(mask.seqlen, cp_size, options.layout, bounds)
     impl, reason = _choose_impl(options.impl, q, k, v)
     check_fp8_backward(impl, options.fp8_backward, q.shape[-1], options.deterministic)
     transport, why = choose_transport(options.transport, options.group, q.device), "asked for"
     if options.transport == "auto":
-        transport, why = _prefer_hosts(transport, options.group, q)
+        transport, why = _prefer_hosts(transport, options, q)
     if transport in HEAD_EXCHANGES:
-        _check_exchange(transport, split_of(transport, options.group), q)
+        _check_exchange(transport, split_of(transport, options.group), options.layout, q)
     return CallPlan(mask, impl, reason, transport, softmax_scale, options, transport_reason=why)
 
 
@@ -219,12 +243,15 @@ def split_of(transport: str | None, group: dist.ProcessGroup | None) -> HostSpli
     return HostSplit(1, group.size()) if transport == "ulysses" else known_split(group)
 
 
-def _prefer_hosts(transport: str | None, group: dist.ProcessGroup | None, q: Tensor) -> tuple[str | None, str]:
+def _prefer_hosts(transport: str | None, options: RingOptions, q: Tensor) -> tuple[str | None, str]:
     """Return the transport of "auto", and why: by_host instead of flat messages if hosts and heads allow it."""
+    group = options.group
     if group is None:
         return transport, "one process"
     if transport in ("copy_engine", UNDECIDED):
         return transport, "all ranks are in reach" if transport == "copy_engine" else "decided by the first call"
+    if options.layout == "balanced":
+        return transport, "layout 'balanced' sends few keys between hosts by itself"
     split = known_split(group)
     if split is None:
         return transport, refusal_of(group) or "hosts are not known"
@@ -235,8 +262,13 @@ def _prefer_hosts(transport: str | None, group: dist.ProcessGroup | None, q: Ten
     return "by_host", str(split)
 
 
-def _check_exchange(transport: str, split: HostSplit | None, q: Tensor) -> None:
+def _check_exchange(transport: str, split: HostSplit | None, layout: str, q: Tensor) -> None:
     """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
+    if layout == "balanced":
+        raise NotImplementedError(
+            f"layout must be one that nests in hosts for transport {transport!r}, got 'balanced', which sends few keys "
+            "between hosts by itself; use transport='auto', or layout='zigzag'."
+        )
     if cuda_graphs.capturing(q.device):
         raise NotImplementedError(
             f"calls over transport {transport!r} must not be captured into a CUDA graph, got a capture; use 'nccl' or "

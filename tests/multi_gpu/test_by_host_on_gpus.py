@@ -1,0 +1,100 @@
+"""Exchange of heads on GPUs, in pretended hosts: NCCL between all ranks, low precision by the tolerance policy.
+
+The first half of the ranks is one host and the second half another, as a mesh or patched names say; or all are one host.
+Real hosts have not been tested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import ringflash
+from ringflash.comm.group import Host
+from ringflash.comm.transport import peer_memory
+from tests.helpers import ring_check
+from tests.helpers.cases import Case
+from tests.helpers.pool import Context, Pool
+from tests.helpers.tolerance import Ratio, assert_within
+from tests.multi_gpu.conftest import Setup, Table
+from tests.multi_gpu.test_ring_on_gpus import CHUNK, suited
+
+pytestmark = pytest.mark.multi_gpu
+
+CASES = [
+    Case(num_heads=8, num_kv_heads=8),
+    Case(num_heads=8, num_kv_heads=2, documents="mixed", window="left"),
+    Case(num_heads=8, num_kv_heads=1, causal=False, window="both", layout="contiguous", batch=2),
+    Case(num_heads=8, num_kv_heads=4, layout="striped", documents="crossing"),
+]
+
+
+def measure(ctx: Context, transport: str, hops: bool, *args: object) -> list[Ratio]:
+    case, *rest = args
+    assert isinstance(case, Case)
+    with ring_check.by_hops(hops):
+        return ring_check.measure(_on_hosts(ctx, transport), replace(case, transport=transport), *rest)  # type: ignore[arg-type]
+
+
+def _on_hosts(ctx: Context, transport: str) -> Context:
+    if transport == "ulysses":
+        return ctx
+    grid = torch.arange(ctx.size).view(2, -1)
+    return ctx._replace(group=DeviceMesh(ctx.device.type, grid, mesh_dim_names=("host", "gpu")))
+
+
+@pytest.mark.parametrize("by_hops", [False, True], ids=["by heads", "by hops"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_by_host(pool: Pool, setup: Setup, table: Table, case: Case, by_hops: bool) -> None:
+    spent = pool.run(measure, "by_host", by_hops, suited(case, setup.impl), CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add(f"by_host-{case}{'-by-hops' * by_hops}", spent))
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_ulysses(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
+    spent = pool.run(measure, "ulysses", False, suited(case, setup.impl), CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add(f"ulysses-{case}", spent))
+
+
+def chosen_by_auto(ctx: Context, *args: object) -> tuple[list[Ratio], str]:
+    """Two calls of a group whose ranks are on two hosts, as far as they can tell; and the transport of the next."""
+    case, *rest = args
+    assert isinstance(case, Case)
+    ctx = ctx._replace(group=dist.new_group(list(range(ctx.size))))
+    x = torch.ones(1, 128, case.num_heads, 64, dtype=torch.bfloat16, device=ctx.device)
+    with (
+        mock.patch.object(peer_memory, "_check_places", mock.Mock(side_effect=peer_memory.OutOfReach("two hosts"))),
+        mock.patch("ringflash.comm.hosts.this_host", lambda: Host(f"host{2 * ctx.rank // ctx.size}", "")),
+    ):
+        spent = [ratio for _ in range(2) for ratio in ring_check.measure(ctx, case, *rest)]  # type: ignore[arg-type]
+        return spent, str(ringflash.explain(x, x, x, group=ctx.group).transport)
+
+
+def test_auto(pool: Pool, setup: Setup, table: Table) -> None:
+    if setup.backend != "nccl":
+        pytest.skip("auto on CPUs is gloo")
+    if setup.ranks < 4:
+        pytest.skip("two hosts of one GPU exchange nothing")
+    spent = pool.run(chosen_by_auto, suited(CASES[0], setup.impl), CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add("by_host-auto", [ratios for ratios, _ in spent]))
+    assert {transport for _, transport in spent} == {"by_host"}
+
+
+def capture(ctx: Context) -> str:
+    x = torch.ones(1, 128, 8, 64, dtype=torch.bfloat16, device=ctx.device)
+    ringflash.ring_attention(x, x, x, group=ctx.group, transport="ulysses", impl="flash2")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(NotImplementedError) as error, torch.cuda.graph(graph):
+        ringflash.ring_attention(x, x, x, group=ctx.group, transport="ulysses", impl="flash2")
+    return str(error.value)
+
+
+def test_capture_is_refused(pool: Pool, setup: Setup) -> None:
+    if setup.backend != "nccl":
+        pytest.skip("a CPU has no graphs")
+    assert all("must not be captured into a CUDA graph" in text for text in pool.run(capture))
