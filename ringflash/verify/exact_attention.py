@@ -32,7 +32,7 @@ def attend_exactly(module: nn.Module) -> None:
 def _is_fp8(value: object) -> bool:
     options: object = value.options if isinstance(value, WrappedState) else value
     impl = options.impl if isinstance(options, RingOptions) else options
-    return impl in ("hopper_fp8", "reference_fp8")
+    return isinstance(impl, str) and impl in ("hopper_fp8", "reference_fp8")
 
 
 def _exact(options: Any) -> Any:
