@@ -39,6 +39,7 @@ class GatheredKV:
         k: (batch, seqlen_local, num_kv_heads, head_dim); only its shape, dtype and device are used.
         num_heads: heads of q.
         heads: KV heads of each section.
+        value_dim: head_dim of v; default that of k. K and V of a row and head are a *line*.
     """
 
     def __init__(
@@ -48,14 +49,18 @@ class GatheredKV:
         k: torch.Tensor,
         num_heads: int,
         heads: tuple[int, ...],
+        value_dim: int | None = None,
     ) -> None:
         self.memory, self.blocks, self.device, self.heads = memory, blocks, k.device, heads
-        batch, rows, num_kv_heads, self.head_dim = k.shape
+        batch, rows, num_kv_heads, head_dim = k.shape
+        self.widths = head_dim, value_dim or head_dim
+        self.line = sum(self.widths)
+        self.evened_shape = batch, rows, num_kv_heads, self.line // 2
         self.group = num_heads // num_kv_heads
         self.units = sections.order_units(len(heads), len(blocks))
         self.travelling = [index for index, unit in enumerate(self.units) if unit.stage is not None]
         self.first_heads = [0, *accumulate(heads)]
-        self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(k.shape, blocks[0].capacity, k.dtype)
+        self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(self.evened_shape, blocks[0].capacity, k.dtype)
         self.area_rows = rows if self.buffered else blocks[0].capacity
         self._map_areas(k)
         self.slots = self._buffers(k) if self.buffered else [x[:, : blocks[0].num_rows] for x in self._own_sections]
@@ -111,7 +116,7 @@ class GatheredKV:
 
     def keys_values(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a unit: (batch, rows gathered, heads of the section, head_dim)."""
-        keys, values = self.slots[index].unbind(3)
+        keys, values = self.slots[index].split(self.widths, 3)
         return keys, values
 
     def query_heads(self, section: int) -> slice:
@@ -121,7 +126,7 @@ class GatheredKV:
     def _map_areas(self, k: torch.Tensor) -> None:
         """Reserve the area and map it on every rank: `_areas`, `_numbers` and `words`."""
         memory, places = self.memory, (k.shape[0], self.area_rows)
-        size = math.prod(places) * k.shape[2] * 2 * self.head_dim
+        size = math.prod(places) * k.shape[2] * self.line
         memory.reserve("kv", HEADER_BYTES + size * k.itemsize)
         owners = sorted({piece.owner for block in self.blocks for piece in block.pieces})
         parts = {owner: _number_and_kv(memory, owner, size, k.dtype) for owner in owners}
@@ -131,7 +136,7 @@ class GatheredKV:
         self.own = own
         self.words = Words(own_number, [owner for owner in owners if owner != memory.rank], k.device)
         self._areas = {
-            owner: None if area is None else split_heads(area, places, self.heads, self.head_dim)
+            owner: None if area is None else split_heads(area, places, self.heads, self.line)
             for owner, (_, area) in parts.items()
         }
         own_sections = self._areas[memory.rank]
@@ -141,8 +146,7 @@ class GatheredKV:
     def _buffers(self, k: torch.Tensor) -> list[torch.Tensor]:
         """The K/V of each unit: a view of a buffer, or this rank's own part of its area."""
         batch, count = k.shape[0], self.memory.turns
-        line = batch * 2 * self.head_dim
-        sizes = [line * self.blocks[unit.block].num_rows * self.heads[unit.section] for unit in self.units]
+        sizes = [batch * self.line * self.blocks[unit.block].num_rows * self.heads[unit.section] for unit in self.units]
         travelling = [sizes[index] for index in self.travelling]
         buffers = [
             buffer(f"kv.{index}", (most,), k.dtype, k.device)
@@ -155,7 +159,7 @@ class GatheredKV:
                 buffers[unit.stage % count],
                 (batch, self.blocks[unit.block].num_rows),
                 (self.heads[unit.section],),
-                self.head_dim,
+                self.line,
             )[0]
             for unit in self.units
         ]
@@ -193,10 +197,9 @@ class GatheredKV:
 
     def _offsets(self, batch: int) -> torch.Tensor:
         """Offset of each head in the area, and the distance of its rows: (num_kv_heads, 2), in elements."""
-        line = 2 * self.head_dim
         return torch.tensor(
             [
-                (batch * self.area_rows * line * first + head * line, heads * line)
+                (self.line * (batch * self.area_rows * first + head), self.line * heads)
                 for first, heads in zip(self.first_heads, self.heads, strict=False)
                 for head in range(heads)
             ]
@@ -241,7 +244,7 @@ class GradientReturn:
         self.num_buffers = min(2, len(self._units))
         if len(blocks) == 1:
             self.num_buffers = sections.choose_num_gradient_buffers(
-                k.shape, k.shape[2] * gathered.group, blocks[0].capacity, blocks[0].pairs, k.dtype, heads
+                gathered.evened_shape, k.shape[2] * gathered.group, blocks[0].capacity, blocks[0].pairs, k.dtype, heads
             )
         batches = sections.return_batches(len(self._units), self.num_buffers)
         self.batches = {batch[-1]: batch for batch in batches}  # by the stage after which they return
@@ -254,7 +257,7 @@ class GradientReturn:
             for rows, block in zip(readers, blocks, strict=True)
         ]
         most = max(sum(lines[unit.block]) * heads[unit.section] for unit in self._units)
-        received = buffer("dkv.in", (most * 2 * gathered.head_dim,), self.dtype, k.device)
+        received = buffer("dkv.in", (most * gathered.line,), self.dtype, k.device)
         own_sums = self._own_sums(k) if len(blocks) > 1 else []
         self.sums, self.stages, self.pulls, self.sends = [], [], [], []
         for unit in gathered.units:
@@ -262,15 +265,15 @@ class GradientReturn:
             own = own_sums[unit.section] if own_sums else None
             if unit.stage is None:
                 assert own is not None
-                self.stages.append((own[..., 0, :], own[..., 1, :]))
+                self.stages.append(own.split(gathered.widths, 3))
                 continue
-            partial = split_heads(received, (sum(lines[unit.block]),), (count,), gathered.head_dim)[0]
+            partial = split_heads(received, (sum(lines[unit.block]),), (count,), gathered.line)[0]
             stages = self._stages(unit)
             stage = stages[self.memory.rank]
             assert stage is not None
             self.sums.append((stage if own is None else own, partial))
             stage = stage[:, : block.num_rows]
-            self.stages.append((stage[..., 0, :], stage[..., 1, :]))
+            self.stages.append(stage.split(gathered.widths, 3))
             self.pulls.append(self._pulls(partial.split(lines[unit.block]), of_readers, stages, block))
             self.sends.append(self._sends(stage, block))
         self.moves = [
@@ -312,12 +315,12 @@ class GradientReturn:
             unit, (own, partial) = self._units[stage], self.sums[stage]
             heads = slice(*self.gathered.first_heads[unit.section : unit.section + 2])
             final = unit.block == len(self.gathered.blocks) - 1
-            sums = (dk[:, :, heads], dv[:, :, heads]) if final else (own[..., 0, :], own[..., 1, :])
+            sums = (dk[:, :, heads], dv[:, :, heads]) if final else own.split(self.gathered.widths, 3)
             collect(impl, own, partial, self.sources[unit.block], self.max_readers[unit.block], *sums)
 
     def _map_areas(self, k: torch.Tensor) -> None:
         """Reserve the gradient buffers of this rank and map those of its readers."""
-        line = self._batch * 2 * k.shape[3]
+        line = self._batch * self.gathered.line
         sizes = [line * self.gathered.blocks[unit.block].capacity * self._heads(unit) for unit in self._units]
         self._sizes = list(buffer_heads(tuple(sizes), self.num_buffers))
         self.memory.reserve("dkv", sum(self._sizes) * self.dtype.itemsize)
@@ -328,14 +331,14 @@ class GradientReturn:
         }
 
     def _own_sums(self, k: torch.Tensor) -> list[torch.Tensor]:
-        """The sum of the gradients of this rank's own keys, for each section: (batch, rows, heads, 2, head_dim)."""
-        line, heads = self._batch * self._rows * 2 * k.shape[3], self.gathered.heads
+        """The sum of the gradients of this rank's own keys, for each section: (batch, rows, heads, line)."""
+        line, heads = self._batch * self._rows * self.gathered.line, self.gathered.heads
         buffers = [
             buffer(f"dkv.sum.{index}", (line * most,), self.dtype, k.device)
             for index, most in enumerate(buffer_heads(heads))
         ]
         return [
-            split_heads(buffers[section % 2], (self._batch, self._rows), (count,), k.shape[3])[0]
+            split_heads(buffers[section % 2], (self._batch, self._rows), (count,), self.gathered.line)[0]
             for section, count in enumerate(heads)
         ]
 
@@ -343,13 +346,13 @@ class GradientReturn:
         return self.gathered.heads[unit.section]
 
     def _stages(self, unit: Unit) -> dict[int, torch.Tensor | None]:
-        """The buffer of a unit on each reader: (batch, rows, heads, 2, head_dim); None if out of reach."""
+        """The buffer of a unit on each reader: (batch, rows, heads, line); None if out of reach."""
         assert unit.stage is not None
         index, places = unit.stage % self.num_buffers, (self._batch, self.gathered.blocks[unit.block].capacity)
         return {
             rank: None
             if area is None
-            else split_heads(area.split(self._sizes)[index], places, (self._heads(unit),), self.gathered.head_dim)[0]
+            else split_heads(area.split(self._sizes)[index], places, (self._heads(unit),), self.gathered.line)[0]
             for rank, area in self._areas.items()
         }
 
@@ -378,12 +381,12 @@ class GradientReturn:
 
 
 def split_heads(
-    area: torch.Tensor, places: tuple[int, ...], heads: tuple[int, ...], head_dim: int
+    area: torch.Tensor, places: tuple[int, ...], heads: tuple[int, ...], line: int
 ) -> tuple[torch.Tensor, ...]:
-    """Views of consecutive parts of an area, one for each section: (*places, heads of the section, 2, head_dim)."""
-    sizes = [math.prod(places) * count * 2 * head_dim for count in heads]
+    """Views of consecutive parts of an area, one for each section: (*places, heads of the section, line)."""
+    sizes = [math.prod(places) * count * line for count in heads]
     parts = area[: sum(sizes)].split(sizes)
-    return tuple(part.view(*places, count, 2, head_dim) for part, count in zip(parts, heads, strict=True))
+    return tuple(part.view(*places, count, line) for part, count in zip(parts, heads, strict=True))
 
 
 def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> torch.Tensor:
