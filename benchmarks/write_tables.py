@@ -13,6 +13,7 @@ from statistics import mean, stdev
 from benchmarks.environment import ROOT
 from benchmarks.quotes import RESULTS, quoted
 from benchmarks.summaries import SUMMARIES
+from ringflash.flops import FP8_PER_BF16
 
 BESIDE = ("out", "dq", "dk", "dv")
 KERNELS = ("hopper", "fa4", "flash2")
@@ -48,6 +49,8 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("fp8_training_*"):
         yield "docs/fp8.md", name, fp8_losses_table(result)
         yield "docs/fp8.md", f"{name}_layers", fp8_layers_table(result)
+    for name, result in _of_results("fp8_steps_*"):
+        yield "docs/fp8.md", name, fp8_steps_table(result)
     for page, summaries in SUMMARIES.items():
         for name, summary in summaries.items():
             yield page, name, summary()
@@ -167,6 +170,27 @@ def fp8_losses_table(result: dict) -> str:
     versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "triton"))
     source = f"`{about['command']}` on {about['device']}, {versions}, commit {about['commit']}. {result['about']}"
     head = ["| | training loss | from bf16 | held-out loss | from bf16 |", "|---|---|---|---|---|"]
+    return "\n".join([source, "", *head, *rows])
+
+
+def fp8_steps_table(result: dict) -> str:
+    """Tabulate the timed steps of `benchmarks/train_steps.py --attention` with their parts."""
+    names = ("attention", "linear", "other", "idle")
+    rows = [
+        f"| {step['attention']} | {step['seconds']:.2f} | "
+        + " | ".join(f"{step['parts'][name]:.2f}" for name in names)
+        + f" | {step['mfu_percent']:.1f}% | {step['mfu_percent'] / FP8_PER_BF16:.1f}% | {step['loss']:.3f} |"
+        for step in result["steps"]
+        if step["kind"] == "timed"
+    ]
+    versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "lightning", "transformers"))
+    source = (
+        f"`{result['command']}` on {result['device']}, {versions}, commit {result['commit']}; in the order of the run."
+    )
+    head = [
+        f"| attention | s | {' | '.join(f'{name}, s' for name in names)} | MFU by bf16 peak | by FP8 peak | loss |",
+        "|---" * (len(names) + 5) + "|",
+    ]
     return "\n".join([source, "", *head, *rows])
 
 
