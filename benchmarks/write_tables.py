@@ -46,6 +46,8 @@ def tables() -> Iterator[tuple[str, str, str]]:
             yield "docs/measurements.md", name, steps_tables(result)
         else:
             yield "docs/plan.md", name, training_table(result)
+    for name, result in _of_results("documents"):
+        yield "docs/masks.md", name, documents_table(result)
     for name, result in _of_results("fp8_training_*"):
         yield "docs/fp8.md", name, fp8_losses_table(result)
         yield "docs/fp8.md", f"{name}_layers", fp8_layers_table(result)
@@ -241,6 +243,19 @@ def training_table(result: dict) -> str:
         "| layers | tokens | visible | GiB | planned | s a step | planned | model TFLOP/s a GPU | MFU |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    return "\n".join([source, "", *head, *rows])
+
+
+def documents_table(result: dict) -> str:
+    """Tabulate balance, received shards and messages of every layout by mix of documents and number of ranks."""
+    layouts, cells = list(dict.fromkeys(row["layout"] for row in result["results"])), {}
+    for row in result["results"]:
+        cell = f"{row['balance_percent']:.0f} ({row['worst_percent']:.0f}); {row['shards']:.2g}; {row['messages']:.0f}"
+        cells.setdefault((row["mix"], row["ranks"]), []).append(cell)
+    about = result["environment"]
+    source = f"`{about['command']}`, commit {about['commit']}, {result['packings']} packings of each mix."
+    head = [f"| tokens of a document | ranks | {' | '.join(layouts)} |", "|---|---|" + "---|" * len(layouts)]
+    rows = [f"| {mix} | {ranks} | {' | '.join(row)} |" for (mix, ranks), row in cells.items()]
     return "\n".join([source, "", *head, *rows])
 
 

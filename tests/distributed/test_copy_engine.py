@@ -60,6 +60,9 @@ def check_all(ctx: Context) -> int:
                 ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
         check_unequal_sections(ctx)
         ring_check.check(ctx, Case(layout="striped", documents="crossing"), 64)
+        for number, documents in enumerate(("crossing", "mixed", "aligned")):
+            with taking_turns(number % 2 == 0):
+                ring_check.check(ctx, Case(layout="balanced", documents=documents), 40)
         return ringflash.buffer_bytes()
 
 

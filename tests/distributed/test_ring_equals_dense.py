@@ -54,6 +54,17 @@ def test_striped(pool: Pool, size: int) -> None:
         pool.run(ring_check.check, case, chunk, size=size)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_balanced(pool: Pool, size: int) -> None:
+    """Documents whole on a rank and cut over several, under every mask."""
+    for documents, window, causal, chunk in (
+        ("crossing", "none", True, 40), ("mixed", "left", True, 6), ("mixed", "both", False, 33),
+        ("aligned", "none", False, 6), ("tokens", "self", True, 5), ("whole", "none", True, 16),
+    ):  # fmt: skip
+        case = Case(layout="balanced", documents=documents, window=window, causal=causal)
+        pool.run(ring_check.check, case, chunk, size=size)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", [Case(), Case(documents="mixed", window="left"), Case(causal=False)], ids=str)
 def test_low_precision(pool: Pool, case: Case, dtype: str) -> None:
