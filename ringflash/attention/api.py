@@ -188,7 +188,7 @@ def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
     if plan.gathers_by_heads(q, k, plan.transport):
         gathering = plan.gathering
         owners = sorted({piece.owner for piece in gathering.pieces})
-        sections = choose_sections(k.shape, q.shape[2], gathering.capacity, k.dtype)
+        sections = choose_sections(k.shape, q.shape[2], gathering.capacity, plan.travelling_dtype(k))
         return (
             f"{gathering.num_rows} keys of ranks {owners}, {gathering.mask.num_visible} pairs",
             *(
