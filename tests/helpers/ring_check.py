@@ -118,8 +118,8 @@ def strided(x: torch.Tensor, strides: str) -> torch.Tensor:
 
 
 def by_hops(hops: bool) -> mock._patch:
-    """Calls over NCCL go by hops, or by heads, whatever their buffers take."""
-    return mock.patch("ringflash.attention.plan.MAX_GATHER_BYTES", 0 if hops else 1 << 40)
+    """Calls over NCCL go by hops, which no call but those over gloo does, or by heads."""
+    return mock.patch("ringflash.attention.plan.CallPlan.gathers_by_heads", lambda *_: not hops)
 
 
 class HasLayout(Protocol):
