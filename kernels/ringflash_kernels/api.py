@@ -18,7 +18,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ringflash_kernels.fp8_reference import check_products
+from ringflash_kernels.fp8_reference import BLOCK_K, check_products
+from ringflash_kernels.fp8_reference import record_bytes as record_bytes
 from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.mask import Mask
 from ringflash_kernels.reference import state_dtype
@@ -33,6 +34,7 @@ _MODULES = {
 }
 
 IMPLS = tuple(_MODULES)
+KEYS_OF_RECORD = BLOCK_K  # keys of a head whose K and V are rounded to e4m3 together; `record_bytes` is their size
 _AUTOMATIC = ("hopper", "flash2", "reference")  # the choices of "auto", fastest first
 _ROUNDED = ("hopper_fp8", "reference_fp8")  # not exact: never proposed in place of another
 
@@ -66,6 +68,15 @@ class BackwardPass(Protocol):
             dk, dv: shape of k, v; unit last stride, the others any multiples of 16 bytes (TMA needs that).
             accumulate: add to dk and dv, which are fp32 (fp64 for fp64). Otherwise overwrite them; they may then
                 have the dtype of k as well.
+        """
+
+    def add_records(
+        self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
+    ) -> None:
+        """Compute `add` of quantised keys, with an implementation that `rounds` only.
+
+        Args:
+            records: `quantise_kv` of the mask's keys, for the backward.
         """
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -168,6 +179,16 @@ def begin_backward(
     options = {"products": fp8_backward, "row_max": row_max} if impl in _ROUNDED else {}
     scale = _scale(q, softmax_scale)
     return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic, **options)
+
+
+def rounds(impl: str) -> bool:
+    """Return True if an implementation rounds to e4m3.
+
+    Its module then has `quantise_kv`, which makes records of K and V: half the bytes, (batch, blocks of KEYS_OF_RECORD
+    keys, num_kv_heads, record_bytes), uint8. `forward_records` and `BackwardPass.add_records` take them in place of K
+    and V.
+    """
+    return impl in _ROUNDED
 
 
 def check_fp8_backward(impl: str, fp8_backward: str, head_dim: int, deterministic: bool) -> None:

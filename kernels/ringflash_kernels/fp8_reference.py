@@ -199,16 +199,27 @@ def forward(
     row_max: torch.Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there."""
-    forward_rows(
-        quantise_q(q),
-        quantise_kv(k, v, for_backward=False),
-        mask,
-        softmax_scale,
-        out=out,
-        lse=lse,
-        acc=acc,
-        row_max=row_max,
-    )
+    records = quantise_kv(k, v, for_backward=False)
+    forward_records(q, records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max)
+
+
+def forward_records(
+    q: torch.Tensor,
+    records: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float,
+    *,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    acc: torch.Tensor | None = None,
+    row_max: torch.Tensor | None = None,
+) -> None:
+    """Compute `forward` of quantised keys.
+
+    Args:
+        records: `quantise_kv` of the mask's keys, for the forward; keys beyond its `seqlen_k` are not read.
+    """
+    forward_rows(quantise_q(q), records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max)
 
 
 def forward_rows(

@@ -17,7 +17,7 @@ from ringflash.attention.plan import CallArguments, CallPlan, plan_call
 from ringflash.attention.sections import choose_sections
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
-from ringflash.comm.transport import buffer_bytes
+from ringflash.comm.transport import HEAD_EXCHANGES, buffer_bytes
 from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash.sequence.mask import check_window_size
 
@@ -62,7 +62,8 @@ def ring_attention(
         transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host that map one another's
             memory: what "auto" takes there). "ulysses" exchanges heads between all ranks; "by_host" does so inside each
             host, and passes K/V between hosts once instead of once per GPU. Both need num_heads divisible by the ranks
-            that exchange heads. Hosts are those of the mesh, or those that the ranks of a 1-D group run on.
+            that exchange heads. Hosts are those of the mesh, or those that the ranks of a 1-D group run on. "auto"
+            takes "by_host" if there are several hosts, several GPUs on each, and enough heads.
         deterministic: gradients have equal bits on repeat, at the kernel's cost.
         fp8_backward: products of the backward in e4m3, for the two FP8 `impl`: "bf16" none, "fp8_scores" dout v^T,
             "fp8" also those that give dk and dv (docs/fp8.md). Other kernels take "bf16" only.
@@ -126,10 +127,12 @@ class Explanation:
     num_visible: int
     comm_sms: int
     buffer_bytes: int
+    transport_reason: str = ""
 
     def __str__(self) -> str:
         lines = [
-            f"impl {self.impl} ({self.impl_reason}), transport {self.transport}, rank {self.cp_rank} of {self.cp_size}",
+            f"impl {self.impl} ({self.impl_reason}), transport {self.transport} ({self.transport_reason}), "
+            f"rank {self.cp_rank} of {self.cp_size}",
             *self.steps,
             f"{self.num_visible} visible pairs on this rank",
             f"{self.comm_sms} SMs left to messages, {self.buffer_bytes} bytes of buffers held by now",
@@ -152,7 +155,7 @@ def explain(
 ) -> Explanation:
     """Say which kernel, transport and sections or hops `ring_attention` would use, without running or sending anything.
 
-    On GPUs the transport "auto" is shown as "copy_engine or nccl" until the first call of the group decides.
+    On GPUs the transport "auto" is shown as "copy_engine, by_host or nccl" until the first call of the group decides.
 
     Args: as `ring_attention`.
     """
@@ -162,12 +165,25 @@ def explain(
     plan = plan_call(q, k, v, cu_seqlens, arguments)
     return Explanation(
         plan.impl, plan.impl_reason, plan.transport, *options.place, _steps(plan, q, k),
-        plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(),
+        plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(), plan.transport_reason,
     )  # fmt: skip
 
 
 def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
     """Launches of this rank, in order."""
+    if plan.transport in HEAD_EXCHANGES:
+        inner = plan.between_hosts(q, k)
+        if inner is None:
+            return ("heads are exchanged inside of hosts, which the first call finds out",)
+        rail, inner_q, inner_k = inner
+        _, rows, heads, _ = inner_q.shape
+        return (
+            f"all-to-all of heads: {heads} of {q.shape[2]} query heads of {rows} rows of the host, "
+            f"{inner_k.shape[2]} of {k.shape[2]} KV heads",
+            f"attention between ranks {rail.members}, numbered from 0:",
+            *_steps(rail, inner_q, inner_k),
+            "all-to-all of heads, back",
+        )
     blocks = plan.gathers(q, k, plan.transport)
     if blocks:
         keys = max(block.capacity for block in blocks)

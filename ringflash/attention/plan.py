@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,13 +16,14 @@ from ringflash.attention.options import RingOptions
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.schedule import Gathering, Schedule
 from ringflash.attention.sections import choose_blocks
-from ringflash.attention.ulysses import Ulysses, check_heads
+from ringflash.attention.ulysses import Ulysses, check_heads, shared_kv_heads
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.group import HostSplit, known_split
-from ringflash.comm.hosts import find_split
+from ringflash.comm.hosts import find_split, refusal_of
 from ringflash.comm.transport import (
     HEAD_EXCHANGES,
+    UNDECIDED,
     PointToPoint,
     choose_transport,
     message_memory,
@@ -54,6 +56,7 @@ class CallPlan:
     softmax_scale: float
     options: RingOptions
     members: tuple[int, ...] = ()  # ranks of the group that the sequence is divided among; empty: all
+    transport_reason: str = ""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -89,9 +92,35 @@ class CallPlan:
     def open(self, q: Tensor, k: Tensor, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         """Return the algorithm that carries the call out. Opens the transport, on all ranks together."""
         group: dist.ProcessGroup | None = self.options.group
-        if group is not None and self.transport in HEAD_EXCHANGES:
-            return self._open_ulysses(group, q, call)
-        return self._open_ring(group, q, k, call)
+        plan = self
+        if group is not None and self.transport == UNDECIDED:
+            name = transport_name(open_transport(UNDECIDED, group))
+            if name == "nccl":
+                with suppress(NotImplementedError):
+                    find_split(group)
+            name, reason = _prefer_hosts(name, group, q)
+            plan = replace(self, transport=name, transport_reason=reason)
+        if group is not None and plan.transport in HEAD_EXCHANGES:
+            return plan._open_ulysses(group, q, call)
+        return plan._open_ring(group, q, k, call)
+
+    def between_hosts(self, q: Tensor, k: Tensor) -> tuple[CallPlan, Tensor, Tensor] | None:
+        """Return the plan of attention between hosts, and q and k without data, as it gets them.
+
+        None if the call exchanges no heads, or its hosts are not known yet.
+        """
+        split = split_of(self.transport, self.options.group)
+        if split is None:
+            return None
+        rail, kv_heads = (
+            self.rail(split, message_transport(q.device)),
+            shared_kv_heads(split.num_gpus, q.shape[2], k.shape[2]),
+        )
+        q, k = (
+            x.new_empty(x.shape[0], x.shape[1] * split.num_gpus, heads // split.num_gpus, x.shape[3], device="meta")
+            for x, heads in ((q, q.shape[2]), (k, len(kv_heads)))
+        )
+        return rail, q, k
 
     def rail(self, split: HostSplit, transport: str) -> CallPlan:
         """Return the plan of attention between hosts, on tensors that have the rows of a host."""
@@ -157,10 +186,12 @@ def plan_call(
     schedule.active_steps(mask, cp_size, options.layout)  # raises if the layout cannot divide the sequence
     impl, reason = _choose_impl(options.impl, q, k, v)
     check_fp8_backward(impl, options.fp8_backward, q.shape[-1], options.deterministic)
-    transport = choose_transport(options.transport, options.group, q.device)
+    transport, why = choose_transport(options.transport, options.group, q.device), "asked for"
+    if options.transport == "auto":
+        transport, why = _prefer_hosts(transport, options.group, q)
     if transport in HEAD_EXCHANGES:
         _check_exchange(transport, split_of(transport, options.group), q)
-    return CallPlan(mask, impl, reason, transport, softmax_scale, options)
+    return CallPlan(mask, impl, reason, transport, softmax_scale, options, transport_reason=why)
 
 
 def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
@@ -188,6 +219,22 @@ def split_of(transport: str | None, group: dist.ProcessGroup | None) -> HostSpli
     if group is None or transport not in HEAD_EXCHANGES:
         return None
     return HostSplit(1, group.size()) if transport == "ulysses" else known_split(group)
+
+
+def _prefer_hosts(transport: str | None, group: dist.ProcessGroup | None, q: Tensor) -> tuple[str | None, str]:
+    """Return the transport of "auto", and why: by_host instead of flat messages if hosts and heads allow it."""
+    if group is None:
+        return transport, "one process"
+    if transport in ("copy_engine", UNDECIDED):
+        return transport, "all ranks are in reach" if transport == "copy_engine" else "decided by the first call"
+    split = known_split(group)
+    if split is None:
+        return transport, refusal_of(group) or "hosts are not known"
+    if split.num_hosts == 1 or split.num_gpus == 1:
+        return transport, f"{split}: nothing to exchange inside of several hosts"
+    if q.shape[2] % split.num_gpus:
+        return transport, f"{split}: {q.shape[2]} query heads cannot be divided by {split.num_gpus}"
+    return "by_host", str(split)
 
 
 def _check_exchange(transport: str, split: HostSplit | None, q: Tensor) -> None:

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
 from ringflash.attention.gather_by_heads import profiler_range
+from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Hop, Schedule
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber, Words
 from ringflash.comm.transport import Message, Pending, PointToPoint, buffer, transport_name
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
-from ringflash_kernels.api import begin_backward, implementation, state_dtype
+from ringflash_kernels.api import begin_backward, implementation, rounds, state_dtype
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 
@@ -61,7 +63,8 @@ class RingOfHops:
             out: as q.  lse: (batch, num_heads, seqlen_local), natural log.
         Numerics: (out, lse) are carried in fp32 (fp64 for fp64) and cast once, on the last hop.
         """
-        kernel = implementation(self.impl, q, k, v)
+        kernel, operands = implementation(self.impl, q, k, v), self._operands(k, for_backward=False)
+        forward = operands.forward(kernel)
         state = state_dtype(q.dtype)
         out = _empty(q)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state, device=q.device)
@@ -73,14 +76,12 @@ class RingOfHops:
         kept = {} if row_max is None else {"row_max": row_max}
         with watching(self.transport, "forward", q.device) as call:
             with waiting(q.device):
-                exchange = Exchange(self.transport, hops, k, v, self.call)
-            for _, hop, keys, values in self._arrivals(exchange, call, q.device):
+                exchange = Exchange(self.transport, hops, k, v, operands, kernel, self.call)
+            for _, hop, arrived in self._arrivals(exchange, call, q.device):
                 target = out if hop.step == computed[-1] else carried
                 acc = None if hop.step == computed[0] else carried
                 with profiler_range(f"ringflash::forward_step{hop.step}"):
-                    kernel.forward(
-                        q, keys, values, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **kept, **options
-                    )
+                    forward(q, *arrived, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **kept, **options)
             with waiting(q.device):
                 exchange.finish()
             call.mark("for the last messages")
@@ -113,13 +114,14 @@ class RingOfHops:
             dk, dv = _empty(k), _empty(v)
             gradients.add(k, v, self.schedule.hops[0].mask, dk, dv, accumulate=False)
             return gradients.finish(_empty(q)), dk, dv
-        hops = self.schedule.hops
+        hops, operands = self.schedule.hops, self._operands(k, for_backward=True)
+        kernel, add = implementation(self.impl, q, k, v), operands.add(gradients)
         with watching(self.transport, "backward", q.device) as call:
             with waiting(q.device):
-                exchange = GradientExchange(self.transport, hops, k, v, self.call)
-            for index, hop, keys, values in self._arrivals(exchange, call, q.device):
+                exchange = GradientExchange(self.transport, hops, k, v, operands, kernel, self.call)
+            for index, hop, arrived in self._arrivals(exchange, call, q.device):
                 with profiler_range(f"ringflash::backward_step{hop.step}"):
-                    gradients.add(keys, values, hop.mask, *exchange.gradients_of(index), accumulate=True)
+                    add(*arrived, hop.mask, *exchange.gradients_of(index), accumulate=True)
             with waiting(q.device):
                 dk, dv = exchange.finish_gradients()
             call.mark("for the last gradients")
@@ -131,14 +133,19 @@ class RingOfHops:
 
     def _arrivals(
         self, exchange: Exchange, call: CallInFlight | Unwatched, device: torch.device
-    ) -> Iterator[tuple[int, Hop, torch.Tensor, torch.Tensor]]:
-        """Yield each hop with visible keys, after its K and V have arrived: index, hop, keys, values."""
+    ) -> Iterator[tuple[int, Hop, tuple[torch.Tensor, ...]]]:
+        """Yield each hop with visible keys, after its K and V have arrived: index, hop, operands of the kernel."""
         for index, hop in enumerate(self.schedule.hops):
             with profiler_range(f"ringflash::arrive_step{hop.step}"), waiting(device):
-                keys, values = exchange.arrive(index)
+                arrived = exchange.arrive(index)
             if hop.source is not None:
                 _mark(call, hop)
-                yield index, hop, keys, values
+                yield index, hop, arrived
+
+    def _operands(self, k: torch.Tensor, *, for_backward: bool) -> Operands:
+        """K and V as they travel; a single process leaves the rounding to its kernel."""
+        rounded = self.transport is not None and rounds(self.impl)
+        return Operands.of(k, rounded=rounded, for_backward=for_backward)
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:
@@ -163,6 +170,8 @@ class Exchange:
         transport: None for a single process, whose only hop uses its own K/V.
         hops: this rank's hops, in order. `arrive` must be called for each of them, even if no keys are visible.
         k, v: (batch, seqlen_local, num_kv_heads, head_dim) of this rank; sent in one message.
+        operands: form in which they travel.
+        kernel: implementation that makes it.
         call: number of the call. Over NCCL it is sent with K/V; over gloo the ranks have compared it already.
     """
 
@@ -172,27 +181,27 @@ class Exchange:
         hops: tuple[Hop, ...],
         k: torch.Tensor,
         v: torch.Tensor,
+        operands: Operands,
+        kernel: ModuleType,
         call: CallNumber = NO_NUMBER,
     ) -> None:
         self.transport, self.hops, self.k, self.v, self.call = transport, hops, k, v, call
+        self.operands = operands
         self.pending = Pending([])
         self.words: Words | None = None
         if transport is not None:
-            self.own = self._buffer("kv.own", k.dtype)
-            torch.stack((k, v), out=self.own)
+            self.own = self._lines("kv.own")
+            operands.pack(k, v, kernel, self.own)
             if _numbered(transport):
                 self.words = self._words()
                 self.words.write(call)
 
-    def arrive(self, index: int) -> KeyValue:
-        """Return K and V of hop number `index` after their arrival; the messages of the next hop are then posted."""
+    def arrive(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Return the operands of hop number `index` after their arrival, and post the messages of the next hop."""
         if self.transport is None:
             return self.k, self.v
         self._advance(index)
-        if self.hops[index].step == 0:
-            return self.k, self.v
-        kv = self._incoming(index)
-        return kv[0], kv[1]
+        return self.operands.unpack(self.own if self.hops[index].step == 0 else self._incoming(index))
 
     def _advance(self, index: int) -> None:
         """Wait for the messages of hop number `index`, then post those of the next hop."""
@@ -222,15 +231,15 @@ class Exchange:
         return sends, recvs
 
     def _incoming(self, index: int) -> torch.Tensor:
-        """Buffer that receives the K/V of a hop: (2, batch, seqlen_local, num_kv_heads, head_dim)."""
-        return self._buffer(f"kv.{index % 2}", self.k.dtype)
+        """Buffer that receives the K/V of a hop."""
+        return self._lines(f"kv.{index % 2}")
 
     def _words(self) -> Words:
         senders = sorted({hop.source for hop in self.hops if hop.source is not None and hop.step != 0})
         return Words(torch.empty(1, dtype=torch.int64, device=self.k.device), senders, self.k.device)
 
-    def _buffer(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return buffer(name, (2, *self.k.shape), dtype, self.k.device)
+    def _lines(self, name: str) -> torch.Tensor:
+        return buffer(name, self.operands.lines_of(self.k), self.operands.dtype, self.k.device)
 
 
 def _numbered(transport: PointToPoint) -> bool:
@@ -250,9 +259,11 @@ class GradientExchange(Exchange):
         hops: tuple[Hop, ...],
         k: torch.Tensor,
         v: torch.Tensor,
+        operands: Operands,
+        kernel: ModuleType,
         call: CallNumber = NO_NUMBER,
     ) -> None:
-        super().__init__(transport, hops, k, v, call)
+        super().__init__(transport, hops, k, v, operands, kernel, call)
         self.total = self._buffer("dkv.own", state_dtype(k.dtype)).zero_()
 
     def gradients_of(self, index: int) -> KeyValue:
@@ -296,3 +307,6 @@ class GradientExchange(Exchange):
 
     def _returned(self) -> torch.Tensor:
         return self._buffer("dkv.in", self.total.dtype)
+
+    def _buffer(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return buffer(name, (2, *self.k.shape), dtype, self.k.device)

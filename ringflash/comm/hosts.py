@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import groupby
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from ringflash.comm.agreement import gather
 from ringflash.comm.group import HostSplit, known_split, remember_split, this_host
+
+_refusals: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
 def find_split(group: dist.ProcessGroup) -> HostSplit:
@@ -18,9 +21,18 @@ def find_split(group: dist.ProcessGroup) -> HostSplit:
     """
     split = known_split(group)
     if split is None:
-        split = split_hosts(gather(group, str(this_host())))
+        try:
+            split = split_hosts(gather(group, str(this_host())))
+        except NotImplementedError as refusal:
+            _refusals[group] = str(refusal)
+            raise
         remember_split(group, split)
     return split
+
+
+def refusal_of(group: dist.ProcessGroup) -> str:
+    """Return the message with which `find_split` refused a group; empty if it has not."""
+    return _refusals.get(group, "")
 
 
 def split_hosts(hosts: list[str]) -> HostSplit:

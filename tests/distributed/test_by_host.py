@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash
-from ringflash.attention import ulysses
+from ringflash.attention import plan, ulysses
 from ringflash.comm.group import Host
 from ringflash.comm.hosts import split_hosts
 from ringflash.comm.transport import Message, Pending, PointToPoint
@@ -137,6 +137,45 @@ def test_a_group_finds_its_hosts(pool: Pool) -> None:
         assert not texts[0] and all("num_heads must be divisible by the 4 ranks" in text for text in texts[1:])
     for texts in pool.run(from_names, ["a", "b", "a", "b"]):
         assert all("must hold equally many ranks, numbered host by host" in text for text in texts)
+
+
+def chosen_by_auto(ctx: Context, hosts: list[str]) -> tuple[str, list[str]]:
+    """What auto takes for heads that hosts can and cannot divide, after a first call that decides over "NCCL"."""
+    ctx = ctx._replace(group=torch.distributed.new_group(list(range(ctx.size))))
+    x = torch.ones(1, 8, 4, 16)
+    with (
+        mock.patch("ringflash.comm.hosts.this_host", lambda: Host(hosts[ctx.rank], "")),
+        mock.patch.object(plan, "choose_transport", lambda *_: plan.UNDECIDED),
+        mock.patch.object(plan, "open_transport", lambda name, group: PointToPoint("gloo", group)),
+        mock.patch.object(plan, "transport_name", lambda channel: "nccl"),
+    ):
+        before = ringflash.explain(x, x, x, group=ctx.group)
+        ring_check.check(ctx, Case())
+    return str(before), [str(ringflash.explain(y, y, y, group=ctx.group)) for y in (x, x[:, :, :3])]
+
+
+def test_auto_takes_by_host(pool: Pool) -> None:
+    for before, (four, three) in pool.run(chosen_by_auto, ["a", "a", "b", "b"]):
+        assert "transport copy_engine, by_host or nccl (decided by the first call)" in before
+        assert "transport by_host (2 x 2 (hosts x GPUs))" in four
+        assert "all-to-all of heads: 2 of 4 query heads of 16 rows of the host, 2 of 4 KV heads" in four
+        assert "attention between ranks (" in four and "step 0: K/V of rank" in four
+        assert "transport gloo (2 x 2 (hosts x GPUs): 3 query heads cannot be divided by 2)" in three
+    for _, texts in pool.run(chosen_by_auto, ["a", "b", "b", "b"]):
+        assert all("transport gloo (all hosts of the group must hold equally many ranks" in text for text in texts)
+    for _, texts in pool.run(chosen_by_auto, ["a"] * 4):
+        assert all("nothing to exchange inside of several hosts" in text for text in texts)
+
+
+def auto_with_a_mesh(ctx: Context) -> str:
+    ctx = on_hosts(ctx, 2)
+    ring_check.check(ctx, Case())
+    x = torch.ones(1, 8, 4, 16)
+    return str(ringflash.explain(x, x, x, group=ctx.group).transport)
+
+
+def test_auto_follows_a_mesh_on_cpus(pool: Pool) -> None:
+    assert pool.run(auto_with_a_mesh) == ["by_host"] * 4
 
 
 def test_hosts_from_names() -> None:

@@ -12,11 +12,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import ringflash
+from ringflash.comm.transport import Message, Pending, PointToPoint
 from tests.helpers import ring_check, tolerance
 from tests.helpers.cases import Case, mask_cases
 from tests.helpers.peer_memory import copy_engine
@@ -84,6 +86,31 @@ def test_products_of_the_backward(pool: Pool, by_heads: bool, fp8_backward: str)
     """The forward keeps the largest score of each row for "fp8"."""
     cases = [*WHOLE_CHUNKS[by_heads::9], *SHAPES[::2]]
     pool.run(check_all, cases, ALIGNED, by_heads, fp8_backward, size=2)
+
+
+def sent(ctx: Context, case: Case, chunk: int) -> list[tuple[str, int]]:
+    """Kind and bytes of each message that this rank sends."""
+    seen: list[tuple[str, int]] = []
+
+    def post(self: PointToPoint, sends: list[Message], recvs: list[Message]) -> Pending:
+        seen.extend((message.what.split()[0], message.tensor.nbytes) for message in sends if message.rank is not None)
+        return original(self, sends, recvs)
+
+    original = PointToPoint.post
+    whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
+    with mock.patch.object(PointToPoint, "post", post):
+        ring_check.run(ctx, case, whole, chunk, IMPL)
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [64, 50])
+def test_records_travel(pool: Pool, chunk: int) -> None:
+    """Half the bytes of K and V in bf16 and 128 for each record, in both passes; gradients return in fp32."""
+    case = SHAPES[0]
+    records = case.batch * -(-2 * chunk // ALIGNED) * case.num_kv_heads * (2 * ALIGNED * case.head_dim + 128)
+    gradients = 2 * case.batch * 2 * chunk * case.num_kv_heads * case.head_dim * 4
+    messages = [("K/V", records), ("K/V", records), ("dK/dV", gradients)]
+    assert pool.run(sent, case, chunk, size=2) == [messages] * 2
 
 
 def test_exchanged_heads(pool: Pool) -> None:

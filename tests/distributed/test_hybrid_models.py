@@ -5,18 +5,22 @@ gloo, 2 and 4 CPU processes, fp64; needs the huggingface extra. One process runs
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from ringflash import huggingface
+from tests.helpers.examples import example
 from tests.helpers.hybrids import MODELS, build
 from tests.helpers.pool import Context, Pool
 
 pytest.importorskip("transformers")
 
 LENGTH = 24
+END = "dist.destroy_process_group()"
 BOUNDS = (0, 3, 13, 24)
 
 
@@ -55,11 +59,71 @@ def equals_one_process(ctx: Context, kind: str, layout: str, batch: int, bounds:
         assert (got / ctx.size - whole).abs().max() <= 1e-10 * whole.abs().max()
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize(
-    "size, layout, batch, bounds", [(2, "zigzag", 2, None), (4, "contiguous", 1, None), (4, "zigzag", 1, BOUNDS)]
-)
+CASES = [(2, "zigzag", 2, None), (4, "contiguous", 1, None), (4, "zigzag", 1, BOUNDS)]
+GRID = [(kind, *case) for kind in ("qwen3_next", "bamba") for case in CASES]
+GRID += [(kind, *CASES[2]) for kind in MODELS if kind not in ("qwen3_next", "bamba")]
+
+
+@pytest.mark.parametrize("kind, size, layout, batch, bounds", GRID)
 def test_loss_and_gradients_equal_one_process(
     pool: Pool, kind: str, size: int, layout: str, batch: int, bounds: tuple[int, ...] | None
 ) -> None:
     pool.run(equals_one_process, kind, layout, batch, bounds, size=size)
+
+
+def example_runs(ctx: Context) -> None:
+    exec(example("docs/hybrid.md", "# hybrid.py").replace('dist.init_process_group("gloo")', "").replace(END, ""), {})
+
+
+def test_example_runs(pool: Pool, capfd: pytest.CaptureFixture[str]) -> None:
+    """The pool has joined the processes already."""
+    pool.close()  # workers print to where they were started
+    pool.run(example_runs)
+    printed = capfd.readouterr().out
+    assert printed.count(": loss 5.") == 4, printed
+
+
+def variants_equal(ctx: Context, kind: str) -> None:
+    """Layers that are recomputed in the backward, after other forwards, a copy, and generate in between."""
+    model = build(kind)
+    huggingface.set_group(model, ctx.group)
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group, cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32))
+    kept = huggingface.CausalLMWithLoss(model, ctx.group).train()
+    other = deepcopy(kept)
+    other.gradient_checkpointing_enable()
+    prompt = tokens()[:, : 5 + ctx.rank]
+    generated = model.generate(prompt, max_new_tokens=3, do_sample=False)
+    assert torch.equal(generated, build(kind, "sdpa").generate(prompt, max_new_tokens=3, do_sample=False))
+    kept(**batch).backward()
+    other(**batch).backward()
+    for p, q in zip(other.parameters(), kept.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert (p.grad - q.grad).abs().max() <= 1e-12 * q.grad.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h"])
+def test_checkpoints_copies_and_generate(pool: Pool, kind: str) -> None:
+    pool.run(variants_equal, kind, size=2)
+
+
+def refused(ctx: Context) -> None:
+    """On every rank, also if a single rank calls wrongly; and the next call is right again."""
+    model = build("qwen3_next")
+    huggingface.set_group(model, ctx.group)
+    good = huggingface.prepare_batch(tokens(), group=ctx.group)
+    wrong: list[tuple[type[Exception], str, dict]] = [
+        (NotImplementedError, "past_key_values must not be given", {"use_cache": True}),
+        (ValueError, "position_ids must be the shard's global positions", {"position_ids": good["position_ids"] + 1}),
+        (ValueError, "cu_seqlens must end at the global", {"cu_seqlens": torch.tensor([0, 12], dtype=torch.int32)}),
+        (ValueError, "attention_mask must be None or all ones", {"attention_mask": torch.zeros(1, LENGTH // ctx.size)}),
+    ]
+    good.pop("shift_labels")
+    want = model(**good).logits.detach()
+    for kind, message, change in wrong:
+        with pytest.raises(kind, match=message if ctx.rank == 1 else ""):
+            model(**good | (change if ctx.rank == 1 else {}))
+    assert torch.equal(model(**good).logits, want)
+
+
+def test_wrong_calls_are_refused_on_every_rank(pool: Pool) -> None:
+    pool.run(refused, size=2)

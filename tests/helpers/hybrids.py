@@ -16,7 +16,7 @@ from ringflash.training.seeding import seeded
 
 TINY = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61, "max_position_embeddings": 64,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
 KINDS = ["linear_attention", "linear_attention", "full_attention"]
 DELTA = {
@@ -30,10 +30,35 @@ MAMBA = {
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
 }  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class, changes of TINY
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class, and changes of TINY
     "qwen3_next": ("Qwen3NextForCausalLM", DELTA | EXPERTS),
+    "qwen3_5": ("Qwen3_5ForCausalLM", DELTA),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", DELTA | EXPERTS),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", DELTA),
+    "kimi_linear": (
+        "KimiLinearForCausalLM",
+        {
+            "layer_types": KINDS, "linear_head_dim": 8, "linear_num_heads": 2, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 4,
+        },
+    ),
     "bamba": ("BambaForCausalLM", MAMBA | {"attn_layer_indices": [2]}),
-}
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        MAMBA | {"layer_types": KINDS, "num_local_experts": 4, "shared_intermediate_size": 8},
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["mlp", "linear_attention", "moe", "full_attention", "linear_attention"],
+            "ssm_state_size": 6, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 4,
+            "n_routed_experts": 4, "moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 8,
+        },
+    ),
+    "falcon_h1": ("FalconH1ForCausalLM", MAMBA | {"mamba_d_ssm": 32}),
+    "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "conv", "full_attention"], "block_multiple_of": 8}),
+}  # fmt: skip
 
 
 @cache
@@ -51,19 +76,18 @@ def in_fp64(kind: str) -> ModuleType:
     copy = ModuleType(f"{original.__name__}_fp64")
     copy.__file__, copy.__package__ = original.__file__, original.__package__
     sys.modules[copy.__name__] = copy
-    exec(compile(source, original.__file__, "exec"), copy.__dict__)
+    exec(compile(source, original.__file__, "exec", dont_inherit=True), copy.__dict__)
     return copy
 
 
 def build(kind: str, impl: str = "ringflash", **changes: Any) -> Any:
     """A model with values that forget little, so that states of previous ranks matter."""
-    from transformers import AutoConfig
-
     huggingface.register()
     name, extra = MODELS[kind]
-    config = AutoConfig.for_model(kind, **TINY | extra | changes)
+    model_class = getattr(in_fp64(kind), name)
+    config = model_class.config_class(**TINY | extra | changes)
     with seeded(0):
-        model = getattr(in_fp64(kind), name)._from_config(
+        model = model_class._from_config(
             config, attn_implementation=impl, experts_implementation="eager", dtype=torch.float64
         )
         for parameter in model.parameters():

@@ -304,12 +304,12 @@ print("status", main(["doctor", "--json", "--seconds", "60"]))
 
 
 def test_hosts_exchange_under_torchrun() -> None:
-    """Three ranks that say they are on two hosts: the first of each exchange and probe, only the first rank prints."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
+    """Four ranks that say they are on two hosts: all exchange, the first of each probe, only the first rank prints."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
     output = run([*launch, "--no_python", sys.executable, "-c", HOSTS])
     found = {x["what"]: x for x in json.loads(output[output.index("{") : output.rindex("}") + 1])["findings"]}
-    assert found["ring over 2 hosts, gloo"]["found"].endswith("GB/s each way, one GPU of each host")
-    assert found["ring over 2 hosts, gloo"]["level"] == "ok"
+    assert found["ring over 2 hosts, gloo"]["found"].endswith("GB/s each way, 2 GPUs of each host at once")
+    assert found["ring over 2 hosts, gloo"]["level"] == "ok"  # and the values were those of the other host
     assert [found[f"{host}: kernel"]["found"] for host in ("host0", "host1")] == ["host0", "host1"]
 
 
@@ -339,12 +339,18 @@ def test_every_gpu_of_every_host_is_probed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_rings_of_hosts_are_judged() -> None:
-    def judged(gbytes: float, right: bool = True, error: str = "") -> list[tuple[str, str]]:
-        exchange = {"gbytes_per_second": gbytes, "right": right}
-        return [(x.what, x.level) for x in command._between_hosts({"exchanges": {"nccl": exchange}}, error, 4)]
+    ring = {"hosts": ["a", "b", "c", "d"], "lanes": 2}
+
+    def judged(gbytes: float, right: bool = True, error: str = "", slow: float = 0.0) -> list[tuple[str, str]]:
+        each = [gbytes] * 5 + [slow or gbytes] + [gbytes] * 2
+        exchange = {"gbytes_per_second": min(each), "each": each, "right": right}
+        found = list(command._between_hosts({"exchanges": {"nccl": exchange}}, error, ring))
+        assert all(("GPU 1 of c" in x.found) == ("slow" in x.what) for x in found)
+        return [(x.what, x.level) for x in found]
 
     assert judged(40.0) == [("ring over 4 hosts, nccl", "ok")]
     assert judged(4.0) == [("ring over 4 hosts, nccl", "warning")]
+    assert judged(40.0, slow=20.0) == [("ring over 4 hosts, nccl", "ok"), ("ring over 4 hosts, nccl, slow", "warning")]
     assert judged(40.0, right=False) == [("ring over 4 hosts, nccl", "fault")]
     assert judged(40.0, error="no answer in 120 s") == [("ring over 4 hosts", "fault")]
 

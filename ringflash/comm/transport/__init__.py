@@ -26,7 +26,7 @@ from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoi
 
 TRANSPORTS = ("gloo", "nccl", "copy_engine", "by_host", "ulysses")
 HEAD_EXCHANGES = ("by_host", "ulysses")  # over gloo or nccl, within each host and between hosts
-UNDECIDED = "copy_engine or nccl"  # meaning of "auto" until the ranks of a group have compared their hosts
+UNDECIDED = "copy_engine, by_host or nccl"  # meaning of "auto" until the ranks of a group have compared their hosts
 
 Transport = PointToPoint | PeerMemory
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from ringflash.console import console
 
 _SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # a slower link between GPUs of one host is not NVLink
 _SLOW_NIC_GBYTES = 10.0
+_SLOW_LANE = 0.7  # of the median of all GPUs
 _STYLE = {"ok": "green", "warning": "yellow", "fault": "red"}
 _ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*Error\b")  # last line of a traceback; its source lines are indented
 
@@ -57,7 +59,7 @@ def run(options: Namespace) -> int:
     probing = [] if options.no_probes else first_with_their_gpus(ranks)
     meeting.tell({"ring": ring, "probing": probing})
     if ring:
-        findings += _between_hosts(*join_ring(ring, 0, options.seconds), len(ring["ranks"]))
+        findings += _between_hosts(*join_ring(ring, 0, options.seconds), ring)
     if probing:
         findings += probes_of_all(meeting, ranks, probing, options.seconds)
     _print(findings, options.json)
@@ -112,33 +114,56 @@ def probes(facts: Facts, seconds: float) -> list[Finding]:
 
 
 def ring_of_hosts(ranks: dict[int, Facts]) -> dict[str, Any]:
-    """Return the rendezvous for an exchange between the first ranks of all hosts; empty on a single host."""
-    first = {facts["host"]: rank for rank, facts in sorted(ranks.items(), reverse=True)}
-    if len(first) < 2:
+    """Return the rendezvous for an exchange between hosts; empty on a single host.
+
+    The n-th rank of each host exchanges with the n-th rank of the next host, all at the same time, as rings do that
+    span hosts. Hosts with more ranks than the others leave the last ones out.
+    """
+    of_hosts: dict[str, list[int]] = {}
+    for rank, facts in sorted(ranks.items()):
+        of_hosts.setdefault(facts["host"], []).append(rank)
+    if len(of_hosts) < 2:
         return {}
+    lanes = min(map(len, of_hosts.values()))
     with socket.socket() as free:
         free.bind(("", 0))
-        return {"ranks": sorted(first.values()), "address": os.environ["MASTER_ADDR"], "port": free.getsockname()[1]}
+        return {
+            "ranks": [rank for held in of_hosts.values() for rank in held[:lanes]], "lanes": lanes,
+            "hosts": list(of_hosts), "address": os.environ["MASTER_ADDR"], "port": free.getsockname()[1],
+        }  # fmt: skip
 
 
 def join_ring(ring: dict[str, Any], rank: int, seconds: float) -> tuple[dict[str, Any], str]:
     """Take part in the exchange between hosts if this rank is in it; return the result of the probe and its error."""
     if rank not in ring.get("ranks", ()):
         return {}, ""
-    place = {
-        "RANK": str(ring["ranks"].index(rank)), "WORLD_SIZE": str(len(ring["ranks"])), "LOCAL_RANK": "0",
+    place = ring["ranks"].index(rank)
+    environment = {
+        "RANK": str(place), "WORLD_SIZE": str(len(ring["ranks"])), "LOCAL_RANK": str(place % ring["lanes"]),
         "MASTER_ADDR": ring["address"], "MASTER_PORT": str(ring["port"]),
     }  # fmt: skip
-    return _probe([sys.executable, "-m", "ringflash.commands.doctor.probe", "ring"], seconds, **place)
+    probe = [sys.executable, "-m", "ringflash.commands.doctor.probe", "ring", str(ring["lanes"])]
+    return _probe(probe, seconds, **environment)
 
 
-def _between_hosts(found: dict[str, Any], error: str, hosts: int) -> Iterator[Finding]:
-    what = f"ring over {hosts} hosts"
+def _between_hosts(found: dict[str, Any], error: str, ring: dict[str, Any]) -> Iterator[Finding]:
+    hosts, lanes = ring["hosts"], ring["lanes"]
+    what = f"ring over {len(hosts)} hosts"
     if error:
         yield fault(what, error, "NCCL_DEBUG=INFO names what it uses; NCCL_SOCKET_IFNAME, NCCL_IB_HCA (docs/hosts.md)")
         return
+    who = f"{lanes} GPUs of each host at once" if lanes > 1 else "one GPU of each host"
     remedy = "a 100 Gb/s NIC gives 12: NCCL_IB_HCA, GPUDirect RDMA (docs/hosts.md)"
-    yield from _exchanges(found, what, "one GPU of each host", {"nccl": _SLOW_NIC_GBYTES}, remedy)
+    yield from _exchanges(found, what, who, {"nccl": _SLOW_NIC_GBYTES}, remedy)
+    for transport, exchange in found["exchanges"].items():
+        slow = [
+            f"GPU {place % lanes} of {hosts[place // lanes]} {speed:.1f}"
+            for place, speed in enumerate(exchange["each"])
+            if speed < _SLOW_LANE * statistics.median(exchange["each"])
+        ]
+        if slow:
+            shown = f"slower than the others in GB/s, receiving: {', '.join(slow)}"
+            yield warning(f"{what}, {transport}, slow", shown, "test its NIC, cable and PCIe link, and the sender's")
 
 
 def _exchanges(found: dict[str, Any], what: str, who: str, slow: dict[str, float], remedy: str) -> Iterator[Finding]:

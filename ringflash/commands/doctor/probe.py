@@ -3,7 +3,7 @@
 Each runs as a separate process:
 
 python -m ringflash.commands.doctor.probe kernel <device>
-torchrun --nproc_per_node 2 -m ringflash.commands.doctor.probe ring
+torchrun --nproc_per_node 2 -m ringflash.commands.doctor.probe ring [<ranks of a host>]
 """
 
 from __future__ import annotations
@@ -46,21 +46,24 @@ def kernel(device: torch.device) -> dict[str, Any]:
     return {"impl": ringflash.explain(q, k, v, group=None).impl, "spent": max(max(r.maximum, r.mean) for r in spent)}
 
 
-def ring(megabytes: float = 64.0) -> dict[str, Any]:
+def ring(stride: int = 1, megabytes: float = 64.0) -> dict[str, Any]:
     """Return by transport the GB/s at which each rank receives its neighbour's values, and if these are correct.
 
-    On GPUs, `missing` says why the copy engine is not available, if it is not.
+    All ranks exchange at the same time. On GPUs, `missing` says why the copy engine is not available, if it is not.
+
+    Args:
+        stride: the neighbour is the rank this far away: 1, or the number of ranks of a host for the host beside it.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     numbers = int(megabytes * 1e6 / 4)
     sent = _numbers(dist.get_rank(), numbers, device)
-    neighbour = _numbers((dist.get_rank() - 1) % dist.get_world_size(), numbers, device)
-    ways: dict[str, Callable[[torch.Tensor], None]] = {"nccl" if cuda else "gloo": _messages(sent)}
+    neighbour = _numbers((dist.get_rank() - stride) % dist.get_world_size(), numbers, device)
+    ways: dict[str, Callable[[torch.Tensor], None]] = {"nccl" if cuda else "gloo": _messages(sent, stride)}
     missing = ""
     if cuda:
         try:
-            ways["copy_engine"] = _pulls(sent)
+            ways["copy_engine"] = _pulls(sent, stride)
         except NoPeerMemory as problem:
             missing = str(problem)
     return {"exchanges": {name: _timed(way, neighbour) for name, way in ways.items()}, "missing": missing}
@@ -70,19 +73,19 @@ def _numbers(rank: int, count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, device=device, dtype=torch.int32) * (rank + 1)
 
 
-def _messages(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
+def _messages(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]:
     """Return an exchange that sends to one neighbour and receives from the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def exchange(got: torch.Tensor) -> None:
-        operations = [dist.P2POp(dist.isend, sent, (rank + 1) % size), dist.P2POp(dist.irecv, got, (rank - 1) % size)]
-        for work in dist.batch_isend_irecv(operations):
+        there, here = (rank + stride) % size, (rank - stride) % size
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, there), dist.P2POp(dist.irecv, got, here)]):
             work.wait()
 
     return exchange
 
 
-def _pulls(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
+def _pulls(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]:
     """Return an exchange that copies from the neighbour's memory, like the transport "copy_engine"."""
     assert dist.group.WORLD is not None
     memory = open_transport("copy_engine", dist.group.WORLD)
@@ -92,7 +95,7 @@ def _pulls(sent: torch.Tensor) -> Callable[[torch.Tensor], None]:
     assert own is not None
     own.copy_(sent)
     memory.barrier(0)
-    source = (dist.get_rank() - 1) % dist.get_world_size()
+    source = (dist.get_rank() - stride) % dist.get_world_size()
 
     def exchange(got: torch.Tensor) -> None:
         def copy() -> None:
@@ -114,9 +117,12 @@ def _timed(exchange: Callable[[torch.Tensor], None], expected: torch.Tensor) -> 
         if got.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    right = torch.tensor(float(torch.equal(got, expected)), device=got.device)
-    dist.all_reduce(right, op=dist.ReduceOp.MIN)
-    return {"gbytes_per_second": got.numel() * got.itemsize / min(seconds[1:]) / 1e9, "right": right.item() == 1.0}
+    speed = got.numel() * got.itemsize / min(seconds[1:]) / 1e9
+    mine = torch.tensor([speed, float(torch.equal(got, expected))], device=got.device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    speeds, right = torch.stack(found).T.tolist()
+    return {"gbytes_per_second": min(speeds), "each": [round(speed, 3) for speed in speeds], "right": min(right) == 1.0}
 
 
 def main(arguments: list[str]) -> None:
@@ -125,9 +131,9 @@ def main(arguments: list[str]) -> None:
         print(json.dumps(kernel(torch.device(arguments[1]))))
         return
     if torch.cuda.is_available():
-        torch.cuda.set_device(dist.get_node_local_rank(0))
+        torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    found = ring()
+    found = ring(*map(int, arguments[1:]))
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()

@@ -11,7 +11,7 @@ from ringflash_kernels.hopper import implementation as exact
 from ringflash_kernels.hopper.implementation import collect, publish
 from ringflash_kernels.mask import Mask
 
-__all__ = ["begin_backward", "collect", "forward", "publish", "unsupported"]
+__all__ = ["begin_backward", "collect", "forward", "forward_records", "publish", "quantise_kv", "unsupported"]
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -39,10 +39,25 @@ def forward(
     row_max: torch.Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use, default all."""
+    records = quantise_kv(k, v, for_backward=False)
+    state = {"out": out, "lse": lse, "acc": acc, "row_max": row_max}
+    forward_records(q, records, mask, softmax_scale, num_sms=num_sms, **state)
+
+
+def forward_records(q: torch.Tensor, records: torch.Tensor, mask: Mask, softmax_scale: float, **state: Any) -> None:
+    """Compute `forward` of quantised keys; see `fp8_reference.forward_records`."""
     from ringflash_kernels.hopper.fp8 import forward, quantise
 
-    rows, records = quantise.quantise_q(q), quantise.quantise_kv(k, v, for_backward=False)
-    forward.forward(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms, row_max=row_max)
+    forward.forward(quantise.quantise_q(q), records, mask, softmax_scale, **state)
+
+
+def quantise_kv(
+    k: torch.Tensor, v: torch.Tensor, *, for_backward: bool, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the records of k and v; see `fp8_reference.quantise_kv`."""
+    from ringflash_kernels.hopper.fp8 import quantise
+
+    return quantise.quantise_kv(k, v, for_backward=for_backward, out=out)
 
 
 def begin_backward(*args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,62 @@
+"""Form in which K and V travel and kernels read them: as they are, or rounded to e4m3 by an FP8 `impl`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+from ringflash_kernels.api import KEYS_OF_RECORD, BackwardPass, record_bytes
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Lines of K and V for one pass. A line is K and V of one head: of one key, or of the 128 keys of a record.
+
+    The owner makes the records of its keys. So other ranks receive half the bytes, and every rank the same bits.
+
+    Args:
+        rounded: lines are records.
+        for_backward: those of a backward, which hold V in another order.
+        keys: keys of a line.
+        shape: of a line.
+        dtype: of a line.
+    """
+
+    rounded: bool
+    for_backward: bool
+    keys: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, k: torch.Tensor, *, rounded: bool, for_backward: bool) -> Operands:
+        """Return the form of keys like k: (batch, seqlen, num_kv_heads, head_dim)."""
+        if rounded:
+            return cls(True, for_backward, KEYS_OF_RECORD, (record_bytes(k.shape[3]),), torch.uint8)
+        return cls(False, for_backward, 1, (2, k.shape[3]), k.dtype)
+
+    def lines_of(self, k: torch.Tensor) -> tuple[int, ...]:
+        """Shape of the lines of k: (batch, lines, num_kv_heads, *shape); the last line may be padded."""
+        return k.shape[0], -(-k.shape[1] // self.keys), k.shape[2], *self.shape
+
+    def pack(self, k: torch.Tensor, v: torch.Tensor, kernel: ModuleType, out: torch.Tensor) -> None:
+        """Write the lines of k and v to `out`."""
+        if self.rounded:
+            kernel.quantise_kv(k, v, for_backward=self.for_backward, out=out)
+        else:
+            torch.stack((k, v), dim=3, out=out)
+
+    def unpack(self, lines: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what kernels take: K and V, or the records."""
+        return (lines,) if self.rounded else lines.unbind(3)
+
+    def forward(self, kernel: ModuleType) -> Callable[..., None]:
+        """Return the kernel's forward, which takes `unpack` after q."""
+        return kernel.forward_records if self.rounded else kernel.forward
+
+    def add(self, gradients: BackwardPass) -> Callable[..., None]:
+        """Return the method that adds the gradients of what `unpack` returns."""
+        return gradients.add_records if self.rounded else gradients.add
