@@ -7,8 +7,9 @@ length: the chip is power-bound, its limit acts with a delay, and a sample after
 Figures are medians; compare the ratios rather than the absolute figures.
 
 FLOPs: 4 * head_dim per visible pair and head forward, 2.5 times as many backward (FlashAttention's convention; a causal
-mask of S x S counts as S * S / 2 pairs). Memory: peak of one call in addition to earlier allocations; our kernels write
-into given outputs, the peers allocate theirs. Contenders that are not installed are skipped.
+mask of S x S counts as S * S / 2 pairs); with narrower values, each product by its own columns. Memory: peak of one
+call in addition to earlier allocations; our kernels write into given outputs, the peers allocate theirs. Contenders
+that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ class Row:
     num_heads: int
     num_kv_heads: int
     kind: str
+    value_dim: int | None = None  # head_dim of v, if it is narrower
 
     def __str__(self) -> str:
-        length = f"{self.seqlen // 1024}k"
-        return f"hd{self.head_dim} {length} x {self.batch}, {self.num_heads}/{self.num_kv_heads}, {self.kind}"
+        length, width = f"{self.seqlen // 1024}k", f"{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim else "")
+        return f"hd{width} {length} x {self.batch}, {self.num_heads}/{self.num_kv_heads}, {self.kind}"
 
     @cached_property
     def mask(self) -> Mask:
@@ -61,11 +63,12 @@ class Row:
         window = (4096, 0) if self.kind == "window" else (-1, -1)
         return Mask.band(self.seqlen, self.seqlen, causal=self.kind in ("causal", "window"), window_size=window)
 
-    @property
-    def flops(self) -> float:
-        """Number of floating-point operations of a forward pass."""
+    def flops(self, direction: str) -> float:
+        """Number of floating-point operations of a pass: two or five products."""
         pairs = self.seqlen**2 / 2 if self.kind == "causal" else self.mask.num_visible
-        return 4 * self.head_dim * self.batch * self.num_heads * pairs
+        keys, values = self.head_dim, self.value_dim or self.head_dim
+        columns = keys + values if direction == "forward" else 3 * keys + 2 * values
+        return 2 * columns * self.batch * self.num_heads * pairs
 
 
 def document_bounds(num_tokens: int) -> list[int]:
@@ -89,6 +92,9 @@ def _rows() -> tuple[Row, ...]:
     rows += [Row(128, 131072, 1, 16, 4, "window")]
     # One section of the all-gather by heads: all keys, few heads.
     rows += [Row(128, 262144, 1, 4, 1, "causal"), Row(128, 262144, 1, 1, 1, "full")]
+    # Latent attention: keys of 192 columns, values of 128.
+    for seqlen, batch, heads in ((2048, 4, 128), (8192, 1, 128), (32768, 1, 32)):
+        rows.append(Row(192, seqlen, batch, heads, heads, "causal", 128))
     # Lengths at which FP8 is judged.
     return (*rows, Row(128, 16384, 1, 32, 8, "causal"), Row(128, 65536, 1, 32, 8, "causal"))
 
@@ -102,9 +108,12 @@ class Inputs:
     def __init__(self, row: Row) -> None:
         self.row, self.mask, self.scale = row, row.mask, row.head_dim**-0.5
         self.q, self.k, self.v, self.dout = (
-            torch.randn(row.batch, row.seqlen, heads, row.head_dim, device="cuda", dtype=torch.bfloat16)
-            for heads in (row.num_heads, row.num_kv_heads, row.num_kv_heads, row.num_heads)
-        )
+            torch.randn(row.batch, row.seqlen, heads, width or row.head_dim, device="cuda", dtype=torch.bfloat16)
+            for heads, width in (
+                (row.num_heads, None), (row.num_kv_heads, None),
+                (row.num_kv_heads, row.value_dim), (row.num_heads, row.value_dim),
+            )
+        )  # fmt: skip
         self.lse = torch.zeros(row.batch, row.num_heads, row.seqlen, device="cuda")
 
 
@@ -123,13 +132,13 @@ def ours() -> Contender:
     def build_forward(x: Inputs) -> Run:
         hop = x.row.kind == "hop"
         acc = torch.zeros(x.q.shape, device="cuda") if hop else None
-        out = acc if hop else torch.empty_like(x.q)
+        out = acc if hop else torch.empty_like(x.dout)
         return lambda: forward(x.q, x.k, x.v, x.mask, x.scale, out=out, lse=x.lse, acc=acc)
 
     def build_backward(x: Inputs) -> Run | None:
         if x.row.kind == "hop":
             return None
-        out, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+        out, dk, dv = torch.empty_like(x.dout), torch.empty_like(x.k), torch.empty_like(x.v)
         forward(x.q, x.k, x.v, x.mask, x.scale, out=out, lse=x.lse)
 
         def run() -> torch.Tensor:
@@ -320,7 +329,7 @@ def bench(row: Row, direction: str, teams: list[Contender], *, rounds: int, samp
                 print(f"{row}: {team.name} failed: {type(error).__name__}: {str(error)[:120]}", flush=True)
     if not runs:
         return None
-    flops = row.flops * (2.5 if direction == "backward" else 1)
+    flops = row.flops(direction)
     samples = measure(runs, flops, rounds=rounds, sample_ms=sample_ms)
     return {
         "row": str(row),

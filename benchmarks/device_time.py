@@ -15,7 +15,10 @@ IDLE = "idle"
 # The first pattern that matches a name gives its kind.
 _KINDS = {
     "communication": re.compile(rf"nccl|{MESSAGE}|{WAIT}"),
-    "attention": re.compile(r"^forward_kernel|^backward_|^_(preprocess|postprocess|publish|collect)$|flash_(fwd|bwd)"),
+    "attention": re.compile(
+        r"^forward_(kernel|fp8)|^backward_|^quantise_(rows|records)|flash_(fwd|bwd)"
+        r"|^_(preprocess|postprocess|publish|collect|statistics|query_operands|key_operands|rotate_back)$"
+    ),
     "linear": re.compile(r"nvjet|gemm|gemv|cutlass|cublas|splitK", re.IGNORECASE),
     "host copies": re.compile(r"Memcpy (DtoH|HtoD)"),
 }

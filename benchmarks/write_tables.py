@@ -13,6 +13,7 @@ from statistics import mean, stdev
 from benchmarks.environment import ROOT
 from benchmarks.quotes import RESULTS, quoted
 from benchmarks.summaries import SUMMARIES
+from ringflash.flops import FP8_PER_BF16
 
 BESIDE = ("out", "dq", "dk", "dv")
 KERNELS = ("hopper", "fa4", "flash2")
@@ -45,9 +46,13 @@ def tables() -> Iterator[tuple[str, str, str]]:
             yield "docs/measurements.md", name, steps_tables(result)
         else:
             yield "docs/plan.md", name, training_table(result)
+    for name, result in _of_results("documents"):
+        yield "docs/masks.md", name, documents_table(result)
     for name, result in _of_results("fp8_training_*"):
         yield "docs/fp8.md", name, fp8_losses_table(result)
         yield "docs/fp8.md", f"{name}_layers", fp8_layers_table(result)
+    for name, result in _of_results("fp8_steps_*"):
+        yield "docs/fp8.md", name, fp8_steps_table(result)
     for page, summaries in SUMMARIES.items():
         for name, summary in summaries.items():
             yield page, name, summary()
@@ -170,6 +175,27 @@ def fp8_losses_table(result: dict) -> str:
     return "\n".join([source, "", *head, *rows])
 
 
+def fp8_steps_table(result: dict) -> str:
+    """Tabulate the timed steps of `benchmarks/train_steps.py --attention` with their parts."""
+    names = ("attention", "linear", "other", "idle")
+    rows = [
+        f"| {step['attention']} | {step['seconds']:.2f} | "
+        + " | ".join(f"{step['parts'][name]:.2f}" for name in names)
+        + f" | {step['mfu_percent']:.1f}% | {step['mfu_percent'] / FP8_PER_BF16:.1f}% | {step['loss']:.3f} |"
+        for step in result["steps"]
+        if step["kind"] == "timed"
+    ]
+    versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "lightning", "transformers"))
+    source = (
+        f"`{result['command']}` on {result['device']}, {versions}, commit {result['commit']}; in the order of the run."
+    )
+    head = [
+        f"| attention | s | {' | '.join(f'{name}, s' for name in names)} | MFU by bf16 peak | by FP8 peak | loss |",
+        "|---" * (len(names) + 5) + "|",
+    ]
+    return "\n".join([source, "", *head, *rows])
+
+
 def fp8_layers_table(result: dict) -> str:
     """Tabulate, by layer, the errors of dq, dk and dv of each choice of attention, and of the parameters' gradient."""
     rows = []
@@ -217,6 +243,19 @@ def training_table(result: dict) -> str:
         "| layers | tokens | visible | GiB | planned | s a step | planned | model TFLOP/s a GPU | MFU |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    return "\n".join([source, "", *head, *rows])
+
+
+def documents_table(result: dict) -> str:
+    """Tabulate balance, received shards and messages of every layout by mix of documents and number of ranks."""
+    layouts, cells = list(dict.fromkeys(row["layout"] for row in result["results"])), {}
+    for row in result["results"]:
+        cell = f"{row['balance_percent']:.0f} ({row['worst_percent']:.0f}); {row['shards']:.2g}; {row['messages']:.0f}"
+        cells.setdefault((row["mix"], row["ranks"]), []).append(cell)
+    about = result["environment"]
+    source = f"`{about['command']}`, commit {about['commit']}, {result['packings']} packings of each mix."
+    head = [f"| tokens of a document | ranks | {' | '.join(layouts)} |", "|---|---|" + "---|" * len(layouts)]
+    rows = [f"| {mix} | {ranks} | {' | '.join(row)} |" for (mix, ranks), row in cells.items()]
     return "\n".join([source, "", *head, *rows])
 
 

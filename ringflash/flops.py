@@ -33,6 +33,7 @@ PEAK_TFLOPS = (
     ("H20", 148.0),
     ("A100", 312.0),
 )
+FP8_PER_BF16 = 2.0  # peak of e4m3 products over that of bf16, on every GPU that has them
 
 
 class MatmulSizes(NamedTuple):

@@ -13,6 +13,7 @@ from ringflash_kernels.api import (
     begin_backward,
     choose_impl,
 )
+from ringflash_kernels.fp8_reference import measure_rounding as measure_fp8_rounding
 from ringflash_kernels.mask import Mask, Region
 from ringflash_kernels.merge import merge_
 
@@ -26,5 +27,6 @@ __all__ = [
     "attention_forward",
     "begin_backward",
     "choose_impl",
+    "measure_fp8_rounding",
     "merge_",
 ]

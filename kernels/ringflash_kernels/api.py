@@ -64,7 +64,7 @@ class BackwardPass(Protocol):
         """Compute the gradients of the visible pairs of (q, k).
 
         Args:
-            k, v: (batch, seqlen_k, num_kv_heads, head_dim).
+            k, v: (batch, seqlen_k, num_kv_heads, head_dim), v possibly narrower.
             dk, dv: shape of k, v; unit last stride, the others any multiples of 16 bytes (TMA needs that).
             accumulate: add to dk and dv, which are fp32 (fp64 for fp64). Otherwise overwrite them; they may then
                 have the dtype of k as well.
@@ -119,18 +119,19 @@ def attention_forward(
 
     Args:
         q: (batch, seqlen_q, num_heads, head_dim).
-        k, v: (batch, seqlen_k, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
+        k: (batch, seqlen_k, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
+        v: as k, or with a smaller head_dim.
         impl: one of IMPLS.
         mask: visible pairs; instead of `causal` and `window_size`.
         causal, window_size: aligned at the bottom right; the window is (left, right), inclusive, -1 unlimited.
         softmax_scale: default head_dim ** -0.5.
-        acc: as q, fp32 (fp64 for fp64): output of the earlier calls; needs `lse`.
-        out: tensor to write the result to, in the dtype of q or of acc; may be acc itself. Default: a new one, as q.
+        acc: as out, fp32 (fp64 for fp64): output of the earlier calls; needs `lse`.
+        out: tensor to write the result to, in the dtype of q or of acc; may be acc itself. Default: a new one.
         lse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64): updated in place with `acc`, overwritten without.
         row_max: as lse, tensor to write the largest score of each row or a little more to, for `begin_backward`;
             updated in place with `acc`. Only for impl "hopper_fp8" and "reference_fp8".
     Returns:
-        out: as q.  lse: (batch, num_heads, seqlen_q), natural log. A row that sees no key is 0 and -inf.
+        out: as q, as wide as v.  lse: (batch, num_heads, seqlen_q), natural log. A row that sees no key is 0 and -inf.
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
         NotImplementedError: the implementation cannot take the inputs; the message names one that can.
@@ -139,10 +140,10 @@ def attention_forward(
     mask = _mask_of(q, k, mask, causal, window_size)
     if acc is not None and lse is None:
         raise ValueError("lse must be given with acc, got None; pass the lse that earlier calls returned.")
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    out = q.new_empty(out_shape(q, v)) if out is None else out
     if lse is None:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
-    _check_state(q, out, lse, acc)
+    _check_state(q, v, out, lse, acc)
     state = {} if row_max is None else {"row_max": _checked_row_max(impl, lse, row_max)}
     implementation(impl, q, k, v).forward(q, k, v, mask, _scale(q, softmax_scale), out=out, lse=lse, acc=acc, **state)
     return out, lse
@@ -164,8 +165,8 @@ def begin_backward(
     """Start a backward pass: compute delta = rowsum(dout * out) - dlse, which all hops share, and a dq of zeros.
 
     Args:
-        dout: as q. out: as q, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64),
-            of the whole attention.
+        dout: as q, as wide as v. out: as dout, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32
+            (fp64 for fp64), of the whole attention.
         deterministic: repeat a call with equal bits.
         fp8_backward: products of the backward in e4m3 (`check_fp8_backward`): "bf16" none, "fp8_scores" dout v^T,
             "fp8" also those that give dk and dv.
@@ -248,7 +249,7 @@ def attention_backward(
         ValueError, NotImplementedError: as `attention_forward`.
     """
     check_inputs(q, k, v)
-    _check_gradients(dout, q, out, lse, dlse)
+    _check_gradients(dout, q, v, out, lse, dlse)
     mask = _mask_of(q, k, mask, causal, window_size)
     implementation(impl, q, k, v)
     backward = begin_backward(
@@ -348,7 +349,7 @@ def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
     """Return the module of `impl` after checking that it can take these inputs."""
     if impl not in _MODULES:
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}; use 'auto' in ring_attention to have one chosen.")
-    problem = _module(impl).unsupported(q, k, v)
+    problem = _unsupported(impl, q, k, v)
     if problem is not None:
         able = [name for name in IMPLS if name not in _ROUNDED and _is_able(name, q, k, v)]
         remedy = f"use one of {able}" if able else "cast them"
@@ -356,10 +357,21 @@ def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
     return _module(impl)
 
 
+def _unsupported(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    if impl in _ROUNDED and k.shape[-1] != v.shape[-1]:
+        return f"values of {v.shape[-1]} columns for keys of {k.shape[-1]} (equally wide)"
+    return _module(impl).unsupported(q, k, v)
+
+
+def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the output: that of q, as wide as v."""
+    return (*q.shape[:3], v.shape[3])
+
+
 def _is_able(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """True if `impl` can take these inputs here; an error in its environment counts as no."""
     try:
-        return _module(impl).unsupported(q, k, v) is None
+        return _unsupported(impl, q, k, v) is None
     except (RuntimeError, ImportError):
         return False
 
@@ -376,7 +388,7 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ValueError(f"{name} must not be empty, got {tuple(x.shape)}; every rank needs at least one token.")
         if not x.dtype.is_floating_point:
             raise ValueError(f"{name} must be floating point, got {x.dtype}; cast it.")
-    if k.shape != v.shape:
+    if k.shape[:3] != v.shape[:3] or v.shape[3] > k.shape[3]:
         raise ValueError(f"v must have the shape of k {tuple(k.shape)}, got {tuple(v.shape)}; slice or pad it.")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(
@@ -393,33 +405,40 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ValueError(f"q, k and v must share one {attribute}, got {values}; move or cast them.")
 
 
-def _check_state(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None) -> None:
-    state = state_dtype(q.dtype)
-    if out.shape != q.shape or out.dtype not in (q.dtype, state):
+def _check_state(
+    q: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None
+) -> None:
+    state, shape = state_dtype(q.dtype), out_shape(q, v)
+    if out.shape != shape or out.dtype not in (q.dtype, state):
         raise ValueError(
-            f"out must be {tuple(q.shape)} in {q.dtype} or {state}, got {tuple(out.shape)} in {out.dtype}; omit it."
+            f"out must be {shape} in {q.dtype} or {state}, got {tuple(out.shape)} in {out.dtype}; omit it."
         )
     if lse.shape != (q.shape[0], q.shape[2], q.shape[1]) or lse.dtype != state:
         raise ValueError(
             f"lse must be (batch, num_heads, seqlen_q) {(q.shape[0], q.shape[2], q.shape[1])} in {state}, "
             f"got {tuple(lse.shape)} in {lse.dtype}; leave it out."
         )
-    if acc is not None and (acc.shape != q.shape or acc.dtype != state):
+    if acc is not None and (acc.shape != shape or acc.dtype != state):
         raise ValueError(
-            f"acc must be {tuple(q.shape)} in {state}, got {tuple(acc.shape)} in {acc.dtype}; "
+            f"acc must be {shape} in {state}, got {tuple(acc.shape)} in {acc.dtype}; "
             "make the earlier calls write to such an `out`."
         )
 
 
 def _check_gradients(
-    dout: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
 ) -> None:
     """Raise ValueError for a shape or dtype that would be broadcast, or misread by a kernel compiled for another."""
     state = state_dtype(q.dtype)
     of_rows = (q.shape[0], q.shape[2], q.shape[1])
     for name, x, shape, dtypes in (
-        ("dout", dout, q.shape, (q.dtype,)),
-        ("out", out, q.shape, (q.dtype, state)),
+        ("dout", dout, out_shape(q, v), (q.dtype,)),
+        ("out", out, out_shape(q, v), (q.dtype, state)),
         ("lse", lse, of_rows, (state,)),
         ("dlse", dlse, of_rows, (state,)),
     ):

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from ringflash_kernels.mask import Mask, Region, check_capture
 from ringflash_kernels.merge import merge_
@@ -95,7 +96,8 @@ def merged_forward(
     if state is None:
         state = out if is_single or out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
     for call in todo:
-        part, part_lse = flash(q[:, call.rows], k[:, call.cols], v[:, call.cols], call, softmax_scale)
+        part, part_lse = flash(q[:, call.rows], k[:, call.cols], _widened(v[:, call.cols], k), call, softmax_scale)
+        part = part[..., : v.shape[3]]
         if is_single:
             state[:, call.rows] = part
             lse[..., call.rows] = part_lse
@@ -119,7 +121,7 @@ class MergedBackward:
         dlse: torch.Tensor | None = None,
         deterministic: bool = False,
     ) -> None:
-        self.dout, self.q, self.out, self.lse = dout, q, out, lse
+        self.dout, self.q, self.out, self.lse = _widened(dout, q), q, _widened(out, q), lse
         self.softmax_scale, self.dlse, self.deterministic = softmax_scale, dlse, deterministic
         self.dq = torch.zeros_like(q, dtype=torch.float32)
 
@@ -142,10 +144,10 @@ class MergedBackward:
         """Add the gradients of the pairs of `mask` to dk, dv and self.dq."""
         total_k, total_v = (x if accumulate else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv))
         for call in calls(mask, k.shape[0]):
-            part_q, part_k, part_v = self.gradients(k[:, call.cols], v[:, call.cols], call)
+            part_q, part_k, part_v = self.gradients(k[:, call.cols], _widened(v[:, call.cols], k), call)
             self.dq[:, call.rows] += part_q
             total_k[:, call.cols] += part_k
-            total_v[:, call.cols] += part_v
+            total_v[:, call.cols] += part_v[..., : v.shape[3]]
         if not accumulate:
             dk.copy_(total_k)
             dv.copy_(total_v)
@@ -153,6 +155,12 @@ class MergedBackward:
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given."""
         return self.dq.to(self.q.dtype) if out is None else out.copy_(self.dq)
+
+
+def _widened(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Pad values, or what belongs to them, to the head_dim of keys: the operators have no other values."""
+    missing = like.shape[-1] - x.shape[-1]
+    return pad(x, (0, missing)) if missing else x
 
 
 def _pieces(region: Region) -> list[Region]:

@@ -130,6 +130,26 @@ def round_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tenso
     return scaled.to(E4M3), scales
 
 
+def measure_rounding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Measure what rounding to e4m3 does to q, k and v.
+
+    Returns:
+        amax_q, amax_k, amax_v: largest absolute value, before the rotation.  saturated: share of values beyond 448 of
+        their scale, or not finite; 0 if q, k and v are finite.  flushed: share of values that are rounded to 0. All are
+        scalars in fp32.
+    """
+    found = {f"amax_{name}": x.abs().amax().float() for name, x in (("q", q), ("k", k), ("v", v))}
+    lost = torch.zeros(2, device=q.device)
+    for x, block in ((rotate(q), BLOCK_Q), (rotate(k), BLOCK_K), (v.float(), BLOCK_K)):
+        values, scales = round_blocks(x, block)
+        rounded = values.flatten(1, 2)[:, : x.shape[1]].float()
+        limits = LARGEST * scales.repeat_interleave(block, 1)[:, : x.shape[1]].unsqueeze(-1)
+        saturated = ~(x.abs() <= limits)
+        lost += torch.stack([saturated.sum(), ((rounded == 0) & (x != 0)).sum()])
+    saturated, flushed = lost / (q.numel() + 2 * k.numel())
+    return {**found, "saturated": saturated, "flushed": flushed}
+
+
 def quantise_q(q: torch.Tensor) -> Rows:
     """Rotate and round the queries: one scale for each 64 rows and head."""
     values, scales = round_blocks(rotate(q), BLOCK_Q)

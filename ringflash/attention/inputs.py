@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from ringflash.sequence.layout import read_bounds
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -84,18 +85,4 @@ def document_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
         )
     if q.shape[0] != 1:
         raise ValueError(f"batch must be 1 with cu_seqlens, got {q.shape[0]}; pack the documents into one sequence.")
-    return _read_once(cu_seqlens)
-
-
-_read: dict[int, tuple[ref[Tensor], int, tuple[int, ...]]] = {}  # id: the tensor, its version, its values
-
-
-def _read_once(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Values of a tensor. One on a device is read once, not once per layer, so that layers do not synchronise."""
-    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # an inference tensor has no version
-        return tuple(cu_seqlens.tolist())
-    known = _read.get(id(cu_seqlens))
-    if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
-        _read.clear()
-        known = _read[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, tuple(cu_seqlens.tolist()))
-    return known[2]
+    return read_bounds(cu_seqlens)

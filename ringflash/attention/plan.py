@@ -31,6 +31,7 @@ from ringflash.comm.transport import (
     open_transport,
     transport_name,
 )
+from ringflash.sequence.layout import check_layout
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import IMPLS, check_fp8_backward, check_inputs, choose_impl, implementation
 
@@ -98,7 +99,7 @@ class CallPlan:
             if name == "nccl":
                 with suppress(NotImplementedError):
                     find_split(group)
-            name, reason = _prefer_hosts(name, group, q)
+            name, reason = _prefer_hosts(name, self.options, q)
             plan = replace(self, transport=name, transport_reason=reason)
         if group is not None and plan.transport in HEAD_EXCHANGES:
             return plan._open_ulysses(group, q, call)
@@ -183,14 +184,14 @@ def plan_call(
     cp_size, _ = options.place
     bounds = document_bounds(cu_seqlens, q) if isinstance(cu_seqlens, Tensor) else cu_seqlens
     mask = SequenceMask(q.shape[1] * cp_size, causal, (left, right), bounds)
-    schedule.active_steps(mask, cp_size, options.layout)  # raises if the layout cannot divide the sequence
+    check_layout(mask.seqlen, cp_size, options.layout, bounds)
     impl, reason = _choose_impl(options.impl, q, k, v)
     check_fp8_backward(impl, options.fp8_backward, q.shape[-1], options.deterministic)
     transport, why = choose_transport(options.transport, options.group, q.device), "asked for"
     if options.transport == "auto":
-        transport, why = _prefer_hosts(transport, options.group, q)
+        transport, why = _prefer_hosts(transport, options, q)
     if transport in HEAD_EXCHANGES:
-        _check_exchange(transport, split_of(transport, options.group), q)
+        _check_exchange(transport, split_of(transport, options.group), options.layout, q)
     return CallPlan(mask, impl, reason, transport, softmax_scale, options, transport_reason=why)
 
 
@@ -221,12 +222,15 @@ def split_of(transport: str | None, group: dist.ProcessGroup | None) -> HostSpli
     return HostSplit(1, group.size()) if transport == "ulysses" else known_split(group)
 
 
-def _prefer_hosts(transport: str | None, group: dist.ProcessGroup | None, q: Tensor) -> tuple[str | None, str]:
+def _prefer_hosts(transport: str | None, options: RingOptions, q: Tensor) -> tuple[str | None, str]:
     """Return the transport of "auto", and why: by_host instead of flat messages if hosts and heads allow it."""
+    group = options.group
     if group is None:
         return transport, "one process"
     if transport in ("copy_engine", UNDECIDED):
         return transport, "all ranks are in reach" if transport == "copy_engine" else "decided by the first call"
+    if options.layout == "balanced":
+        return transport, "layout 'balanced' sends few keys between hosts by itself"
     split = known_split(group)
     if split is None:
         return transport, refusal_of(group) or "hosts are not known"
@@ -237,8 +241,13 @@ def _prefer_hosts(transport: str | None, group: dist.ProcessGroup | None, q: Ten
     return "by_host", str(split)
 
 
-def _check_exchange(transport: str, split: HostSplit | None, q: Tensor) -> None:
+def _check_exchange(transport: str, split: HostSplit | None, layout: str, q: Tensor) -> None:
     """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
+    if layout == "balanced":
+        raise NotImplementedError(
+            f"layout must be one that nests in hosts for transport {transport!r}, got 'balanced', which sends few keys "
+            "between hosts by itself; use transport='auto', or layout='zigzag'."
+        )
     if cuda_graphs.capturing(q.device):
         raise NotImplementedError(
             f"calls over transport {transport!r} must not be captured into a CUDA graph, got a capture; use 'nccl' or "

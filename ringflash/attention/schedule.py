@@ -64,7 +64,7 @@ def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedu
     Raises:
         ValueError: the layout cannot divide the sequence evenly.
     """
-    shards = _shards(mask.seqlen, cp_size, layout)
+    shards = _shards(mask, cp_size, layout)
     rows = mask.seqlen // cp_size
     hops = []
     for step in active_steps(mask, cp_size, layout):
@@ -78,14 +78,14 @@ def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedu
 @lru_cache(maxsize=64)
 def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ...]:
     """Return the steps on which any rank sees a key of its source, ascending; step 0 is always one of them."""
-    shards = _shards(mask.seqlen, cp_size, layout)
-    owner = {chunk.start: rank for rank, shard in enumerate(shards) for chunk in shard}
-    size = shards[0][0].size
+    shards = _shards(mask, cp_size, layout)
+    owned = sorted((chunk, rank) for rank, shard in enumerate(shards) for chunk in shard)
+    starts = [chunk.start for chunk, _ in owned]
     steps: set[int] = set()
-    for start in sorted(owner, reverse=True):  # the last chunk sees most: under a causal mask it suffices
-        first, stop = mask.visible_span(start, start + size)
-        for key_start in range(first // size * size, stop, size):
-            steps.add((owner[start] - owner[key_start]) % cp_size)
+    for chunk, rank in reversed(owned):  # the last chunk sees most: under a causal mask it suffices
+        first, stop = mask.visible_span(chunk.start, chunk.stop)
+        for _, owner in owned[bisect_right(starts, first) - 1 : bisect_left(starts, stop)]:
+            steps.add((rank - owner) % cp_size)
         if len(steps) == cp_size:
             break
     return tuple(sorted(steps))
@@ -171,8 +171,8 @@ def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathe
     Raises:
         ValueError: the layout cannot divide the sequence evenly.
     """
-    shards = _shards(mask.seqlen, cp_size, layout)
-    seen = {rank: _seen(mask, shard) for rank, shard in enumerate(shards)}
+    shards = _shards(mask, cp_size, layout)
+    seen = {rank: _seen(mask, shard, layout) for rank, shard in enumerate(shards)}
     segments = list(_segments(shards, list(seen.values())))
     most, arriving = max(spans.num_rows for spans in seen.values()), _arriving(segments, list(seen.values()))
     return _gathering(mask, shards, cp_rank, segments, seen, most, arriving, whole=True)
@@ -193,8 +193,8 @@ def gather_blocks(
         return (gather(mask, cp_size, cp_rank, layout),)
     steps = active_steps(mask, cp_size, layout)
     assert sizes[0] == 1 and sum(sizes) == len(steps)
-    shards, whole = _shards(mask.seqlen, cp_size, layout), gather(mask, cp_size, cp_rank, layout)
-    seen = [_seen(mask, shard) for shard in shards]
+    shards, whole = _shards(mask, cp_size, layout), gather(mask, cp_size, cp_rank, layout)
+    seen = [_seen(mask, shard, layout) for shard in shards]
     segments = list(_segments(shards, seen))
     owned: list[list[Chunk]] = [[] for _ in shards]
     for owner, segment in segments:
@@ -245,10 +245,10 @@ def _gathering(
     return Gathering(tuple(pieces), pairs, own, readers, capacity, arriving, mask.num_visible // len(shards))
 
 
-def _seen(mask: SequenceMask, shard: tuple[Chunk, ...]) -> Spans:
-    """Keys that a shard of queries sees, rounded to a 64th of a chunk."""
+def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str) -> Spans:
+    """Keys that a shard of queries sees, rounded to a 64th of a chunk if all chunks are equal."""
     size = shard[0].size
-    grain = max(1, size // 64)  # few different sizes of segments, and none of a few rows
+    grain = 1 if layout == "balanced" else max(1, size // 64)  # few sizes of segments, and none of a few rows
     grain -= grain % 16 if grain > 16 else 0  # kernels are compiled for lengths divisible by 16 and others
     spans: list[tuple[int, int]] = []
     for chunk in shard:
@@ -297,8 +297,8 @@ def _runs(segments: Iterable[Chunk]) -> Iterator[Chunk]:
         yield run
 
 
-def _shards(seqlen: int, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
-    return [chunks(seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+def _shards(mask: SequenceMask, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
+    return [chunks(mask.seqlen, cp_size, rank, layout, mask.cu_seqlens) for rank in range(cp_size)]
 
 
 def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> Iterator[Region]:

@@ -16,6 +16,7 @@ except ModuleNotFoundError as missing:
 from ringflash.lightning.callbacks import ExposedCommunication, Progress
 from ringflash.lightning.checkpoints import ModelCheckpoint
 from ringflash.lightning.data import TokenData
+from ringflash.lightning.fp8 import Fp8Monitor
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.passkey import Passkey
 from ringflash.lightning.sharding import SequenceSharding
@@ -28,6 +29,7 @@ __all__ = [
     "CausalLM",
     "ContextParallelStrategy",
     "ExposedCommunication",
+    "Fp8Monitor",
     "ModelCheckpoint",
     "Passkey",
     "Progress",

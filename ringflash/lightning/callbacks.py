@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ringflash.comm.wait_timer import Waits, measured
-from ringflash.flops import peak_tflops
+from ringflash.flops import FP8_PER_BF16, peak_tflops
 from ringflash.lightning.data import SequenceData
 from ringflash.lightning.module import CausalLM, bucket_bounds
 from ringflash.lightning.strategy import strategy_of
@@ -32,8 +32,8 @@ class Progress(lightning.Callback):
 
     Args:
         every_n_steps: steps between two lines.
-        peak_tflops: peak of one GPU, for MFU; default from `ringflash.flops.PEAK_TFLOPS`, by the GPU's name. MFU is
-            not printed for a device without a peak.
+        peak_tflops: bf16 peak of one GPU, for MFU; default from `ringflash.flops.PEAK_TFLOPS`, by the GPU's name. MFU
+            is not printed for a device without a peak.
     """
 
     def __init__(self, every_n_steps: int = 10, peak_tflops: float | None = None) -> None:
@@ -92,10 +92,14 @@ class Progress(lightning.Callback):
         loss, rate = (trainer.callback_metrics[x].item() for x in ("loss", "learning_rate"))
         norm = trainer.callback_metrics.get("grad_norm")  # a module that overrides clipping may log none
         grad_norm = "" if norm is None else f"grad_norm {norm.item():8.4f}  "
-        speed = {"memory_gib": _peak_memory(strategy_of(trainer).root_device), **self._speed(trainer)}
+        speed = {
+            "memory_gib": _peak_memory(strategy_of(trainer).root_device),
+            **self._speed(trainer, "fp8" in pl_module.impl),
+        }
         pl_module.log_dict(speed)
         flops = f"  {speed['tflops_per_rank']:.3g} TFLOP/s a rank" if "tflops_per_rank" in speed else ""
         mfu = f"  MFU {100 * speed['mfu']:.1f}%" if "mfu" in speed else ""
+        mfu += f" ({100 * speed['mfu_of_fp8_peak']:.1f}% of the FP8 peak)" if "mfu_of_fp8_peak" in speed else ""
         self._print(
             trainer,
             f"step [bold]{step:>6}[/]  loss [bold]{loss:7.4f}[/]  {grad_norm}lr {rate:.2e}  "
@@ -131,7 +135,7 @@ class Progress(lightning.Callback):
             if place := logger.log_dir or logger.save_dir:  # WandbLogger has no log_dir
                 self._print(trainer, f"loss curve  {_relative_path(place)} ({type(logger).__name__})")
 
-    def _speed(self, trainer: lightning.Trainer) -> dict[str, float]:
+    def _speed(self, trainer: lightning.Trainer, in_fp8: bool) -> dict[str, float]:
         """Return tokens and FLOPs per second since the last line; all ranks call it together."""
         strategy = strategy_of(trainer)
         seconds = time.perf_counter() - self._clock
@@ -146,6 +150,8 @@ class Progress(lightning.Callback):
             peak = self.peak_tflops or peak_tflops(_device_name(strategy.root_device))
             if peak is not None:
                 speed["mfu"] = speed["tflops_per_rank"] / peak
+                if in_fp8:
+                    speed["mfu_of_fp8_peak"] = speed["mfu"] / FP8_PER_BF16
         return speed
 
     def _restart_clock(self, trainer: lightning.Trainer) -> None:

@@ -6,22 +6,27 @@ causal mask every rank has the same work. `contiguous` gives it chunk r. With fo
     position   0   1   2   3   4   5   6   7
     zigzag     r0  r1  r2  r3  r3  r2  r1  r0
 
-`striped` concatenates 32 zigzags, so that every document is spread almost evenly over the ranks.
+`striped` concatenates 32 zigzags, so that every document is spread almost evenly over the ranks. `balanced` gives a
+rank whole documents, as far as work and tokens can be equal (`ringflash.sequence.balanced`).
 
 Positions increase within a shard, so an interval of positions is an interval of local rows.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple, cast
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ringflash.comm.group import Group, resolve
+from ringflash.sequence.balanced import balanced_pieces
+from ringflash.sequence.mask import check_cu_seqlens
 
-LAYOUTS = ("zigzag", "striped", "contiguous")
+LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
 _ZIGZAGS = {"zigzag": 1, "striped": 32}  # zigzags per sequence
 
 
@@ -38,15 +43,25 @@ class Chunk(NamedTuple):
         return self.stop - self.start
 
 
-def chunks(seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag") -> tuple[Chunk, ...]:
+def chunks(
+    seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag", bounds: tuple[int, ...] | None = None
+) -> tuple[Chunk, ...]:
     """Return the chunks of one rank, in local order.
 
     Args:
         seqlen: length of the whole sequence, tokens.
+        bounds: of the documents, for the layout that depends on them.
     Raises:
-        ValueError: unknown layout, or a length that the layout cannot divide evenly.
+        ValueError: unknown layout, a length that the layout cannot divide evenly, or no bounds for `balanced`.
     """
-    check_seqlen(seqlen, cp_size, layout)
+    check_layout(seqlen, cp_size, layout, bounds)
+    if layout == "balanced":
+        assert bounds is not None
+        pieces = balanced_pieces(bounds, cp_size)
+        first, last = torch.searchsorted(pieces.rank, torch.tensor([cp_rank, cp_rank + 1])).tolist()
+        starts, sizes = (x[first:last].tolist() for x in (pieces.start, pieces.size))
+        rows = accumulate(sizes, initial=0)
+        return tuple(Chunk(start, start + size, row) for start, size, row in zip(starts, sizes, rows, strict=False))
     if layout == "contiguous":
         size = seqlen // cp_size
         return (Chunk(cp_rank * size, (cp_rank + 1) * size, 0),)
@@ -62,13 +77,13 @@ def granularity(cp_size: int, layout: str = "zigzag") -> int:
     """Return the number that must divide the sequence length."""
     if layout not in LAYOUTS:
         raise ValueError(
-            f"layout must be one of {LAYOUTS}, got {layout!r}; zigzag balances causal masks, striped packed documents."
+            f"layout must be one of {LAYOUTS}, got {layout!r}; zigzag balances causal masks, balanced packed documents."
         )
     return cp_size * chunks_of_rank(layout)
 
 
 def chunks_of_rank(layout: str) -> int:
-    """Return the number of chunks per rank."""
+    """Return the number of chunks per rank; 1 for `balanced`, whose number depends on the documents."""
     return 2 * _ZIGZAGS[layout] if layout in _ZIGZAGS else 1
 
 
@@ -82,13 +97,29 @@ def check_seqlen(seqlen: int, cp_size: int, layout: str) -> None:
         raise ValueError(f"seqlen must be divisible by {rule} ({unit}), got {seqlen}; pad to {padded} (pad_sequence).")
 
 
-def local_positions(seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag") -> torch.Tensor:
+def check_layout(seqlen: int, cp_size: int, layout: str, bounds: tuple[int, ...] | None) -> None:
+    """Raise ValueError unless `layout` can divide `seqlen` tokens with these document bounds among `cp_size` ranks."""
+    check_seqlen(seqlen, cp_size, layout)
+    if layout == "balanced" and bounds is None:
+        raise ValueError(
+            "cu_seqlens must be given with layout='balanced', got None; pass the bounds of the packed documents, or "
+            "take layout='zigzag' for a sequence without documents."
+        )
+    if layout == "balanced" and bounds is not None:
+        check_cu_seqlens(bounds, seqlen)
+
+
+def local_positions(
+    seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag", cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the global position of every local token, in local order.
 
     `local_positions(16, 4, 1)` is `[2, 3, 12, 13]`.
 
     Args:
         seqlen: length of the whole sequence, tokens.
+        cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence. "balanced" needs them; the other
+            layouts do not depend on documents.
     Returns:
         positions: (seqlen // cp_size,), int64, increasing.
     Raises:
@@ -96,60 +127,83 @@ def local_positions(seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigz
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank must be in [0, {cp_size}), got {cp_rank}; pass the rank within the group.")
-    return torch.cat([torch.arange(c.start, c.stop) for c in chunks(seqlen, cp_size, cp_rank, layout)])
+    parts = chunks(seqlen, cp_size, cp_rank, layout, _bounds(layout, cu_seqlens))
+    return torch.cat([torch.arange(c.start, c.stop) for c in parts])
 
 
-def shard_sequence(x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:
+def shard_sequence(
+    x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag", cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return this rank's shard of a tensor that every rank holds in full.
 
     Args:
         x: any shape; `dim` is the sequence dimension.
         group: ProcessGroup, 1-D DeviceMesh, or None for a single process.
+        cu_seqlens: as `local_positions`.
     Returns:
         shard: as x, with seqlen / cp_size tokens along `dim`, in local order. Differentiable; the gradient of x is
             zero outside the shard.
     """
-    group = resolve(group)
+    group, bounds = resolve(group), _bounds(layout, cu_seqlens)
     if group is None:
-        check_seqlen(x.shape[dim], 1, layout)
+        check_layout(x.shape[dim], 1, layout, bounds)
         return x
-    parts = chunks(x.shape[dim], group.size(), group.rank(), layout)
+    parts = chunks(x.shape[dim], group.size(), group.rank(), layout, bounds)
     return torch.cat([x.narrow(dim, c.start, c.size) for c in parts], dim)
 
 
-def unshard_sequence(x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:
+def unshard_sequence(
+    x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag", cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
     """All-gather the shards of a tensor and return it in full on every rank: the inverse of `shard_sequence`.
 
     Differentiable. The gradient of a shard is the sum over ranks of the gradients of the full tensor at its
     positions, which is correct if the objective is the sum of the ranks' losses. If every rank computes the same loss
     from the result, divide it by cp_size.
     """
-    group = resolve(group)
+    group, bounds = resolve(group), _bounds(layout, cu_seqlens)
     if group is None:
-        check_seqlen(x.shape[dim], 1, layout)
+        check_layout(x.shape[dim], 1, layout, bounds)
         return x
-    return cast(torch.Tensor, _Unshard.apply(x, group, dim, layout))
+    return cast(torch.Tensor, _Unshard.apply(x, group, dim, layout, bounds))
+
+
+def read_bounds(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    """Return the values of a tensor. One on a device is read once, not once per layer, so that layers do not wait."""
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # an inference tensor has no version
+        return tuple(cu_seqlens.tolist())
+    known = _read.get(id(cu_seqlens))
+    if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
+        _read.clear()
+        known = _read[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, tuple(cu_seqlens.tolist()))
+    return known[2]
+
+
+_read: dict[int, tuple[ref[torch.Tensor], int, tuple[int, ...]]] = {}  # id: the tensor, its version, its values
+
+
+def _bounds(layout: str, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Read document bounds if the layout depends on them."""
+    return None if cu_seqlens is None or layout != "balanced" else read_bounds(cu_seqlens)
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: tuple[int, ...] | None
+    ) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.layout = group, dim, layout
+        ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds)
         x = x.contiguous()
         shards = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(shards, x, group=group)
-        return torch.cat(shards, dim).index_select(dim, _order(x, group, dim, layout).to(x.device))
+        seqlen = x.shape[dim] * group.size()
+        places = [local_positions(seqlen, group.size(), r, layout, ctx.cu_seqlens) for r in range(group.size())]
+        return torch.cat(shards, dim).index_select(dim, torch.argsort(torch.cat(places)).to(x.device))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
-        return shard_sequence(total, ctx.group, ctx.dim, ctx.layout), None, None, None
-
-
-def _order(x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str) -> torch.Tensor:
-    """Return the index of each position of the sequence in the concatenation of the shards."""
-    seqlen = x.shape[dim] * group.size()
-    positions = torch.cat([local_positions(seqlen, group.size(), r, layout) for r in range(group.size())])
-    return torch.argsort(positions)
+        return shard_sequence(total, ctx.group, ctx.dim, ctx.layout, ctx.cu_seqlens), None, None, None, None

@@ -24,6 +24,7 @@ from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
+NARROW = (192, 128)  # of q and k, and of v
 HEAD_DIMS_OF_FP8 = (64, 128, 256)
 _TOKENS = 256
 _MASKS = {
@@ -39,6 +40,7 @@ def production_launches() -> list[Launch]:
         for head_dim in HEAD_DIMS:
             _forwards(recorder, head_dim)
             _backwards(recorder, head_dim)
+        _narrow(recorder)
         _forward(recorder, 128, "band", torch.float16)
         _backward(recorder, 128, "band", torch.float16)
         _exchange(recorder, 128)
@@ -56,6 +58,15 @@ def _forwards(recorder: Recorder, head_dim: int) -> None:
             for resume in (False, True):
                 _forward(recorder, head_dim, mask, out_dtype=torch.float32, resume=resume)
     _forward(recorder, head_dim, "band", resume=True)
+
+
+def _narrow(recorder: Recorder) -> None:
+    for mask in _MASKS:
+        _forward(recorder, NARROW, mask)
+    _forward(recorder, NARROW, "band", out_dtype=torch.float32, resume=True)
+    for mask in ("band", "bounds"):
+        _backward(recorder, NARROW, mask)
+    _backward(recorder, NARROW, "band", accumulate=False)
 
 
 def forward_launch(module: ModuleType, head_dim: int, mask: str) -> Launch:
@@ -91,20 +102,20 @@ def _backward_launch(name: str, head_dim: int, mask: str) -> Launch:
 
 def _forward(
     recorder: Recorder,
-    head_dim: int,
+    head_dim: int | tuple[int, int],
     mask: str,
     dtype: torch.dtype = torch.bfloat16,
     *,
     out_dtype: torch.dtype | None = None,
     resume: bool = False,
 ) -> None:
-    words = [f"hd{head_dim}", str(dtype)[6:], mask, "resume" if resume else "", "fp32 out" if out_dtype else ""]
+    words = [_label(head_dim), str(dtype)[6:], mask, "resume" if resume else "", "fp32 out" if out_dtype else ""]
     recorder.variant = " ".join(word for word in words if word)
-    q, k = _operands(head_dim, dtype)
-    out = torch.empty(q.shape, dtype=out_dtype or dtype)
+    (q, k), (out, v) = (_operands(width, dtype) for width in _widths(head_dim))
+    out = torch.empty(out.shape, dtype=out_dtype or dtype)
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
-    acc = torch.empty(q.shape) if resume else None
-    forward.forward(q, k, k, _MASKS[mask], 1.0, out=out, lse=lse, acc=acc)
+    acc = torch.empty(out.shape) if resume else None
+    forward.forward(q, k, v, _MASKS[mask], 1.0, out=out, lse=lse, acc=acc)
 
 
 def _backwards(recorder: Recorder, head_dim: int) -> None:
@@ -119,7 +130,7 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
 
 def _backward(
     recorder: Recorder,
-    head_dim: int,
+    head_dim: int | tuple[int, int],
     mask: str,
     dtype: torch.dtype = torch.bfloat16,
     *,
@@ -128,7 +139,7 @@ def _backward(
     deterministic: bool = False,
 ) -> None:
     words = [
-        f"hd{head_dim}",
+        _label(head_dim),
         str(dtype)[6:],
         mask,
         "" if accumulate else "store",
@@ -136,13 +147,14 @@ def _backward(
         "deterministic" if deterministic else "",
     ]
     recorder.variant = " ".join(word for word in words if word)
-    q, k = _operands(head_dim, dtype)
-    k = k if accumulate else q  # one KV head for each query head: stored without an fp32 buffer
+    (q, k), (out, v) = (_operands(width, dtype) for width in _widths(head_dim))
+    k, v = (k, v) if accumulate else (q, out)  # one KV head for each query head: stored without an fp32 buffer
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
-    run = backward.HopperBackward(q, q, q, lse, softmax_scale=1 / math.sqrt(head_dim), deterministic=deterministic)
+    scale = 1 / math.sqrt(q.shape[3])
+    run = backward.HopperBackward(out, q, out, lse, softmax_scale=scale, deterministic=deterministic)
     out_dtype = torch.float32 if accumulate else out_dtype or dtype
-    dk, dv = (torch.empty(k.shape, dtype=out_dtype) for _ in range(2))
-    run.add(k, k, _MASKS[mask], dk, dv, accumulate=accumulate)
+    dk, dv = (torch.empty(x.shape, dtype=out_dtype) for x in (k, v))
+    run.add(k, v, _MASKS[mask], dk, dv, accumulate=accumulate)
     run.finish()
 
 
@@ -183,6 +195,14 @@ def _fp8(recorder: Recorder, head_dim: int) -> None:
         lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
         acc = torch.empty(q.shape) if resume else None
         fp8_forward.forward(rows, records, _MASKS[mask], 1.0, out=out, lse=lse, acc=acc)
+
+
+def _widths(head_dim: int | tuple[int, int]) -> tuple[int, int]:
+    return (head_dim, head_dim) if isinstance(head_dim, int) else head_dim
+
+
+def _label(head_dim: int | tuple[int, int]) -> str:
+    return "hd" + "/".join(map(str, dict.fromkeys(_widths(head_dim))))
 
 
 def _operands(head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

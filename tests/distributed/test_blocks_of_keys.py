@@ -66,6 +66,7 @@ def check(ctx: Context, memory: Memory, first: int) -> None:
             ring_check.check(ctx, Case(num_heads=12, num_kv_heads=6, batch=2), 4)
         with in_blocks(1, lambda count: (count,)):
             ring_check.check(ctx, Case(layout="striped", documents="crossing"), 64)
+            ring_check.check(ctx, Case(layout="balanced", documents="crossing"), 40)
 
 
 @pytest.mark.parametrize(("memory", "size"), [(messages_by_heads, 4), (messages_by_heads, 3), (copy_engine, 4)])

@@ -20,7 +20,7 @@ from ringflash.comm.group import Host
 from ringflash.comm.hosts import split_hosts
 from ringflash.comm.transport import Message, Pending, PointToPoint
 from tests.helpers import refusals, ring_check
-from tests.helpers.cases import Case
+from tests.helpers.cases import Case, narrow_cases
 from tests.helpers.pool import Context, Pool, WorkerError
 
 CASES = [
@@ -31,6 +31,7 @@ CASES = [
     Case(documents="crossing", lse_gradient=False, strides="fused_qkv"),
     Case(num_heads=12, num_kv_heads=3, window="self"),
     Case(window="wide", documents="aligned", strides="expanded_dout"),
+    replace(narrow_cases()[0], num_heads=4),
 ]
 STRIPED = Case(layout="striped", documents="mixed", window="left")
 

@@ -29,13 +29,13 @@ from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Token
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import ring_check
-from tests.helpers.cases import Case, mask_cases, single_cases
+from tests.helpers.cases import Case, mask_cases, narrow_cases, single_cases
 from tests.helpers.peer_memory import DELAY_S, Later, MessageThreads, SharedMemory, copy_engine, messages_by_heads
 from tests.helpers.pool import Context, Pool
 
 MANY_HEADS = [Case(num_heads=8, num_kv_heads=8), Case(num_heads=12, num_kv_heads=6, batch=2, causal=False)]
 # All masks run over gloo; 5 has no factor of the grid but one.
-CASES = [*mask_cases()[::5], *single_cases()[::4], *MANY_HEADS]
+CASES = [*mask_cases()[::5], *single_cases()[::4], *MANY_HEADS, *narrow_cases()]
 LENGTHS = (6, 3, 9, 1, 5)  # tokens a chunk, in turn
 
 
@@ -60,6 +60,9 @@ def check_all(ctx: Context) -> int:
                 ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
         check_unequal_sections(ctx)
         ring_check.check(ctx, Case(layout="striped", documents="crossing"), 64)
+        for number, documents in enumerate(("crossing", "mixed", "aligned")):
+            with taking_turns(number % 2 == 0):
+                ring_check.check(ctx, Case(layout="balanced", documents=documents), 40)
         return ringflash.buffer_bytes()
 
 

@@ -23,9 +23,9 @@ LENGTH = 32
 BOUNDS = (0, 11, 12, 32)
 OF_KIND: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
-    "deepseek_v3": {  # latent attention: keys of 8 and 4 features, values of 6; no experts, whose router is fp32
-        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-        "v_head_dim": 6, "head_dim": 4,
+    "deepseek_v3": {  # latent attention at its own dims; no experts, whose router is fp32
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64,
         "first_k_dense_replace": 2,
     },
     "gpt_oss": {  # sinks, and a balancing loss large beside the tokens'

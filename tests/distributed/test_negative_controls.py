@@ -6,6 +6,7 @@ Each is planted on all ranks, as a mistake in the code would be.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,9 +36,9 @@ def rounded_merge(acc: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, out_l
     acc.copy_(acc.bfloat16())
 
 
-def wrong_order(seqlen: int, cp_size: int, cp_rank: int, name: str = "zigzag") -> tuple[layout.Chunk, ...]:
+def wrong_order(seqlen: int, cp_size: int, cp_rank: int, *rest: Any) -> tuple[layout.Chunk, ...]:
     """The ranks are counted from the other end."""
-    return layout.chunks(seqlen, cp_size, cp_size - 1 - cp_rank, name)
+    return layout.chunks(seqlen, cp_size, cp_size - 1 - cp_rank, *rest)
 
 
 def local_positions(
@@ -77,7 +78,9 @@ def _forget_schedules() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", [Case(), Case(layout="contiguous")], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(), Case(layout="contiguous"), Case(layout="balanced", documents="crossing")], ids=str
+)
 @pytest.mark.parametrize("plant", PLANTS)
 def test_mistake_is_noticed(pool: Pool, plant: str, case: Case, size: int) -> None:
     verdicts = pool.run(verdict, plant, case, size=size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import ring_check
-from tests.helpers.cases import Case, mask_cases, shape_cases, single_cases
+from tests.helpers.cases import Case, mask_cases, narrow_cases, shape_cases, single_cases
 from tests.helpers.pool import Pool
 
 
@@ -30,6 +30,12 @@ def test_variations(pool: Pool, case: Case, size: int) -> None:
     pool.run(ring_check.check, case, size=size)
 
 
+@pytest.mark.parametrize("case", narrow_cases(), ids=str)
+def test_narrow_values(pool: Pool, case: Case) -> None:
+    """Latent attention, whose values are narrower than its keys."""
+    pool.run(ring_check.check, case, size=2)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 5])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_short_chunks(pool: Pool, chunk: int, layout: str) -> None:
@@ -45,6 +51,17 @@ def test_striped(pool: Pool, size: int) -> None:
         ("mixed", "none", True, 96), ("crossing", "both", True, 32), ("none", "left", False, 32)
     ):  # fmt: skip
         case = Case(layout="striped", documents=documents, window=window, causal=causal)
+        pool.run(ring_check.check, case, chunk, size=size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_balanced(pool: Pool, size: int) -> None:
+    """Documents whole on a rank and cut over several, under every mask."""
+    for documents, window, causal, chunk in (
+        ("crossing", "none", True, 40), ("mixed", "left", True, 6), ("mixed", "both", False, 33),
+        ("aligned", "none", False, 6), ("tokens", "self", True, 5), ("whole", "none", True, 16),
+    ):  # fmt: skip
+        case = Case(layout="balanced", documents=documents, window=window, causal=causal)
         pool.run(ring_check.check, case, chunk, size=size)
 
 

@@ -32,6 +32,8 @@ CASES = [
     Case(documents="tokens", causal=False),
     Case(documents="crossing", layout="contiguous"),
     Case(documents="mixed", window="left"),
+    Case(documents="crossing", layout="balanced"),
+    Case(documents="aligned", layout="balanced"),
 ]
 
 
@@ -71,7 +73,7 @@ def pairs(case: Case, size: int) -> torch.Tensor:
         position, position, causal=case.causal, window_size=case.window_size(CHUNK),
         cu_seqlens=case.cu_seqlens(seqlen, CHUNK),
     )  # fmt: skip
-    rows = [ringflash.local_positions(seqlen, size, rank, case.layout) for rank in range(size)]
+    rows = [ring_check.positions_of(case, seqlen, size, rank) for rank in range(size)]
     return torch.tensor([[int(seen[q][:, k].sum()) for k in rows] for q in rows])
 
 

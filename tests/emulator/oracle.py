@@ -43,9 +43,11 @@ class Shape:
     num_kv_heads: int = 1
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
+    value_dim: int | None = None  # head_dim of v, if it is narrower
 
     def __str__(self) -> str:
-        return f"{self.batch}x{self.num_heads}/{self.num_kv_heads}x{self.head_dim}-{str(self.dtype)[6:]}"
+        width = self.head_dim if self.value_dim is None else f"{self.head_dim}/{self.value_dim}"
+        return f"{self.batch}x{self.num_heads}/{self.num_kv_heads}x{width}-{str(self.dtype)[6:]}"
 
     @property
     def scale(self) -> float:
@@ -83,7 +85,8 @@ def inputs(mask: Mask, shape: Shape, *, seed: int = 0) -> tuple[torch.Tensor, ..
     fused = torch.randn(shape.batch, seqlen, heads, shape.head_dim, generator=generator).to(shape.dtype)
     q, k, v = fused.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), 2)
     dout = torch.randn(shape.batch, mask.seqlen_q, shape.num_heads, shape.head_dim, generator=generator)
-    return q[:, : mask.seqlen_q], k[:, : mask.seqlen_k], v[:, : mask.seqlen_k], dout.to(shape.dtype)
+    v, dout = v[:, : mask.seqlen_k, :, : shape.value_dim], dout[..., : shape.value_dim].to(shape.dtype)
+    return q[:, : mask.seqlen_q], k[:, : mask.seqlen_k], v, dout.contiguous()
 
 
 def far_apart(x: torch.Tensor, path: Path) -> torch.Tensor:

@@ -53,7 +53,7 @@ def _gradients(
     if accumulate:
         dk, dv = (torch.full(x.shape, 0.5) for x in (k, v))
     elif fp32:
-        dk, dv = torch.full((*k.shape[:3], 2, k.shape[3]), torch.nan).unbind(3)
+        dk, dv = torch.full((*k.shape[:3], k.shape[3] + v.shape[3]), torch.nan).split((k.shape[3], v.shape[3]), 3)
     else:
         dk, dv = (torch.full(x.shape, torch.nan, dtype=x.dtype) for x in (k, v))
     run.clock.fill_(10)  # at two CTAs, in the middle of a round
@@ -94,9 +94,9 @@ def test_stored_in_fp32(mask, num_heads):
 
 
 @pytest.mark.parametrize("mask", [_CAUSAL, _GAP], ids=["band", "gap"])
-@pytest.mark.parametrize("head_dim", [96, 128, 192])
-def test_groups_stored_in_fp32(mask, head_dim):
-    shape = Shape(head_dim, 4, 2)
+@pytest.mark.parametrize("widths", [(96,), (128,), (192,), (192, 128)], ids=str)
+def test_groups_stored_in_fp32(mask, widths):
+    shape = Shape(widths[0], 4, 2, value_dim=widths[-1])
     result = _gradients(mask, shape, emulator=Emulator(1), accumulate=False, fp32=True, whole_groups=True)
     assert_close(*result, num_chunks=2)
 
@@ -120,6 +120,7 @@ def test_other_dtypes_are_refused(dtypes, accumulate):
         Shape(96, 2, 2),
         Shape(128, 4, 1),
         Shape(192, 2, 1),
+        Shape(192, 2, 1, value_dim=128),
         Shape(256, 2, 2, dtype=torch.float16),
         Shape(64, 4, 2, batch=2),
         Shape(64, 6, 1, dtype=torch.float16),
@@ -137,11 +138,11 @@ def test_gradient_through_lse(head_dim):
     assert_close(*_gradients(mask, Shape(head_dim), with_dlse=True))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_interleavings(head_dim):
+@pytest.mark.parametrize("shape", [Shape(64), Shape(128), Shape(256), Shape(192, value_dim=128)], ids=str)
+def test_interleavings(shape):
     """Partitions, blocks and copies in other orders give the same gradients."""
     for seed in range(1, 6):
-        assert_close(*_gradients(_CAUSAL, Shape(head_dim), emulator=Emulator(seed, resident=3)))
+        assert_close(*_gradients(_CAUSAL, shape, emulator=Emulator(seed, resident=3)))
 
 
 @pytest.mark.parametrize("head_dim", BACKWARD_TILES)

@@ -27,7 +27,7 @@ def _outputs(mask: Mask, shape: Shape, *, emulator: Emulator | None = None, out_
     """out and lse of a fresh call, written over NaN; of the oracle, and of the baseline."""
     q, k, v, _ = inputs(mask, shape)
     exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale)
-    out = torch.full(q.shape, math.nan, dtype=out_dtype or shape.dtype)
+    out = torch.full(exact["out"].shape, math.nan, dtype=out_dtype or shape.dtype)
     lse = torch.full(exact["lse"].shape, math.nan)
     _forward(emulator, q, k, v, mask, shape.scale, out=out, lse=lse, **kwargs)
     return {"out": out, "lse": lse}, exact, baseline
@@ -48,6 +48,7 @@ def test_masks(mask):
         Shape(96, 2, 2),
         Shape(128, 4, 1),
         Shape(192, 2, 1),
+        Shape(192, 2, 1, value_dim=128),
         Shape(256, 2, 2, dtype=torch.float16),
         Shape(64, 4, 2, batch=2),
         Shape(64, 6, 1, dtype=torch.float16),
@@ -57,6 +58,17 @@ def test_masks(mask):
 @_BOTH
 def test_shapes(mask, shape):
     assert_close(*_outputs(mask, shape), num_chunks=2)
+
+
+@pytest.mark.parametrize("widths", [(128, 64), (576, 512), (256, 128)], ids=str)
+def test_other_narrow_values_are_refused_by_name(widths):
+    """The call of 192 and 128 is refused only for its device."""
+    host = Emulator().load("forward.host")
+    q, v = (torch.empty(1, 8, 1, width, dtype=torch.bfloat16) for width in widths)
+    named = f"head_dim {widths[0]} of q and k and {widths[1]} of v (192 and 128, or one for all)"
+    assert host.unsupported(q, q, v) == named
+    q, v = (torch.empty(1, 8, 1, width, dtype=torch.bfloat16) for width in (192, 128))
+    assert host.unsupported(q, q, v) == "device cpu (cuda)"
 
 
 @_BOTH
@@ -70,12 +82,12 @@ def test_grid_sizes(num_sms):
     assert_close(*_outputs(MASKS["window"], Shape(batch=2), num_sms=num_sms), num_chunks=2)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_interleavings(head_dim):
+@pytest.mark.parametrize("shape", [Shape(64), Shape(128), Shape(192), Shape(256), Shape(192, value_dim=128)], ids=str)
+def test_interleavings(shape):
     """Partitions, blocks and copies in other orders give the same bits."""
-    first, exact, baseline = _outputs(_CAUSAL, Shape(head_dim), num_sms=3)
+    first, exact, baseline = _outputs(_CAUSAL, shape, num_sms=3)
     for seed in range(1, 6):
-        other, _, _ = _outputs(_CAUSAL, Shape(head_dim), emulator=Emulator(seed, resident=3), num_sms=3)
+        other, _, _ = _outputs(_CAUSAL, shape, emulator=Emulator(seed, resident=3), num_sms=3)
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
@@ -100,16 +112,17 @@ def _hops(mask: Mask, keys: list[tuple[int, int]]) -> list[Mask]:
     return moved
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("shape", [Shape(64), Shape(96), Shape(128), Shape(256), Shape(192, value_dim=128)], ids=str)
 @pytest.mark.parametrize("name", ["causal, fewer queries", "documents", "causal, rows that see nothing"])
-def test_resume(name, head_dim):
+def test_resume(name, shape):
     """Keys in three hops, the state carried in fp32 and cast by the last hop, give the attention of one call."""
-    mask, shape = MASKS[name], Shape(head_dim)
+    mask = MASKS[name]
     q, k, v, _ = inputs(mask, shape)
     exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale)
     cuts = [0, mask.seqlen_k // 3, mask.seqlen_k // 2, mask.seqlen_k]
     keys = list(zip(cuts, cuts[1:], strict=False))
-    state, out = torch.full(q.shape, math.nan), torch.full(q.shape, math.nan, dtype=q.dtype)
+    shape_of_out = exact["out"].shape
+    state, out = torch.full(shape_of_out, math.nan), torch.full(shape_of_out, math.nan, dtype=q.dtype)
     lse = torch.full(exact["lse"].shape, math.nan)
     emulator = Emulator()
     for hop, ((start, stop), part) in enumerate(zip(keys, _hops(mask, keys), strict=True)):

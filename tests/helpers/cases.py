@@ -24,6 +24,7 @@ class Case:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 16
+    value_dim: int | None = None
     softmax_scale: float | None = None
     strides: str = "contiguous"
     lse_gradient: bool = True
@@ -93,6 +94,12 @@ def single_cases() -> list[Case]:
     return alone + [replace(case, window="left", causal=False) for case in alone]
 
 
+def narrow_cases() -> list[Case]:
+    """Latent attention at the one pair of head_dims at which values are not padded."""
+    narrow = Case(num_heads=2, num_kv_heads=2, head_dim=192, value_dim=128)
+    return [narrow, replace(narrow, num_kv_heads=1, documents="crossing", layout="contiguous")]
+
+
 def all_cases() -> list[Case]:
     """Every case, each once."""
-    return list(dict.fromkeys([*mask_cases(), *shape_cases(), *single_cases()]))
+    return list(dict.fromkeys([*mask_cases(), *shape_cases(), *single_cases(), *narrow_cases()]))

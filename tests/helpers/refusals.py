@@ -204,6 +204,19 @@ REFUSALS: dict[str, Refusal] = {
         SAME + "cu_seqlens [0-9]+ bounds, checksum",
         lambda c, a: _cu_seqlens(lambda n: [0, 1 + (c.rank == 0), *range(3, n + 1)])(c, a),
     ),
+    "balanced_without_documents": Refusal(
+        "ValueError", "cu_seqlens must be given with layout='balanced', got None; pass", _set(layout="balanced")
+    ),
+    "balanced_over_hosts": Refusal(
+        "NotImplementedError",
+        "layout must be one that nests in hosts for transport 'ulysses', got 'balanced'",
+        lambda c, a: a.update(layout="balanced", transport="ulysses") or _cu_seqlens(lambda n: [0, n])(c, a),
+    ),
+    "ranks_differ_in_balanced_documents": Refusal(
+        "ValueError",
+        SAME + "cu_seqlens",
+        lambda c, a: a.update(layout="balanced") or _cu_seqlens(lambda n: [0, 3 + (c.rank == 0), n])(c, a),
+    ),
     "ranks_differ_after_both_calls": Refusal("ValueError", SAME + "causal", _used_before),
     "one_rank_window": Refusal("ValueError", r"window_size must be", _last_rank(_set(window_size=(-2, 0)))),
     "one_rank_window_length": Refusal("ValueError", r"window_size must be", _last_rank(_set(window_size=(1, 2, 3)))),

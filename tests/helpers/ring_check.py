@@ -6,7 +6,7 @@ Each rank computes the oracle by itself from the same seed, so that nothing but 
 from __future__ import annotations
 
 import zlib
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import torch
@@ -63,6 +63,7 @@ def problem(case: Case, seqlen: int, dtype: torch.dtype, device: torch.device) -
 
     rows = (case.batch, seqlen)
     q, k, v, dout = (draw(*rows, n, case.head_dim) for n in (case.num_heads, *2 * [case.num_kv_heads], case.num_heads))
+    v, dout = (x[..., : case.value_dim].contiguous() for x in (v, dout))
     if case.strides == "expanded_dout":
         dout = dout[:, :, :1, :1].expand_as(q)
     dlse = draw(case.batch, case.num_heads, seqlen).to(torch.promote_types(dtype, torch.float32))
@@ -125,14 +126,23 @@ def by_hops(hops: bool) -> mock._patch:
 
 
 class HasLayout(Protocol):
-    """What has a layout."""
+    """What has a layout, and documents: bounds, or a function of the length and of the tokens of a chunk."""
 
     @property
     def layout(self) -> str: ...
+    @property
+    def cu_seqlens(self) -> Any: ...
 
 
 def shard(ctx: Context, case: HasLayout, x: torch.Tensor, name: str = "") -> torch.Tensor:
     """This rank's rows, by global position."""
     dim = SEQUENCE_DIM.get(name, 1)
-    positions = ringflash.local_positions(x.shape[dim], ctx.size, ctx.rank, case.layout)
+    positions = positions_of(case, x.shape[dim], ctx.size, ctx.rank)
     return x.index_select(dim, positions.to(x.device))
+
+
+def positions_of(case: HasLayout, seqlen: int, size: int, rank: int) -> torch.Tensor:
+    """Positions of the tokens of a rank."""
+    bounds = case.cu_seqlens(seqlen, seqlen // (2 * size)) if callable(case.cu_seqlens) else case.cu_seqlens
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    return ringflash.local_positions(seqlen, size, rank, case.layout, cu_seqlens)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ringflash.attention.schedule import build
 from ringflash.sequence.mask import SequenceMask
+from ringflash_kernels import api
 from ringflash_kernels.flash_calls import FlashCall, MergedBackward, calls, merged_forward
 from ringflash_kernels.mask import Mask, Region
 
@@ -143,3 +144,38 @@ def test_merged_gradients_into_views() -> None:
     whole = torch.zeros(1, LENGTH, 4, 8, dtype=torch.bfloat16)
     assert torch.equal(backward.finish(whole[:, :, 1:3]), backward.finish())
     assert bool((whole[:, :8, 1:3] == 1).all()) and not whole[:, 8:].any() and not whole[:, :, [0, 3]].any()
+
+
+def test_values_narrower_than_keys() -> None:
+    """The operators, which take one head_dim, see zeros beside the values; results are as narrow as the values."""
+    torch.manual_seed(0)
+    q, k, wide = torch.randn(3, 1, LENGTH, 2, 8, dtype=torch.float64)
+    v, dout, mask = wide[..., :5], torch.randn(1, LENGTH, 2, 5, dtype=torch.float64), Mask.documents((0, 5, LENGTH))
+    want, want_lse = api.attention_forward(q, k, v, impl="reference", mask=mask)
+    out, lse = torch.empty_like(want), torch.empty_like(want_lse)
+
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        assert v.shape == k.shape
+        return api.attention_forward(q, k, v, impl="reference", mask=mask)
+
+    class Gradients(MergedBackward):
+        def gradients(self, k: torch.Tensor, v: torch.Tensor, call: FlashCall) -> tuple[torch.Tensor, ...]:
+            assert v.shape == k.shape and self.out.shape == self.dout.shape == self.q.shape
+            return api.attention_backward(
+                self.dout, self.q, k, v, self.out, self.lse, impl="reference", mask=mask, softmax_scale=1.0
+            )
+
+    merged_forward(flash, q, k, v, mask, 1.0, out=out, lse=lse, acc=None)
+    assert out.shape == v.shape and torch.allclose(out, want, rtol=0, atol=1e-12) and torch.allclose(lse, want_lse)
+    wanted = api.attention_backward(dout, q, k, v, out, lse, impl="reference", mask=mask, softmax_scale=1.0)
+    backward = Gradients(dout, q, out, lse, softmax_scale=1.0)
+    dk, dv = torch.empty_like(k, dtype=torch.float32), torch.empty_like(v, dtype=torch.float32)
+    backward.add(k, v, mask, dk, dv, accumulate=False)
+    for got, expected in zip((backward.finish(), dk, dv), wanted, strict=True):
+        assert torch.allclose(got.double(), expected, atol=1e-5)
+
+
+def test_fp8_refuses_values_narrower_than_keys() -> None:
+    q = torch.zeros(1, LENGTH, 2, 128)
+    with pytest.raises(NotImplementedError, match=r"values of 64 columns for keys of 128 \(equally wide\); use one of"):
+        api.attention_forward(q, q, q[..., :64], impl="reference_fp8")

@@ -27,6 +27,9 @@ def event(name: str, begin: float, end: float, category: str = "kernel") -> dict
     [
         ("forward_kernel", "attention"),
         ("backward_keys", "attention"),
+        ("forward_fp8", "attention"),
+        ("quantise_records", "attention"),
+        ("_key_operands", "attention"),
         ("_preprocess", "attention"),
         ("_collect", "attention"),
         ("_publish", "attention"),

@@ -164,3 +164,15 @@ def test_other_head_sizes_are_refused_by_name(impl: str) -> None:
 def test_explain_names_it() -> None:
     q, k, v = qkv(16, 64)
     assert ringflash.explain(q, k, v, group=None, impl="reference_fp8").impl == "reference_fp8"
+
+
+def test_rounding_is_measured() -> None:
+    """A value that is 2^-18 of its block's largest is flushed; infinity counts as saturated, with its rotated row."""
+    q, k, v = torch.zeros(3, 1, 128, 1, 64)
+    v[0, :, 0, 0] = 2.0**-18
+    v[0, 5, 0, 1] = -1.0
+    q[0, 0, 0, 0], k[0, 3, 0, 2] = 3.0, 7.0
+    found = {name: x.item() for name, x in fp8_reference.measure_rounding(q, k, v).items()}
+    assert found == {"amax_q": 3, "amax_k": 7, "amax_v": 1, "saturated": 0, "flushed": pytest.approx(128 / 3 / 8192)}
+    k[0, 3, 0, 2] = torch.inf
+    assert fp8_reference.measure_rounding(q, k, v)["saturated"].item() == pytest.approx(64 / 3 / 8192)

@@ -17,10 +17,10 @@ from ringflash.attention import gathered_buffers, sections
 from ringflash.attention.schedule import Gathering, gather
 from ringflash.comm.transport import MessageMemory, PointToPoint, buffers
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
-from ringflash.sequence.layout import chunks, local_positions
+from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import dense
-from tests.unit.test_schedule import problems, three_zigzags  # noqa: F401, a fixture of every test here
+from tests.unit.test_schedule import held, problems, three_zigzags  # noqa: F401, a fixture of every test here
 
 Problem = tuple[SequenceMask, int, str]
 
@@ -43,7 +43,7 @@ def test_every_visible_key_in_order(problem: Problem) -> None:
     want = dense.visible(
         position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=mask.cu_seqlens
     )
-    positions = [local_positions(mask.seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+    positions = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
     ranks = of_all(problem)
     for rank, found in enumerate(ranks):
         piece_keys = [positions[piece.owner][piece.start : piece.start + piece.size] for piece in found.pieces]
@@ -65,7 +65,7 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
     for rank, found in enumerate(ranks):
         assert [row for segment in found.segments for row in range(segment.row, segment.row + segment.size)] == [
             row
-            for chunk in chunks(mask.seqlen, cp_size, rank, layout)
+            for chunk in chunks(mask.seqlen, cp_size, rank, layout, mask.cu_seqlens)
             for row in range(chunk.row, chunk.row + chunk.size)
         ]
         for segment, readers in zip(found.segments, found.readers, strict=True):

@@ -34,6 +34,9 @@ def test_worked_examples() -> None:
     assert ringflash.local_positions(16, 4, 1).tolist() == [2, 3, 12, 13]
     assert ringflash.local_positions(16, 4, 1, "contiguous").tolist() == [4, 5, 6, 7]
     assert ringflash.local_positions(256, 4, 1, "striped")[:6].tolist() == [1, 6, 9, 14, 17, 22]
+    documents = torch.tensor([0, 1, 5, 6, 12], dtype=torch.int32)  # the longest is cut, with its ends on rank 0
+    held = [ringflash.local_positions(12, 2, rank, "balanced", documents).tolist() for rank in range(2)]
+    assert held == [[0, 5, 6, 7, 10, 11], [1, 2, 3, 4, 8, 9]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -51,6 +54,9 @@ def test_one_process_holds_everything(layout: str) -> None:
         ((0, 2, 0), r"seqlen must be divisible by 2 \* cp_size \(4\), got 0; pad to 4"),
         ((16, 4, 4), r"cp_rank must be in \[0, 4\), got 4; pass"),
         ((12, 4, 0, "striped"), r"seqlen must be divisible by 64 \* cp_size \(256\), got 12; pad to 256"),
+        ((13, 4, 0, "balanced"), r"seqlen must be divisible by cp_size \(4\), got 13; pad to 16"),
+        ((16, 4, 0, "balanced"), "cu_seqlens must be given with layout='balanced', got None; pass the bounds"),
+        ((16, 4, 0, "balanced", torch.tensor([0, 8])), r"cu_seqlens must end at the global .* \(16\), got 8"),
         ((16, 4, 0, "braided"), "layout must be one of .*, got 'braided'; zigzag"),
     ],
 )

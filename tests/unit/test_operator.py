@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ringflash
 from ringflash.attention import operators, plan
-from ringflash.attention.inputs import _read_once
 from ringflash.memory.layers import keep_attention
+from ringflash.sequence.layout import read_bounds
 from ringflash_kernels import reference
 from tests.helpers import dense
 from tests.helpers.tolerance import assert_close
@@ -356,7 +356,7 @@ def test_bounds_made_in_inference_mode_are_read() -> None:
         bounds = torch.tensor([0, 5, 16], dtype=torch.int32)
     elsewhere = mock.Mock(wraps=bounds, device=torch.device("cuda", 0), is_inference=bounds.is_inference)
     type(elsewhere)._version = property(lambda self: bounds._version)
-    assert _read_once(elsewhere) == (0, 5, 16)
+    assert read_bounds(elsewhere) == (0, 5, 16)
 
 
 @pytest.mark.parametrize("way", ["eager", "profiled", "compiled", "checkpointed"])

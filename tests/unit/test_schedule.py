@@ -35,6 +35,8 @@ def problems(
     seqlen = granularity(cp_size, layout) * draw(st.sampled_from(chunk_tokens))
     side = st.sampled_from([-1, -1, 0, 1, 2, 5, 11, seqlen // 5, seqlen // 2, seqlen])
     cuts = draw(st.none() | st.lists(st.integers(1, max(1, seqlen - 1)), max_size=6))
+    if cuts is None and layout == "balanced":
+        cuts = []
     bounds = None if cuts is None else tuple(sorted({0, seqlen, *(c for c in cuts if c < seqlen)}))
     return SequenceMask(seqlen, draw(st.booleans()), (draw(side), draw(side)), bounds), cp_size, layout
 
@@ -42,6 +44,12 @@ def problems(
 def schedules(mask: SequenceMask, cp_size: int, layout: str) -> list[Schedule]:
     """Of every rank."""
     return [build(mask, cp_size, rank, layout) for rank in range(cp_size)]
+
+
+def held(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> torch.Tensor:
+    """Positions of a rank."""
+    bounds = None if mask.cu_seqlens is None else torch.tensor(mask.cu_seqlens)
+    return local_positions(mask.seqlen, cp_size, rank, layout, bounds)
 
 
 @given(problems())
@@ -53,7 +61,7 @@ def test_every_visible_pair_once_and_nothing_else(problem: tuple[SequenceMask, i
         position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=mask.cu_seqlens
     )
     count = torch.zeros(mask.seqlen, mask.seqlen, dtype=torch.int32)
-    rows = [local_positions(mask.seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+    rows = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
     for rank, schedule in enumerate(schedules(mask, cp_size, layout)):
         for hop in schedule.hops:
             if hop.source is not None:

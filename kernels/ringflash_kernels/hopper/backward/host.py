@@ -20,7 +20,7 @@ from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.backward.keys import backward_keys
 from ringflash_kernels.hopper.backward.preprocess import postprocess, preprocess
 from ringflash_kernels.hopper.backward.queries import backward_queries
-from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES, SMS, STEPS_OF_A_TILE
+from ringflash_kernels.hopper.backward.tiles import SMS, STEPS_OF_A_TILE, backward_tiles
 from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, misaligned
@@ -41,7 +41,8 @@ class HopperBackward:
     """Gradients of one attention call, hop by hop.
 
     Args:
-        dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
+        dout, q, out: (batch, seqlen_q, num_heads, head_dim), dout and out as wide as v.
+        lse, dlse: (batch, num_heads, seqlen_q), fp32.
         deterministic: repeat a call with equal bits: dQ is computed by a second kernel, which wide heads use in any
             case, and one CTA sums the heads of a group.
     Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
@@ -58,14 +59,14 @@ class HopperBackward:
         dlse: torch.Tensor | None = None,
         deterministic: bool = False,
     ) -> None:
-        self.tiles = BACKWARD_TILES[q.shape[-1]]
+        self.tiles = backward_tiles(q.shape[-1], dout.shape[-1])
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, deterministic
         # A gradient may be expanded (that of a sum has stride 0) or a misaligned view: then TMA needs a copy.
         self.dout = dout if misaligned(dout) is None else dout.clone(memory_format=torch.contiguous_format)
         out = out if out.stride(-1) == 1 else out.contiguous()
         self.has_separate_dq = deterministic or self.tiles.wide
         with device_guard(q.device):
-            self.stats, self.dq = preprocess(self.dout, out, lse, dlse)
+            self.stats, self.dq = preprocess(self.dout, out, lse, dlse, q.shape[-1])
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views: dict[tuple[int, int], _Queries] = {}
 
@@ -82,7 +83,7 @@ class HopperBackward:
         """Add the gradients of the pairs of `mask` to dk, dv and self.dq.
 
         Args:
-            k, v: (batch, seqlen_k, num_kv_heads, head_dim).
+            k, v: (batch, seqlen_k, num_kv_heads, head_dim), v possibly narrower.
             dk, dv: shape of k, v, both of one dtype.
             accumulate: add to dk and dv, which are fp32. Otherwise overwrite them, in fp32 or the dtype of k.
         """
@@ -128,12 +129,15 @@ class HopperBackward:
 
     def _section(self, num_heads: int, num_rows: int) -> int:
         """Largest divisor of num_heads for which two operands of num_rows rows fit their share of L2, or 1."""
-        limit = _L2_BYTES_PER_SECTION // (num_rows * self.q.shape[3] * 2 * self.q.element_size())
+        limit = _L2_BYTES_PER_SECTION // (num_rows * self.tiles.columns * self.q.element_size())
         return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
 
     def _in_step(self, hop: HopRectangle, group: int) -> bool:
         """True if CTAs should be at the same query block at a time; never with `deterministic`."""
-        return not self.deterministic and hop.num_rows * self.q.shape[3] * 8 * group > IN_STEP_BYTES
+        return (
+            not self.deterministic
+            and hop.num_rows * (self.q.shape[3] * 4 + self.tiles.columns * 2) * group > IN_STEP_BYTES
+        )
 
     def _add_keys(
         self,
@@ -161,17 +165,18 @@ class HopperBackward:
             int(self._in_step(hop, group)), self.clock,
             self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
-        loads = [_piece_descriptors(x, tiles.pieces) for x in keys[:2]]
+        pieces = (tiles.pieces, tiles.value_pieces)
+        loads = [_piece_descriptors(x, columns) for x, columns in zip(keys[:2], pieces, strict=True)]
         choices = dict(
             SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
         )  # fmt: skip
-        variant = (head_dim, self.q.dtype, dk.dtype, hop.has_bounds, self.has_separate_dq, accumulate)
+        variant = (head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, self.has_separate_dq, accumulate)
         if tiles.wide:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
             _WIDE(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
-                *scalars, HELD=tiles.held, **choices,
+                *scalars, VALUE_REST=tiles.value_rest, HELD=tiles.held, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
@@ -195,16 +200,20 @@ class HopperBackward:
         num_tiles = -(-hop.num_keys // _HELD_QUERIES)
         num_works = num_tiles * batch * num_heads
         queries = self._queries(hop.k_start, hop.k_stop)
-        keys = [_piece_descriptors(cut(x, 1, (hop.q_start, hop.q_stop)), tiles.pieces, choices.block) for x in (k, v)]
+        keys = [
+            _piece_descriptors(cut(x, 1, (hop.q_start, hop.q_stop)), pieces, choices.block)
+            for x, pieces in ((k, tiles.pieces), (v, tiles.value_pieces))
+        ]
         _QUERIES(
-            (head_dim, self.q.dtype, hop.has_bounds), num_works,
+            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds), num_works,
             *queries.q, *keys[0], *keys[1], *queries.dout,
             block_descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
-            BLOCK=choices.block, SPLIT=tiles.pieces[0], REST=tiles.rest, SLOTS=choices.slots,
-            EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held, BOUNDS=hop.has_bounds,
+            BLOCK=choices.block, SPLIT=tiles.pieces[0], REST=tiles.rest, VALUE_REST=tiles.value_rest,
+            SLOTS=choices.slots, EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held,
+            BOUNDS=hop.has_bounds,
         )  # fmt: skip
 
     def _bounds(self, hop: HopRectangle) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,7 +224,10 @@ class HopperBackward:
         """Return descriptors of the query side for the rows [start, stop), made once."""
         if (start, stop) not in self._views:
             tiles = self.tiles
-            q, dout = (_piece_descriptors(cut(x, 1, (start, stop)), tiles.pieces) for x in (self.q, self.dout))
+            q, dout = (
+                _piece_descriptors(cut(x, 1, (start, stop)), pieces)
+                for x, pieces in ((self.q, tiles.pieces), (self.dout, tiles.value_pieces))
+            )
             columns = () if tiles.wide else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
             dq = [block_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
             stats = block_descriptor(self.stats, (1, 2, 64))

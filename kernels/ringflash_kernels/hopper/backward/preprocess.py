@@ -22,7 +22,7 @@ def _preprocess(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, stats_ptr, dq_ptr, seqlen, padded_seqlen, num_heads, num_blocks,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head,
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row,
-    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -33,11 +33,14 @@ def _preprocess(
     loaded = inside[:, None]
     if HEAD_DIM < COLUMNS:
         loaded &= (column < HEAD_DIM)[None, :]
+    value_loaded = loaded
+    if VALUE_DIM < HEAD_DIM:
+        value_loaded &= (column < VALUE_DIM)[None, :]
 
     out_at = batch * out_batch + row[:, None] * out_row + head * out_head + column[None, :]
     dout_at = batch * dout_batch + row[:, None] * dout_row + head * dout_head + column[None, :]
-    out = tl.load(out_ptr + out_at, mask=loaded, other=0.0).to(tl.float32)
-    dout = tl.load(dout_ptr + dout_at, mask=loaded, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + out_at, mask=value_loaded, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + dout_at, mask=value_loaded, other=0.0).to(tl.float32)
     delta = tl.sum(out * dout, 1)
     lse = tl.load(lse_ptr + batch * lse_batch + head * lse_head + row * lse_row, mask=inside, other=float("-inf"))
     if HAS_DLSE:
@@ -75,27 +78,29 @@ _PREPROCESS, _POSTPROCESS = (Launcher(kernel, specialised=True) for kernel in (_
 
 
 def preprocess(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None
+    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the statistics of every query row and allocate the dQ accumulator.
 
     Args:
-        dout, out: (batch, seqlen_q, num_heads, head_dim), unit last stride. lse, dlse: (batch, num_heads, seqlen_q).
+        dout, out: (batch, seqlen_q, num_heads, value_dim), unit last stride. lse, dlse: (batch, num_heads, seqlen_q).
+        head_dim: head_dim of q, at least value_dim.
     Returns:
         stats: (batch * num_heads, 2, padded seqlen_q), fp32.
         dq: (batch * num_heads, seqlen_q, head_dim), fp32, zeros.
     """
-    batch, seqlen, num_heads, head_dim = out.shape
+    batch, seqlen, num_heads, value_dim = out.shape
     num_blocks = triton.cdiv(seqlen, ROWS)
     stats = out.new_empty(batch * num_heads, 2, num_blocks * ROWS, dtype=torch.float32)
     dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=torch.float32)
     has_dlse = dlse is not None
     dlse = lse if dlse is None else dlse
     _PREPROCESS(
-        (head_dim, has_dlse), num_blocks * batch * num_heads,
+        (head_dim, value_dim, has_dlse), num_blocks * batch * num_heads,
         out, dout, lse, dlse, stats, dq, seqlen, num_blocks * ROWS, num_heads, num_blocks,
         *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
-        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=ROWS, HAS_DLSE=has_dlse,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=ROWS,
+        HAS_DLSE=has_dlse,
     )  # fmt: skip
     return stats, dq
 

@@ -43,6 +43,7 @@ class QueryShared:
     BLOCK: gl.constexpr
     SPLIT: gl.constexpr
     REST: gl.constexpr
+    VALUE_REST: gl.constexpr
     SLOTS: gl.constexpr
     EXP_UNDER_DP: gl.constexpr
     TURNS: gl.constexpr
@@ -69,9 +70,8 @@ def _slots(sm, step):
 
 
 @gluon.jit
-def _load_block(sm, desc0, desc1, coord, slot, parity):
+def _load_block(sm, desc0, desc1, coord, slot, parity, R: gl.constexpr):
     """Fill a buffer of the ring once both consumers have released it."""
-    R: gl.constexpr = sm.REST
     full = sm.full.index(slot)
     mbarrier.wait(sm.empty.index(slot), parity ^ 1)
     mbarrier.expect(full, desc0.block_type.nbytes + (desc1.block_type.nbytes if R else 0))
@@ -85,7 +85,9 @@ def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k
     """Producer: load Q and dO of each tile, then K and V block by block."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
+    VR: gl.constexpr = sm.VALUE_REST
     nbytes: gl.constexpr = q0_desc.block_type.nbytes + (q1_desc.block_type.nbytes if R else 0)
+    value_nbytes: gl.constexpr = dout0_desc.block_type.nbytes + (dout1_desc.block_type.nbytes if VR else 0)
     step = 0
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
@@ -94,24 +96,25 @@ def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k
         if start < stop:
             full = sm.q_full.index(0)
             mbarrier.wait(sm.q_empty.index(0), (round & 1) ^ 1)
-            mbarrier.expect(full, 4 * nbytes)
+            mbarrier.expect(full, 2 * (nbytes + value_nbytes))
             for half in gl.static_range(2):
                 at = row + half * 64
                 tma_load(q0_desc, [batch, head, at, 0], full, sm.q0.index(half))
                 tma_load(dout0_desc, [batch, head, at, 0], full, sm.dout0.index(half))
                 if R:
                     tma_load(q1_desc, [batch, head, at, C], full, sm.q1.index(half))
+                if VR:
                     tma_load(dout1_desc, [batch, head, at, C], full, sm.dout1.index(half))
             round += 1
         for block in range(start, stop):
             coord = [batch, kv_head, block * sm.BLOCK]
             k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
             if sm.EXP_UNDER_DP:
-                _load_block(sm, k0_desc, k1_desc, coord, k_slot, k_parity)
-                _load_block(sm, v0_desc, v1_desc, coord, v_slot, v_parity)
+                _load_block(sm, k0_desc, k1_desc, coord, k_slot, k_parity, R)
+                _load_block(sm, v0_desc, v1_desc, coord, v_slot, v_parity, VR)
             else:
-                _load_block(sm, v0_desc, v1_desc, coord, v_slot, v_parity)
-                _load_block(sm, k0_desc, k1_desc, coord, k_slot, k_parity)
+                _load_block(sm, v0_desc, v1_desc, coord, v_slot, v_parity, VR)
+                _load_block(sm, k0_desc, k1_desc, coord, k_slot, k_parity, R)
             step += 1
 
 
@@ -142,11 +145,10 @@ def _register_operand(sm, piece, W: gl.constexpr):
 
 
 @gluon.jit
-def _product(sm, held, piece0, piece1, slot, parity, W: gl.constexpr):
+def _product(sm, held, piece0, piece1, slot, parity, R: gl.constexpr, W: gl.constexpr):
     """Issue S (of Q and K in `slot`) or dP (of dO and V) of consumer W's queries."""
     N: gl.constexpr = sm.BLOCK
     C: gl.constexpr = sm.SPLIT
-    R: gl.constexpr = sm.REST
     H: gl.constexpr = sm.HELD
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     mbarrier.wait(sm.full.index(slot), parity)
@@ -202,9 +204,9 @@ def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, ste
     k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
     _take_turn(sm, step, W)
     if sm.EXP_UNDER_DP:
-        products_of_dp: gl.constexpr = (2 if sm.HELD else 1) + (1 if sm.REST else 0)
-        s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
-        dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
+        products_of_dp: gl.constexpr = (2 if sm.HELD else 1) + (1 if sm.VALUE_REST else 0)
+        s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, sm.REST, W)
+        dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, sm.VALUE_REST, W)
         s = warpgroup_mma_wait(products_of_dp, deps=(s,))
         _pass_turn(sm, step, W)
         p = _probabilities(sm, problem, s, lse, first_seen, stop_seen, block, masked)
@@ -213,8 +215,8 @@ def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, ste
         dp = warpgroup_mma_wait(0, deps=(dp,))
         mbarrier.arrive(sm.empty.index(v_slot), count=1)
     else:
-        dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, W)
-        s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, W)
+        dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, sm.VALUE_REST, W)
+        s = _product(sm, q, sm.q0, sm.q1, k_slot, k_parity, sm.REST, W)
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         mbarrier.arrive(sm.empty.index(v_slot), count=1)
         _pass_turn(sm, step, W)
@@ -319,14 +321,14 @@ def backward_queries(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, dq_desc,
     stats_ptr, first_ptr, stop_ptr, stats_stride, row_start, dq_rows, num_rows, num_keys, num_heads, num_kv_heads,
     num_tiles, heads_together, num_works, first_shift, stop_shift, scale_log2, softmax_scale,
-    BLOCK: gl.constexpr, SPLIT: gl.constexpr, REST: gl.constexpr, SLOTS: gl.constexpr, EXP_UNDER_DP: gl.constexpr,
-    TURNS: gl.constexpr, HELD: gl.constexpr, BOUNDS: gl.constexpr,
+    BLOCK: gl.constexpr, SPLIT: gl.constexpr, REST: gl.constexpr, VALUE_REST: gl.constexpr, SLOTS: gl.constexpr,
+    EXP_UNDER_DP: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, BOUNDS: gl.constexpr,
 ):  # fmt: skip
     """Only dQ; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
-    The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
-    TURNS: the consumers issue their products alternately. HELD: columns of the first piece of Q and dO that are kept
-    in registers.
+    The columns of Q and K are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns; those of
+    dO and V are SPLIT and VALUE_REST. TURNS: the consumers issue their products alternately. HELD: columns of the first
+    piece of Q and dO that are kept in registers.
     """
     dtype: gl.constexpr = q0_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -344,15 +346,18 @@ def backward_queries(
     kv0 = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK, SPLIT], k0_desc.layout)
     if REST:
         q1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], q1_desc.layout)
-        dout1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], dout1_desc.layout)
+        if VALUE_REST:
+            dout1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, VALUE_REST], dout1_desc.layout)
+        else:
+            dout1 = dout0
         kv1 = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK, REST], k1_desc.layout)
     else:
         q1 = q0
         dout1 = dout0
         kv1 = kv0
     sm = QueryShared(
-        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, BLOCK, SPLIT, REST, SLOTS, EXP_UNDER_DP, TURNS,
-        HELD,
+        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, BLOCK, SPLIT, REST, VALUE_REST, SLOTS,
+        EXP_UNDER_DP, TURNS, HELD,
     )  # fmt: skip
     problem = BackwardProblem(
         gl.to_tensor(0), num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,

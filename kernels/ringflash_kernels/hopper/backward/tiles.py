@@ -39,6 +39,7 @@ class BackwardTiles:
         kv_in_registers: K and V are kept as register operands (`backward_keys`).
         turn_before_exp: the other consumer may start a step before this one's exp, not after it (`backward_keys`).
         held: columns of the first piece of K and V that are kept in registers (`backward_wide`).
+        narrow: columns of V, dO and dV, a power of two, if they are fewer than those of Q and K.
     """
 
     pieces: tuple[int, ...]
@@ -48,6 +49,22 @@ class BackwardTiles:
     kv_in_registers: bool = False
     turn_before_exp: bool = False
     held: int = 0
+    narrow: int = 0
+
+    @property
+    def value_pieces(self) -> tuple[int, ...]:
+        """Columns of V, dO and dV."""
+        return (self.narrow,) if self.narrow else self.pieces
+
+    @property
+    def value_rest(self) -> int:
+        """Columns of the second piece of V, dO and dV."""
+        return sum(self.value_pieces[1:])
+
+    @property
+    def columns(self) -> int:
+        """Columns of a row of K and V together."""
+        return sum(self.pieces) + sum(self.value_pieces)
 
     @property
     def rest(self) -> int:
@@ -72,3 +89,15 @@ BACKWARD_TILES = {
     # Q and dO of 128 queries leave room for three blocks of 64 keys.
     256: BackwardTiles((128, 128), 64, QueryTiles(3, 64, turns=False), held=64),
 }
+
+NARROW_BACKWARD_TILES = {
+    # Latent attention: the products of each consumer of `backward_wide` have 320 columns.
+    (192, 128): BackwardTiles(
+        (128, 64), 64, QueryTiles(5, 64, exp_under_dp=True, turns=False, held=64), stages=3, held=128, narrow=128
+    ),
+}
+
+
+def backward_tiles(head_dim: int, value_dim: int) -> BackwardTiles:
+    """Return the tiles for q and k of `head_dim` columns and v of `value_dim`."""
+    return BACKWARD_TILES[head_dim] if head_dim == value_dim else NARROW_BACKWARD_TILES[head_dim, value_dim]

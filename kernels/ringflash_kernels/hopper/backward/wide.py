@@ -5,9 +5,10 @@ dK and dV of 64 keys fill the registers of a consumer each, so the consumers div
     scores   S^T = K Q^T,  P = exp(S - lse) -> shared memory, dV += P^T dO
     grads    dP^T = V dO^T, dS = P (dP - delta),              dK += dS^T Q
 
-The columns of every operand are two pieces, SPLIT = 128 and REST = 128 (head_dim 256) or 64 (192), because tiles are
-powers of two. A consumer reads only K or only V, and stages dV or dK in that buffer. `backward_queries` computes dQ:
-here every step would add a whole block of it, for half the products of `backward_keys`.
+The columns of Q and K are two pieces, SPLIT = 128 and REST = 128 (head_dim 256) or 64 (192), because tiles are powers
+of two; those of V and dO are SPLIT and VALUE_REST, which may be 0. A consumer reads only K or only V, and stages dV or
+dK in that buffer. `backward_queries` computes dQ: here every step would add a whole block of it, for half the products
+of `backward_keys`.
 """
 
 from ringflash_kernels.hopper.backward.problem import NUMBER, BackwardProblem, receive_number, send_number, slot_of
@@ -55,6 +56,7 @@ class WideShared:
     begin: gl.shared_memory_descriptor
     SPLIT: gl.constexpr
     REST: gl.constexpr
+    VALUE_REST: gl.constexpr
     STAGES: gl.constexpr
     HELD: gl.constexpr
     ACCUMULATE: gl.constexpr
@@ -64,7 +66,9 @@ class WideShared:
 def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc):
     """Producer: load K and V of each tile, then Q with its statistics and dO block by block."""
     C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.VALUE_REST
     nbytes: gl.constexpr = q0_desc.block_type.nbytes + q1_desc.block_type.nbytes
+    value_nbytes: gl.constexpr = dout0_desc.block_type.nbytes + (dout1_desc.block_type.nbytes if R else 0)
     step = 0
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
@@ -73,11 +77,12 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
         # Also for tiles that no query sees: their zeros may be written from the buffers of K and V.
         kv_full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
-        mbarrier.expect(kv_full, 2 * nbytes)
+        mbarrier.expect(kv_full, nbytes + value_nbytes)
         tma_load(k0_desc, [batch, kv_head, key, 0], kv_full, sm.k0)
         tma_load(k1_desc, [batch, kv_head, key, C], kv_full, sm.k1)
         tma_load(v0_desc, [batch, kv_head, key, 0], kv_full, sm.v0)
-        tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
+        if R:
+            tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
         round += 1
         block = start
         for g in range(problem.group):
@@ -99,9 +104,10 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
                 tma_load(stats_desc, stats_coord, q_full, sm.stats.index(slot))
                 dout_full = sm.dout_full.index(slot)
                 mbarrier.wait(sm.dout_empty.index(slot), parity ^ 1)
-                mbarrier.expect(dout_full, nbytes)
+                mbarrier.expect(dout_full, value_nbytes)
                 tma_load(dout0_desc, [batch, head, row, 0], dout_full, sm.dout0.index(slot))
-                tma_load(dout1_desc, [batch, head, row, C], dout_full, sm.dout1.index(slot))
+                if R:
+                    tma_load(dout1_desc, [batch, head, row, C], dout_full, sm.dout1.index(slot))
                 block = problem.next_block(block, start, stop)
                 step += 1
                 problem.tick(step)
@@ -125,17 +131,17 @@ def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
 
 
 @gluon.jit
-def _write_wide(sm, desc, x0, x1, batch, key, head, W: gl.constexpr):
+def _write_wide(sm, desc, x0, x1, batch, key, head, W: gl.constexpr, R: gl.constexpr):
     """Add or store dK or dV of a tile."""
     coord = [batch, head, key]
     left, right = x0.reshape([64, 2, 64]).permute([0, 2, 1]).split()
     _write_chunk(sm, desc, left, coord, 0, W)
     _write_chunk(sm, desc, right, coord, 64, W)
-    if sm.REST == 128:
+    if R == 128:
         left, right = x1.reshape([64, 2, 64]).permute([0, 2, 1]).split()
         _write_chunk(sm, desc, left, coord, 128, W)
         _write_chunk(sm, desc, right, coord, 192, W)
-    else:
+    elif R:
         _write_chunk(sm, desc, x1, coord, 128, W)
     tma_store_wait(0)
 
@@ -149,10 +155,9 @@ def _register_operand(sm, piece):
 
 
 @gluon.jit
-def _product(sm, held, keys0, keys1, rows0, rows1):
+def _product(sm, held, keys0, keys1, rows0, rows1, R: gl.constexpr):
     """Issue S^T (of K and Q) or dP^T (of V and dO)."""
     C: gl.constexpr = sm.SPLIT
-    R: gl.constexpr = sm.REST
     H: gl.constexpr = sm.HELD
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     x = gl.zeros([64, 64], gl.float32, layout)
@@ -162,22 +167,23 @@ def _product(sm, held, keys0, keys1, rows0, rows1):
     if H < C:
         rows = rows.slice(H, C - H, dim=1).permute((1, 0))
         x = warpgroup_mma(keys.slice(H, C - H, dim=1), rows, x, is_async=True)
-    return warpgroup_mma(keys1.reshape([64, R]), rows1.reshape([64, R]).permute((1, 0)), x, is_async=True)
+    if R:
+        x = warpgroup_mma(keys1.reshape([64, R]), rows1.reshape([64, R]).permute((1, 0)), x, is_async=True)
+    return x
 
 
 @gluon.jit
 def _score_step(sm, problem, k, dv0, dv1, step, block, key, masked):
     """Process one block of queries: S, P and dV."""
     C: gl.constexpr = sm.SPLIT
-    R: gl.constexpr = sm.REST
+    R: gl.constexpr = sm.VALUE_REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     slot, parity = slot_of(step, sm.STAGES)
 
     # P = exp(S - lse)
     mbarrier.wait(sm.q_full.index(slot), parity)
-    s = _product(sm, k, sm.k0, sm.k1, sm.q0.index(slot), sm.q1.index(slot))
+    s = _product(sm, k, sm.k0, sm.k1, sm.q0.index(slot), sm.q1.index(slot), sm.REST)
     lse = sm.stats.index(slot).reshape([2, 64]).slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
@@ -194,10 +200,15 @@ def _score_step(sm, problem, k, dv0, dv1, step, block, key, masked):
     # dV += P^T dO
     mbarrier.wait(sm.dout_full.index(slot), parity)
     p0 = gl.convert_layout(p, gl.DotOperandLayout(0, layout0, 2))
-    p1 = gl.convert_layout(p, gl.DotOperandLayout(0, layout1, 2))
-    dv0 = warpgroup_mma(p0, sm.dout0.index(slot).reshape([64, C]), dv0, is_async=True)
-    dv1 = warpgroup_mma(p1, sm.dout1.index(slot).reshape([64, R]), dv1, is_async=True)
-    dv0, dv1, p0, p1 = warpgroup_mma_wait(0, deps=(dv0, dv1, p0, p1))
+    if R:
+        layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+        p1 = gl.convert_layout(p, gl.DotOperandLayout(0, layout1, 2))
+        dv0 = warpgroup_mma(p0, sm.dout0.index(slot).reshape([64, C]), dv0, is_async=True)
+        dv1 = warpgroup_mma(p1, sm.dout1.index(slot).reshape([64, R]), dv1, is_async=True)
+        dv0, dv1, p0, p1 = warpgroup_mma_wait(0, deps=(dv0, dv1, p0, p1))
+    else:
+        dv0 = warpgroup_mma(p0, sm.dout0.index(slot).reshape([64, C]), dv0, is_async=True)
+        dv0, p0 = warpgroup_mma_wait(0, deps=(dv0, p0))
     mbarrier.arrive(sm.dout_empty.index(slot), count=1)
     return dv0, dv1
 
@@ -216,7 +227,7 @@ def _gradient_step(sm, v, dk0, dk1, step):
 
     # dS = P (dP - delta)
     mbarrier.wait(sm.dout_full.index(slot), parity)
-    dp = _product(sm, v, sm.v0, sm.v1, sm.dout0.index(slot), sm.dout1.index(slot))
+    dp = _product(sm, v, sm.v0, sm.v1, sm.dout0.index(slot), sm.dout1.index(slot), sm.VALUE_REST)
     mbarrier.wait(sm.q_full.index(slot), parity)
     delta = sm.stats.index(slot).reshape([2, 64]).slice(1, 1, dim=0).load(s_layout)
     dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -239,15 +250,19 @@ def _gradient_step(sm, v, dk0, dk1, step):
 @gluon.jit
 def _consume_scores(sm, problem, dv_desc):
     """First consumer: compute dV."""
+    R: gl.constexpr = sm.VALUE_REST
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.SPLIT, 16])
-    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.REST, 16])
     step = 0
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
         dv0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
-        dv1 = gl.zeros([64, sm.REST], gl.float32, layout1)
+        if R:
+            layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+            dv1 = gl.zeros([64, R], gl.float32, layout1)
+        else:
+            dv1 = 0
         mbarrier.wait(sm.kv_full.index(0), round & 1)
         k = _register_operand(sm, sm.k0)
         if start < stop:
@@ -261,7 +276,7 @@ def _consume_scores(sm, problem, dv_desc):
                     block = problem.next_block(block, start, stop)
                     step += 1
         if (not sm.ACCUMULATE) | (start < stop):
-            _write_wide(sm, dv_desc, dv0, dv1, batch, key, kv_head, 0)
+            _write_wide(sm, dv_desc, dv0, dv1, batch, key, kv_head, 0, R)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
         round += 1
 
@@ -284,7 +299,8 @@ def _consume_gradients(sm, problem, dk_desc):
             dk0, dk1 = _gradient_step(sm, v, dk0, dk1, step)
             step += 1
         if (not sm.ACCUMULATE) | (start < stop):
-            _write_wide(sm, dk_desc, dk0 * problem.softmax_scale, dk1 * problem.softmax_scale, batch, key, kv_head, 1)
+            dk0, dk1 = dk0 * problem.softmax_scale, dk1 * problem.softmax_scale
+            _write_wide(sm, dk_desc, dk0, dk1, batch, key, kv_head, 1, sm.REST)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
         round += 1
 
@@ -301,8 +317,8 @@ def backward_wide(
     first_ptr, stop_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles,
     heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, scale_log2,
     softmax_scale,
-    SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, BOUNDS: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
+    SPLIT: gl.constexpr, REST: gl.constexpr, VALUE_REST: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
+    BOUNDS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
@@ -330,17 +346,24 @@ def backward_wide(
     mbarrier.init(p_empty.index(0), count=1)
     begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
     p = gl.allocate_shared_memory(gl.float16, [64, 64], p_layout)
+    q0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout)
+    q1 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], q1_desc.layout)
+    dout0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], dout0_desc.layout)
+    if VALUE_REST:
+        dout1 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, VALUE_REST], dout1_desc.layout)
+    else:
+        dout1 = dout0
+    k0 = gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], k0_desc.layout)
+    k1 = gl.allocate_shared_memory(dtype, [1, 1, 64, REST], k1_desc.layout)
+    v0 = gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], v0_desc.layout)
+    if VALUE_REST:
+        v1 = gl.allocate_shared_memory(dtype, [1, 1, 64, VALUE_REST], v1_desc.layout)
+    else:
+        v1 = v0
     sm = WideShared(
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], q1_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], dout0_desc.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], dout1_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], k0_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 1, 64, REST], k1_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 1, 64, SPLIT], v0_desc.layout),
-        gl.allocate_shared_memory(dtype, [1, 1, 64, REST], v1_desc.layout),
+        q0, q1, dout0, dout1, k0, k1, v0, v1,
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout), p, kv_full, kv_empty, q_full,
-        q_empty, dout_full, dout_empty, p_full, p_empty, begin, SPLIT, REST, STAGES, HELD, ACCUMULATE,
+        q_empty, dout_full, dout_empty, p_full, p_empty, begin, SPLIT, REST, VALUE_REST, STAGES, HELD, ACCUMULATE,
     )  # fmt: skip
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,

@@ -13,7 +13,7 @@ from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import cut, misaligned, tile_descriptor
 from ringflash_kernels.hopper.forward.kernel import ForwardVariant, forward_kernel
-from ringflash_kernels.hopper.forward.tiles import FORWARD_TILES, ForwardTiles
+from ringflash_kernels.hopper.forward.tiles import FORWARD_TILES, NARROW_FORWARD_TILES, ForwardTiles, forward_tiles
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask, Region, check_capture
 
@@ -38,8 +38,8 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
     """Return the reason why this implementation cannot take the call, or None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} (fp16 or bf16)"
-    if q.shape[-1] not in FORWARD_TILES:
-        return f"head_dim {q.shape[-1]} (one of {', '.join(map(str, FORWARD_TILES))})"
+    if forward_tiles(q.shape[-1], v.shape[-1]) is None:
+        return _head_dims(q.shape[-1], v.shape[-1])
     if q.device.type != "cuda":
         return f"device {q.device.type} (cuda)"
     if torch.cuda.get_device_capability(q.device) != (9, 0):
@@ -49,6 +49,13 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
         if problem is not None:
             return f"{name} with {problem}; make it contiguous"
     return None
+
+
+def _head_dims(head_dim: int, value_dim: int) -> str:
+    if head_dim == value_dim:
+        return f"head_dim {head_dim} (one of {', '.join(map(str, FORWARD_TILES))})"
+    narrow = " or ".join(f"{keys} and {values}" for keys, values in NARROW_FORWARD_TILES)
+    return f"head_dim {head_dim} of q and k and {value_dim} of v ({narrow}, or one for all)"
 
 
 def forward(
@@ -68,10 +75,10 @@ def forward(
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16; any strides that are multiples of 16 bytes, the
             last 1; the same holds for k, v, out and acc.
-        k, v: (batch, seqlen_k, num_kv_heads, head_dim).
+        k, v: (batch, seqlen_k, num_kv_heads, head_dim); v and out narrower as in NARROW_FORWARD_TILES.
         out: as q, in the dtype of q or fp32; every row is written. May be `acc`.
         lse: (batch, num_heads, seqlen_q), fp32, last stride 1: written without `acc`, updated with it.
-        acc: as q, fp32. A row that sees nothing keeps its state.
+        acc: as out, fp32. A row that sees nothing keeps its state.
         num_sms: multiprocessors to use; default all.
     Raises:
         ValueError: a scale that is not positive, or out, acc or lse with strides TMA cannot address.
@@ -120,7 +127,9 @@ def build_launch(
         start, stop = (bound[slice(*rows)] for bound in mask.bounds(q.device))
     q, out, lse, acc = cut(q, 1, rows), cut(out, 1, rows), cut(lse, 2, rows), cut(acc, 1, rows)
     k, v = cut(k, 1, keys), cut(v, 1, keys)
-    variant = _variant(FORWARD_TILES[q.shape[3]], kind, acc is not None)
+    tiles = forward_tiles(q.shape[3], v.shape[3])
+    assert tiles is not None
+    variant = _variant(tiles, kind, acc is not None)
     if kind == "bounds":
         table = tile_table(mask, q.device, variant.tiles.rows, rows)
     batch, seqlen_q, num_heads, head_dim = q.shape
@@ -132,11 +141,12 @@ def build_launch(
         *_descriptors(q, k, v, out, out if acc is None else acc, variant.tiles),
         lse, start, stop, table, counter,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
-        heads_per_kv * kv_heads_per_group(num_kv_heads, seqlen_k * head_dim * 2 * k.element_size()),
+        heads_per_kv * kv_heads_per_group(num_kv_heads, seqlen_k * (head_dim + v.shape[3]) * k.element_size()),
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1),
         softmax_scale / _LN2, variant,
     )  # fmt: skip
-    return LaunchArgs((head_dim, kind, acc is not None, q.dtype, out.dtype), min(num_sms, num_tiles), arguments)
+    key = (head_dim, v.shape[3], kind, acc is not None, q.dtype, out.dtype)
+    return LaunchArgs(key, min(num_sms, num_tiles), arguments)
 
 
 def check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None) -> None:
@@ -179,11 +189,11 @@ def _descriptors(
 ) -> tuple[TensorDescriptor | None, ...]:
     """Descriptors of q, k, v, out and acc for the first part of the head, then for the second if its width differs."""
     rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m, tiles.block_m)
-    tensors = tuple(zip((q, k, v, out, acc), rows, strict=True))
-    first = tuple(tile_descriptor(x, n, tiles.parts[0]) for x, n in tensors)
-    if len(set(tiles.parts)) == 1:
-        return *first, *(None,) * 5
-    return *first, *(tile_descriptor(x, n, tiles.parts[1]) for x, n in tensors)
+    parts = (tiles.parts, tiles.parts, *(tiles.value_parts,) * 3)
+    tensors = tuple(zip((q, k, v, out, acc), rows, parts, strict=True))
+    first = tuple(tile_descriptor(x, n, columns[0]) for x, n, columns in tensors)
+    second = (tile_descriptor(x, n, columns[1]) if len(set(columns)) == 2 else None for x, n, columns in tensors)
+    return *first, *second
 
 
 def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:

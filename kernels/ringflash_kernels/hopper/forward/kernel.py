@@ -57,12 +57,12 @@ class ForwardVariant:
     @property
     def state_layout(self) -> gl.NVMMASharedLayout:
         """Shared memory that holds the first part of O of one warpgroup in fp32."""
-        return tile_layout(self.tiles.block_m, self.tiles.parts[0], torch.float32)
+        return tile_layout(self.tiles.block_m, self.tiles.value_parts[0], torch.float32)
 
     @property
     def acc_layouts(self) -> tuple[gl.NVMMADistributedLayout, ...]:
         """Registers that hold O of one warpgroup, for each part of the head."""
-        return tuple(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]) for columns in self.tiles.parts)
+        return tuple(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]) for columns in self.tiles.value_parts)
 
 
 class Problem(NamedTuple):
@@ -224,7 +224,7 @@ def slot(count, SIZE: gl.constexpr):
 @gluon.jit
 def tiles_at(ring, index, V: gl.constexpr):
     """Return slot `index` of a ring: a (1, rows, 1, columns) buffer, as TMA moves it, for each part of the head."""
-    if len(V.tiles.parts) == 2:
+    if len(ring) == 2:
         tiles = (ring[0].index(index), ring[1].index(index))
     else:
         tiles = (ring[0].index(index),)
@@ -235,7 +235,8 @@ def tiles_at(ring, index, V: gl.constexpr):
 def q_tiles(shared, W: gl.constexpr, V: gl.constexpr):
     """Return Q of warpgroup W. If results are staged in Q, both parts are in that warpgroup's half of the buffer."""
     if V.tiles.stage_in_q:
-        tiles = (shared.q[0].index(2 * W), shared.q[1].index(2 * W + 1))
+        RATIO: gl.constexpr = V.tiles.parts[0] // V.tiles.parts[1]
+        tiles = (shared.q[0].index(2 * W), shared.q[1].index((2 * W + 1) * RATIO))
     else:
         tiles = tiles_at(shared.q, W, V)
     return tiles
@@ -247,7 +248,7 @@ def q_tiles(shared, W: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def load_tile(desc, tiles, full, batch, row, head, V: gl.constexpr):
     """Load all parts of one tile; `full` counts their bytes."""
-    if len(V.tiles.parts) == 2:
+    if len(desc) == 2:
         mbarrier.expect(full, desc[0].block_type.nbytes + desc[1].block_type.nbytes)
         tma_load(desc[0], [batch, row, head, 0], full, tiles[0])
         tma_load(desc[1], [batch, row, head, V.tiles.parts[0]], full, tiles[1])
@@ -315,7 +316,7 @@ def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.c
 def matrices(tiles, V: gl.constexpr):
     """View the (1, rows, 1, columns) buffer of each part as the (rows, columns) matrix that wgmma reads."""
     first = tiles[0].reshape([tiles[0].shape[1], tiles[0].shape[3]])
-    if len(V.tiles.parts) == 2:
+    if len(tiles) == 2:
         parts = (first, tiles[1].reshape([tiles[1].shape[1], tiles[1].shape[3]]))
     else:
         parts = (first,)
@@ -330,7 +331,7 @@ def scores(q, k, V: gl.constexpr):
     BN: gl.constexpr = V.tiles.block_n
     zeros = gl.zeros([BM, BN], gl.float32, S_LAYOUT)
     s = warpgroup_mma(q[0], k[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if len(V.tiles.parts) == 2:
+    if len(q) == 2:
         s = warpgroup_mma(q[1], k[1].permute((1, 0)), s, is_async=True)
     return s
 
@@ -341,7 +342,7 @@ def add_values(acc, p, v, V: gl.constexpr):
     p = p.to(v[0].dtype)
     layout: gl.constexpr = gl.DotOperandLayout(0, V.acc_layouts[0], 2)
     first = warpgroup_mma(gl.convert_layout(p, layout), v[0], acc[0], is_async=True)
-    if len(V.tiles.parts) == 2:
+    if len(v) == 2:
         layout1: gl.constexpr = gl.DotOperandLayout(0, V.acc_layouts[1], 2)
         parts = (first, warpgroup_mma(gl.convert_layout(p, layout1), v[1], acc[1], is_async=True))
     else:
@@ -352,7 +353,7 @@ def add_values(acc, p, v, V: gl.constexpr):
 @gluon.jit
 def wait_values(acc, V: gl.constexpr):
     """Wait until no product is in flight and return O."""
-    if len(V.tiles.parts) == 2:
+    if len(acc) == 2:
         parts = warpgroup_mma_wait(0, deps=(acc[0], acc[1]))
     else:
         parts = (warpgroup_mma_wait(0, deps=(acc[0],)),)
@@ -364,7 +365,7 @@ def scaled(acc, factor, V: gl.constexpr):
     """Return O with every row multiplied by its factor."""
     O_LAYOUT: gl.constexpr = V.acc_layouts[0]
     first = acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    if len(V.tiles.parts) == 2:
+    if len(acc) == 2:
         O_LAYOUT1: gl.constexpr = V.acc_layouts[1]
         parts = (first, acc[1] * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT1))[:, None])
     else:
@@ -376,7 +377,7 @@ def scaled(acc, factor, V: gl.constexpr):
 def rescaled_part(acc, factor, PART: gl.constexpr, V: gl.constexpr):
     """Return one part of O, rows multiplied by their factors, which are mostly 1."""
     layout: gl.constexpr = V.acc_layouts[PART]
-    columns: gl.constexpr = V.tiles.parts[PART]
+    columns: gl.constexpr = V.tiles.value_parts[PART]
     factor = gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None].broadcast_to([V.tiles.block_m, columns])
     return scale_unless_one(acc, factor, V.tiles.block_m * columns // 128)
 
@@ -384,7 +385,7 @@ def rescaled_part(acc, factor, PART: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def rescaled(acc, factor, V: gl.constexpr):
     """Return O rescaled by exp(old m - m), which is mostly 1; see `scaled`."""
-    if len(V.tiles.parts) == 2:
+    if len(acc) == 2:
         parts = (rescaled_part(acc[0], factor, 0, V), rescaled_part(acc[1], factor, 1, V))
     else:
         parts = (rescaled_part(acc[0], factor, 0, V),)
@@ -396,11 +397,11 @@ def zero_acc(V: gl.constexpr):
     """Return O of no keys: zeros."""
     O_LAYOUT: gl.constexpr = V.acc_layouts[0]
     BM: gl.constexpr = V.tiles.block_m
-    columns: gl.constexpr = V.tiles.parts[0]
+    columns: gl.constexpr = V.tiles.value_parts[0]
     first = gl.zeros([BM, columns], gl.float32, O_LAYOUT)
-    if len(V.tiles.parts) == 2:
+    if len(V.tiles.value_parts) == 2:
         O_LAYOUT1: gl.constexpr = V.acc_layouts[1]
-        columns1: gl.constexpr = V.tiles.parts[1]
+        columns1: gl.constexpr = V.tiles.value_parts[1]
         parts = (first, gl.zeros([BM, columns1], gl.float32, O_LAYOUT1))
     else:
         parts = (first,)
@@ -487,7 +488,7 @@ def step_overlapped(
         acc = rescaled(acc, alpha, V)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
-    s = warpgroup_mma_wait(len(V.tiles.parts), deps=(s,))
+    s = warpgroup_mma_wait(len(V.tiles.value_parts), deps=(s,))
     mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
     p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
     # This wait ends the basic block, or ptxas would hoist the wait for P V above the softmax.
@@ -628,7 +629,7 @@ def stage_of(shared, desc, W: gl.constexpr):
 @gluon.jit
 def load_state(acc_desc, shared, full, tile, row, W: gl.constexpr, PART: gl.constexpr, V: gl.constexpr):
     """Load part of the earlier output into the staging buffer, once the previous store from there has been read."""
-    column: gl.constexpr = PART * V.tiles.parts[0]
+    column: gl.constexpr = PART * V.tiles.value_parts[0]
     buffer = stage_of(shared, acc_desc[PART], W)
     tma_store_wait(0)
     mbarrier.expect(full, acc_desc[PART].block_type.nbytes)
@@ -652,9 +653,9 @@ def store_part(
 ):
     """Merge part of the earlier output into this one and store it. Returns the number of state loads so far."""
     BM: gl.constexpr = V.tiles.block_m
-    column: gl.constexpr = PART * V.tiles.parts[0]
+    column: gl.constexpr = PART * V.tiles.value_parts[0]
     layout: gl.constexpr = V.acc_layouts[PART]
-    columns: gl.constexpr = V.tiles.parts[PART]
+    columns: gl.constexpr = V.tiles.value_parts[PART]
     if V.resume:
         if PART == 1 or V.tiles.stage_in_q:
             load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, PART, V)
@@ -721,7 +722,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
         )  # recomputed: a short live range saves registers
         gl.store(lse_of_head + row_index, lse, mask=row_index < problem.seqlen_q)
         loads = store_part(acc[0], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 0, V)
-        if len(V.tiles.parts) == 2:
+        if len(V.tiles.value_parts) == 2:
             loads = store_part(acc[1], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 1, V)
         if V.tiles.stage_in_q:
             tma_store_wait(0)
@@ -747,10 +748,20 @@ def pair(first, second, V: gl.constexpr):
 
 
 @gluon.jit
+def value_pair(first, second, V: gl.constexpr):
+    """Return the descriptors of the parts of a head of v, out or acc."""
+    if V.tiles.narrow:
+        parts = (first,)
+    else:
+        parts = pair(first, second, V)
+    return parts
+
+
+@gluon.jit
 def ring_of(desc, COUNT: gl.constexpr, V: gl.constexpr):
     """Allocate COUNT tiles of shared memory for each part of the head."""
     first = gl.allocate_shared_memory(desc[0].dtype, [COUNT] + desc[0].block_shape, desc[0].layout)
-    if len(V.tiles.parts) == 2:
+    if len(desc) == 2:
         ring = (first, gl.allocate_shared_memory(desc[1].dtype, [COUNT] + desc[1].block_shape, desc[1].layout))
     else:
         ring = (first,)
@@ -775,7 +786,12 @@ def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, V: gl.constexpr):
         STATE_LAYOUT: gl.constexpr = V.state_layout
         stage = gl.allocate_shared_memory(gl.float32, box, STATE_LAYOUT)
         q = stage._reinterpret(q_desc[0].dtype, [2 * WARPGROUPS] + q_desc[0].block_shape, q_desc[0].layout)
-        q_ring = (q, q)
+        if V.tiles.parts[0] == V.tiles.parts[1]:
+            q_ring = (q, q)
+        else:
+            RATIO: gl.constexpr = V.tiles.parts[0] // V.tiles.parts[1]
+            box1: gl.constexpr = [2 * WARPGROUPS * RATIO] + q_desc[1].block_shape
+            q_ring = (q, stage._reinterpret(q_desc[1].dtype, box1, q_desc[1].layout))
     else:
         stage_dtype: gl.constexpr = gl.float32 if V.resume else o_desc[0].dtype
         stage = gl.allocate_shared_memory(stage_dtype, box, acc_desc[0].layout)
@@ -831,9 +847,9 @@ def forward_kernel(
     pointers = Pointers(lse, start, stop, table, counter)
     q = pair(q_desc, q_desc1, V)
     k = pair(k_desc, k_desc1, V)
-    v = pair(v_desc, v_desc1, V)
-    o = pair(o_desc, o_desc1, V)
-    acc = pair(acc_desc, acc_desc1, V)
+    v = value_pair(v_desc, v_desc1, V)
+    o = value_pair(o_desc, o_desc1, V)
+    acc = value_pair(acc_desc, acc_desc1, V)
     shared = allocate(q, k, v, o, acc, V)
     barriers = make_barriers(V)
     if V.tiles.num_warpgroups == 2:

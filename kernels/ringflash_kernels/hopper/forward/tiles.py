@@ -14,7 +14,7 @@ class ForwardTiles:
     """Shape of one program's work.
 
     Args:
-        parts: columns of the head, as powers of two (Gluon has no others): 96 is 64 + 32.
+        parts: columns of a head of q and k, as powers of two (Gluon has no others): 96 is 64 + 32.
         num_warpgroups: consumer warpgroups, each with `block_m` query rows.
         block_n: keys of one K/V stage.
         num_stages: K/V stages in shared memory.
@@ -24,6 +24,7 @@ class ForwardTiles:
         aligned: a walk begins at a multiple of block_n, because keys are stored in such blocks.
         rescale_late: with "overlap", O is rescaled under the next block's Q K^T, not before it is issued.
         stage_in_q: results leave through the buffer of Q, because shared memory has no room for another.
+        narrow: columns of a head of v and out, a power of two, if they are fewer than those of q and k.
     """
 
     parts: tuple[int, ...]
@@ -35,6 +36,12 @@ class ForwardTiles:
     block_m: int = 64
     rescale_late: bool = False
     aligned: bool = False
+    narrow: int = 0
+
+    @property
+    def value_parts(self) -> tuple[int, ...]:
+        """Columns of a head of v and out."""
+        return (self.narrow,) if self.narrow else self.parts
 
     @property
     def rows(self) -> int:
@@ -68,3 +75,13 @@ FORWARD_TILES = {
     # Q 64 KB and two stages of 64 KB leave no room: results leave through Q.
     256: ForwardTiles((128, 128), num_warpgroups=2, block_n=64, num_stages=2, rescale_late=True, stage_in_q=True),
 }
+
+NARROW_FORWARD_TILES = {
+    # Latent attention: as head_dim 128, with a longer Q K^T. Two stages of 80 KB leave no room for results.
+    (192, 128): ForwardTiles((128, 64), num_warpgroups=2, block_n=128, num_stages=2, stage_in_q=True, narrow=128),
+}
+
+
+def forward_tiles(head_dim: int, value_dim: int) -> ForwardTiles | None:
+    """Return the tiles for q and k of `head_dim` columns and v of `value_dim`; None if there are none."""
+    return FORWARD_TILES.get(head_dim) if head_dim == value_dim else NARROW_FORWARD_TILES.get((head_dim, value_dim))

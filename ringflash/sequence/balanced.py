@@ -1,0 +1,149 @@
+"""Distribution of packed documents over the ranks: each on few ranks, with equal tokens and equal causal work.
+
+Documents are ordered by length, longest first. The work of a token is half of its document's length on average, so
+that work per token falls along this order. Rank r takes a run of tokens from each end of what the ranks before it have
+left: together seqlen / cp_size tokens, and 1 / cp_size of the work. Four ranks:
+
+    longest document                                                    shortest
+    |aaaaaaaaaaaaaaaaaaaaaa|bbbbbbbbbbbb|ccccccccc|dddddd|eeee|fff|ggg|hh|ii|jj|
+    |--- r0 ---|--- r1 ---|----- r2 ----|---- r3 ------|-- r2 ---|- r1 -|- r0 -|
+
+Most documents are whole on one rank. One that a cut divides is shared in mirrored pairs, as zigzag does for a whole
+sequence: a rank's part is a piece near the start and one near the end, which has the document's mean work per token.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_TOLERANCE = 100  # the work up to a rank may differ by a 100th of its own, if that leaves a document whole
+_TILE_TOKENS = 256  # two tiles of a kernel, one for each piece of a pair; parts are multiples, if work allows
+
+
+class Pieces(NamedTuple):
+    """Pieces of all ranks, (num_pieces,) int64 each, by rank and then by position; adjacent ones are joined."""
+
+    rank: Tensor
+    start: Tensor
+    size: Tensor
+
+
+@lru_cache(maxsize=8)
+def balanced_pieces(bounds: tuple[int, ...], cp_size: int) -> Pieces:
+    """Distribute documents over ranks, the same on every rank.
+
+    Args:
+        bounds: of the documents, from 0 to the length of the sequence, which cp_size divides.
+    """
+    starts = torch.frombuffer(array("q", bounds), dtype=torch.int64)  # torch.tensor takes four times as long
+    lengths = starts.diff()
+    order = torch.argsort(lengths, descending=True, stable=True)
+    starts, lengths = starts[order], lengths[order]
+    ends, cuts = lengths.cumsum(0), torch.tensor(_Order(lengths).cut(cp_size))
+    edges = torch.cat([cuts, ends]).sort().values.unique_consecutive()
+    parts = edges.diff()  # each is of one document and of one rank
+    document = torch.searchsorted(ends, edges[:-1], right=True)
+    run = torch.searchsorted(cuts, edges[:-1], right=True) - 1
+    rank = torch.minimum(run, 2 * cp_size - 2 - run)
+    whole = parts == lengths[document]
+    pieces = [torch.stack([rank[whole], starts[document[whole]], parts[whole]], 1)]
+    divided = list(zip(*(x[~whole].tolist() for x in (document, rank, parts)), strict=True))
+    if divided:
+        pieces.append(torch.tensor(list(_mirrored(divided, starts.tolist()))))
+    return _joined(torch.cat(pieces), bounds[-1])
+
+
+class _Order:
+    """Documents in order of their length, and the work of any run of tokens in it.
+
+    Args:
+        lengths: (num_documents,), int64, descending.
+    """
+
+    def __init__(self, lengths: Tensor) -> None:
+        self.starts = [0, *lengths.cumsum(0).tolist()]
+        self._before = [0, *(lengths * (lengths + 1)).cumsum(0).tolist()]
+        self._per_token = [*(lengths + 1).tolist(), 0]
+
+    def work(self, position: int) -> int:
+        """Return twice the number of visible pairs of the tokens before a position."""
+        document = bisect_right(self.starts, position) - 1
+        return self._before[document] + (position - self.starts[document]) * self._per_token[document]
+
+    def cut(self, cp_size: int) -> list[int]:
+        """Cut the order into 2 * cp_size - 1 runs, of ranks 0, 1, ..., cp_size - 1, ..., 1, 0."""
+        size, total = self.starts[-1] // cp_size, self.work(self.starts[-1])
+        front, back, done = [0], [self.starts[-1]], 0
+        for rank in range(1, cp_size):
+            first, last = front[-1], back[-1] - size
+            base = done - self.work(first) + self.work(back[-1]) - total * rank // cp_size
+            cut, excess = self._cut_front(first, size, base, last - first, total // cp_size // _TOLERANCE)
+            front.append(cut)
+            back.append(last + cut - first)
+            done = total * rank // cp_size + excess
+        return [*front, *reversed(back)]
+
+    def _cut_front(self, first: int, size: int, base: int, shift: int, slack: int) -> tuple[int, int]:
+        """Find the end of a rank's run from the front; what its tokens lack is taken from the back.
+
+        Returns:
+            cut: in [first, first + size].
+            excess: the work up to this rank beyond its share; at most `slack` if possible.
+        """
+
+        def excess(cut: int) -> int:
+            return base + self.work(cut) - self.work(shift + cut)
+
+        low, high = first, first + size + 1  # the more of its tokens are from the front, the more work
+        while high - low > 1:
+            cut = (low + high) // 2
+            found = excess(cut)
+            low, high = (low, cut) if found > 0 else (cut, high)
+            if -slack < 4 * found <= 0:
+                break
+        document = bisect_right(self.starts, low) - 1
+        start, stop = self.starts[document], self.starts[min(document + 1, len(self.starts) - 1)]
+        tile = start + round((low - start) / _TILE_TOKENS) * _TILE_TOKENS
+        for cut in (stop, start, tile):
+            if first <= cut <= min(stop, first + size) and abs(found := excess(cut)) <= slack:
+                return cut, found
+        return low, excess(low)
+
+
+def _mirrored(parts: list[tuple[int, int, int]], starts: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, start, size) of the pieces of divided documents.
+
+    Args:
+        parts: document, rank and number of tokens of each part, by document.
+        starts: first position of each document.
+    """
+    shares: dict[int, dict[int, int]] = {}
+    for document, rank, size in parts:
+        ranks = shares.setdefault(document, {})
+        ranks[rank] = ranks.get(rank, 0) + size
+    for document, ranks in shares.items():
+        first, last = starts[document], starts[document] + sum(ranks.values())
+        for rank, size in sorted(ranks.items(), key=lambda item: (-item[1], item[0])):  # the outermost sees most keys
+            grain = min(_TILE_TOKENS // 2, 1 << max(0, size.bit_length() - 9))  # at most a 256th of the part
+            head = size // 2 // grain * grain
+            yield rank, first, head
+            yield rank, last - (size - head), size - head
+            first, last = first + head, last - (size - head)
+
+
+def _joined(pieces: Tensor, seqlen: int) -> Pieces:
+    """Sort pieces, and join those of one rank that follow each other."""
+    pieces = pieces[pieces[:, 2] > 0]
+    rank, start, size = pieces[torch.argsort(pieces[:, 0] * seqlen + pieces[:, 1])].unbind(1)
+    begins = torch.ones_like(rank, dtype=torch.bool)
+    begins[1:] = (rank[1:] != rank[:-1]) | (start[1:] != start[:-1] + size[:-1])
+    group = begins.cumsum(0) - 1
+    joined = torch.zeros(int(begins.sum()), dtype=torch.int64).index_add_(0, group, size)
+    return Pieces(rank[begins], start[begins], joined)
