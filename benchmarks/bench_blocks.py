@@ -35,9 +35,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = [measure(tokens, rank) for tokens in (1024, 2048, 4096, 16384) for rank in (0, SEQLEN // tokens // 2)]
-    if options.json:
-        options.json.write_text(json.dumps({"environment": describe(), "seqlen": SEQLEN, "rows": rows}, indent=1))
+    rows = []
+    for tokens in (1024, 2048, 4096, 16384):
+        for rank in (0, SEQLEN // tokens // 2):
+            rows.append(measure(tokens, rank))
+            if options.json:  # after each, since a time limit may end the run
+                result = {"environment": describe(), "seqlen": SEQLEN, "rows": rows}
+                options.json.write_text(json.dumps(result, indent=1))
 
 
 def measure(tokens: int, rank: int) -> dict[str, Any]:
@@ -50,7 +54,8 @@ def measure(tokens: int, rank: int) -> dict[str, Any]:
     result: dict[str, Any] = {"tokens": tokens, "rank": rank, "blocks": sizes}
     ways = {"in blocks": schedule.gather_blocks(mask, cp_size, rank, "zigzag", sizes), "by sections": (whole,)}
     for name, blocks in ways.items():
-        result[name] = forward, backward = time_call(blocks, rank, shape)
+        forward, backward = time_call(blocks, rank, shape)
+        result[name] = {"forward": forward, "backward": backward}
         print(f"{tokens} tokens, rank {rank} of {cp_size}, {name}: {forward:.0f} / {backward:.0f} TFLOP/s", flush=True)
     return result
 
