@@ -147,8 +147,10 @@ def chosen_by_auto(ctx: Context, hosts: list[str]) -> tuple[str, list[str]]:
     with (
         mock.patch("ringflash.comm.hosts.this_host", lambda: Host(hosts[ctx.rank], "")),
         mock.patch.object(plan, "choose_transport", lambda *_: plan.UNDECIDED),
-        mock.patch.object(plan, "open_transport", lambda name, group: PointToPoint("gloo", group)),
-        mock.patch.object(plan, "transport_name", lambda channel: "nccl"),
+        mock.patch.object(
+            plan, "open_transport", lambda name, group: PointToPoint("gloo", group) if name != plan.UNDECIDED else None
+        ),
+        mock.patch.object(plan, "transport_name", lambda channel: "gloo" if channel else "nccl"),
     ):
         before = ringflash.explain(x, x, x, group=ctx.group)
         ring_check.check(ctx, Case())
