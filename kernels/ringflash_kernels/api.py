@@ -290,6 +290,22 @@ def publish(
     area.view(-1, 2, head_dim)[places] = torch.stack([k, v], dim=3)
 
 
+def publish_records(
+    impl: str, k: torch.Tensor, v: torch.Tensor, area: torch.Tensor, places: torch.Tensor, *, for_backward: bool
+) -> None:
+    """Write the records of k and v into `area`, the memory from which other ranks pull them.
+
+    Args:
+        impl: one that `rounds`.
+        k, v: (batch, rows, num_kv_heads, head_dim).
+        area: flat, uint8, records one after another.
+        places: (batch, blocks of KEYS_OF_RECORD rows, num_kv_heads), int64: number of each record in the area.
+    """
+    records = _module(impl).quantise_kv(k, v, for_backward=for_backward)
+    size = records.shape[-1]
+    area.view(torch.int64).view(-1, size // 8)[places] = records.view(torch.int64)
+
+
 def collect(
     impl: str,
     own: torch.Tensor,

@@ -188,7 +188,7 @@ def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
     blocks = plan.gathers(q, k, plan.transport)
     if blocks:
         keys = max(block.capacity for block in blocks)
-        sections = choose_sections(k.shape, q.shape[2], keys, k.dtype, len(blocks))
+        sections = choose_sections(k.shape, q.shape[2], keys, plan.travelling_dtype(k), len(blocks))
         return (
             *(
                 f"{block.num_rows} keys of ranks {sorted({piece.owner for piece in block.pieces})}, "

@@ -30,6 +30,7 @@ from torch.profiler import record_function
 
 from ringflash.attention import sections
 from ringflash.attention.gathered_buffers import GatheredKV, GradientReturn
+from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Unit
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
@@ -54,6 +55,7 @@ class HeadGather:
         impl: kernel implementation, chosen and checked.
         call: its number in the group.
         fp8_backward: as `ring_attention`.
+        rounded: K and V travel as records in FP8; all pieces of `blocks` are whole records.
     """
 
     blocks: tuple[Gathering, ...]
@@ -63,6 +65,7 @@ class HeadGather:
     deterministic: bool
     call: CallNumber = NO_NUMBER
     fp8_backward: str = "bf16"
+    rounded: bool = False
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
@@ -103,13 +106,14 @@ class HeadGather:
     def _gathered(self, way: str, k: torch.Tensor, num_heads: int) -> GatheredKV:
         def make() -> GatheredKV:
             keys = max(block.capacity for block in self.blocks)
-            chosen = sections.choose_sections(k.shape, num_heads, keys, k.dtype, len(self.blocks))
-            return GatheredKV(self.memory, self.blocks, k, num_heads, getattr(chosen, way))
+            operands = Operands.of(k, rounded=self.rounded, for_backward=way == "backward")
+            chosen = sections.choose_sections(k.shape, num_heads, keys, operands.dtype, len(self.blocks))
+            return GatheredKV(self.memory, self.blocks, k, num_heads, getattr(chosen, way), operands)
 
         return self._cached(way, ("kv",), k, num_heads, make)
 
     def _cached(self, name: str, areas: tuple[str, ...], k: torch.Tensor, num_heads: int, make: Callable[[], T]) -> T:
-        return self.memory.keep((name, *map(id, self.blocks), num_heads, k.shape, k.dtype), areas, make)
+        return self.memory.keep((name, *map(id, self.blocks), num_heads, k.shape, k.dtype, self.rounded), areas, make)
 
     def _run(self, work: UnitWork) -> None:
         """Compute all units under the watchdog, and remember that the kernels have seen the mask.
@@ -183,18 +187,19 @@ class ForwardUnits(UnitWork):
     ) -> None:
         super().__init__(call, gathered, q)
         self.out, self.lse, self.row_max = out, lse, row_max
-        self.kernel = implementation(call.impl, q, q, q)
+        self.forward = gathered.operands.forward(implementation(call.impl, q, q, q))
         self.options = kernel_options(call.impl, transport_name(call.memory), q.device)
         single = len(self.seen) == 1 or q.dtype == lse.dtype
         self.carried = [] if single else self._states(lse.dtype)
 
     def _launch(self, index: int, unit: Unit) -> None:
-        heads, (keys, values) = self.gathered.query_heads(unit.section), self.gathered.keys_values(index)
+        heads = self.gathered.query_heads(unit.section)
         out = self.out[:, :, heads]
         carried = self.carried[unit.section] if self.carried else out
         kept = {} if self.row_max is None else {"row_max": self.row_max[:, heads]}
-        self.kernel.forward(
-            self.q[:, :, heads], keys, values, self.call.blocks[unit.block].mask, self.call.softmax_scale,
+        operands, mask = self.gathered.keys_values(index), self.call.blocks[unit.block].mask
+        self.forward(
+            self.q[:, :, heads], *operands, mask, self.call.softmax_scale,
             out=out if unit.block == self.seen[-1] else carried, lse=self.lse[:, heads],
             acc=None if unit.block == self.seen[0] else carried, **kept, **self.options,
         )  # fmt: skip
@@ -244,9 +249,9 @@ class BackwardUnits(UnitWork):
         )  # fmt: skip
 
     def _launch(self, index: int, unit: Unit) -> None:
-        keys, values = self.gathered.keys_values(index)
         mask, stage = self.call.blocks[unit.block].mask, self.returned.stages[index]
-        self.passes[unit.section % 2].add(keys, values, mask, *stage, accumulate=False)
+        add = self.gathered.operands.add(self.passes[unit.section % 2])
+        add(*self.gathered.keys_values(index), mask, *stage, accumulate=False)
 
     def finish_queries(self, section: int) -> None:
         """Cast the dQ of a section."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -41,6 +42,15 @@ class Operands:
     def lines_of(self, k: torch.Tensor) -> tuple[int, ...]:
         """Shape of the lines of k: (batch, lines, num_kv_heads, *shape); the last line may be padded."""
         return k.shape[0], -(-k.shape[1] // self.keys), k.shape[2], *self.shape
+
+    @property
+    def elements(self) -> int:
+        """Elements of a line."""
+        return math.prod(self.shape)
+
+    def lines(self, first: int, size: int) -> slice:
+        """Lines of the keys [first, first + size), which are whole lines."""
+        return slice(first // self.keys, (first + size) // self.keys)
 
     def pack(self, k: torch.Tensor, v: torch.Tensor, kernel: ModuleType, out: torch.Tensor) -> None:
         """Write the lines of k and v to `out`."""

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -33,7 +34,15 @@ from ringflash.comm.transport import (
 )
 from ringflash.sequence.layout import check_layout
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.api import IMPLS, check_fp8_backward, check_inputs, choose_impl, implementation
+from ringflash_kernels.api import (
+    IMPLS,
+    KEYS_OF_RECORD,
+    check_fp8_backward,
+    check_inputs,
+    choose_impl,
+    implementation,
+    rounds,
+)
 
 
 class CallArguments(NamedTuple):
@@ -73,7 +82,21 @@ class CallPlan:
     @property
     def gathering(self) -> Gathering:
         """Keys that this rank gathers by heads."""
-        return schedule.gather(self.mask, *self.place, self.options.layout)
+        return schedule.gather(self.mask, *self.place, self.options.layout, self.keys_of_line)
+
+    @property
+    def keys_of_line(self) -> int:
+        """Keys that an all-gather by heads moves together: those of a record in FP8, if chunks consist of them; or 1.
+
+        Other chunks travel as they are, and each rank rounds what it has gathered.
+        """
+        layout, cp_size = self.options.layout, self.place[0]
+        fits = rounds(self.impl) and schedule.consists_of(self.mask, cp_size, layout, KEYS_OF_RECORD)
+        return KEYS_OF_RECORD if fits else 1
+
+    def travelling_dtype(self, k: Tensor) -> torch.dtype:
+        """Dtype of K and V on their way."""
+        return torch.uint8 if self.keys_of_line > 1 else k.dtype
 
     def gathers(self, q: Tensor, k: Tensor, transport: str | None) -> tuple[Gathering, ...]:
         """Blocks of keys that this rank gathers by heads, the same on every rank; none if a ring of hops is used."""
@@ -82,9 +105,9 @@ class CallPlan:
         whole, layout = self.gathering, self.options.layout
         steps = len(schedule.active_steps(self.mask, self.place[0], layout))
         sizes = choose_blocks(
-            k.shape, q.shape[2], whole.capacity, whole.arriving, whole.pairs, steps, k.dtype, transport
+            k.shape, q.shape[2], whole.capacity, whole.arriving, whole.pairs, steps, self.travelling_dtype(k), transport
         )
-        return schedule.gather_blocks(self.mask, *self.place, layout, sizes)
+        return schedule.gather_blocks(self.mask, *self.place, layout, sizes, self.keys_of_line)
 
     def gathers_by_heads(self, transport: str | None) -> bool:
         """True on GPUs, False on CPUs and for a single process."""
@@ -150,7 +173,7 @@ class CallPlan:
         rest = self.impl, self.softmax_scale, self.options.deterministic, call, self.options.fp8_backward
         if channel is not None and blocks:
             memory = message_memory(channel, q.device) if isinstance(channel, PointToPoint) else channel
-            return HeadGather(blocks, memory, *rest)
+            return HeadGather(blocks, memory, *rest, self.keys_of_line > 1)
         assert channel is None or isinstance(channel, PointToPoint)
         hops = self.schedule
         cuda_graphs.hold(hops, q.device)

@@ -31,7 +31,11 @@ class ForwardInputs:
         names: parameters of the model's forward.
         options: of `set_group`; options without a group while the model runs off the ring on purpose.
         configs: the configurations by which transformers chooses the attention and the masks.
+    Attributes:
+        takes_whole_batches: the model's forward shifts labels itself, before it cuts them.
     """
+
+    takes_whole_batches = False
 
     def __init__(self, names: tuple[str, ...], options: ModelRing, configs: list[Any]) -> None:
         self._names = names
@@ -67,7 +71,8 @@ class ForwardInputs:
     def note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note labels that the model would shift inside the shard; a forward pre-hook of the model with the head."""
         self._errors.pop("labels", None)
-        if self.options.group is not None and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+        on_a_shard = self.options.group is not None and not self.takes_whole_batches
+        if on_a_shard and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             self._errors["labels"] = _labels_error()
 
     def _restore_implementation(self) -> None:
@@ -158,7 +163,7 @@ def _find_value_errors(
 
 def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return a bool scalar: positions are the shard's global ones or, with documents, those within each document."""
-    positions = options.positions(length, position_ids.device)
+    positions = options.positions(length, position_ids.device, cu_seqlens)
     fit = (position_ids == positions).all()
     if cu_seqlens is not None:
         fit = fit | (position_ids == within_documents(positions, cu_seqlens)).all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from copy import copy
 from inspect import signature
 from typing import Any
 
@@ -73,14 +72,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             per_token: return `ringflash.loss.score_tokens` instead.
             temperature: return `ringflash.loss.token_log_probs` of logits / temperature instead.
         """
-        check_adapters(self)  # some may have been added since, also around this module
-        causal: Any = without_peft(self.model)
-        self._check_head_unchanged(causal)
-        outputs = causal.model(
-            input_ids=input_ids, use_cache=use_cache, position_ids=position_ids, cu_seqlens=cu_seqlens,
-            checksum=checksum, is_token=is_token,
-        )  # fmt: skip
-        hidden, weight = outputs.last_hidden_state, _weight_of(causal.lm_head)
+        hidden, weight, balance = self.decode(input_ids, position_ids, cu_seqlens, use_cache, checksum, is_token)
         if temperature is not None:
             return token_loss.token_log_probs(
                 hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens,
@@ -94,12 +86,39 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             hidden, weight, shift_labels, group=self.group, num_tokens=num_items_in_batch,
             chunk_tokens=self.chunk_tokens, logit_scale=self.logit_scale,
         )  # fmt: skip
-        if not _has_router_loss(causal):
-            return loss
-        logits = _router_logits(causal, outputs)
-        balance = router_loss(logits, causal.num_experts, causal.num_experts_per_tok, self.group, is_token)
-        self.router_loss = balance.detach()
-        return loss + _router_coefficient(causal) * balance
+        return loss if balance is None else loss + self.router_coefficient * balance
+
+    def decode(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | None = None,
+        use_cache: bool = False,
+        checksum: Tensor | None = None,
+        is_token: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return this rank's hidden states, the output embedding, and the balancing loss of experts if there is one.
+
+        Args: as `forward`.
+        """
+        check_adapters(self)  # some may have been added since, also around this module
+        causal: Any = without_peft(self.model)
+        self._check_head_unchanged(causal)
+        outputs = causal.model(
+            input_ids=input_ids, use_cache=use_cache, position_ids=position_ids, cu_seqlens=cu_seqlens,
+            checksum=checksum, is_token=is_token,
+        )  # fmt: skip
+        balance = None
+        if _has_router_loss(causal):
+            logits = _router_logits(causal, outputs)
+            balance = router_loss(logits, causal.num_experts, causal.num_experts_per_tok, self.group, is_token)
+            self.router_loss = balance.detach()
+        return outputs.last_hidden_state, _weight_of(causal.lm_head), balance
+
+    @property
+    def router_coefficient(self) -> float:
+        """Coefficient of the balancing loss of experts."""
+        return _router_coefficient(without_peft(self.model))
 
     @torch.compiler.disable(reason="a number that was measured would become a variable of the graph")
     def _check_head_unchanged(self, causal: nn.Module) -> None:
@@ -147,7 +166,8 @@ def _logit_scale(model: Any) -> float:
     hidden = torch.tensor(_PROBE, dtype=torch.float64, device="cpu").view(1, 1, -1)
     width = getattr(model.lm_head, "original_module", model.lm_head).out_features
     copies = -(-width // len(_PROBE))
-    probe: Any = copy(model)
+    probe: Any = object.__new__(type(model))  # copy() would call the constructor of a model that FSDP2 shards
+    probe.__dict__.update(vars(model))
     probe._modules = {
         **model._modules,
         "model": _Stub(model.model, lambda *args, **kwargs: _HiddenStates(hidden)),

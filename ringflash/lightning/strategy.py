@@ -39,7 +39,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
     Args:
         context_parallel_size: ranks that share one sequence; "auto" is all that data_parallel_size leaves.
         data_parallel_size: number of sequences processed in parallel; "auto" is all that is left.
-        layout: which tokens of a sequence a rank holds: "zigzag", or for packed documents "striped" (docs/masks.md).
+        layout: which tokens of a sequence a rank holds: "zigzag", or for packed documents "balanced" (docs/masks.md).
         save_distributed_checkpoint: True writes a directory with a part from each rank, loadable on any number of
             ranks; False gathers everything into one file.
         async_checkpoint: True continues training while a checkpoint is written from a copy in host memory, and waits

@@ -15,6 +15,7 @@ _PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "transformers.trainer",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",

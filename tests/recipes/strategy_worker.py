@@ -120,8 +120,8 @@ def reference_model(seed: int) -> nn.Module:
 
 def evaluation(folder: str) -> dict[str, Any]:
     """Largest error of the losses over fixed sequences, whole and by position, against one process's own sums."""
-    module = CausalLM(CONFIG)
-    trainer = trainer_with(plugins=[DoublePrecision()])
+    module, strategy = CausalLM(CONFIG), ContextParallelStrategy(context_parallel_size=CP_SIZE, layout="balanced")
+    trainer = trainer_with(plugins=[DoublePrecision()], strategy=strategy)
     trainer.validate(module, datamodule=data(folder), verbose=False)
     model, errors = reference_model(module.seed), {}
     for name, text in (("train", trainer.datamodule.train), ("held_out", trainer.datamodule.held_out)):

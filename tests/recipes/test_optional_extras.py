@@ -29,6 +29,15 @@ def test_deepspeed_adapter_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
         import ringflash.deepspeed  # noqa: F401
 
 
+def test_accelerate_backend_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registering it without accelerate says which extra to install."""
+    import ringflash.accelerate
+
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(RuntimeError, match=r"must be installed, got .*pip install 'ringflash\[accelerate\]'"):
+        ringflash.accelerate.register()
+
+
 def test_token_files_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing them without numpy says which extra to install."""
     for name in [name for name in sys.modules if name.split(".")[0] == "numpy" or "ringflash.data" in name]:

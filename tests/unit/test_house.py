@@ -20,6 +20,7 @@ LAYERS = (
     ("attention", "recurrent"),
     ("loss", "memory", "training", "compat"),
     ("huggingface",),
+    ("accelerate",),
     ("wrap",),
     ("flops", "data"),
     ("lightning",),

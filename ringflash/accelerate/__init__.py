@@ -1,0 +1,14 @@
+"""Context parallelism for accelerate and transformers' Trainer: `ParallelismConfig(cp_backend="ringflash", cp_size=N)`.
+
+    register()  ->  Accelerator(parallelism_config=...) or TrainingArguments(parallelism_config=...)
+
+    registration    what accelerate and Trainer do otherwise under this backend
+    forward         a model's forward on whole batches: it cuts them, and returns the loss of the whole sequence
+    rows            the documents and padding of a batch
+
+Needs the extra: pip install ringflash[accelerate].
+"""
+
+from ringflash.accelerate.registration import register
+
+__all__ = ["register"]

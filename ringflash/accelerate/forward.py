@@ -1,0 +1,158 @@
+"""A causal language model's forward on whole batches, which every rank of a group gives alike."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from inspect import signature
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringflash import huggingface
+from ringflash import loss as token_loss
+from ringflash.accelerate.rows import BatchRows, read_rows, shift_rows
+from ringflash.comm.agreement import agree
+from ringflash.huggingface.options import NAME
+from ringflash.huggingface.validation import without_peft
+from ringflash.sequence.padding import pad_sequence
+
+_READ = {"attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch", "cu_seq_lens_q"}
+# Arguments of collators and trainers that repeat what the others say, or on which no loss depends.
+_REDUNDANT = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "use_cache", "return_dict"}
+
+
+def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make the forward of a transformers model, also of one in PEFT's wrapper, a `RingForward`. May be called again.
+
+    Raises:
+        ValueError, NotImplementedError: as `ringflash.huggingface.set_group` and `CausalLMWithLoss`.
+        RuntimeError: the model is on the ring of another group.
+    """
+    causal: Any = without_peft(model)
+    used = vars(causal).get("forward")
+    if isinstance(used, RingForward):
+        if used.group is not group:
+            raise RuntimeError("model must be prepared for one group of ranks, got a second group; make a new model.")
+        return
+    huggingface.register()
+    if hasattr(causal, "set_attn_implementation"):
+        causal.set_attn_implementation(NAME)
+    huggingface.set_group(causal, group)
+    huggingface.CausalLMWithLoss(causal, group)  # checks the head
+    causal._ringflash_given.takes_whole_batches = True
+    causal.forward = RingForward(causal, group)
+
+
+class RingForward:
+    """Forward of one model: cut the batch, run this rank's shard, and return the loss of the whole batch.
+
+    The loss is that of one process on every rank. Each rank's gradient is cp_size times its share, which a backend
+    that averages over all ranks turns into that of one process.
+
+    Attributes:
+        __signature__: of the model's own forward; Trainer chooses the columns of a data set by it.
+    """
+
+    def __init__(self, causal: nn.Module, group: dist.ProcessGroup) -> None:
+        self._model, self.group = ref(causal), group  # a cycle would keep the model's memory
+        self.__signature__ = signature(causal.forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingForward:
+        return RingForward(deepcopy(self._model(), memo), self.group)  # type: ignore[arg-type]
+
+    def __call__(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        """Return a ModelOutput with the loss only: logits of a whole sequence never exist together.
+
+        Args:
+            input_ids: (batch, seqlen), int64.
+            kwargs: attention_mask, position_ids, labels and cu_seq_lens_q as `read_rows` takes them, but labels are
+                those of the tokens themselves, as in transformers; shift_labels are those of their successors.
+                num_items_in_batch: divisor of the sum of the tokens' losses, default the number of labelled tokens.
+        Raises:
+            ValueError, NotImplementedError: on every rank of the group.
+        """
+        causal: Any = self._model()
+        if causal._ringflash_given.options.group is None:  # inside generate
+            return type(causal).forward(causal, input_ids, **kwargs)
+        if "checksum" in kwargs:  # a shard of prepare_batch
+            return huggingface.CausalLMWithLoss(causal, self.group)(input_ids=input_ids, **kwargs)
+        rows = self._agree_on_rows(causal, input_ids, kwargs)
+        loss = self._loss(huggingface.CausalLMWithLoss(causal, self.group), rows, kwargs.get("num_items_in_batch"))
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        return CausalLMOutputWithPast(loss=loss) if kwargs.get("return_dict", True) is not False else (loss,)
+
+    def _agree_on_rows(self, causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> BatchRows:
+        rows, problem = None, None
+        try:
+            rows = _read(causal, input_ids, kwargs)
+        except (ValueError, NotImplementedError) as error:
+            problem = error
+        shape = None if rows is None else [*rows.input_ids.shape]
+        agree(self.group, {"batch of accelerate": shape}, problem, causal.device)
+        assert rows is not None  # agree has raised the problem
+        return rows
+
+    def _loss(self, with_loss: huggingface.CausalLMWithLoss, rows: BatchRows, num_items: Tensor | int | None) -> Tensor:
+        batch = shard_rows(rows, self.group)
+        labels, count = batch.pop("shift_labels"), batch.pop("num_items_in_batch")
+        hidden, weight, balance = with_loss.decode(**batch)
+        loss = token_loss.cross_entropy(
+            hidden, weight, labels, group=self.group, num_tokens=count, logit_scale=with_loss.logit_scale
+        )
+        if num_items is not None:
+            loss = loss * count / num_items  # in the dtype of the loss
+        if balance is not None:
+            loss = loss + with_loss.router_coefficient * balance
+        return _mean_of_ranks(loss, self.group)
+
+
+def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> BatchRows:
+    """Return the rows of a batch.
+
+    Raises:
+        ValueError: as `read_rows`.
+        NotImplementedError: no labels; arguments that are not read; noise in the embeddings.
+    """
+    given = {name: x for name, x in kwargs.items() if x is not None and x is not False}
+    unknown = sorted(set(given) - _READ - _REDUNDANT)
+    if unknown:
+        raise NotImplementedError(
+            f"a batch must be of input_ids, labels, attention_mask and position_ids, got {unknown}; leave them out."
+        )
+    if input_ids is None or "labels" not in given and "shift_labels" not in given:
+        raise NotImplementedError(
+            f"input_ids and labels must be given, got {sorted(given)}: on a ring a forward returns the loss, and "
+            "logits of the sequence never exist together. Leave out label_smoothing_factor, compute_loss_func and "
+            "compute_metrics; for log-probabilities see ringflash.log_probs, for answers generate."
+        )
+    if getattr(causal.get_input_embeddings(), "neftune_noise_alpha", None):
+        raise NotImplementedError(
+            "neftune_noise_alpha must be None, got noise whose size depends on the length of the shard; leave it out."
+        )
+    labels = given["shift_labels"] if "shift_labels" in given else shift_rows(given["labels"])
+    return read_rows(
+        input_ids, labels, given.get("attention_mask"), given.get("position_ids"), given.get("cu_seq_lens_q")
+    )
+
+
+def shard_rows(rows: BatchRows, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return this rank's shard of a batch, padded to what the layout can cut, as `prepare_batch` returns it."""
+    size = group.size()
+    ids, labels, bounds = pad_sequence(rows.input_ids, rows.labels, rows.cu_seqlens, cp_size=size)
+    padded = ids.shape != rows.input_ids.shape
+    mask = pad_sequence(torch.ones_like(rows.input_ids), cp_size=size).tokens if padded else None
+    positions = "global" if bounds is None else "document"
+    return huggingface.prepare_batch(
+        ids, group=group, labels=labels, cu_seqlens=bounds, attention_mask=mask, position_ids=positions
+    )
+
+
+def _mean_of_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the mean over the ranks, with the gradient of this rank's own value."""
+    mean = x.detach().clone()
+    dist.all_reduce(mean, group=group)
+    return x + (mean / group.size() - x.detach())

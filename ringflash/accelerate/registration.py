@@ -1,0 +1,258 @@
+"""Registration of the backend with accelerate and transformers' Trainer, which have no plug-in point for one.
+
+ranks that share a sequence read one batch             the loader counts data-parallel ranks only
+each of them returns the loss of the whole sequence    Trainer scales it as it does for tensor-parallel ranks
+`cp_enabled` is False outside the device mesh          it stands for torch's backend, which needs FSDP and drops masks
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, cast
+
+import torch.distributed as dist
+
+NAME = "ringflash"
+_REMEDY = "pip install 'ringflash[accelerate]'"
+
+
+def register() -> None:
+    """Make `ParallelismConfig(cp_backend="ringflash", cp_size=N)` work, in an Accelerator and in transformers' Trainer.
+
+    Call it once, before the configuration is made. Models that are then prepared run over a ring of the `cp` ranks:
+    their forward takes whole batches, and returns the loss of the whole sequence on each of them.
+
+    Raises:
+        RuntimeError: accelerate or transformers is missing or too old; the backend is registered already.
+    """
+    try:
+        import accelerate.accelerator
+        from accelerate import Accelerator, ParallelismConfig
+        from accelerate.scheduler import AcceleratedScheduler
+        from transformers import Trainer
+    except ImportError as cause:
+        raise RuntimeError(
+            f"accelerate 1.15 and transformers 5.17, or later, must be installed, got {cause}; {_REMEDY}."
+        ) from cause
+    if isinstance(ParallelismConfig.cp_enabled, _CpEnabled):
+        raise RuntimeError("register must be called once in a process, got a second call; leave it out.")
+    wrappers: list[tuple[Any, Callable[..., Any]]] = [
+        (ParallelismConfig, __post_init__), (ParallelismConfig, build_device_mesh),
+        (ParallelismConfig, _validate_accelerator), (Accelerator, prepare), (Accelerator, prepare_model),
+        (Accelerator, gather_for_metrics), (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
+        (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, prediction_step),
+    ]  # fmt: skip
+    missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
+    if missing:
+        raise RuntimeError(f"accelerate and transformers must have {missing}, got releases without; {_REMEDY}.")
+    cast(Any, ParallelismConfig).cp_enabled = _CpEnabled()
+    for owner, wrapper in wrappers:
+        _wrap(owner, wrapper)
+
+
+def _wrap(owner: Any, wrapper: Callable[..., Any]) -> None:
+    """Replace owner's function of the wrapper's name by wrapper(original, ...)."""
+    original = getattr(owner, wrapper.__name__)
+
+    @wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, wrapper.__name__, wrapped)
+
+
+class _CpEnabled(property):
+    """ParallelismConfig.cp_enabled: whether torch's backend is in use."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda config: config.cp_size > 1 and config.cp_backend != NAME)
+
+
+def ring_size(config: Any) -> int:
+    """Return the cp_size of a ParallelismConfig with this backend, and 1 for any other or None."""
+    return config.cp_size if config is not None and config.cp_backend == NAME else 1
+
+
+@contextmanager
+def _with_cp_axis(config: Any) -> Iterator[None]:
+    config.cp_backend = "torch"
+    try:
+        yield
+    finally:
+        config.cp_backend = NAME
+
+
+# ParallelismConfig
+
+
+def __post_init__(original: Callable[..., Any], self: Any) -> None:
+    """Check the sizes; a launcher's environment may give backend and size."""
+    if (self.cp_backend or os.environ.get("PARALLELISM_CONFIG_CP_BACKEND")) != NAME:
+        return original(self)
+    size = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", 1)) if self.cp_size is None else self.cp_size
+    if size < 1 or self.cp_handler is not None:
+        raise ValueError(
+            f"cp_size must be 1 or more and cp_handler None with cp_backend={NAME!r}, got {size} and "
+            f"{self.cp_handler!r}; leave cp_handler out."
+        )
+    self.cp_backend, self.cp_size = "torch", 1  # cp with dp_replicate, without dp_shard, is refused for torch's
+    original(self)
+    self.cp_backend = NAME
+    self._set_size("cp", size)
+    if size > 1 and (self.tp_size > 1 or self.sp_size > 1):
+        raise NotImplementedError(
+            f"tp_size and sp_size must be 1 with cp_backend={NAME!r}, got {self.tp_size} and {self.sp_size}; leave "
+            "them out."
+        )
+
+
+def build_device_mesh(original: Callable[..., Any], self: Any, device_type: str) -> Any:
+    """Build the mesh with an axis "cp"."""
+    if ring_size(self) == 1:
+        return original(self, device_type)
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    if self.total_size != processes:
+        raise ValueError(
+            f"dp_replicate_size * dp_shard_size * cp_size must be the number of processes ({processes}), got "
+            f"{self.dp_replicate_size} * {self.dp_shard_size} * {self.cp_size}; start a multiple of cp_size "
+            "processes, and set dp_replicate_size (DDP, ZeRO) or dp_shard_size (FSDP) to the number of rings."
+        )
+    with _with_cp_axis(self):
+        return original(self, device_type)
+
+
+def _validate_accelerator(original: Callable[..., Any], self: Any, accelerator: Any) -> None:
+    """Accept CPUs and DDP, which accelerate's own check does not; the sizes are checked by `build_device_mesh`."""
+    if ring_size(self) == 1:
+        original(self, accelerator)
+
+
+# Accelerator
+
+
+def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
+    """Put models on the ring, before they are sharded."""
+    import torch
+
+    for x in args if ring_size(self.parallelism_config) > 1 else ():
+        if isinstance(x, torch.nn.Module):
+            _put_on_ring(self, x)
+    return original(self, *args, **options)
+
+
+def prepare_model(
+    original: Callable[..., Any], self: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False
+) -> Any:
+    """Put the model on the ring; models without a language model's head may be evaluated whole on each rank."""
+    if ring_size(self.parallelism_config) > 1 and (hasattr(model, "lm_head") or not evaluation_mode):
+        _put_on_ring(self, model)
+    return original(self, model, device_placement, evaluation_mode)
+
+
+def _put_on_ring(accelerator: Any, model: Any) -> None:
+    from ringflash.accelerate.forward import put_on_ring
+
+    if not getattr(model, "_is_accelerate_prepared", False):
+        put_on_ring(model, accelerator.torch_device_mesh["cp"].get_group())
+
+
+def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Give the ranks of a ring the same batches, under DDP, FSDP and DeepSpeed alike."""
+    from accelerate.state import AcceleratorState
+
+    if (size := ring_size(AcceleratorState().parallelism_config)) == 1:
+        return original(*args, **options)
+    if options.get("dispatch_batches"):
+        raise NotImplementedError(
+            f"dispatch_batches must be False with cp_backend={NAME!r}, got True, which splits a batch over all ranks; "
+            "leave it out."
+        )
+    options["num_processes"] //= size
+    options["process_index"] //= size
+    return original(*args, **options | {"dispatch_batches": False, "torch_device_mesh": None})
+
+
+def gather_for_metrics(
+    original: Callable[..., Any], self: Any, input_data: Any, use_gather_object: bool = False
+) -> Any:
+    """Gather from one rank of each ring, as the others have the same."""
+    if (size := ring_size(self.parallelism_config)) == 1:
+        return original(self, input_data, use_gather_object)
+    from accelerate.utils import recursively_apply
+
+    try:
+        recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+    except TypeError:
+        use_gather_object = True
+    if use_gather_object:
+        raise NotImplementedError(
+            f"tensors must be gathered with cp_backend={NAME!r}, got objects or use_gather_object=True; pad tensors."
+        )
+    whole = self.gather
+    self.gather = lambda mine: recursively_apply(
+        lambda x: x.unflatten(0, (self.num_processes, -1))[::size].flatten(0, 1), whole(mine)
+    )
+    try:
+        return original(self, input_data)
+    finally:
+        del self.gather
+
+
+def step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> None:
+    """Step a scheduler once per data-parallel rank, whose batches it counts."""
+    from accelerate.state import AcceleratorState
+
+    state = AcceleratorState()
+    size = ring_size(state.parallelism_config)
+    if size == 1 or self.split_batches or not self.step_with_optimizer or not self.gradient_state.sync_gradients:
+        return original(self, *args, **options)
+    self.split_batches = True  # accelerate's word for a single step
+    try:
+        for _ in range(state.num_processes // size):
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
+                original(self, *args, **options)
+    finally:
+        self.split_batches = False
+
+
+# Trainer
+
+
+def get_tp_size(original: Callable[..., Any], self: Any) -> int:
+    """Return the number of ranks with one batch and its whole loss: tensor-parallel ones, and those of a ring."""
+    return original(self) * ring_size(self.accelerator.parallelism_config)
+
+
+def get_cp_size(original: Callable[..., Any], self: Any) -> int:
+    """Return the number of ranks whose losses are those of shards."""
+    return original(self) // ring_size(self.accelerator.parallelism_config)
+
+
+def _get_num_items_in_batch(original: Callable[..., Any], self: Any, *args: Any) -> Any:
+    """Count the labels of this rank's batches if `average_tokens_across_devices` is off; Trainer divides also then."""
+    count = original(self, *args)
+    if count is None or self.args.average_tokens_across_devices:
+        return count
+    return count * ring_size(self.accelerator.parallelism_config)
+
+
+def prediction_step(
+    original: Callable[..., Any],
+    self: Any,
+    model: Any,
+    inputs: Any,
+    prediction_loss_only: bool,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Refuse evaluations that need logits."""
+    if ring_size(self.accelerator.parallelism_config) > 1 and not prediction_loss_only:
+        raise NotImplementedError(
+            f"compute_metrics and predict must be left out with cp_backend={NAME!r}, got an evaluation that asks for "
+            "logits, which never exist for a whole sequence; set prediction_loss_only=True, and use "
+            "ringflash.log_probs."
+        )
+    return original(self, model, inputs, prediction_loss_only, *args, **options)

@@ -1,0 +1,130 @@
+"""Rows of a batch as accelerate's loaders give them: padded, or packed with position_ids."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringflash.sequence.padding import IGNORE_INDEX
+
+
+class BatchRows(NamedTuple):
+    """Tokens of a batch, without padding if any row has some, and the documents that they form.
+
+    input_ids, labels: (batch, seqlen), or (1, total_tokens) if rows are padded or packed; labels are shifted.
+    cu_seqlens: (num_documents + 1,), int32, on the CPU, or None where each row is one document.
+    places: (total_tokens,), int64, place of each token in the flattened batch, or None for all of them.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor | None
+    places: Tensor | None
+
+
+def shift_rows(labels: Tensor) -> Tensor:
+    """Return the label after each token, also over the bounds of documents, as transformers' own loss does."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def read_rows(
+    input_ids: Tensor,
+    labels: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    bounds: Tensor | None = None,
+    left_padding: bool = False,
+) -> BatchRows:
+    """Return the tokens and documents of a batch.
+
+    Args:
+        input_ids: (batch, seqlen), int64.
+        labels: (batch, seqlen), already shifted, -100 for none.
+        attention_mask: (batch, seqlen), 1 for a token and 0 for padding.
+        position_ids: (batch or 1, seqlen), counted from 0 in each document.
+        bounds: (num_documents + 1,), document bounds of a single row (a collator's cu_seq_lens_q).
+        left_padding: allow padding before a row's tokens, whose positions then count from its first token.
+    Raises:
+        ValueError: a mask whose tokens are no interval, or start late; documents beside a mask; positions that do not
+            count from 0 in each document; labels in padding.
+    """
+    shape = tuple(input_ids.shape)
+    for name, x in (("labels", labels), ("attention_mask", attention_mask)):
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(
+                f"{name} must have the shape of input_ids {shape}, got {tuple(x.shape)}; leave 4-D masks out, and pack "
+                "documents with position_ids."
+            )
+    is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+    _check_mask(is_token, left_padding)
+    starts = _document_starts(is_token, position_ids, attention_mask is not None)
+    if bounds is not None:
+        starts = _compare(bounds, starts, position_ids is not None)
+    padded = not bool(is_token.all())
+    if not padded and not bool(starts[:, 1:].any()):
+        return BatchRows(input_ids, labels, None, None)
+    if bool((labels != IGNORE_INDEX)[~is_token].any()):
+        raise ValueError(
+            f"labels must be {IGNORE_INDEX} where attention_mask is 0, got a token; have the collator write them."
+        )
+    places = is_token.flatten().nonzero()[:, 0]
+    first = starts.flatten()[places].nonzero()[:, 0].int().cpu()
+    cu_seqlens = None if len(first) == 1 else torch.cat([first, first.new_tensor([len(places)])])
+    return BatchRows(input_ids.flatten()[places][None], labels.flatten()[places][None], cu_seqlens, places)
+
+
+def _check_mask(is_token: Tensor, left_padding: bool) -> None:
+    begins = is_token & ~is_token.roll(1, 1)
+    begins[:, 0] = is_token[:, 0]
+    if not bool(is_token.any()) or bool((begins.sum(1) > 1).any()):
+        raise ValueError(
+            "attention_mask must be 1 on one interval of each row, got a row with holes or no token at all; pack "
+            "documents with position_ids, without an attention_mask."
+        )
+    if not left_padding and bool(begins[:, 1:].any()):
+        raise ValueError(
+            "attention_mask must be 0 on the right of the tokens only, got padding before a token; set "
+            "tokenizer.padding_side = 'right'."
+        )
+
+
+def _document_starts(is_token: Tensor, position_ids: Tensor | None, masked: bool) -> Tensor:
+    """Return a mask of the first token of each document: (batch, seqlen), bool."""
+    starts = is_token & ~is_token.roll(1, 1)
+    starts[:, 0] = is_token[:, 0]
+    if position_ids is None:
+        return starts
+    if position_ids.dim() != 2 or position_ids.shape[1] != is_token.shape[1]:
+        raise ValueError(
+            f"position_ids must be (batch, {is_token.shape[1]}), got {tuple(position_ids.shape)}; leave them out."
+        )
+    positions = position_ids.expand(is_token.shape)
+    jumps = positions[:, 1:] != positions[:, :-1] + 1
+    resets = starts.clone()
+    resets[:, 1:] |= jumps & is_token[:, 1:]
+    if bool((positions[resets] != 0).any()):
+        raise ValueError(
+            "position_ids must count from 0 in each document, got a document that starts elsewhere; leave them out for "
+            "one document per row."
+        )
+    if masked and bool((resets & ~starts).any()):
+        raise ValueError(
+            "attention_mask must be left out where position_ids begin anew within a row, got both, which transformers' "
+            "attentions read differently; use a collator that flattens (DataCollatorWithFlattening, padding_free)."
+        )
+    return resets
+
+
+def _compare(bounds: Tensor, starts: Tensor, positioned: bool) -> Tensor:
+    """Return the starts of the documents that `bounds` describes, which positions must not contradict."""
+    given = torch.zeros_like(starts)
+    if len(starts) == 1 and bounds.dim() == 1 and int(bounds[-1]) == starts.shape[1]:
+        given[0, bounds[:-1].long()] = True
+    if not bool(given[:, 0].all()) or (positioned and not torch.equal(given, starts)):
+        raise ValueError(
+            f"cu_seq_lens_q must be the bounds of the documents of one row of {starts.shape[1]} tokens, got "
+            f"{bounds.tolist()[:8]} for {len(starts)} rows; leave them out beside position_ids."
+        )
+    return given

@@ -1,0 +1,159 @@
+"""transformers' Trainer and accelerate over rings equal one process: losses, evaluations, and parameters after steps.
+
+gloo, 4 CPU processes, fp64; needs the accelerate extra.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringflash
+from ringflash.accelerate.forward import put_on_ring
+from tests.helpers import models, trainer
+from tests.helpers.pool import Context, Pool
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Pool]:
+    """One worker, the only one of its job: accelerate asks torch how many there are."""
+    pool = Pool(1)
+    yield pool
+    pool.close()
+
+
+LAYERS = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+CASES: dict[str, tuple[str, bool, dict[str, int], dict[str, Any]]] = {
+    "padded, two rings": (
+        "llama",
+        False,
+        {"cp_size": 2, "dp_replicate_size": 2},
+        {"save_strategy": "steps", "save_steps": 1},
+    ),
+    "packed, windows": ("qwen3_window", True, {"cp_size": 4}, {"average_tokens_across_devices": False}),
+    "experts": ("qwen3_experts", False, {"cp_size": 4}, {"gradient_checkpointing": True}),
+    "fsdp": ("llama", True, {"cp_size": 2, "dp_shard_size": 2}, {"fsdp": True, "fsdp_config": LAYERS}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_one_process(pool: Pool, alone: Pool, case: str, tmp_path: Path) -> None:
+    """Three steps of two batches each, clipped, and an evaluation; labels of prompts are -100."""
+    name, packed, sizes, options = CASES[case]
+    (one,) = alone.run(trainer.train, f"{tmp_path}/one", name, packed, sizes, options)
+    rings = pool.run(trainer.train, f"{tmp_path}/ring", name, packed, sizes, options)
+    for rank, ring in enumerate(rings):
+        assert len(ring["logged"]) == 4 and "eval_loss" in ring["logged"][-1]
+        assert_alike(ring, one)
+        assert rank > 0 or set(ring["parameters"]) == set(one["parameters"])
+    if "save_steps" in options:  # one process goes on from the ring's first checkpoint
+        (resumed,) = alone.run(trainer.train, f"{tmp_path}/ring", name, packed, sizes, options, True)
+        assert_alike(resumed, one)
+
+
+def assert_alike(ring: dict[str, Any], one: dict[str, Any]) -> None:
+    for got, want in zip(ring["logged"], one["logged"], strict=True):
+        assert got == pytest.approx(want, rel=1e-6)  # Trainer adds losses in fp32
+    assert ring["logged"][-1]["eval_loss"] == pytest.approx(one["logged"][-1]["eval_loss"], rel=1e-12)
+    for key, got in ring["parameters"].items():  # FSDP gathers them on the first rank
+        torch.testing.assert_close(got, one["parameters"][key], rtol=1e-10, atol=1e-12)
+
+
+def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
+    """Return the error of each wrong use on this rank, or "none"; good calls follow."""
+    import transformers
+    from accelerate import Accelerator, ParallelismConfig
+    from accelerate.utils import TorchContextParallelConfig
+
+    from ringflash import accelerate
+
+    trainer.join(ctx)
+    model, config = trainer.build(ctx, "llama", {"cp_size": 4})
+    errors: dict[str, str] = {}
+
+    def attempt(name: str, call: Callable[..., Any], **arguments: Any) -> None:
+        try:
+            call(**arguments)
+            errors[name] = "none"
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+
+    attempt("registered twice", accelerate.register)
+    attempt("handler", ParallelismConfig, cp_backend="ringflash", cp_size=4, cp_handler=TorchContextParallelConfig())
+    attempt("tensor parallel", ParallelismConfig, cp_backend="ringflash", cp_size=2, tp_size=2)
+    three = ParallelismConfig(cp_backend="ringflash", cp_size=3)
+    attempt("does not divide", Accelerator, cpu=True, parallelism_config=three)
+    trainer.join(ctx)
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    model = accelerator.prepare_model(model)
+    ids = models.tokens(2)
+    mask = torch.ones_like(ids)
+    left, holes, right = mask.clone(), mask.clone(), mask.clone()
+    left[0, :3], holes[1, 5:7], right[1, 20:] = 0, 0, 0
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    documents = torch.where(positions < 10, positions, positions - 10)
+    good = {"input_ids": ids, "labels": ids}
+    attempt("left padding", model, **good, attention_mask=left)
+    attempt("one rank's left padding", model, **good, attention_mask=left if ctx.rank == 3 else mask)
+    attempt("holes", model, **good, attention_mask=holes)
+    attempt("4-D mask", model, **good, attention_mask=mask[:, None, None])
+    attempt("labelled padding", model, **good, attention_mask=right)
+    attempt("documents and a mask", model, **good, attention_mask=mask, position_ids=documents)
+    attempt("late positions", model, **good, position_ids=positions + 1)
+    attempt("other bounds", model, **good, cu_seq_lens_q=torch.tensor([0, 5, 24]))
+    attempt("no labels", model, input_ids=ids)
+    attempt("embeddings", model, **good, inputs_embeds=torch.zeros(2, 24, 32))
+    attempt("other tokens on a rank", model, input_ids=ids + (ctx.rank == 1), labels=ids)
+    attempt("objects", accelerator.gather_for_metrics, input_data=["text"])
+    attempt("second group", put_on_ring, model=accelerator.unwrap_model(model), group=dist.new_group())
+    accelerator.dataloader_config.dispatch_batches = True
+    attempt("dispatched batches", accelerator.prepare_data_loader, data_loader=torch.utils.data.DataLoader([1, 2]))
+    arguments = transformers.TrainingArguments(
+        folder, parallelism_config=config, use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    predict = transformers.Trainer(accelerator.unwrap_model(model), arguments, trainer.right_padded).predict
+    attempt("logits", predict, test_dataset=trainer.sequences(4))
+    loss = model(**good).loss
+    log_probs = ringflash.log_probs(model, ids, group=accelerator.torch_device_mesh["cp"])
+    torch.testing.assert_close(loss, -log_probs.mean() * ids.shape[1] / (ids.shape[1] - 1), rtol=1e-12, atol=0)
+    return errors
+
+
+REFUSED = {
+    "registered twice": "RuntimeError: register must be called once",
+    "handler": "ValueError: cp_size must be 1 or more and cp_handler None",
+    "tensor parallel": "NotImplementedError: tp_size and sp_size must be 1",
+    "does not divide": r"ValueError: dp_replicate_size \* .* must be the number of processes \(4\), got 1 \* 1 \* 3",
+    "left padding": "ValueError: attention_mask must be 0 on the right .*padding_side = 'right'",
+    "one rank's left padding": "ValueError: (rank 3 of the group: )?attention_mask must be 0 on the right",
+    "holes": "ValueError: attention_mask must be 1 on one interval of each row",
+    "4-D mask": "ValueError: attention_mask must have the shape of input_ids .*leave 4-D masks out",
+    "labelled padding": "ValueError: labels must be -100 where attention_mask is 0",
+    "documents and a mask": "ValueError: attention_mask must be left out where position_ids begin anew",
+    "late positions": "ValueError: position_ids must count from 0 in each document",
+    "other bounds": "ValueError: cu_seq_lens_q must be the bounds of the documents of one row",
+    "no labels": "NotImplementedError: input_ids and labels must be given",
+    "embeddings": "NotImplementedError: a batch must be of input_ids, .*got .'inputs_embeds'.; leave",
+    "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
+    "objects": "NotImplementedError: tensors must be gathered",
+    "second group": "RuntimeError: model must be prepared for one group",
+    "dispatched batches": "NotImplementedError: dispatch_batches must be False",
+    "logits": "NotImplementedError: compute_metrics and predict must be left out",
+}  # fmt: skip
+
+
+def test_wrong_uses_are_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    """Each with its remedy; the ring goes on after them."""
+    for rank, errors in enumerate(pool.run(use_wrongly, str(tmp_path))):
+        assert set(errors) == set(REFUSED)
+        for name, text in errors.items():
+            assert re.match(REFUSED[name], text), f"rank {rank}, {name}: {text}"
