@@ -185,12 +185,16 @@ def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
             *_steps(rail, inner_q, inner_k),
             "all-to-all of heads, back",
         )
-    if plan.gathers_by_heads(q, k, plan.transport):
-        gathering = plan.gathering
-        owners = sorted({piece.owner for piece in gathering.pieces})
-        sections = choose_sections(k.shape, q.shape[2], gathering.capacity, plan.travelling_dtype(k))
+    blocks = plan.gathers(q, k, plan.transport)
+    if blocks:
+        keys = max(block.capacity for block in blocks)
+        sections = choose_sections(k.shape, q.shape[2], keys, plan.travelling_dtype(k), len(blocks))
         return (
-            f"{gathering.num_rows} keys of ranks {owners}, {gathering.mask.num_visible} pairs",
+            *(
+                f"{block.num_rows} keys of ranks {sorted({piece.owner for piece in block.pieces})}, "
+                f"{block.mask.num_visible} pairs"
+                for block in blocks
+            ),
             *(
                 f"{way}: sections of {' + '.join(map(str, heads))} KV heads"
                 for way, heads in sections._asdict().items()

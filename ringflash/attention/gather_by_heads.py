@@ -11,7 +11,10 @@ their positions, so that each section is one launch, as on one device: no state 
 section is small, since no kernel hides its pull. The last section of a backward is small, since no kernel hides the
 return of its gradients. Long sequences are double-buffered (triple-buffered over NCCL). If a call is long but all its
 K/V fit into one area, gradients return in batches of several sections, so that NVLink can fall idle in between.
-docs/decisions/0005-copy-engine.md says what waits for what, and why; 0008-nccl-by-heads.md how NCCL differs.
+Over many ranks, or if all keys of a section need too much memory, keys are gathered in *blocks* as well: the shards of
+some ranks, the rank's own first. A *unit* is a section over a block; a section carries its state from block to block.
+docs/decisions/0005-copy-engine.md says what waits for what, and why; 0008-nccl-by-heads.md how NCCL differs; and
+0011-blocks-of-keys.md when there are several blocks.
 """
 
 from __future__ import annotations

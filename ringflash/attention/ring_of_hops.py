@@ -1,4 +1,4 @@
-"""Attention over a ring of hops: gloo, and NCCL for sequences whose gathered K/V would not fit.
+"""Attention over a ring of hops: gloo. Over NCCL, only tests and benchmarks run it.
 
     forward    wait K/V(t)                   post K/V(t + 1)                kernel(t): (out, lse) carried in fp32
     backward   wait K/V(t), add dK/dV(t - 2) post K/V(t + 1), dK/dV(t - 1)  kernel(t): dQ stays, dK/dV in fp32
