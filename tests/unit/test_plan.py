@@ -247,11 +247,11 @@ def _of(measured: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> pytest.Ma
 
 
 def _planned(run: dict[str, Any], step: dict[str, Any]) -> tuple[TrainingJob, Machine]:
-    seqlen = step["seqlen"]
+    seqlen, products = step["seqlen"], step.get("attention", "").partition(":")[2]
     bounds = document_bounds(seqlen, run.get("document_tokens", 0))
     job = TrainingJob(
         model_of(run["model"])[0], seqlen, run["ranks"], precision=run["precision"],
-        visible_fraction=visible_fraction(seqlen, [None], bounds),
+        visible_fraction=visible_fraction(seqlen, [None], bounds), fp8_backward=products or None,
         **{**run["memory"], "liger": bool(run["memory"]["liger"])},
     )  # fmt: skip
     return job, replace(HOST, num_gpus=run["ranks"])
@@ -811,3 +811,19 @@ def test_a_recipe_that_would_not_run_is_not_planned(
     recipe.write_text(json.dumps({"model": {"model": QWEN3_8B, "memory": memory}, "data": {"seqlen": seqlen}}))
     assert main(["plan", str(recipe)]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_fp8_of_the_recipe_or_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    """The overlay's backward is planned; attention is faster by the rates, everything else as without."""
+    recipes = ROOT / "recipes" / "lightning"
+
+    def planned(*more: object) -> dict[str, Any]:
+        arguments = [str(recipes / "qwen3_8b_pretrain.yaml"), *map(str, more), "--gpus", "8", "--json"]
+        assert main(["plan", *arguments]) in (0, 1)
+        return json.loads(capsys.readouterr().out)["step_seconds"]
+
+    plain, overlaid, asked = planned(), planned(recipes / "fp8.yaml"), planned("--fp8_backward", "fp8")
+    for found, backward in ((overlaid, 0.64), (asked, 0.69)):
+        assert found["attention forward"] == pytest.approx(plain["attention forward"] * 0.64 / 0.88)
+        assert found["attention backward"] == pytest.approx(plain["attention backward"] * 0.59 / backward)
+        assert found["linear"] == plain["linear"]

@@ -12,7 +12,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
-from ringflash.commands.plan.job import Checkpointing, Precision, TrainingJob
+from ringflash.commands.plan.job import Checkpointing, Fp8Backward, Precision, TrainingJob
 from ringflash.commands.plan.machine import GIB, GPUS, Machine, Rates
 from ringflash.commands.plan.memory import worst_moment
 from ringflash.commands.plan.read import model_of
@@ -26,7 +26,7 @@ from ringflash.commands.plan.search import (
 )
 from ringflash.commands.plan.timing import step_time
 from ringflash.console import console
-from ringflash.flops import ChunkedAttention, count_visible_pairs, visible_pairs
+from ringflash.flops import FP8_PER_BF16, ChunkedAttention, count_visible_pairs, visible_pairs
 from ringflash.huggingface.weights import laid_over, read_config
 from ringflash.memory import Memory
 
@@ -62,6 +62,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "offload_checkpoints": _SWITCH | {"help": "keep checkpoints on the host; null is the recipe's, else false"},
     "liger": _SWITCH | {"help": "count Liger's kernels; null is the recipe's (auto counts as true), else false"},
     "accumulates": _SWITCH | {"help": "a step has several sequences in turn; null is the recipe's, else false"},
+    "fp8_backward": {
+        "choices": list(get_args(Fp8Backward)), "help": "attention in FP8 with this backward; null is the recipe's",
+    },
     "offload_optimizer": _SWITCH | {"default": False, "help": "keep and step the optimizer on the host (DeepSpeed)"},
     "rates": {
         "type": dict[str, float], "default": {},
@@ -147,6 +150,7 @@ class _Named(NamedTuple):
     memory: dict[str, Any] = {}
     cp_size: int | None = None
     precision: Precision | None = None
+    fp8_backward: Fp8Backward | None = None
 
 
 def _job(options: Namespace, named: _Named, gpus: int) -> TrainingJob:
@@ -172,6 +176,7 @@ def _job(options: Namespace, named: _Named, gpus: int) -> TrainingJob:
         visible_fraction=options.visible * visible_fraction(asked, windows),
         precision=options.precision or named.precision or "bf16-mixed",
         offload_optimizer=options.offload_optimizer,
+        fp8_backward=options.fp8_backward or named.fp8_backward,
         **memory,
     )
 
@@ -199,8 +204,10 @@ def _model(paths: list[Path]) -> _Named:
         chosen = strategy.get("init_args") if isinstance(strategy, dict) else None  # a strategy given by name has none
         cp_size = (chosen or {}).get("context_parallel_size")
         named = _Named(
-            config, data.get("init_args", data).get("seqlen"), memory, cp_size if cp_size != "auto" else None, precision
-        )
+            config, data.get("init_args", data).get("seqlen"), memory, cp_size if cp_size != "auto" else None,
+            precision,
+            model.get("fp8_backward", "bf16") if model.get("impl") in ("hopper_fp8", "reference_fp8") else None,
+        )  # fmt: skip
     except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{paths[0]} must be a recipe with model.model and data, got {type(error).__name__}: {error}; "
@@ -298,7 +305,8 @@ def _print(plan: dict[str, Any]) -> None:
     out.print(_memory_table(plan), _time_table(plan))
     out.print(
         f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['model_tflops_per_gpu']:.0f} model TFLOP/s a GPU, "
-        f"MFU {100 * plan['mfu']:.0f}% (backward attention counted as twice the forward, nothing computed again)"
+        f"MFU {100 * plan['mfu']:.0f}%{_of_fp8_peak(plan)} "
+        f"(backward attention counted as twice the forward, nothing computed again)"
     )
     if plan["host_memory_bytes"]:
         known = machine["host_memory_bytes"]
@@ -310,6 +318,11 @@ def _print(plan: dict[str, Any]) -> None:
     for assumption in plan["assumptions"]:
         out.print(f"assumed: {assumption}")
     out.print("assumed: " + ", ".join(f"{name} {value:g}" for name, value in machine["rates"].items()))
+
+
+def _of_fp8_peak(plan: dict[str, Any]) -> str:
+    in_fp8 = plan["job"]["fp8_backward"] is not None
+    return f", {100 * plan['mfu'] / FP8_PER_BF16:.0f}% of the FP8 peak" if in_fp8 else ""
 
 
 def _memory_table(plan: dict[str, Any]) -> Table:

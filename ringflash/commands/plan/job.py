@@ -9,6 +9,7 @@ from ringflash.commands.plan.read import Layers, ReadShape
 
 Checkpointing = Literal["none", "attention_kept", "full"]
 Precision = Literal["bf16-mixed", "bf16-true"]
+Fp8Backward = Literal["bf16", "fp8_scores", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class TrainingJob:
         mlp_tile_tokens: number of tokens whose MLP is computed at a time; 0 is all.
         liger: use Liger's norms, rotary embedding and SwiGLU, which keep less than those of transformers.
         accumulates: a step has several sequences in turn, so gradients of earlier ones are kept.
+        fp8_backward: attention is in FP8 with this backward, as in `ring_attention`; None is exact attention.
     """
 
     model: ReadShape
@@ -42,6 +44,7 @@ class TrainingJob:
     mlp_tile_tokens: int = 0
     liger: bool = False
     accumulates: bool = False
+    fp8_backward: Fp8Backward | None = None
 
     def __post_init__(self) -> None:
         if self.checkpointing not in get_args(Checkpointing):

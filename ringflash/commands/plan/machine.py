@@ -43,6 +43,8 @@ class Rates:
         products: fraction of the peak FLOP/s in matmuls of the layers and the head.
         passes: fraction of the memory's GB/s in operators between the matmuls.
         attention_forward, attention_backward: fraction of the peak FLOP/s in attention kernels, on visible work.
+        fp8_attention_forward, fp8_attention_backward, fp8_scores_backward, fp8_bf16_backward: as these, of the bf16
+            peak, with FP8's forward and the backward "fp8", "fp8_scores" or "bf16".
         copies: fraction of the links' GB/s for the copy engine inside a host.
         nvlink: fraction of the links' GB/s for NCCL inside a host.
         network: fraction of a NIC's GB/s for NCCL between hosts.
@@ -50,7 +52,8 @@ class Rates:
         host_seconds: time of the host to launch one layer, forward and backward: a lower limit for short steps.
         reserved_bytes: CUDA context, NCCL, and workspaces of libraries.
         fragmentation: fraction of the allocated memory that is lost between blocks (with expandable segments).
-    Source: attention: benchmarks/results/kernels_h200.json (head_dim 128, 8k to 128k tokens). products and passes: the
+    Source: attention: benchmarks/results/kernels_h200.json (head_dim 128, 8k to 128k tokens); in FP8
+        these times the quotients of fp8_steps_1xh200.json, fp8_bf16_backward not measured. products and passes: the
         steps in docs/plan.md; optimizer: its share of them. copies and nvlink: two H200s (366 and 266 of 450 GB/s).
         host_seconds: steps of 16,384 tokens on 4 H200s, 36 checkpointed layers under Lightning and FSDP2. The others
         are not measured yet.
@@ -60,6 +63,10 @@ class Rates:
     passes: float = 0.32
     attention_forward: float = 0.64
     attention_backward: float = 0.59
+    fp8_attention_forward: float = 0.88
+    fp8_attention_backward: float = 0.69
+    fp8_scores_backward: float = 0.64
+    fp8_bf16_backward: float = 0.56
     copies: float = 0.8
     nvlink: float = 0.6
     network: float = 0.6

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from ringflash.commands.plan.job import TrainingJob
-from ringflash.commands.plan.machine import Machine
+from ringflash.commands.plan.machine import Machine, Rates
 from ringflash.commands.plan.memory import BF16, FP32, block_sizes, layer_input_bytes, sections_at_a_time
 
 _LOGIT_BYTES = 14  # traffic of the loss per logit: bf16, fp32 logarithm and gradient, read and written
@@ -38,8 +38,9 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
     """Return the time of a step at the rates of the machine."""
     peak, rates = machine.gpu.peak_tflops * 1e12, machine.rates
     padded = job.model.q_size / job.model.mean_size
-    forward = padded * attention_flops(job) / (peak * rates.attention_forward)
-    backward = 2.5 * padded * attention_flops(job) / (peak * rates.attention_backward)
+    forward_rate, backward_rate = _attention_rates(job, rates)
+    forward = padded * attention_flops(job) / (peak * forward_rate)
+    backward = 2.5 * padded * attention_flops(job) / (peak * backward_rate)
     linear = job.model.computed_parameters / job.model.matmul_parameters * linear_flops(job) / (peak * rates.products)
     parts = {
         "attention forward": forward,
@@ -57,6 +58,18 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
     # The backward kernels compute 2.5 times the FLOPs of the forward, but MFU counts only twice.
     useful = (linear_flops(job) + 3 * attention_flops(job)) / sum(parts.values())
     return StepTime(parts, useful / 1e12, useful / peak)
+
+
+def _attention_rates(job: TrainingJob, rates: Rates) -> tuple[float, float]:
+    """Return the fractions of the bf16 peak in the forward and backward of attention."""
+    if job.fp8_backward is None:
+        return rates.attention_forward, rates.attention_backward
+    of_backward = {
+        "bf16": rates.fp8_bf16_backward,
+        "fp8_scores": rates.fp8_scores_backward,
+        "fp8": rates.fp8_attention_backward,
+    }
+    return rates.fp8_attention_forward, of_backward[job.fp8_backward]
 
 
 def linear_flops(job: TrainingJob) -> float:
