@@ -16,7 +16,7 @@ from ringflash.attention.inputs import document_bounds
 from ringflash.attention.options import RingOptions
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.schedule import Gathering, Schedule
-from ringflash.attention.sections import GIB, gather_bytes
+from ringflash.attention.sections import choose_blocks
 from ringflash.attention.ulysses import Ulysses, check_heads, shared_kv_heads
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
@@ -43,8 +43,6 @@ from ringflash_kernels.api import (
     implementation,
     rounds,
 )
-
-MAX_GATHER_BYTES = 12 * GIB  # buffers of an all-gather over NCCL; beyond, a ring of hops needs less
 
 
 class CallArguments(NamedTuple):
@@ -102,14 +100,18 @@ class CallPlan:
 
     def gathers(self, q: Tensor, k: Tensor, transport: str | None) -> tuple[Gathering, ...]:
         """Blocks of keys that this rank gathers by heads, the same on every rank; none if a ring of hops is used."""
-        return (self.gathering,) if self.gathers_by_heads(q, k, transport) else ()
+        if not self.gathers_by_heads(transport):
+            return ()
+        whole, layout = self.gathering, self.options.layout
+        steps = len(schedule.active_steps(self.mask, self.place[0], layout))
+        sizes = choose_blocks(
+            k.shape, q.shape[2], whole.capacity, whole.arriving, whole.pairs, steps, self.travelling_dtype(k), transport
+        )
+        return schedule.gather_blocks(self.mask, *self.place, layout, sizes, self.keys_of_line)
 
-    def gathers_by_heads(self, q: Tensor, k: Tensor, transport: str | None) -> bool:
-        """True if K/V are gathered by heads; over NCCL if the buffers are not too large. The same on every rank."""
-        if transport in (None, "gloo", "copy_engine"):
-            return transport == "copy_engine"
-        keys, arriving, pairs = self.gathering.capacity, self.gathering.arriving, self.gathering.pairs
-        return gather_bytes(k.shape, q.shape[2], keys, arriving, pairs, self.travelling_dtype(k)) <= MAX_GATHER_BYTES
+    def gathers_by_heads(self, transport: str | None) -> bool:
+        """True on GPUs, False on CPUs and for a single process."""
+        return transport not in (None, "gloo")
 
     def open(self, q: Tensor, k: Tensor, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         """Return the algorithm that carries the call out. Opens the transport, on all ranks together."""

@@ -66,6 +66,7 @@ def check(ctx: Context, memory: Memory, first: int) -> None:
             ring_check.check(ctx, Case(num_heads=12, num_kv_heads=6, batch=2), 4)
         with in_blocks(1, lambda count: (count,)):
             ring_check.check(ctx, Case(layout="striped", documents="crossing"), 64)
+            ring_check.check(ctx, Case(layout="balanced", documents="mixed"), 6)
             ring_check.check(ctx, Case(layout="balanced", documents="crossing"), 40)
 
 

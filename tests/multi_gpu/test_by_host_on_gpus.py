@@ -1,8 +1,7 @@
 """Exchange of heads on GPUs, in pretended hosts: NCCL between all ranks, low precision by the tolerance policy.
 
 The first half of the ranks is one host and the second half another, as a mesh or patched names say; or all are one
-host.
-Real hosts have not been tested.
+host. Real hosts have not been tested.
 """
 
 from __future__ import annotations
