@@ -30,6 +30,7 @@ from torch.profiler import record_function
 
 from ringflash.attention import sections
 from ringflash.attention.gathered_buffers import GatheredKV, GradientReturn
+from ringflash.attention.inputs import evened
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Unit
@@ -40,7 +41,7 @@ from ringflash.comm.transport.peer_memory import PeerMemory
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
-from ringflash_kernels.api import BackwardPass, begin_backward, implementation, state_dtype
+from ringflash_kernels.api import BackwardPass, begin_backward, implementation, out_shape, state_dtype
 
 T = TypeVar("T")
 
@@ -71,10 +72,10 @@ class HeadGather:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention as `RingOfHops.forward` does, but each row at once, in the kernel's own precision."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
-            gathered = self._gathered("forward", k, q.shape[2])
+            gathered = self._gathered("forward", k, v, q.shape[2])
             gathered.publish(k, v, self.impl, self.call)
         self._run(ForwardUnits(self, gathered, q, out, lse, row_max))
         return out, lse
@@ -93,8 +94,8 @@ class HeadGather:
         """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         with waiting(q.device):
-            gathered = self._gathered("backward", k, q.shape[2])
-            returned = self._cached("return", ("kv", "dkv"), k, q.shape[2], lambda: GradientReturn(gathered, k))
+            gathered = self._gathered("backward", k, v, q.shape[2])
+            returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn(gathered, k))
             gathered.publish(k, v, self.impl, self.call)
         self._run(BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv)))
         return dq, dk, dv
@@ -103,17 +104,21 @@ class HeadGather:
         """Barriers or batches of messages that this rank has posted, in earlier calls as well."""
         return self.memory.num_posted
 
-    def _gathered(self, way: str, k: torch.Tensor, num_heads: int) -> GatheredKV:
+    def _gathered(self, way: str, k: torch.Tensor, v: torch.Tensor, num_heads: int) -> GatheredKV:
         def make() -> GatheredKV:
             keys = max(block.capacity for block in self.blocks)
-            operands = Operands.of(k, rounded=self.rounded, for_backward=way == "backward")
-            chosen = sections.choose_sections(k.shape, num_heads, keys, operands.dtype, len(self.blocks))
+            operands = Operands.of(k, v, rounded=self.rounded, for_backward=way == "backward")
+            chosen = sections.choose_sections(evened(k, v).shape, num_heads, keys, operands.dtype, len(self.blocks))
             return GatheredKV(self.memory, self.blocks, k, num_heads, getattr(chosen, way), operands)
 
-        return self._cached(way, ("kv",), k, num_heads, make)
+        return self._cached(way, ("kv",), k, v, num_heads, make)
 
-    def _cached(self, name: str, areas: tuple[str, ...], k: torch.Tensor, num_heads: int, make: Callable[[], T]) -> T:
-        return self.memory.keep((name, *map(id, self.blocks), num_heads, k.shape, k.dtype, self.rounded), areas, make)
+    def _cached(
+        self, name: str, areas: tuple[str, ...], k: torch.Tensor, v: torch.Tensor, num_heads: int, make: Callable[[], T]
+    ) -> T:
+        return self.memory.keep(
+            (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), areas, make
+        )
 
     def _run(self, work: UnitWork) -> None:
         """Compute all units under the watchdog, and remember that the kernels have seen the mask.
@@ -122,7 +127,7 @@ class HeadGather:
         the caller's stream waits for all of them.
         """
         masks, device = [block.mask for block in self.blocks], work.gathered.device
-        key = ("gather_by_heads", work.way, self.impl, self.deterministic, work.gathered.head_dim, device)
+        key = ("gather_by_heads", work.way, self.impl, self.deterministic, *work.gathered.widths, device)
         known = all(mask.is_cached(key) for mask in masks)
         in_order = not known or measuring()  # the first section builds tables that the others reuse
         with watching(self.memory, work.way, device) as watched:
@@ -206,7 +211,7 @@ class ForwardUnits(UnitWork):
 
     def _states(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Memory for the output of each section: (batch, seqlen_local, heads of the section, head_dim)."""
-        batch, rows, _, head_dim = self.q.shape
+        batch, rows, _, head_dim = self.out.shape
         heads = [count * self.gathered.group for count in self.gathered.heads]
         states = [
             buffer(f"out.{index}", (batch * rows * most * head_dim,), dtype, self.q.device)

@@ -52,14 +52,18 @@ class GatheredKV:
         heads: tuple[int, ...],
         operands: Operands | None = None,
     ) -> None:
-        self.operands = operands = operands or Operands.of(k, rounded=False, for_backward=False)
+        self.operands = operands = operands or Operands.of(k, k, rounded=False, for_backward=False)
         self.memory, self.blocks, self.device, self.heads = memory, blocks, k.device, heads
-        batch, rows, num_kv_heads, self.head_dim = k.shape
+        batch, rows, num_kv_heads, _ = k.shape
+        self.widths, self.line = operands.widths, sum(operands.widths)  # columns of K and V of a head
+        self.evened_shape = batch, rows, num_kv_heads, self.line // 2
         self.group = num_heads // num_kv_heads
         self.units = sections.order_units(len(heads), len(blocks))
         self.travelling = [index for index, unit in enumerate(self.units) if unit.stage is not None]
         self.first_heads = [0, *accumulate(heads)]
-        self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(k.shape, blocks[0].capacity, operands.dtype)
+        self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(
+            self.evened_shape, blocks[0].capacity, operands.dtype
+        )
         self.area_lines = (rows if self.buffered else blocks[0].capacity) // operands.keys
         self._map_areas(k)
         self.slots = self._buffers(k) if self.buffered else self._own_slots()
@@ -260,7 +264,7 @@ class GradientReturn:
         if len(blocks) == 1:
             pairs, dtype = blocks[0].pairs, gathered.operands.dtype
             self.num_buffers = sections.choose_num_gradient_buffers(
-                k.shape, k.shape[2] * gathered.group, blocks[0].capacity, pairs, dtype, heads
+                gathered.evened_shape, k.shape[2] * gathered.group, blocks[0].capacity, pairs, dtype, heads
             )
         batches = sections.return_batches(len(self._units), self.num_buffers)
         self.batches = {batch[-1]: batch for batch in batches}  # by the stage after which they return
@@ -273,7 +277,7 @@ class GradientReturn:
             for rows, block in zip(readers, blocks, strict=True)
         ]
         most = max(sum(lines[unit.block]) * heads[unit.section] for unit in self._units)
-        received = buffer("dkv.in", (most * 2 * gathered.head_dim,), self.dtype, k.device)
+        received = buffer("dkv.in", (most * gathered.line,), self.dtype, k.device)
         own_sums = self._own_sums(k) if len(blocks) > 1 else []
         self.sums, self.stages, self.pulls, self.sends = [], [], [], []
         for unit in gathered.units:
@@ -281,15 +285,15 @@ class GradientReturn:
             own = own_sums[unit.section] if own_sums else None
             if unit.stage is None:
                 assert own is not None
-                self.stages.append((own[..., 0, :], own[..., 1, :]))
+                self.stages.append(own.split(gathered.widths, 3))
                 continue
-            partial = split_heads(received, (sum(lines[unit.block]),), (count,), (2, gathered.head_dim))[0]
+            partial = split_heads(received, (sum(lines[unit.block]),), (count,), (gathered.line,))[0]
             stages = self._stages(unit)
             stage = stages[self.memory.rank]
             assert stage is not None
             self.sums.append((stage if own is None else own, partial))
             stage = stage[:, : block.num_rows]
-            self.stages.append((stage[..., 0, :], stage[..., 1, :]))
+            self.stages.append(stage.split(gathered.widths, 3))
             self.pulls.append(self._pulls(partial.split(lines[unit.block]), of_readers, stages, block))
             self.sends.append(self._sends(stage, block))
         self.moves = [
@@ -331,12 +335,12 @@ class GradientReturn:
             unit, (own, partial) = self._units[stage], self.sums[stage]
             heads = slice(*self.gathered.first_heads[unit.section : unit.section + 2])
             final = unit.block == len(self.gathered.blocks) - 1
-            sums = (dk[:, :, heads], dv[:, :, heads]) if final else (own[..., 0, :], own[..., 1, :])
+            sums = (dk[:, :, heads], dv[:, :, heads]) if final else own.split(self.gathered.widths, 3)
             collect(impl, own, partial, self.sources[unit.block], self.max_readers[unit.block], *sums)
 
     def _map_areas(self, k: torch.Tensor) -> None:
         """Reserve the gradient buffers of this rank and map those of its readers."""
-        line = self._batch * 2 * k.shape[3]
+        line = self._batch * self.gathered.line
         sizes = [line * self.gathered.blocks[unit.block].capacity * self._heads(unit) for unit in self._units]
         self._sizes = list(buffer_heads(tuple(sizes), self.num_buffers))
         self.memory.reserve("dkv", sum(self._sizes) * self.dtype.itemsize)
@@ -347,14 +351,14 @@ class GradientReturn:
         }
 
     def _own_sums(self, k: torch.Tensor) -> list[torch.Tensor]:
-        """The sum of the gradients of this rank's own keys, for each section: (batch, rows, heads, 2, head_dim)."""
-        line, heads = self._batch * self._rows * 2 * k.shape[3], self.gathered.heads
+        """The sum of the gradients of this rank's own keys, for each section: (batch, rows, heads, line)."""
+        line, heads = self._batch * self._rows * self.gathered.line, self.gathered.heads
         buffers = [
             buffer(f"dkv.sum.{index}", (line * most,), self.dtype, k.device)
             for index, most in enumerate(buffer_heads(heads))
         ]
         return [
-            split_heads(buffers[section % 2], (self._batch, self._rows), (count,), (2, k.shape[3]))[0]
+            split_heads(buffers[section % 2], (self._batch, self._rows), (count,), (self.gathered.line,))[0]
             for section, count in enumerate(heads)
         ]
 
@@ -362,10 +366,10 @@ class GradientReturn:
         return self.gathered.heads[unit.section]
 
     def _stages(self, unit: Unit) -> dict[int, torch.Tensor | None]:
-        """The buffer of a unit on each reader: (batch, rows, heads, 2, head_dim); None if out of reach."""
+        """The buffer of a unit on each reader: (batch, rows, heads, line); None if out of reach."""
         assert unit.stage is not None
         index, places = unit.stage % self.num_buffers, (self._batch, self.gathered.blocks[unit.block].capacity)
-        heads, line = (self._heads(unit),), (2, self.gathered.head_dim)
+        heads, line = (self._heads(unit),), (self.gathered.line,)
         return {
             rank: None if area is None else split_heads(area.split(self._sizes)[index], places, heads, line)[0]
             for rank, area in self._areas.items()

@@ -159,8 +159,8 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
         for window in (9, 30, 60):
             gathering = schedule.gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
             call = gather_by_heads.HeadGather((gathering,), memory, "reference", 1.0, False)
-            gathered = call._gathered("backward", k, 2)
-            call._cached("return", ("kv", "dkv"), k, 2, partial(gathered_buffers.GradientReturn, gathered, k))
+            gathered = call._gathered("backward", k, k, 2)
+            call._cached("return", ("kv", "dkv"), k, k, 2, partial(gathered_buffers.GradientReturn, gathered, k))
             del gathered
             assert all(storage.expired() for storage in held)
             held = [StorageWeakRef(storage.untyped_storage()) for storage in buffers._storage.values()]
