@@ -130,8 +130,9 @@ class RingForward:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Any:
-        assert self._fused_head is not None and (labels is not None or shift_labels is not None)
+        assert self._fused_head is not None
         shifted = shift_labels if labels is None else shift_rows(labels)
+        assert shifted is not None
         output = score_batch(
             self._fused_head, with_loss, shard_rows(rows, self.group), rows.places, shifted, self.group
         )
