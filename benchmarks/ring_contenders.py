@@ -195,7 +195,7 @@ def _own_keys() -> Iterator[None]:
 
 
 def _by_hops() -> AbstractContextManager:
-    return mock.patch.object(plan, "MAX_GATHER_BYTES", 0)
+    return mock.patch.object(plan.CallPlan, "gathers_by_heads", lambda *_: False)
 
 
 def by_hops(setting: Setting) -> Built | str:

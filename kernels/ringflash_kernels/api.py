@@ -273,10 +273,10 @@ def publish(
     """Copy k and v, interleaved by row, into `area`, the memory from which other ranks pull them.
 
     Args:
-        k, v: (batch, rows, num_kv_heads, head_dim).
+        k, v: (batch, rows, num_kv_heads, head_dim), v possibly narrower. K and V of a row and head are a *line*.
         area: flat, dtype of k.
         head_offsets: (num_kv_heads, 2), int64: element of the area at which each head begins, and the distance of
-            its rows; multiples of 2 * head_dim.
+            its rows; multiples of a line.
         row_map: (rows,), int32: the row of the area that each row is copied to.
         area_rows: rows of the area for one sequence of the batch.
     """
@@ -284,10 +284,26 @@ def publish(
     if fused is not None and k.stride(-1) == v.stride(-1) == 1:
         fused(k, v, area, head_offsets, row_map, area_rows)
         return
-    batch, head_dim = k.shape[0], k.shape[3]
+    batch, line = k.shape[0], k.shape[3] + v.shape[3]
     rows = torch.arange(batch, device=k.device)[:, None] * area_rows + row_map
-    places = (head_offsets[:, 0] + rows[..., None] * head_offsets[:, 1]) // (2 * head_dim)
-    area.view(-1, 2, head_dim)[places] = torch.stack([k, v], dim=3)
+    places = (head_offsets[:, 0] + rows[..., None] * head_offsets[:, 1]) // line
+    area.view(-1, line)[places] = torch.cat([k, v], dim=3)
+
+
+def publish_records(
+    impl: str, k: torch.Tensor, v: torch.Tensor, area: torch.Tensor, places: torch.Tensor, *, for_backward: bool
+) -> None:
+    """Write the records of k and v into `area`, the memory from which other ranks pull them.
+
+    Args:
+        impl: one that `rounds`.
+        k, v: (batch, rows, num_kv_heads, head_dim).
+        area: flat, uint8, records one after another.
+        places: (batch, blocks of KEYS_OF_RECORD rows, num_kv_heads), int64: number of each record in the area.
+    """
+    records = _module(impl).quantise_kv(k, v, for_backward=for_backward)
+    size = records.shape[-1]
+    area.view(torch.int64).view(-1, size // 8)[places] = records.view(torch.int64)
 
 
 def collect(
@@ -302,13 +318,14 @@ def collect(
     """Sum gradients over ranks: dk, dv = own + part of the first other rank + the second + ..., cast once at the end.
 
     Args:
-        own: (batch, any rows, heads, 2, head_dim), fp32 (fp64 for fp64), dk and dv side by side.
-        others: (any rows, heads, 2, head_dim), as own. The rows of a segment are (other ranks, batch, segment size).
+        own: (batch, any rows, heads, line), fp32 (fp64 for fp64): dk and dv side by side, possibly as (2, head_dim).
+        others: (any rows, heads, line), as own. The rows of a segment are (other ranks, batch, segment size).
         sources: (4, rows), int32. For each row: its row in own; its row in others, for the first sequence and the
             first other rank; the size of its segment; the number of other ranks that have a part of it.
         max_count: largest of these numbers.
-        dk, dv: (batch, rows, heads, head_dim), any dtype.
+        dk, dv: (batch, rows, heads, head_dim), any dtype; dv possibly narrower.
     """
+    own, others = own.flatten(3), others.flatten(2)
     fused = getattr(_module(impl), "collect", None)
     if fused is not None:
         fused(own, others, sources, dk, dv)
@@ -319,9 +336,9 @@ def collect(
     for index in range(max_count):
         has = index < count
         partial = others[torch.where(has, first + (index * batch + sequence) * size, 0)]
-        total = torch.where(has[:, None, None, None], total + partial, total)
-    dk.copy_(total[..., 0, :])
-    dv.copy_(total[..., 1, :])
+        total = torch.where(has[:, None, None], total + partial, total)
+    dk.copy_(total[..., : dk.shape[3]])
+    dv.copy_(total[..., dk.shape[3] :])
 
 
 def device_guard(device: torch.device) -> AbstractContextManager:

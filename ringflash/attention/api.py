@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.forward_ad import unpack_dual
 
 from ringflash.attention import operators
-from ringflash.attention.inputs import make_addressable, pad_values
+from ringflash.attention.inputs import evened, make_addressable, pad_values
 from ringflash.attention.options import RingOptions
 from ringflash.attention.plan import CallArguments, CallPlan, plan_call
 from ringflash.attention.sections import choose_sections
@@ -47,7 +47,7 @@ def ring_attention(
     Args:
         q: (batch, seqlen_local, num_heads, head_dim).
         k: (batch, seqlen_local, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
-        v: as k, or with a smaller head_dim, as in latent attention: it is then padded with zeros to that of k.
+        v: as k, or with a smaller head_dim, as in latent attention: other pairs than 192 and 128 are padded with zeros.
         group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence, or a 2-D DeviceMesh with the axes
             ("host", "gpu"); None for one process.
         softmax_scale: default head_dim ** -0.5.
@@ -165,7 +165,7 @@ def explain(
     q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
     plan = plan_call(q, k, v, cu_seqlens, arguments)
     return Explanation(
-        plan.impl, plan.impl_reason, plan.transport, *options.place, _steps(plan, q, k),
+        plan.impl, plan.impl_reason, plan.transport, *options.place, _steps(plan, q, evened(k, v)),
         plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(), plan.transport_reason,
     )  # fmt: skip
 
@@ -185,12 +185,16 @@ def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
             *_steps(rail, inner_q, inner_k),
             "all-to-all of heads, back",
         )
-    if plan.gathers_by_heads(q, k, plan.transport):
-        gathering = plan.gathering
-        owners = sorted({piece.owner for piece in gathering.pieces})
-        sections = choose_sections(k.shape, q.shape[2], gathering.capacity, k.dtype)
+    blocks = plan.gathers(q, k, plan.transport)
+    if blocks:
+        keys = max(block.capacity for block in blocks)
+        sections = choose_sections(k.shape, q.shape[2], keys, plan.travelling_dtype(k), len(blocks))
         return (
-            f"{gathering.num_rows} keys of ranks {owners}, {gathering.mask.num_visible} pairs",
+            *(
+                f"{block.num_rows} keys of ranks {sorted({piece.owner for piece in block.pieces})}, "
+                f"{block.mask.num_visible} pairs"
+                for block in blocks
+            ),
             *(
                 f"{way}: sections of {' + '.join(map(str, heads))} KV heads"
                 for way, heads in sections._asdict().items()

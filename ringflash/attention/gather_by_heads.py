@@ -11,7 +11,10 @@ their positions, so that each section is one launch, as on one device: no state 
 section is small, since no kernel hides its pull. The last section of a backward is small, since no kernel hides the
 return of its gradients. Long sequences are double-buffered (triple-buffered over NCCL). If a call is long but all its
 K/V fit into one area, gradients return in batches of several sections, so that NVLink can fall idle in between.
-docs/decisions/0005-copy-engine.md says what waits for what, and why; 0008-nccl-by-heads.md how NCCL differs.
+Over many ranks, or if all keys of a section need too much memory, keys are gathered in *blocks* as well: the shards of
+some ranks, the rank's own first. A *unit* is a section over a block; a section carries its state from block to block.
+docs/decisions/0005-copy-engine.md says what waits for what, and why; 0008-nccl-by-heads.md how NCCL differs; and
+0011-blocks-of-keys.md when there are several blocks.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from torch.profiler import record_function
 
 from ringflash.attention import sections
 from ringflash.attention.gathered_buffers import GatheredKV, GradientReturn
+from ringflash.attention.inputs import evened
+from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Unit
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
@@ -36,7 +41,7 @@ from ringflash.comm.transport.peer_memory import PeerMemory
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
-from ringflash_kernels.api import BackwardPass, begin_backward, implementation, state_dtype
+from ringflash_kernels.api import BackwardPass, begin_backward, implementation, out_shape, state_dtype
 
 T = TypeVar("T")
 
@@ -51,6 +56,7 @@ class HeadGather:
         impl: kernel implementation, chosen and checked.
         call: its number in the group.
         fp8_backward: as `ring_attention`.
+        rounded: K and V travel as records in FP8; all pieces of `blocks` are whole records.
     """
 
     blocks: tuple[Gathering, ...]
@@ -60,15 +66,16 @@ class HeadGather:
     deterministic: bool
     call: CallNumber = NO_NUMBER
     fp8_backward: str = "bf16"
+    rounded: bool = False
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention as `RingOfHops.forward` does, but each row at once, in the kernel's own precision."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
-            gathered = self._gathered("forward", k, q.shape[2])
+            gathered = self._gathered("forward", k, v, q.shape[2])
             gathered.publish(k, v, self.impl, self.call)
         self._run(ForwardUnits(self, gathered, q, out, lse, row_max))
         return out, lse
@@ -87,8 +94,8 @@ class HeadGather:
         """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         with waiting(q.device):
-            gathered = self._gathered("backward", k, q.shape[2])
-            returned = self._cached("return", ("kv", "dkv"), k, q.shape[2], lambda: GradientReturn(gathered, k))
+            gathered = self._gathered("backward", k, v, q.shape[2])
+            returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn(gathered, k))
             gathered.publish(k, v, self.impl, self.call)
         self._run(BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv)))
         return dq, dk, dv
@@ -97,16 +104,21 @@ class HeadGather:
         """Barriers or batches of messages that this rank has posted, in earlier calls as well."""
         return self.memory.num_posted
 
-    def _gathered(self, way: str, k: torch.Tensor, num_heads: int) -> GatheredKV:
+    def _gathered(self, way: str, k: torch.Tensor, v: torch.Tensor, num_heads: int) -> GatheredKV:
         def make() -> GatheredKV:
             keys = max(block.capacity for block in self.blocks)
-            chosen = sections.choose_sections(k.shape, num_heads, keys, k.dtype, len(self.blocks))
-            return GatheredKV(self.memory, self.blocks, k, num_heads, getattr(chosen, way))
+            operands = Operands.of(k, v, rounded=self.rounded, for_backward=way == "backward")
+            chosen = sections.choose_sections(evened(k, v).shape, num_heads, keys, operands.dtype, len(self.blocks))
+            return GatheredKV(self.memory, self.blocks, k, num_heads, getattr(chosen, way), operands)
 
-        return self._cached(way, ("kv",), k, num_heads, make)
+        return self._cached(way, ("kv",), k, v, num_heads, make)
 
-    def _cached(self, name: str, areas: tuple[str, ...], k: torch.Tensor, num_heads: int, make: Callable[[], T]) -> T:
-        return self.memory.keep((name, *map(id, self.blocks), num_heads, k.shape, k.dtype), areas, make)
+    def _cached(
+        self, name: str, areas: tuple[str, ...], k: torch.Tensor, v: torch.Tensor, num_heads: int, make: Callable[[], T]
+    ) -> T:
+        return self.memory.keep(
+            (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), areas, make
+        )
 
     def _run(self, work: UnitWork) -> None:
         """Compute all units under the watchdog, and remember that the kernels have seen the mask.
@@ -115,7 +127,7 @@ class HeadGather:
         the caller's stream waits for all of them.
         """
         masks, device = [block.mask for block in self.blocks], work.gathered.device
-        key = ("gather_by_heads", work.way, self.impl, self.deterministic, work.gathered.head_dim, device)
+        key = ("gather_by_heads", work.way, self.impl, self.deterministic, *work.gathered.widths, device)
         known = all(mask.is_cached(key) for mask in masks)
         in_order = not known or measuring()  # the first section builds tables that the others reuse
         with watching(self.memory, work.way, device) as watched:
@@ -180,25 +192,26 @@ class ForwardUnits(UnitWork):
     ) -> None:
         super().__init__(call, gathered, q)
         self.out, self.lse, self.row_max = out, lse, row_max
-        self.kernel = implementation(call.impl, q, q, q)
+        self.forward = gathered.operands.forward(implementation(call.impl, q, q, q))
         self.options = kernel_options(call.impl, transport_name(call.memory), q.device)
         single = len(self.seen) == 1 or q.dtype == lse.dtype
         self.carried = [] if single else self._states(lse.dtype)
 
     def _launch(self, index: int, unit: Unit) -> None:
-        heads, (keys, values) = self.gathered.query_heads(unit.section), self.gathered.keys_values(index)
+        heads = self.gathered.query_heads(unit.section)
         out = self.out[:, :, heads]
         carried = self.carried[unit.section] if self.carried else out
         kept = {} if self.row_max is None else {"row_max": self.row_max[:, heads]}
-        self.kernel.forward(
-            self.q[:, :, heads], keys, values, self.call.blocks[unit.block].mask, self.call.softmax_scale,
+        operands, mask = self.gathered.keys_values(index), self.call.blocks[unit.block].mask
+        self.forward(
+            self.q[:, :, heads], *operands, mask, self.call.softmax_scale,
             out=out if unit.block == self.seen[-1] else carried, lse=self.lse[:, heads],
             acc=None if unit.block == self.seen[0] else carried, **kept, **self.options,
         )  # fmt: skip
 
     def _states(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Memory for the output of each section: (batch, seqlen_local, heads of the section, head_dim)."""
-        batch, rows, _, head_dim = self.q.shape
+        batch, rows, _, head_dim = self.out.shape
         heads = [count * self.gathered.group for count in self.gathered.heads]
         states = [
             buffer(f"out.{index}", (batch * rows * most * head_dim,), dtype, self.q.device)
@@ -241,9 +254,9 @@ class BackwardUnits(UnitWork):
         )  # fmt: skip
 
     def _launch(self, index: int, unit: Unit) -> None:
-        keys, values = self.gathered.keys_values(index)
         mask, stage = self.call.blocks[unit.block].mask, self.returned.stages[index]
-        self.passes[unit.section % 2].add(keys, values, mask, *stage, accumulate=False)
+        add = self.gathered.operands.add(self.passes[unit.section % 2])
+        add(*self.gathered.keys_values(index), mask, *stage, accumulate=False)
 
     def finish_queries(self, section: int) -> None:
         """Cast the dQ of a section."""

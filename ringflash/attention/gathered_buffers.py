@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 
 from ringflash.attention import sections
+from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering, Piece, Reader
 from ringflash.attention.sections import HEADER_BYTES, Unit, buffer_heads
 from ringflash.comm import call_numbers
@@ -19,7 +20,7 @@ from ringflash.comm.call_numbers import CallNumber, Words
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Token
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing, PeerMemory
-from ringflash_kernels.api import collect, publish, state_dtype
+from ringflash_kernels.api import collect, publish, publish_records, state_dtype
 
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
 
@@ -39,6 +40,7 @@ class GatheredKV:
         k: (batch, seqlen_local, num_kv_heads, head_dim); only its shape, dtype and device are used.
         num_heads: heads of q.
         heads: KV heads of each section.
+        operands: form in which K and V travel. Default: as they are.
     """
 
     def __init__(
@@ -48,17 +50,23 @@ class GatheredKV:
         k: torch.Tensor,
         num_heads: int,
         heads: tuple[int, ...],
+        operands: Operands | None = None,
     ) -> None:
+        self.operands = operands = operands or Operands.of(k, k, rounded=False, for_backward=False)
         self.memory, self.blocks, self.device, self.heads = memory, blocks, k.device, heads
-        batch, rows, num_kv_heads, self.head_dim = k.shape
+        batch, rows, num_kv_heads, _ = k.shape
+        self.widths, self.line = operands.widths, sum(operands.widths)  # columns of K and V of a head
+        self.evened_shape = batch, rows, num_kv_heads, self.line // 2
         self.group = num_heads // num_kv_heads
         self.units = sections.order_units(len(heads), len(blocks))
         self.travelling = [index for index, unit in enumerate(self.units) if unit.stage is not None]
         self.first_heads = [0, *accumulate(heads)]
-        self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(k.shape, blocks[0].capacity, k.dtype)
-        self.area_rows = rows if self.buffered else blocks[0].capacity
+        self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(
+            self.evened_shape, blocks[0].capacity, operands.dtype
+        )
+        self.area_lines = (rows if self.buffered else blocks[0].capacity) // operands.keys
         self._map_areas(k)
-        self.slots = self._buffers(k) if self.buffered else [x[:, : blocks[0].num_rows] for x in self._own_sections]
+        self.slots = self._buffers(k) if self.buffered else self._own_slots()
         self.pulls = [self._pulls(unit, slot) for unit, slot in zip(self.units, self.slots, strict=True)]
         self.sends = [self._sends(unit) for unit in self.units]
         for unit, pulls, sends in zip(self.units, self.pulls, self.sends, strict=True):
@@ -68,7 +76,8 @@ class GatheredKV:
             memory.moving(pulls, sends, f"K/V of {self.name(unit)}")
             for unit, pulls, sends in zip(self.units, self.pulls, self.sends, strict=True)
         ]
-        self.head_offsets, self.row_map = self._offsets(batch).to(k.device), self._row_map(rows).to(k.device)
+        self.head_offsets, self.line_map = self._offsets(batch).to(k.device), self._line_map(rows).to(k.device)
+        self.records = self._records(batch) if operands.rounded else self.line_map
 
     def name(self, unit: Unit) -> str:
         """Name a unit for errors and traces."""
@@ -77,7 +86,10 @@ class GatheredKV:
     def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, call: CallNumber) -> None:
         """Write this rank's K and V, and the number of its call, to the area that other ranks pull from."""
         self.words.write(call)
-        publish(impl, k, v, self.own, self.head_offsets, self.row_map, self.area_rows)
+        if self.operands.rounded:
+            publish_records(impl, k, v, self.own, self.records, for_backward=self.operands.for_backward)
+        else:
+            publish(impl, k, v, self.own, self.head_offsets, self.line_map, self.area_lines)
         self.memory.barrier(BEGIN)
 
     def pull(self, index: int, start: Token, computed: list[Token]) -> Token:
@@ -106,13 +118,14 @@ class GatheredKV:
 
         token = self.memory.beside("pull", end, [], urgent=True)
         if on_host is not None:
-            call_numbers.expect(self.memory.group, token, call, on_host, self.words.senders)
+            members = self.memory.members
+            senders = [members[sender] if members else sender for sender in self.words.senders]
+            call_numbers.expect(self.memory.group, token, call, on_host, senders)
         return token
 
-    def keys_values(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a unit: (batch, rows gathered, heads of the section, head_dim)."""
-        keys, values = self.slots[index].unbind(3)
-        return keys, values
+    def keys_values(self, index: int) -> tuple[torch.Tensor, ...]:
+        """K and V of a unit: (batch, rows gathered, heads of the section, head_dim); or its records."""
+        return self.operands.unpack(self.slots[index])
 
     def query_heads(self, section: int) -> slice:
         """The query heads that share the K/V of a section."""
@@ -120,44 +133,44 @@ class GatheredKV:
 
     def _map_areas(self, k: torch.Tensor) -> None:
         """Reserve the area and map it on every rank: `_areas`, `_numbers` and `words`."""
-        memory, places = self.memory, (k.shape[0], self.area_rows)
-        size = math.prod(places) * k.shape[2] * 2 * self.head_dim
-        memory.reserve("kv", HEADER_BYTES + size * k.itemsize)
+        memory, places, operands = self.memory, (k.shape[0], self.area_lines), self.operands
+        size = math.prod(places) * k.shape[2] * operands.elements
+        memory.reserve("kv", HEADER_BYTES + size * operands.dtype.itemsize)
         owners = sorted({piece.owner for block in self.blocks for piece in block.pieces})
-        parts = {owner: _number_and_kv(memory, owner, size, k.dtype) for owner in owners}
+        parts = {owner: _number_and_kv(memory, owner, size, operands.dtype) for owner in owners}
         self._numbers = {owner: number for owner, (number, _) in parts.items()}
         own_number, own = parts[memory.rank]
         assert own_number is not None and own is not None
         self.own = own
         self.words = Words(own_number, [owner for owner in owners if owner != memory.rank], k.device)
         self._areas = {
-            owner: None if area is None else split_heads(area, places, self.heads, self.head_dim)
+            owner: None if area is None else split_heads(area, places, self.heads, operands.shape)
             for owner, (_, area) in parts.items()
         }
         own_sections = self._areas[memory.rank]
         assert own_sections is not None
         self._own_sections = own_sections
 
+    def _own_slots(self) -> list[torch.Tensor]:
+        """The K/V of each section in this rank's area."""
+        return [lines[:, self.operands.lines(0, self.blocks[0].num_rows)] for lines in self._own_sections]
+
     def _buffers(self, k: torch.Tensor) -> list[torch.Tensor]:
         """The K/V of each unit: a view of a buffer, or this rank's own part of its area."""
-        batch, count = k.shape[0], self.memory.turns
-        line = batch * 2 * self.head_dim
-        sizes = [line * self.blocks[unit.block].num_rows * self.heads[unit.section] for unit in self.units]
+        batch, count, operands = k.shape[0], self.memory.turns, self.operands
+        lines = [self.blocks[unit.block].num_rows // operands.keys for unit in self.units]
+        units = [(unit, number, self.heads[unit.section]) for unit, number in zip(self.units, lines, strict=True)]
+        sizes = [batch * operands.elements * number * heads for _, number, heads in units]
         travelling = [sizes[index] for index in self.travelling]
         buffers = [
-            buffer(f"kv.{index}", (most,), k.dtype, k.device)
+            buffer(f"kv.{index}", (most,), operands.dtype, k.device)
             for index, most in enumerate(buffer_heads(tuple(travelling), count))
         ]
         return [
             self._own_sections[unit.section]
             if unit.stage is None
-            else split_heads(
-                buffers[unit.stage % count],
-                (batch, self.blocks[unit.block].num_rows),
-                (self.heads[unit.section],),
-                self.head_dim,
-            )[0]
-            for unit in self.units
+            else split_heads(buffers[unit.stage % count], (batch, number), (heads,), operands.shape)[0]
+            for unit, number, heads in units
         ]
 
     def _pulls(self, unit: Unit, slot: torch.Tensor) -> list[Incoming]:
@@ -168,8 +181,9 @@ class GatheredKV:
                 continue
             area = self._areas[piece.owner]
             for sequence, rows in enumerate(slot):
-                source = None if area is None else area[unit.section][sequence, _rows(self._area_row(piece), piece)]
-                pulls.append(Incoming(rows[_rows(piece.row, piece)], piece.owner, source))
+                lines = self.operands.lines(self._area_row(piece), piece.size)
+                source = None if area is None else area[unit.section][sequence, lines]
+                pulls.append(Incoming(rows[self.operands.lines(piece.row, piece.size)], piece.owner, source))
         return pulls
 
     def _sends(self, unit: Unit) -> list[Outgoing]:
@@ -180,7 +194,8 @@ class GatheredKV:
             for reader in readers:
                 if reader.rank != self.memory.rank:
                     own = self._own_sections[unit.section]
-                    sends += [Outgoing(rows[first : first + segment.size], reader.rank) for rows in own]
+                    lines = self.operands.lines(first, segment.size)
+                    sends += [Outgoing(rows[lines], reader.rank) for rows in own]
         return sends
 
     def _add_numbers(self, block: Gathering, pulls: list[Incoming], sends: list[Outgoing]) -> None:
@@ -192,23 +207,30 @@ class GatheredKV:
         sends += [Outgoing(self.words.own, reader) for reader in sorted(readers - {self.memory.rank})]
 
     def _offsets(self, batch: int) -> torch.Tensor:
-        """Offset of each head in the area, and the distance of its rows: (num_kv_heads, 2), in elements."""
-        line = 2 * self.head_dim
+        """Offset of each head in the area, and the distance of its lines: (num_kv_heads, 2), in elements."""
+        line = self.operands.elements
         return torch.tensor(
             [
-                (batch * self.area_rows * line * first + head * line, heads * line)
+                (batch * self.area_lines * line * first + head * line, heads * line)
                 for first, heads in zip(self.first_heads, self.heads, strict=False)
                 for head in range(heads)
             ]
         )
 
-    def _row_map(self, rows: int) -> torch.Tensor:
-        """Row of the area that each of this rank's rows is written to."""
-        row_map = torch.empty(rows, dtype=torch.int32)
+    def _line_map(self, rows: int) -> torch.Tensor:
+        """Line of the area that each of this rank's lines is written to."""
+        operands = self.operands
+        line_map = torch.empty(rows // operands.keys, dtype=torch.int32)
         for piece in self.blocks[0].pieces:
             if piece.owner == self.memory.rank:
-                row_map[_rows(piece.start, piece)] = torch.arange(piece.size, dtype=torch.int32) + self._area_row(piece)
-        return row_map
+                there = operands.lines(self._area_row(piece), piece.size)
+                line_map[operands.lines(piece.start, piece.size)] = torch.arange(there.start, there.stop)
+        return line_map
+
+    def _records(self, batch: int) -> torch.Tensor:
+        """Number in the area of each of this rank's records: (batch, lines, num_kv_heads)."""
+        lines = torch.arange(batch, device=self.device)[:, None] * self.area_lines + self.line_map
+        return (self.head_offsets[:, 0] + lines[..., None] * self.head_offsets[:, 1]) // self.operands.elements
 
     def _area_row(self, piece: Piece) -> int:
         """First row of a piece in its owner's area."""
@@ -240,8 +262,9 @@ class GradientReturn:
         self._units = [gathered.units[index] for index in gathered.travelling]  # by stage
         self.num_buffers = min(2, len(self._units))
         if len(blocks) == 1:
+            pairs, dtype = blocks[0].pairs, gathered.operands.dtype
             self.num_buffers = sections.choose_num_gradient_buffers(
-                k.shape, k.shape[2] * gathered.group, blocks[0].capacity, blocks[0].pairs, k.dtype, heads
+                gathered.evened_shape, k.shape[2] * gathered.group, blocks[0].capacity, pairs, dtype, heads
             )
         batches = sections.return_batches(len(self._units), self.num_buffers)
         self.batches = {batch[-1]: batch for batch in batches}  # by the stage after which they return
@@ -254,7 +277,7 @@ class GradientReturn:
             for rows, block in zip(readers, blocks, strict=True)
         ]
         most = max(sum(lines[unit.block]) * heads[unit.section] for unit in self._units)
-        received = buffer("dkv.in", (most * 2 * gathered.head_dim,), self.dtype, k.device)
+        received = buffer("dkv.in", (most * gathered.line,), self.dtype, k.device)
         own_sums = self._own_sums(k) if len(blocks) > 1 else []
         self.sums, self.stages, self.pulls, self.sends = [], [], [], []
         for unit in gathered.units:
@@ -262,15 +285,15 @@ class GradientReturn:
             own = own_sums[unit.section] if own_sums else None
             if unit.stage is None:
                 assert own is not None
-                self.stages.append((own[..., 0, :], own[..., 1, :]))
+                self.stages.append(own.split(gathered.widths, 3))
                 continue
-            partial = split_heads(received, (sum(lines[unit.block]),), (count,), gathered.head_dim)[0]
+            partial = split_heads(received, (sum(lines[unit.block]),), (count,), (gathered.line,))[0]
             stages = self._stages(unit)
             stage = stages[self.memory.rank]
             assert stage is not None
             self.sums.append((stage if own is None else own, partial))
             stage = stage[:, : block.num_rows]
-            self.stages.append((stage[..., 0, :], stage[..., 1, :]))
+            self.stages.append(stage.split(gathered.widths, 3))
             self.pulls.append(self._pulls(partial.split(lines[unit.block]), of_readers, stages, block))
             self.sends.append(self._sends(stage, block))
         self.moves = [
@@ -312,12 +335,12 @@ class GradientReturn:
             unit, (own, partial) = self._units[stage], self.sums[stage]
             heads = slice(*self.gathered.first_heads[unit.section : unit.section + 2])
             final = unit.block == len(self.gathered.blocks) - 1
-            sums = (dk[:, :, heads], dv[:, :, heads]) if final else (own[..., 0, :], own[..., 1, :])
+            sums = (dk[:, :, heads], dv[:, :, heads]) if final else own.split(self.gathered.widths, 3)
             collect(impl, own, partial, self.sources[unit.block], self.max_readers[unit.block], *sums)
 
     def _map_areas(self, k: torch.Tensor) -> None:
         """Reserve the gradient buffers of this rank and map those of its readers."""
-        line = self._batch * 2 * k.shape[3]
+        line = self._batch * self.gathered.line
         sizes = [line * self.gathered.blocks[unit.block].capacity * self._heads(unit) for unit in self._units]
         self._sizes = list(buffer_heads(tuple(sizes), self.num_buffers))
         self.memory.reserve("dkv", sum(self._sizes) * self.dtype.itemsize)
@@ -328,14 +351,14 @@ class GradientReturn:
         }
 
     def _own_sums(self, k: torch.Tensor) -> list[torch.Tensor]:
-        """The sum of the gradients of this rank's own keys, for each section: (batch, rows, heads, 2, head_dim)."""
-        line, heads = self._batch * self._rows * 2 * k.shape[3], self.gathered.heads
+        """The sum of the gradients of this rank's own keys, for each section: (batch, rows, heads, line)."""
+        line, heads = self._batch * self._rows * self.gathered.line, self.gathered.heads
         buffers = [
             buffer(f"dkv.sum.{index}", (line * most,), self.dtype, k.device)
             for index, most in enumerate(buffer_heads(heads))
         ]
         return [
-            split_heads(buffers[section % 2], (self._batch, self._rows), (count,), k.shape[3])[0]
+            split_heads(buffers[section % 2], (self._batch, self._rows), (count,), (self.gathered.line,))[0]
             for section, count in enumerate(heads)
         ]
 
@@ -343,13 +366,12 @@ class GradientReturn:
         return self.gathered.heads[unit.section]
 
     def _stages(self, unit: Unit) -> dict[int, torch.Tensor | None]:
-        """The buffer of a unit on each reader: (batch, rows, heads, 2, head_dim); None if out of reach."""
+        """The buffer of a unit on each reader: (batch, rows, heads, line); None if out of reach."""
         assert unit.stage is not None
         index, places = unit.stage % self.num_buffers, (self._batch, self.gathered.blocks[unit.block].capacity)
+        heads, line = (self._heads(unit),), (self.gathered.line,)
         return {
-            rank: None
-            if area is None
-            else split_heads(area.split(self._sizes)[index], places, (self._heads(unit),), self.gathered.head_dim)[0]
+            rank: None if area is None else split_heads(area.split(self._sizes)[index], places, heads, line)[0]
             for rank, area in self._areas.items()
         }
 
@@ -378,12 +400,12 @@ class GradientReturn:
 
 
 def split_heads(
-    area: torch.Tensor, places: tuple[int, ...], heads: tuple[int, ...], head_dim: int
+    area: torch.Tensor, places: tuple[int, ...], heads: tuple[int, ...], line: tuple[int, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Views of consecutive parts of an area, one for each section: (*places, heads of the section, 2, head_dim)."""
-    sizes = [math.prod(places) * count * 2 * head_dim for count in heads]
+    """Views of consecutive parts of an area, one for each section: (*places, heads of the section, *line)."""
+    sizes = [math.prod((*places, count, *line)) for count in heads]
     parts = area[: sum(sizes)].split(sizes)
-    return tuple(part.view(*places, count, 2, head_dim) for part, count in zip(parts, heads, strict=True))
+    return tuple(part.view(*places, count, *line) for part, count in zip(parts, heads, strict=True))
 
 
 def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> torch.Tensor:

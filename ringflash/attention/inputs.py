@@ -54,10 +54,20 @@ class _WithoutGradient(torch.autograd.Function):
         return None, None
 
 
+_UNPADDED = (192,), (128,)  # columns of k and v that every kernel takes: DeepSeek's latent attention
+
+
 def pad_values(k: Tensor, v: Tensor) -> Tensor:
-    """Pad v with zeros to the head_dim of k. The operator refuses any other difference."""
+    """Pad v with zeros to the head_dim of k, unless kernels take both as they are. The operator refuses a wider v."""
+    if (k.shape[-1:], v.shape[-1:]) == _UNPADDED:
+        return v
     missing = k.shape[-1] - v.shape[-1] if k.dim() == v.dim() == 4 and v.shape[-1] else 0
     return pad(v, (0, missing)) if missing > 0 else v
+
+
+def evened(k: Tensor, v: Tensor) -> Tensor:
+    """Return k cut to half of the columns of k and v: its shape says how much both take together."""
+    return k if k.shape == v.shape else k[..., : (k.shape[-1] + v.shape[-1]) // 2]
 
 
 def make_addressable(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,6 +24,7 @@ class Operands:
         keys: keys of a line.
         shape: of a line.
         dtype: of a line.
+        widths: head_dim of k and of v.
     """
 
     rounded: bool
@@ -30,28 +32,39 @@ class Operands:
     keys: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    widths: tuple[int, int]
 
     @classmethod
-    def of(cls, k: torch.Tensor, *, rounded: bool, for_backward: bool) -> Operands:
-        """Return the form of keys like k: (batch, seqlen, num_kv_heads, head_dim)."""
+    def of(cls, k: torch.Tensor, v: torch.Tensor, *, rounded: bool, for_backward: bool) -> Operands:
+        """Return the form of K and V like these: (batch, seqlen, num_kv_heads, head_dim)."""
+        widths = k.shape[3], v.shape[3]
         if rounded:
-            return cls(True, for_backward, KEYS_OF_RECORD, (record_bytes(k.shape[3]),), torch.uint8)
-        return cls(False, for_backward, 1, (2, k.shape[3]), k.dtype)
+            return cls(True, for_backward, KEYS_OF_RECORD, (record_bytes(k.shape[3]),), torch.uint8, widths)
+        return cls(False, for_backward, 1, (sum(widths),), k.dtype, widths)
 
     def lines_of(self, k: torch.Tensor) -> tuple[int, ...]:
         """Shape of the lines of k: (batch, lines, num_kv_heads, *shape); the last line may be padded."""
         return k.shape[0], -(-k.shape[1] // self.keys), k.shape[2], *self.shape
+
+    @property
+    def elements(self) -> int:
+        """Elements of a line."""
+        return math.prod(self.shape)
+
+    def lines(self, first: int, size: int) -> slice:
+        """Lines of the keys [first, first + size), which are whole lines."""
+        return slice(first // self.keys, (first + size) // self.keys)
 
     def pack(self, k: torch.Tensor, v: torch.Tensor, kernel: ModuleType, out: torch.Tensor) -> None:
         """Write the lines of k and v to `out`."""
         if self.rounded:
             kernel.quantise_kv(k, v, for_backward=self.for_backward, out=out)
         else:
-            torch.stack((k, v), dim=3, out=out)
+            torch.cat((k, v), dim=3, out=out)
 
     def unpack(self, lines: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what kernels take: K and V, or the records."""
-        return (lines,) if self.rounded else lines.unbind(3)
+        return (lines,) if self.rounded else lines.split(self.widths, 3)
 
     def forward(self, kernel: ModuleType) -> Callable[..., None]:
         """Return the kernel's forward, which takes `unpack` after q."""

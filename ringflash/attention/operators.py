@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ringflash.attention.inputs import evened
 from ringflash.attention.options import RingOptions
 from ringflash.attention.plan import CallArguments, signature
 from ringflash.attention.ring_call import RingCall
 from ringflash.comm import agreement
-from ringflash_kernels.api import check_inputs, device_guard, state_dtype
+from ringflash_kernels.api import check_inputs, device_guard, out_shape, state_dtype
 
 
 def _forward(
@@ -52,7 +53,7 @@ def _forward(
 
     Args:
         grad_flags: bit 0, 1, 2: q, k, v requires grad.
-        v_head_dim: head_dim of the caller's v, before it was padded to that of k.
+        v_head_dim: head_dim of the caller's v, which may have been padded to that of k.
     """
     options = RingOptions(_group(group_name), layout, impl, transport, deterministic, fp8_backward)
     arguments = CallArguments(causal, softmax_scale, window_left, window_right, options)
@@ -64,7 +65,7 @@ def _forward(
             checksum = agreement.agree(options.group, content, call.error, q.device, call=call.number)
             call.number = call.number._replace(checksum=checksum)
         row_max = _empty_row_max(q, fp8_backward, grad_flags)
-        out, lse = call.start(q, k).forward(q, k, v, row_max if row_max.numel() else None)
+        out, lse = call.start(q, evened(k, v)).forward(q, k, v, row_max if row_max.numel() else None)
         record = torch.tensor((call.number.number, *(call.checked.mask.cu_seqlens or ())), dtype=torch.int64)
         return out, lse, row_max, record
 
@@ -88,7 +89,7 @@ def _(q, k, v, cu_seqlens, group_name, *options):  # type: ignore[no-untyped-def
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=state_dtype(q.dtype))
     num_bounds = 0 if cu_seqlens is None else cu_seqlens.shape[0]
     record = torch.empty(1 + num_bounds, dtype=torch.int64, device="cpu")
-    return q.new_empty(q.shape), lse, _empty_row_max(q, fp8_backward, grad_flags), record
+    return q.new_empty(out_shape(q, v)), lse, _empty_row_max(q, fp8_backward, grad_flags), record
 
 
 def _gradients(
@@ -120,7 +121,7 @@ def _gradients(
         q, k, v, dout = call.plan((q, k, v, dout), tuple(bounds) or None, arguments)
         if options.group is not None:
             agreement.agree_on_backward(options.group, call.number, call.error, q.device)
-        return call.start(q, k).backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
+        return call.start(q, evened(k, v)).backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
 
 
 ring_attention_backward = torch.library.custom_op("ringflash::ring_attention_backward", _gradients, mutates_args=())

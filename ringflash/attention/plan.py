@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from ringflash.attention.inputs import document_bounds
 from ringflash.attention.options import RingOptions
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.schedule import Gathering, Schedule
-from ringflash.attention.sections import GIB, gather_bytes
+from ringflash.attention.sections import choose_blocks
 from ringflash.attention.ulysses import Ulysses, check_heads, shared_kv_heads
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
@@ -33,9 +34,15 @@ from ringflash.comm.transport import (
 )
 from ringflash.sequence.layout import check_layout
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.api import IMPLS, check_fp8_backward, check_inputs, choose_impl, implementation
-
-MAX_GATHER_BYTES = 12 * GIB  # buffers of an all-gather over NCCL; beyond, a ring of hops needs less
+from ringflash_kernels.api import (
+    IMPLS,
+    KEYS_OF_RECORD,
+    check_fp8_backward,
+    check_inputs,
+    choose_impl,
+    implementation,
+    rounds,
+)
 
 
 class CallArguments(NamedTuple):
@@ -75,18 +82,36 @@ class CallPlan:
     @property
     def gathering(self) -> Gathering:
         """Keys that this rank gathers by heads."""
-        return schedule.gather(self.mask, *self.place, self.options.layout)
+        return schedule.gather(self.mask, *self.place, self.options.layout, self.keys_of_line)
+
+    @property
+    def keys_of_line(self) -> int:
+        """Keys that an all-gather by heads moves together: those of a record in FP8, if chunks consist of them; or 1.
+
+        Other chunks travel as they are, and each rank rounds what it has gathered.
+        """
+        layout, cp_size = self.options.layout, self.place[0]
+        fits = rounds(self.impl) and schedule.consists_of(self.mask, cp_size, layout, KEYS_OF_RECORD)
+        return KEYS_OF_RECORD if fits else 1
+
+    def travelling_dtype(self, k: Tensor) -> torch.dtype:
+        """Dtype of K and V on their way."""
+        return torch.uint8 if self.keys_of_line > 1 else k.dtype
 
     def gathers(self, q: Tensor, k: Tensor, transport: str | None) -> tuple[Gathering, ...]:
         """Blocks of keys that this rank gathers by heads, the same on every rank; none if a ring of hops is used."""
-        return (self.gathering,) if self.gathers_by_heads(q, k, transport) else ()
+        if not self.gathers_by_heads(transport):
+            return ()
+        whole, layout = self.gathering, self.options.layout
+        steps = len(schedule.active_steps(self.mask, self.place[0], layout))
+        sizes = choose_blocks(
+            k.shape, q.shape[2], whole.capacity, whole.arriving, whole.pairs, steps, self.travelling_dtype(k), transport
+        )
+        return schedule.gather_blocks(self.mask, *self.place, layout, sizes, self.keys_of_line)
 
-    def gathers_by_heads(self, q: Tensor, k: Tensor, transport: str | None) -> bool:
-        """True if K/V are gathered by heads; over NCCL if the buffers are not too large. The same on every rank."""
-        if transport in (None, "gloo", "copy_engine"):
-            return transport == "copy_engine"
-        keys, arriving, pairs = self.gathering.capacity, self.gathering.arriving, self.gathering.pairs
-        return gather_bytes(k.shape, q.shape[2], keys, arriving, pairs, k.dtype) <= MAX_GATHER_BYTES
+    def gathers_by_heads(self, transport: str | None) -> bool:
+        """True on GPUs, False on CPUs and for a single process."""
+        return transport not in (None, "gloo")
 
     def open(self, q: Tensor, k: Tensor, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         """Return the algorithm that carries the call out. Opens the transport, on all ranks together."""
@@ -148,7 +173,7 @@ class CallPlan:
         rest = self.impl, self.softmax_scale, self.options.deterministic, call, self.options.fp8_backward
         if channel is not None and blocks:
             memory = message_memory(channel, q.device) if isinstance(channel, PointToPoint) else channel
-            return HeadGather(blocks, memory, *rest)
+            return HeadGather(blocks, memory, *rest, self.keys_of_line > 1)
         assert channel is None or isinstance(channel, PointToPoint)
         hops = self.schedule
         cuda_graphs.hold(hops, q.device)

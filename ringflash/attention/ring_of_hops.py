@@ -1,4 +1,4 @@
-"""Attention over a ring of hops: gloo, and NCCL for sequences whose gathered K/V would not fit.
+"""Attention over a ring of hops: gloo. Over NCCL, only tests and benchmarks run it.
 
     forward    wait K/V(t)                   post K/V(t + 1)                kernel(t): (out, lse) carried in fp32
     backward   wait K/V(t), add dK/dV(t - 2) post K/V(t + 1), dK/dV(t - 1)  kernel(t): dQ stays, dK/dV in fp32
@@ -26,7 +26,7 @@ from ringflash.comm.transport import Message, Pending, PointToPoint, buffer, tra
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
-from ringflash_kernels.api import begin_backward, implementation, rounds, state_dtype
+from ringflash_kernels.api import begin_backward, implementation, out_shape, rounds, state_dtype
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,13 +60,13 @@ class RingOfHops:
             q: (batch, seqlen_local, num_heads, head_dim).  k, v: (batch, seqlen_local, num_kv_heads, head_dim).
             row_max: as lse, written: the largest score of each row, or a little more.
         Returns:
-            out: as q.  lse: (batch, num_heads, seqlen_local), natural log.
+            out: as q, as wide as v.  lse: (batch, num_heads, seqlen_local), natural log.
         Numerics: (out, lse) are carried in fp32 (fp64 for fp64) and cast once, on the last hop.
         """
-        kernel, operands = implementation(self.impl, q, k, v), self._operands(k, for_backward=False)
+        kernel, operands = implementation(self.impl, q, k, v), self._operands(k, v, for_backward=False)
         forward = operands.forward(kernel)
         state = state_dtype(q.dtype)
-        out = _empty(q)
+        out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state, device=q.device)
         computed = [hop.step for hop in self.schedule.hops if hop.source is not None]
         single = len(computed) == 1 or out.dtype == state
@@ -114,7 +114,7 @@ class RingOfHops:
             dk, dv = _empty(k), _empty(v)
             gradients.add(k, v, self.schedule.hops[0].mask, dk, dv, accumulate=False)
             return gradients.finish(_empty(q)), dk, dv
-        hops, operands = self.schedule.hops, self._operands(k, for_backward=True)
+        hops, operands = self.schedule.hops, self._operands(k, v, for_backward=True)
         kernel, add = implementation(self.impl, q, k, v), operands.add(gradients)
         with watching(self.transport, "backward", q.device) as call:
             with waiting(q.device):
@@ -142,10 +142,10 @@ class RingOfHops:
                 _mark(call, hop)
                 yield index, hop, arrived
 
-    def _operands(self, k: torch.Tensor, *, for_backward: bool) -> Operands:
+    def _operands(self, k: torch.Tensor, v: torch.Tensor, *, for_backward: bool) -> Operands:
         """K and V as they travel; a single process leaves the rounding to its kernel."""
         rounded = self.transport is not None and rounds(self.impl)
-        return Operands.of(k, rounded=rounded, for_backward=for_backward)
+        return Operands.of(k, v, rounded=rounded, for_backward=for_backward)
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:
@@ -269,14 +269,14 @@ class GradientExchange(Exchange):
     def gradients_of(self, index: int) -> KeyValue:
         """dk, dv to which the kernel adds those of hop number `index`: this rank's sum, or a message to the owner."""
         gradients = self.total if self.hops[index].step == 0 else self._outgoing(index).zero_()
-        return gradients[0], gradients[1]
+        return self._parts(gradients)
 
     def finish_gradients(self) -> KeyValue:
         """Return dk, dv of this rank's own keys, summed over every rank that read them."""
         self._advance(len(self.hops))
         self._advance(len(self.hops) + 1)
         self.finish()
-        return self.total[0], self.total[1]
+        return self._parts(self.total)
 
     def _advance(self, index: int) -> None:
         """Advance as in the forward, and add the gradients that returned during the previous hop before more arrive."""
@@ -309,4 +309,9 @@ class GradientExchange(Exchange):
         return self._buffer("dkv.in", self.total.dtype)
 
     def _buffer(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return buffer(name, (2, *self.k.shape), dtype, self.k.device)
+        return buffer(name, (self.k.numel() + self.v.numel(),), dtype, self.k.device)
+
+    def _parts(self, flat: torch.Tensor) -> KeyValue:
+        """dK and dV in a buffer."""
+        dk, dv = flat.split((self.k.numel(), self.v.numel()))
+        return dk.view(self.k.shape), dv.view(self.v.shape)

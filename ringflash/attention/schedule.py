@@ -91,6 +91,12 @@ def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ..
     return tuple(sorted(steps))
 
 
+@lru_cache(maxsize=64)
+def consists_of(mask: SequenceMask, cp_size: int, layout: str, multiple: int) -> bool:
+    """Return True if every chunk of every rank consists of runs of `multiple` keys, counted from the first position."""
+    return not any(place % multiple for shard in _shards(mask, cp_size, layout) for chunk in shard for place in chunk)
+
+
 class Piece(NamedTuple):
     """Keys that a rank needs: rows [start, start + size) of the owner's shard, gathered from `row` on.
 
@@ -165,14 +171,16 @@ class Gathering:
 
 
 @lru_cache(maxsize=8)
-def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathering:
+def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, multiple: int = 1) -> Gathering:
     """Find the keys that one rank gathers, its own and those of other ranks, as one block.
 
+    Args:
+        multiple: keys that stay together: chunks begin and end, and are cut, at multiples of it (`consists_of`).
     Raises:
         ValueError: the layout cannot divide the sequence evenly.
     """
     shards = _shards(mask, cp_size, layout)
-    seen = {rank: _seen(mask, shard, layout) for rank, shard in enumerate(shards)}
+    seen = {rank: _seen(mask, shard, layout, multiple) for rank, shard in enumerate(shards)}
     segments = list(_segments(shards, list(seen.values())))
     most, arriving = max(spans.num_rows for spans in seen.values()), _arriving(segments, list(seen.values()))
     return _gathering(mask, shards, cp_rank, segments, seen, most, arriving, whole=True)
@@ -180,7 +188,7 @@ def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Gathe
 
 @lru_cache(maxsize=8)
 def gather_blocks(
-    mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, sizes: tuple[int, ...]
+    mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, sizes: tuple[int, ...], multiple: int = 1
 ) -> tuple[Gathering, ...]:
     """Cut the keys that one rank gathers into blocks: its own first, then those of ever more distant owners.
 
@@ -188,13 +196,14 @@ def gather_blocks(
 
     Args:
         sizes: number of distances of each block, runs of `active_steps`; if there are several, the first is 1.
+        multiple: as `gather`.
     """
     if len(sizes) == 1:
-        return (gather(mask, cp_size, cp_rank, layout),)
+        return (gather(mask, cp_size, cp_rank, layout, multiple),)
     steps = active_steps(mask, cp_size, layout)
     assert sizes[0] == 1 and sum(sizes) == len(steps)
-    shards, whole = _shards(mask, cp_size, layout), gather(mask, cp_size, cp_rank, layout)
-    seen = [_seen(mask, shard, layout) for shard in shards]
+    shards, whole = _shards(mask, cp_size, layout), gather(mask, cp_size, cp_rank, layout, multiple)
+    seen = [_seen(mask, shard, layout, multiple) for shard in shards]
     segments = list(_segments(shards, seen))
     owned: list[list[Chunk]] = [[] for _ in shards]
     for owner, segment in segments:
@@ -245,11 +254,12 @@ def _gathering(
     return Gathering(tuple(pieces), pairs, own, readers, capacity, arriving, mask.num_visible // len(shards))
 
 
-def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str) -> Spans:
-    """Keys that a shard of queries sees, rounded to a 64th of a chunk if all chunks are equal."""
+def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: int) -> Spans:
+    """Keys that a shard of queries sees in multiples of `multiple`, rounded to a 64th of a chunk if all are equal."""
     size = shard[0].size
     grain = 1 if layout == "balanced" else max(1, size // 64)  # few sizes of segments, and none of a few rows
     grain -= grain % 16 if grain > 16 else 0  # kernels are compiled for lengths divisible by 16 and others
+    grain = -(-grain // multiple) * multiple
     spans: list[tuple[int, int]] = []
     for chunk in shard:
         first, stop = mask.visible_span(chunk.start, chunk.stop)

@@ -1,4 +1,4 @@
-"""Sections of an all-gather by heads: how many KV heads a rank gathers at a time, and in how many buffers.
+"""Sections and blocks of an all-gather by heads: how many KV heads, and keys of how many ranks, are gathered at a time.
 
 Pure Python, with the same result on every rank. The constants were tuned on H200s (docs/performance.md).
 """
@@ -18,6 +18,11 @@ GIB, MIB = 1 << 30, 1 << 20
 HEADER_BYTES = 256  # of an area, before its K/V: the number of the call; K/V need this alignment
 MAX_UNBUFFERED_KV_BYTES = 2 * GIB  # gather the K/V of all heads into one area if they fit; otherwise double-buffer
 MIN_SECTION_PAIRS = 1 << 18  # query heads * keys. A smaller section takes the host longer than the GPU
+MAX_GATHER_BYTES = 12 * GIB  # buffers of a call of one block; beyond, it is cut into blocks
+MAX_BLOCK_STEPS = 8  # ranks of one block over NCCL: of more, the messages are cheaper in blocks of all heads
+BLOCK_BYTES = 512 * MIB  # largest buffer of gradients of a unit, in a call of several blocks
+STATE_BYTES = 256 * MIB  # largest fp32 output of a section, in a call of several blocks
+MIN_UNIT_WORK = 1 << 35  # heads * visible pairs * head_dim. A smaller unit takes the host longer than the GPU
 _LONG_CALL_WORK = 1 << 39  # heads * queries * keys * head_dim. A shorter backward gains nothing from growing sections
 _IDLE_LINK_WORK = 1 << 43  # heads * visible pairs * head_dim: a backward of 140 ms, in which links can fall idle
 BUFFER_BYTES = 192 * MIB  # largest buffer of K/V, or of gradients, of a section that may be smaller
@@ -44,9 +49,12 @@ def choose_sections(shape: Shape, num_heads: int, keys: int, dtype: torch.dtype,
         num_heads: heads of q.
         keys: largest number of keys that any rank gathers of one sequence.
         dtype: dtype of k.
+        num_blocks: blocks of the call; in several, sections have the heads that memory allows.
     """
     batch, rows, num_kv_heads, head_dim = shape
     group = num_heads // num_kv_heads
+    if num_blocks > 1:
+        return Sections(*[_equal_sections(num_kv_heads, _block_heads(shape, num_heads, dtype))] * 2)
     least = max(1, -(-MIN_SECTION_PAIRS // (group * batch * keys)))
     if least >= num_kv_heads:
         return Sections((num_kv_heads,), (num_kv_heads,))
@@ -58,6 +66,56 @@ def choose_sections(shape: Shape, num_heads: int, keys: int, dtype: torch.dtype,
         return Sections(forward, _equal_sections(num_kv_heads, least))
     most = max(least, BUFFER_BYTES // (head * state_dtype(dtype).itemsize))
     return Sections(forward, _sections_small_at_both_ends(num_kv_heads, hiding, most))
+
+
+def choose_blocks(
+    shape: Shape,
+    num_heads: int,
+    keys: int,
+    arriving: int,
+    pairs: int,
+    num_steps: int,
+    dtype: torch.dtype,
+    transport: str | None,
+) -> tuple[int, ...]:
+    """Return the numbers of distances of each block of keys, as `schedule.gather_blocks` takes them.
+
+    A call has one block, which needs the fewest launches, unless several save memory, save messages, or hide the keys
+    and gradients of a single KV head. The first block is the rank's own keys, which need no transfer. The next ones
+    and the last ones are small, since little hides their keys and their gradients.
+
+    Args: as `gather_bytes`, and
+        num_steps: number of distances at which any rank sees keys (`schedule.active_steps`).
+        transport: "nccl" or another.
+    """
+    batch, rows, num_kv_heads, head_dim = shape
+    work = batch * num_heads * pairs * head_dim
+    worth = (num_kv_heads == 1 or (transport == "nccl" and num_steps > MAX_BLOCK_STEPS)) and work >= 4 * MIN_UNIT_WORK
+    if num_steps == 1 or not (worth or gather_bytes(shape, num_heads, keys, arriving, pairs, dtype) > MAX_GATHER_BYTES):
+        return (num_steps,)
+    heads = _block_heads(shape, num_heads, dtype)
+    step = 2 * batch * rows * heads * head_dim * state_dtype(dtype).itemsize
+    sections, others = -(-num_kv_heads // heads), num_steps - 1
+    least = -(-MIN_UNIT_WORK * num_steps * sections // work)
+    return 1, *_small_at_both_ends(others, max(least, others // 64), max(1, least, BLOCK_BYTES // step))
+
+
+def _small_at_both_ends(total: int, least: int, most: int) -> tuple[int, ...]:
+    """Divide a total into sizes from `least` to `most` that grow fast at first, and shrink likewise at the end."""
+    growing: list[int] = []
+    size = least
+    while size < most and 2 * (sum(growing) + size) < total:
+        growing.append(size)
+        size *= 4
+    return *growing, *_equal_sections(total - 2 * sum(growing), most), *reversed(growing)
+
+
+def _block_heads(shape: Shape, num_heads: int, dtype: torch.dtype) -> int:
+    """Return the most KV heads of a section in a call of several blocks."""
+    batch, rows, num_kv_heads, head_dim = shape
+    line = batch * rows * head_dim * state_dtype(dtype).itemsize
+    most = min(STATE_BYTES // (line * num_heads // num_kv_heads), BLOCK_BYTES // (2 * line))
+    return min(num_kv_heads, max(1, most))
 
 
 def fits_unbuffered(shape: Shape, keys: int, dtype: torch.dtype) -> bool:

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ringflash.attention.inputs import evened
 from ringflash.comm.call_numbers import CallNumber, Words
 from ringflash.comm.transport import Message, PointToPoint
 from ringflash.comm.wait_timer import waiting
@@ -75,7 +76,7 @@ class Ulysses:
     """One attention call with an all-to-all of heads in each host, apart from its tensors.
 
     Args:
-        attention: opens attention over this rank's rail for q and k with the rows of the host.
+        attention: opens attention over this rank's rail for q and `evened` k with the rows of the host.
         channel: messages between the ranks of this host.
         layout: layout of the rows.
         call: number of the call in the group.
@@ -92,7 +93,7 @@ class Ulysses:
         exchange = self._exchange("forward", q)
         q, k, v = exchange.to_host(q, _spread(k, shared), _spread(v, shared))
         largest = None if row_max is None else row_max.new_empty(q.shape[0], q.shape[2], q.shape[1])
-        out, lse = self.attention(q, k).forward(q, k, v, largest)
+        out, lse = self.attention(q, evened(k, v)).forward(q, k, v, largest)
         statistics = [_with_rows_first(x) for x in (lse, largest) if x is not None]
         out, *statistics = exchange.to_ranks(out, *statistics)
         lse, *rest = map(_with_heads_first, statistics)
@@ -121,7 +122,7 @@ class Ulysses:
         arrived = map(_with_heads_first, statistics)
         lse = next(arrived)
         dlse, row_max = (next(arrived) if present else None for present in given)
-        grads = self.attention(q, keys).backward(dout, dlse, q, keys, values, out, lse, row_max)
+        grads = self.attention(q, evened(keys, values)).backward(dout, dlse, q, keys, values, out, lse, row_max)
         dq, dk, dv = exchange.to_ranks(*grads)
         return dq, _sum_shared(dk, shared, k.shape[2]), _sum_shared(dv, shared, k.shape[2])
 

@@ -50,8 +50,7 @@ class TokenSequences(Dataset[Batch]):
         if not len(documents):
             raise ValueError("documents must name one at least, got none; prepare more text.")
         self.files, self.documents, self.seqlen = files, documents.numpy(), seqlen
-        self.chunks = chunks(seqlen, cp_size, cp_rank, layout)
-        self.positions = local_positions(seqlen, cp_size, cp_rank, layout)
+        self.place = cp_size, cp_rank, layout
         self.ends = np.cumsum(files.lengths[self.documents])  # end of each document in the packed stream
 
     def __len__(self) -> int:
@@ -61,15 +60,17 @@ class TokenSequences(Dataset[Batch]):
         if not 0 <= index < len(self):
             raise IndexError(f"index must be from 0 to {len(self) - 1}, got {index}; sequences end there.")
         bounds, num_tokens = self.bounds(index)
-        parts = [self._chunk(index * self.seqlen, c.start, c.stop, bounds, num_tokens) for c in self.chunks]
+        cu_seqlens = torch.from_numpy(bounds)
+        held = chunks(self.seqlen, *self.place, tuple(bounds.tolist()))
+        parts = [self._chunk(index * self.seqlen, c.start, c.stop, bounds, num_tokens) for c in held]
         tokens, labels = (torch.cat(x) for x in zip(*parts, strict=True))
         num_documents = len(bounds) - 1 - (num_tokens < self.seqlen)
         return {
             "input_ids": tokens[None],
-            "position_ids": self.positions[None],
+            "position_ids": local_positions(self.seqlen, *self.place, cu_seqlens)[None],
             "shift_labels": labels[None],
             "num_items_in_batch": torch.tensor(max(1, num_tokens - num_documents)),
-            "cu_seqlens": torch.from_numpy(bounds),
+            "cu_seqlens": cu_seqlens,
             "use_cache": False,
         }
 

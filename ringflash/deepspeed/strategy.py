@@ -57,7 +57,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
     Args:
         context_parallel_size: ranks that share one sequence; "auto" is all that data_parallel_size leaves.
         data_parallel_size: number of sequences processed in parallel; "auto" is all that is left.
-        layout: which tokens of a sequence a rank holds: "zigzag", or for packed documents "striped" (docs/masks.md).
+        layout: which tokens of a sequence a rank holds: "zigzag", or for packed documents "balanced" (docs/masks.md).
         config: DeepSpeed config, a dictionary or the path of a JSON file; default one built from the options.
         options: further arguments of DeepSpeedStrategy, such as stage.
     Raises:

@@ -32,7 +32,8 @@ def prepare_batch(
 
     Args:
         input_ids: (batch, seqlen), int64, whole sequence.
-        cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence; batch must then be 1.
+        cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence; batch must then be 1. The layout
+            "balanced" needs them.
         labels: (batch, seqlen), already shifted (`ringflash.loss.shift_labels`, `pad_sequence`), with -100 for none;
             default is the successor of each token within its document.
         attention_mask: (batch, seqlen), 1 for a token and 0 for padding, which may be at the end of a row or, with
@@ -53,7 +54,7 @@ def prepare_batch(
         successors = successors.masked_fill((attention_mask == 0) | ~followed, IGNORE_INDEX)
     labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
     options = ModelRing(resolve(group), layout)
-    positions = local_positions(input_ids.shape[1], *options.place, layout).to(input_ids.device)
+    positions = local_positions(input_ids.shape[1], *options.place, layout, cu_seqlens).to(input_ids.device)
     if position_ids == "document" and cu_seqlens is not None:
         positions = within_documents(positions, cu_seqlens)
     elif position_ids != "global":
@@ -61,16 +62,16 @@ def prepare_batch(
             f"position_ids must be 'global', or 'document' with cu_seqlens, got {position_ids!r}; leave it out."
         )
     batch = {
-        "input_ids": shard_sequence(input_ids, group, 1, layout),
+        "input_ids": shard_sequence(input_ids, group, 1, layout, cu_seqlens),
         "position_ids": positions[None],
-        "shift_labels": shard_sequence(labels, group, 1, layout),
+        "shift_labels": shard_sequence(labels, group, 1, layout, cu_seqlens),
         "num_items_in_batch": (labels != IGNORE_INDEX).sum().clamp(min=1),
         "cu_seqlens": cu_seqlens,
         "use_cache": False,
     }
     shared = [input_ids, labels]
     if attention_mask is not None:
-        batch["is_token"] = shard_sequence(attention_mask, group, 1, layout) != 0
+        batch["is_token"] = shard_sequence(attention_mask, group, 1, layout, cu_seqlens) != 0
         shared.append(attention_mask)
     return batch if options.group is None else batch | {"checksum": _checksum(*shared)}
 

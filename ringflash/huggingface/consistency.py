@@ -163,7 +163,7 @@ def _find_value_errors(
 
 def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return a bool scalar: positions are the shard's global ones or, with documents, those within each document."""
-    positions = options.positions(length, position_ids.device)
+    positions = options.positions(length, position_ids.device, cu_seqlens)
     fit = (position_ids == positions).all()
     if cu_seqlens is not None:
         fit = fit | (position_ids == within_documents(positions, cu_seqlens)).all()

@@ -63,7 +63,8 @@ def log_probs(
     assert batch is not None  # agree has raised the problem
     seqlen = input_ids.shape[1]
     both = model(**batch, temperature=temperature)
-    whole = [unshard_sequence(x, group, 1, layout)[:, :seqlen] for x in (both if return_entropy else both[:1])]
+    found, bounds = both if return_entropy else both[:1], batch["cu_seqlens"]
+    whole = [unshard_sequence(x, group, 1, layout, bounds)[:, :seqlen] for x in found]
     return (whole[0], whole[1]) if return_entropy else whole[0]
 
 

@@ -19,9 +19,11 @@ class ModelRing(RingOptions):
 
     __slots__ = ()
 
-    def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the global positions of the `length` tokens that this rank holds."""
+    def positions(self, length: int, device: torch.device, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Return the global positions of the `length` tokens that this rank holds; cu_seqlens as `local_positions`."""
         cp_size, cp_rank = self.place
+        if self.layout == "balanced":  # read and decided once per step
+            return local_positions(length * cp_size, cp_size, cp_rank, self.layout, cu_seqlens).to(device)
         return _positions(length * cp_size, cp_size, cp_rank, self.layout, device)
 
 

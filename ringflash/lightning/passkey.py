@@ -83,7 +83,10 @@ class Passkey(lightning.Callback):
         strategy = strategy_of(trainer)
         sums = torch.zeros(len(sequences), 3, dtype=torch.float64, device=strategy.root_device)
         for total, (input_ids, labels) in zip(sums, sequences, strict=True):
-            batch = huggingface.prepare_batch(input_ids, group=strategy.cp_group, labels=labels, layout=strategy.layout)
+            bounds = torch.tensor([0, input_ids.shape[1]], dtype=torch.int32) if strategy.layout == "balanced" else None
+            batch = huggingface.prepare_batch(
+                input_ids, group=strategy.cp_group, labels=labels, layout=strategy.layout, cu_seqlens=bounds
+            )
             moved = {k: x.to(strategy.root_device) if isinstance(x, torch.Tensor) else x for k, x in batch.items()}
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 losses, correct = module(**moved, per_token=True)

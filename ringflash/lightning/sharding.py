@@ -47,6 +47,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
     _ringflash_ready = False
     _ringflash_cut = False  # True once a batch has been sharded
     _ringflash_checked = False
+    _ringflash_documents: Tensor | None = None  # cu_seqlens of the current batch
     _ringflash_step: FirstStep | None = None  # during the comparison
     check_sequence_sharding = True  # False skips the checks of batches and of the first step
 
@@ -103,6 +104,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         """
         trainer, group = self.trainer, ranks_of(self.trainer).cp_group
         self._ringflash_cut = True
+        self._ringflash_documents = _documents(batch)
         if isinstance(trainer.datamodule, SequenceData):
             return batch  # its batches are already shards
         if self.check_sequence_sharding:
@@ -121,7 +123,8 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         group = self._group()
         cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
         layout = ranks_of(self.trainer).layout
-        return local_positions(tokens.shape[1] * cp_size, cp_size, cp_rank, layout).to(tokens.device)
+        seqlen, documents = tokens.shape[1] * cp_size, self._ringflash_documents
+        return local_positions(seqlen, cp_size, cp_rank, layout, documents).to(tokens.device)
 
     def token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy over the tokens of the whole sequence, with the gradient scale of `ringflash.loss`.
@@ -182,7 +185,11 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
     def _check(self, batch: Any) -> None:
         """Run `check_wrapped` and `check_step` on the first tokens of a batch."""
         strategy, precision = ranks_of(self.trainer), self.trainer.precision_plugin
-        prefix = _prefix(batch, granularity(strategy.cp_size, strategy.layout) * CHECKED_TOKENS)
+        size = granularity(strategy.cp_size, strategy.layout) * CHECKED_TOKENS
+        prefix = _prefix(batch, size)
+        if strategy.layout == "balanced" and isinstance(prefix, dict):
+            prefix["cu_seqlens"] = torch.tensor([0, size], dtype=torch.int32)
+        documents, self._ringflash_documents = self._ringflash_documents, _documents(prefix)
         local, whole = FirstStep(whole=False), FirstStep(whole=True)
 
         def run(group: Group) -> None:
@@ -192,6 +199,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
                 step.run(self.training_step, shard)
 
         check_wrapped(self, run)
+        self._ringflash_documents = documents
         dtype = mixed_precision_policy(precision.precision).param_dtype
         check_step(local, whole, strategy.cp_group, dtype or next(self.parameters()).dtype)
 
@@ -261,6 +269,11 @@ def _units(module: nn.Module) -> list[nn.Module]:
     lists = (layer for layer in module.modules() if isinstance(layer, nn.ModuleList))
     first = next(lists, None)
     return [] if first is None else list(_modules_to_shard([first]))
+
+
+def _documents(batch: Any) -> Tensor | None:
+    """Return the document bounds of a batch, if it has any."""
+    return batch.get("cu_seqlens") if isinstance(batch, dict) else None
 
 
 def _prefix(batch: Any, size: int) -> Any:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -39,7 +39,10 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
     Args:
         context_parallel_size: ranks that share one sequence; "auto" is all that data_parallel_size leaves.
         data_parallel_size: number of sequences processed in parallel; "auto" is all that is left.
-        layout: which tokens of a sequence a rank holds: "zigzag", or for packed documents "striped" (docs/masks.md).
+        layout: which tokens of a sequence a rank holds: "zigzag", or for packed documents "balanced" (docs/masks.md).
+        replicate_size: copies of the parameters (HSDP). Each is sharded over consecutive ranks, such as those of some
+            hosts, so that parameters travel among these only; gradients are averaged over all ranks. A checkpoint has
+            one copy, and can be loaded with any other number.
         save_distributed_checkpoint: True writes a directory with a part from each rank, loadable on any number of
             ranks; False gathers everything into one file.
         async_checkpoint: True continues training while a checkpoint is written from a copy in host memory, and waits
@@ -47,8 +50,8 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         process_group_backend: default gloo on CPU and NCCL on CUDA.
         timeout: how long a collective waits for a missing rank.
     Raises:
-        ValueError: an unknown layout, sizes that do not multiply to the number of ranks, or an asynchronous checkpoint
-            in one file; before any communication.
+        ValueError: an unknown layout, sizes that do not multiply to the number of ranks, a number of copies that does
+            not divide it, or an asynchronous checkpoint in one file; before any communication.
     """
 
     handles_gradient_clipping = False
@@ -62,6 +65,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         async_checkpoint: bool | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        replicate_size: int = 1,
     ) -> None:
         if async_checkpoint and not save_distributed_checkpoint:
             raise ValueError(
@@ -78,6 +82,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         granularity(1, layout)  # raises for an unknown layout
         self._context_parallel_size, self.layout = context_parallel_size, layout
         self._shard_mesh: DeviceMesh | None = None
+        self._replicate_size = replicate_size
         self._async_checkpoint = save_distributed_checkpoint if async_checkpoint is None else async_checkpoint
         self._writer: CheckpointWriter | None = None
         self._training = False
@@ -88,10 +93,20 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         add_stop_on_signal(self._trainer)
         world_size = self.num_nodes * self.num_processes
         sizes = mesh_sizes(self._data_parallel_size, self._context_parallel_size, world_size)
+        copies = self._replicate_size
+        if copies < 1 or world_size % copies:
+            raise ValueError(
+                f"replicate_size must divide the number of ranks ({world_size}), got {copies}; 1 shards parameters "
+                "over all of them."
+            )
         self._setup_distributed()
         if self._shard_mesh is None:  # validate() and fit() of one trainer share a mesh and the model on it
             mesh = data_context_mesh(self.root_device.type, *sizes)
             self._device_mesh, self._shard_mesh = mesh, mesh._flatten("data_context")
+            if copies > 1:
+                self._shard_mesh = init_device_mesh(
+                    self.root_device.type, (copies, world_size // copies), mesh_dim_names=("replicate", "shard")
+                )
             for each in (mesh, self._shard_mesh):
                 set_group_timeouts(each, self._timeout)
         self.lightning_module._device_mesh = self._device_mesh
@@ -107,7 +122,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """Mesh of all ranks in one axis, over which parameters are sharded."""
+        """Mesh of all ranks, over whose last axis parameters are sharded, and over whose first of two replicated."""
         if self._shard_mesh is None:
             raise RuntimeError(
                 "shard_mesh must be read after the processes have joined, got a strategy without a mesh; "
@@ -140,7 +155,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Choose the dim to shard, None for rows: of 8 experts on 64 ranks, 8 ranks would hold one and 56 none."""
-        num_ranks = self.shard_mesh.size()
+        num_ranks = self.shard_mesh.shape[-1]
         if parameter.dim() < 3 or parameter.shape[0] % num_ranks == 0:
             return None
         return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size % num_ranks == 0), None)
@@ -264,7 +279,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         total = torch.zeros((), dtype=dtype, device=self.root_device)
         for shard in shards:
             total += torch.linalg.vector_norm(shard, dtype=dtype).square()
-        dist.all_reduce(total, group=self.shard_mesh.get_group())
+        dist.all_reduce(total, group=self.shard_mesh.get_group(self.shard_mesh.ndim - 1))
         return total.sqrt()
 
 

@@ -133,7 +133,8 @@ def _difference(local: list[AttentionCall], whole: list[AttentionCall], options:
         )
     for got, want in zip(local, whole, strict=True):
         for name, shard, full in zip("qkv", got.tensors, want.tensors, strict=True):
-            error = _compare(got.layer, name, shard, shard_sequence(full, options.group, 1, options.layout))
+            mine = shard_sequence(full, options.group, 1, options.layout, want.cu_seqlens)
+            error = _compare(got.layer, name, shard, mine)
             if error is not None:
                 return error
         if (got.causal, got.scale) != (want.causal, want.scale):

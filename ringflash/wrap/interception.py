@@ -41,12 +41,13 @@ _ATTENTION = ("attention", "flash_attn", "flash_fwd")  # parts of the names of a
 
 
 class AttentionCall(NamedTuple):
-    """Arguments of one attention call: the layer's name; q, k, v as (batch, seqlen, heads, head_dim); mask; scale."""
+    """Arguments of one attention call: the layer's name; q, k, v as (batch, seqlen, heads, head_dim); masks; scale."""
 
     layer: str
     tensors: tuple[Tensor, ...]
     causal: bool
     scale: float | None
+    cu_seqlens: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -86,11 +87,14 @@ class WrappedState:
                 "such call in its forward; its attention cannot be seen, and would stay within each rank's shard."
             )
 
-    def record(self, layer: nn.Module, *tensors: Tensor, causal: bool, scale: float | None) -> None:
+    def record(
+        self, layer: nn.Module, *tensors: Tensor, causal: bool, scale: float | None, cu_seqlens: Tensor | None = None
+    ) -> None:
         """Record an attention call of a layer."""
         _mark_called(self.key)
         if self.trace is not None:
-            self.trace.append(AttentionCall(self.name_of(layer), tuple(x.detach() for x in tensors), causal, scale))
+            inputs = tuple(x.detach() for x in tensors)
+            self.trace.append(AttentionCall(self.name_of(layer), inputs, causal, scale, cu_seqlens))
 
     def name_of(self, layer: nn.Module) -> str:
         """Return the name of a layer; for rare use, since torch.compile recompiles for each name that it reads."""
@@ -127,7 +131,7 @@ class Interception(TorchFunctionMode):
             return (_replace_uncompiled if inner_compile else _replace)(self._attend, *args, **kwargs)
         if kind == "ring":
             with torch._C.DisableTorchFunction():
-                self.state.record(self.layer, *args[:3], causal=args[5], scale=args[6])
+                self.state.record(self.layer, *args[:3], causal=args[5], scale=args[6], cu_seqlens=args[3])
                 return func(*args, **kwargs)
         if kind is not None:
             self._refuse(f"attend by scaled_dot_product_attention, got {kind}; call torch.nn.functional's")

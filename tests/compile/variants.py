@@ -67,6 +67,7 @@ def _narrow(recorder: Recorder) -> None:
     for mask in ("band", "bounds"):
         _backward(recorder, NARROW, mask)
     _backward(recorder, NARROW, "band", accumulate=False)
+    _exchange(recorder, NARROW)
 
 
 def forward_launch(module: ModuleType, head_dim: int, mask: str) -> Launch:
@@ -170,14 +171,15 @@ def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
         run.finish()
 
 
-def _exchange(recorder: Recorder, head_dim: int, module: ModuleType = gather_scatter) -> None:
-    recorder.variant = f"hd{head_dim} bfloat16 sum over ranks"
-    own, others = torch.zeros(1, _TOKENS, 2, 2, head_dim), torch.zeros(3 * _TOKENS, 2, 2, head_dim)
-    dk, dv = torch.empty(2, 1, _TOKENS, 2, head_dim, dtype=torch.bfloat16)
+def _exchange(recorder: Recorder, head_dim: int | tuple[int, int], module: ModuleType = gather_scatter) -> None:
+    recorder.variant = f"{_label(head_dim)} bfloat16 sum over ranks"
+    widths = _widths(head_dim)
+    own, others = torch.zeros(1, _TOKENS, 2, sum(widths)), torch.zeros(3 * _TOKENS, 2, sum(widths))
+    dk, dv = (torch.empty(1, _TOKENS, 2, width, dtype=torch.bfloat16) for width in widths)
     module.collect(own, others, torch.zeros(4, _TOKENS, dtype=torch.int32), dk, dv)
-    recorder.variant = f"hd{head_dim} bfloat16 to the peers"
+    recorder.variant = f"{_label(head_dim)} bfloat16 to the peers"
     lines, there = torch.zeros(2, 2, dtype=torch.int64), torch.arange(_TOKENS, dtype=torch.int32)
-    module.publish(dk, dv, torch.zeros(dk.numel() * 2, dtype=dk.dtype), lines, there, _TOKENS)
+    module.publish(dk, dv, torch.zeros(dk.numel() + dv.numel(), dtype=dk.dtype), lines, there, _TOKENS)
 
 
 def _fp8(recorder: Recorder, head_dim: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash
 from ringflash.attention import plan, ulysses
+from ringflash.comm.call_numbers import NO_NUMBER
 from ringflash.comm.group import Host
 from ringflash.comm.hosts import split_hosts
 from ringflash.comm.transport import Message, Pending, PointToPoint
+from ringflash.sequence import layout as layouts
 from tests.helpers import refusals, ring_check
 from tests.helpers.cases import Case, narrow_cases
 from tests.helpers.pool import Context, Pool, WorkerError
@@ -60,6 +63,32 @@ def test_by_host(pool: Pool, num_hosts: int) -> None:
     pool.run(check_all, "by_host", num_hosts, CASES if num_hosts == 2 else CASES[1:3])
     if num_hosts == 2:
         pool.run(check_all, "by_host", num_hosts, [STRIPED], 32)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+@pytest.mark.parametrize(("num_hosts", "num_gpus"), [(3, 2), (2, 3), (4, 8), (1, 5), (5, 1)])
+def test_rows_of_a_host_are_a_shard_over_hosts(num_hosts: int, num_gpus: int, layout: str) -> None:
+    size = num_hosts * num_gpus
+    seqlen = 3 * layouts.granularity(size, layout)
+    channel = SimpleNamespace(name="gloo", rank=0, members=tuple(range(num_gpus)))
+    exchange = ulysses.HeadExchange(channel, layout, "forward", NO_NUMBER, torch.device("cpu"))  # type: ignore[arg-type]
+    for host in range(num_hosts):
+        ranks = range(host * num_gpus, (host + 1) * num_gpus)
+        parts = torch.stack([ringflash.local_positions(seqlen, size, rank, layout) for rank in ranks])
+        parts = parts[:, None, :, None, None]  # (ranks, batch, rows, heads, head_dim)
+        rows = exchange._join(parts)
+        assert torch.equal(rows.flatten(), ringflash.local_positions(seqlen, num_hosts, host, layout))
+        assert torch.equal(exchange._cut(rows), parts)
+
+
+def test_shared_kv_heads() -> None:
+    """Every rank has the KV heads of its query heads, in groups of equal size."""
+    for num_ranks, num_heads, num_kv_heads in ((4, 8, 2), (8, 32, 8), (2, 12, 3), (8, 64, 8), (2, 6, 1), (4, 4, 4)):
+        heads = ulysses.shared_kv_heads(num_ranks, num_heads, num_kv_heads)
+        served = torch.tensor(heads).repeat_interleave(num_heads // len(heads))
+        assert served.tolist() == [head * num_kv_heads // num_heads for head in range(num_heads)]
+        assert len(heads) % num_ranks == 0
+    assert ulysses.shared_kv_heads(8, 32, 8) == tuple(range(8))
 
 
 def test_low_precision_of_shared_heads(pool: Pool) -> None:

@@ -427,7 +427,7 @@ def an_error_on_the_way(ctx: Context, way: str) -> tuple[bool, bool]:
         with mock.patch(_BESIDE, refused), pytest.raises(MemoryError):
             attend() if out is None else out.sum().backward()
         over = all(token.query() for token in issued)
-        mask = schedule.gather(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag").mask
+        mask = schedule.gather(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag", 1).mask
         first = not any(way in key for key in mask._cache if isinstance(key, tuple))
         ring_check.check(ctx, Case(causal=False), 6)
     transport._open.clear()

@@ -1,15 +1,16 @@
 """FP8 through `ring_attention`, its specification on 2 CPU processes: over gloo by hops, over shared memory by heads.
 
-K and V arrive in bf16, and every rank rounds the keys that it has gathered. One process with the same implementation is
-the baseline of the tolerance: cutting the sequence may not add more than its error again. It hardly adds any if chunks
-are multiples of 128 tokens. Blocks of keys that share a scale are then the same on every rank and so are the bits of
-q8, k8 and v8; results differ by the order of sums. By heads this needs the first key that a rank sees to begin a chunk,
-as without windows and documents; out and lse then have the bits of one process.
+The owner rounds K and V, and records of them travel. (By heads, chunks of other lengths than multiples of 128 tokens
+travel in bf16, and every rank rounds what it has gathered.) One process with the same implementation is the baseline of
+the tolerance: cutting the sequence may not add more than its error again. It hardly adds any if chunks are multiples of
+128 tokens. Blocks of keys that share a scale are then the same on every rank and so are the bits of q8, k8 and v8;
+results differ by the order of sums. By heads, in one block of keys, out and lse have the bits of one process.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,9 +20,10 @@ import torch
 
 import ringflash
 from ringflash.comm.transport import Message, Pending, PointToPoint
+from tests.distributed.test_blocks_of_keys import in_blocks
 from tests.helpers import ring_check, tolerance
 from tests.helpers.cases import Case, mask_cases
-from tests.helpers.peer_memory import copy_engine
+from tests.helpers.peer_memory import copy_engine, messages_by_heads
 from tests.helpers.pool import Context, Pool, WorkerError
 
 IMPL = "reference_fp8"
@@ -32,7 +34,6 @@ SHAPES = [
     Case(head_dim=64, num_heads=3, num_kv_heads=1, strides="sliced", lse_gradient=False),
 ]
 ALIGNED = 128
-WHOLE_CHUNKS = [case for case in MASKS if case.window == "none" and case.documents in ("none", "whole", "aligned")]
 
 
 def one_process(
@@ -42,9 +43,24 @@ def one_process(
     return ring_check.run(Context(None, 0, 1, whole.q.device), case, whole, chunk, IMPL, fp8_backward=fp8_backward)
 
 
-def check_all(ctx: Context, cases: list[Case], chunk: int, by_heads: bool, fp8_backward: str = "bf16") -> None:
+@contextmanager
+def blocks_of_keys() -> Iterator[None]:
+    """Calls gather keys by heads over shared memory, the shard of one rank at a time."""
+    with copy_engine(), in_blocks(1):
+        yield
+
+
+PATHS: dict[str, Callable[[], AbstractContextManager]] = {
+    "hops": nullcontext,
+    "heads": copy_engine,
+    "heads over messages": messages_by_heads,
+    "blocks of keys": blocks_of_keys,
+}
+
+
+def check_all(ctx: Context, cases: list[Case], chunk: int, path: str, fp8_backward: str = "bf16") -> None:
     """Assert that this rank's results keep within the tolerance, and if operands are equal, that they hardly differ."""
-    with copy_engine() if by_heads else nullcontext():
+    with PATHS[path]():
         for case in cases:
             whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
             got = ring_check.run(ctx, case, whole, chunk, IMPL, fp8_backward=fp8_backward)
@@ -52,8 +68,10 @@ def check_all(ctx: Context, cases: list[Case], chunk: int, by_heads: bool, fp8_b
             results = ring_check.oracle(case, whole, chunk, torch.float64), alone
             want, alone = ({name: ring_check.shard(ctx, case, x[name], name) for name in got} for x in results)
             tolerance.assert_close(got, want, alone, num_chunks=2)
-            if chunk == ALIGNED and fp8_backward != "fp8":  # whose scales of dK and dV follow from the rank's queries
-                assert_same_operands(got, alone, exact=("out", "lse") if by_heads else ())
+            if (
+                chunk % ALIGNED == 0 and fp8_backward != "fp8"
+            ):  # whose scales of dK and dV follow from the rank's queries
+                assert_same_operands(got, alone, exact=("out", "lse") if path.startswith("heads") else ())
 
 
 def assert_same_operands(
@@ -67,54 +85,60 @@ def assert_same_operands(
         torch.testing.assert_close(x, y, rtol=0, atol=allowed, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("by_heads", [False, True], ids=["by hops", "by heads"])
-def test_masks(pool: Pool, by_heads: bool) -> None:
+@pytest.mark.parametrize("path", ["hops", "heads"])
+def test_masks(pool: Pool, path: str) -> None:
     """With chunks of 50 tokens, whose blocks of keys are those of no other rank."""
-    pool.run(check_all, MASKS[by_heads::5], 50, by_heads, size=2)
+    pool.run(check_all, MASKS[path == "heads" :: 9], 50, path, size=2)
 
 
-@pytest.mark.parametrize("by_heads", [False, True], ids=["by hops", "by heads"])
-def test_operands_have_the_same_bits_on_every_rank(pool: Pool, by_heads: bool) -> None:
-    """If chunks are multiples of 128 tokens."""
-    cases = WHOLE_CHUNKS if by_heads else MASKS[::7]
-    pool.run(check_all, [*cases, *SHAPES], ALIGNED, by_heads, size=2)
+@pytest.mark.parametrize("path", PATHS)
+def test_operands_have_the_same_bits_on_every_rank(pool: Pool, path: str) -> None:
+    """If chunks are multiples of 128 tokens: each owner rounds its keys for all ranks."""
+    pool.run(check_all, [*MASKS[list(PATHS).index(path) :: 9], *SHAPES], ALIGNED, path, size=2)
 
 
-@pytest.mark.parametrize("by_heads", [False, True], ids=["by hops", "by heads"])
+def test_a_window_begins_inside_of_a_chunk(pool: Pool) -> None:
+    """At a multiple of 128 keys, so that out and lse still have the bits of one process."""
+    case = replace(MASKS[0], window="left", layout="contiguous")
+    pool.run(check_all, [case, replace(case, layout="striped")], 2 * ALIGNED, "heads", size=2)
+
+
+@pytest.mark.parametrize("path", ["hops", "heads"])
 @pytest.mark.parametrize("fp8_backward", ["fp8_scores", "fp8"])
-def test_products_of_the_backward(pool: Pool, by_heads: bool, fp8_backward: str) -> None:
+def test_products_of_the_backward(pool: Pool, path: str, fp8_backward: str) -> None:
     """The forward keeps the largest score of each row for "fp8"."""
-    cases = [*WHOLE_CHUNKS[by_heads::9], *SHAPES[::2]]
-    pool.run(check_all, cases, ALIGNED, by_heads, fp8_backward, size=2)
+    pool.run(check_all, [*MASKS[path == "heads" :: 20], *SHAPES[::2]], ALIGNED, path, fp8_backward, size=2)
 
 
-def sent(ctx: Context, case: Case, chunk: int) -> list[tuple[str, int]]:
-    """Kind and bytes of each message that this rank sends."""
+def sent(ctx: Context, case: Case, chunk: int, path: str) -> list[tuple[str, int]]:
+    """Kind and bytes of each message that this rank sends, apart from the numbers of calls."""
     seen: list[tuple[str, int]] = []
 
     def post(self: PointToPoint, sends: list[Message], recvs: list[Message]) -> Pending:
-        seen.extend((message.what.split()[0], message.tensor.nbytes) for message in sends if message.rank is not None)
+        messages = [message for message in sends if message.rank is not None and message.tensor.nbytes > 8]
+        seen.extend((message.what.split()[0], message.tensor.nbytes) for message in messages)
         return original(self, sends, recvs)
 
     original = PointToPoint.post
     whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
-    with mock.patch.object(PointToPoint, "post", post):
+    with PATHS[path](), mock.patch.object(PointToPoint, "post", post):
         ring_check.run(ctx, case, whole, chunk, IMPL)
     return seen
 
 
-@pytest.mark.parametrize("chunk", [64, 50])
-def test_records_travel(pool: Pool, chunk: int) -> None:
+@pytest.mark.parametrize(("path", "chunk"), [("hops", 128), ("hops", 50), ("heads over messages", 128)])
+def test_records_travel(pool: Pool, path: str, chunk: int) -> None:
     """Half the bytes of K and V in bf16 and 128 for each record, in both passes; gradients return in fp32."""
-    case = SHAPES[0]
+    case = replace(SHAPES[0], causal=False)
     records = case.batch * -(-2 * chunk // ALIGNED) * case.num_kv_heads * (2 * ALIGNED * case.head_dim + 128)
     gradients = 2 * case.batch * 2 * chunk * case.num_kv_heads * case.head_dim * 4
-    messages = [("K/V", records), ("K/V", records), ("dK/dV", gradients)]
-    assert pool.run(sent, case, chunk, size=2) == [messages] * 2
+    for seen in pool.run(sent, case, chunk, path, size=2):
+        assert sum(size for kind, size in seen if kind == "K/V") == 2 * records
+        assert sum(size for kind, size in seen if kind == "dK/dV") == gradients
 
 
 def test_exchanged_heads(pool: Pool) -> None:
-    pool.run(check_all, [replace(SHAPES[0], transport="ulysses")], ALIGNED, False, "fp8", size=2)
+    pool.run(check_all, [replace(SHAPES[0], transport="ulysses")], ALIGNED, "hops", "fp8", size=2)
 
 
 def check_other_blocks(ctx: Context) -> None:

@@ -90,6 +90,7 @@ def compare(ctx: Context, ringed: tuple[Any, dict[str, Any]], alone: tuple[Any, 
 
 
 GRID = list(product(("llama", "qwen3", "mistral", "deepseek_v3"), (None, BOUNDS), ("zigzag", "contiguous")))
+GRID += [("qwen3", BOUNDS, "balanced"), ("gpt_oss", BOUNDS, "balanced")]
 GRID += [  # their attention is that of the others
     (kind, *case)
     for kind in ("gpt_oss", "llama4_text", "phi3", "ministral3")

@@ -112,6 +112,7 @@ def equals_one_process(ctx: Context, kind: str, layout: str, sharded: bool) -> N
         ("padded", "zigzag", False),
         ("packed", "zigzag", False),
         ("packed", "contiguous", False),
+        ("packed", "balanced", False),
         ("padded", "zigzag", True),
     ],
 )

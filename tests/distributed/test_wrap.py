@@ -6,7 +6,9 @@ gloo, 2 and 4 CPU processes, fp64. The unwrapped module runs torch's own attenti
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +41,26 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor, size: int) -> torch.Tens
     """`ringflash.loss`'s scale, without it."""
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     return total * size / (own.tokens().numel() - len(own.tokens()))
+
+
+def positions_follow_documents(ctx: Context) -> None:
+    """Tokens are their positions: a Lightning module knows those of each batch, whose documents differ."""
+    lightning = pytest.importorskip("lightning")
+    from ringflash.lightning import SequenceSharding
+
+    strategy = SimpleNamespace(cp_group=ctx.group, layout="balanced")
+    about = {"trainer": SimpleNamespace(datamodule=None), "check_sequence_sharding": False}
+    module = type("Module", (SequenceSharding, lightning.LightningModule), about)()
+    with mock.patch("ringflash.lightning.sharding.ranks_of", lambda _: strategy):
+        for bounds in ([0, 7, 8, 24], [0, 12, 24], [0, 24]):
+            batch = {"input_ids": torch.arange(24)[None], "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+            shard = module.on_before_batch_transfer(batch, 0)
+            assert torch.equal(module.positions(shard["input_ids"]), shard["input_ids"][0])
+            assert len(shard["input_ids"][0]) == 24 // ctx.size
+
+
+def test_positions_follow_documents(pool: Pool) -> None:
+    pool.run(positions_follow_documents, size=2)
 
 
 def equals_unwrapped(ctx: Context, name: str, compiled: bool) -> None:

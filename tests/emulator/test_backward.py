@@ -384,14 +384,16 @@ def test_planted_faults_are_caught_with_dq_apart(fault):
     assert any(_fails(fault, MASKS[name], Shape(192)) for name in ("wide window", "window", "causal, ragged"))
 
 
-@pytest.mark.parametrize("head_dim, ranks", [(64, (3,)), (96, (1, 0, 2)), (128, (0,)), (64, (0, 7, 1, 2))])
-def test_sum_over_ranks(head_dim: int, ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "widths, ranks", [((64, 64), (3,)), ((96, 96), (1, 0, 2)), ((192, 128), (2, 0)), ((64, 64), (0, 7, 1, 2))]
+)
+def test_sum_over_ranks(widths: tuple[int, int], ranks: tuple[int, ...]) -> None:
     """Own and others' dK and dV, of segments that so many others have; the sum is fp32 in the order given."""
-    torch.manual_seed(head_dim)
-    whole = torch.randn(2, 60, 3, 2, head_dim)
+    torch.manual_seed(widths[0])
+    whole = torch.randn(2, 60, 3, sum(widths))
     places = range(7, 60, 14)  # of each segment in what this rank has gathered
     own = [whole[:, place : place + 11 - index] for index, place in zip(range(len(ranks)), places, strict=False)]
-    come = [torch.randn(count, 2, x.shape[1], 3, 2, head_dim) for count, x in zip(ranks, own, strict=True)]
+    come = [torch.randn(count, 2, x.shape[1], 3, sum(widths)) for count, x in zip(ranks, own, strict=True)]
     sources, first = [], 0
     for place, x, partials in zip(places, own, come, strict=False):
         rows = torch.arange(x.shape[1])
@@ -405,35 +407,35 @@ def test_sum_over_ranks(head_dim: int, ranks: tuple[int, ...]) -> None:
     wanted, others = torch.cat(want, 1), torch.cat([partials.flatten(0, 2) for partials in come])
     rows = wanted.shape[1]
     for fused in (True, False):
-        gradients = torch.full((2, 2, rows + 3, 5, head_dim), torch.nan, dtype=torch.bfloat16)
-        dk, dv = gradients[:, :, 1 : rows + 1, 2:]
+        gradients = torch.full((2, rows + 3, 5, sum(widths)), torch.nan, dtype=torch.bfloat16)
+        dk, dv = gradients[:, 1 : rows + 1, 2:].split(widths, 3)
         if fused:
             Emulator().load("gather_scatter").collect(whole, others, torch.cat(sources, 1), dk, dv)
         else:
             collect("reference", whole, others, torch.cat(sources, 1), max(ranks), dk, dv)
-        assert torch.equal(torch.stack((dk, dv), -2), wanted.bfloat16())
+        assert torch.equal(torch.cat((dk, dv), 3), wanted.bfloat16())
         assert int(gradients.isfinite().sum()) == wanted.numel()
 
 
 def test_sums_of_ranks_whose_offsets_pass_32_bits(tmp_path):
     """As on 8 ranks from some ten million tokens on."""
     row = 2 * 2 * 64
-    first, partials = 2**31 // row - 7, torch.randn(15, 2, 2, 64)
-    others = torch.from_file(str(tmp_path / "others"), shared=True, size=2**31 + 16 * row).view(-1, 2, 2, 64)
+    first, partials = 2**31 // row - 7, torch.randn(15, 2, 2 * 64)
+    others = torch.from_file(str(tmp_path / "others"), shared=True, size=2**31 + 16 * row).view(-1, 2, 2 * 64)
     others[first : first + 15] = partials  # mostly a hole in a file
-    own, rows = torch.randn(1, 5, 2, 2, 64), torch.arange(5)
+    own, rows = torch.randn(1, 5, 2, 2 * 64), torch.arange(5)
     sources = torch.stack([rows, first + rows, torch.full_like(rows, 5), torch.full_like(rows, 3)])
     dk, dv = torch.full((2, 1, 5, 2, 64), torch.nan)
     Emulator().load("gather_scatter").collect(own, others, sources, dk, dv)
-    assert torch.equal(torch.stack((dk, dv), -2), own + partials[:5] + partials[5:10] + partials[10:])
+    assert torch.equal(torch.cat((dk, dv), 3), own + partials[:5] + partials[5:10] + partials[10:])
 
 
-@pytest.mark.parametrize("head_dim", [64, 96])
-def test_to_the_peers(head_dim: int) -> None:
+@pytest.mark.parametrize("widths", [(64, 64), (96, 96), (192, 128)], ids=str)
+def test_to_the_peers(widths: tuple[int, int]) -> None:
     """K and V from strided views to their places, as `api.publish` does it head by head; nothing else is written."""
-    torch.manual_seed(head_dim)
-    k, v = torch.randn(2, 2, 50, 5, head_dim, dtype=torch.bfloat16)[:, :, 7:44, 2:]
-    line, area_rows = 2 * head_dim, 40
+    torch.manual_seed(widths[0])
+    k, v = (torch.randn(2, 50, 5, width, dtype=torch.bfloat16)[:, 7:44, 2:] for width in widths)
+    line, area_rows = sum(widths), 40
     first = [0, 2 * area_rows * line, 2 * area_rows * line + line]  # sections of one head and of two
     lines = torch.tensor([[at, step] for at, step in zip(first, (line, 2 * line, 2 * line), strict=True)])
     there = torch.cat([torch.arange(20), torch.arange(23, 40)]).int()
@@ -443,4 +445,4 @@ def test_to_the_peers(head_dim: int) -> None:
     Emulator().load("gather_scatter").publish(k, v, areas[1], lines, there, area_rows)
     assert torch.equal(areas[0].nan_to_num(), areas[1].nan_to_num())
     assert int(areas[1].isfinite().sum()) == k.numel() + v.numel()
-    assert torch.equal(areas[0].view(3, -1)[0].view(2, area_rows, 2, head_dim)[:, there.long(), 1], v[:, :, 0])
+    assert torch.equal(areas[0].view(3, -1)[0].view(2, area_rows, line)[:, there.long(), widths[0] :], v[:, :, 0])

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 import ringflash
+from ringflash.attention.plan import CallPlan
 from tests.helpers import dense, tolerance
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context
@@ -119,8 +120,9 @@ def strided(x: torch.Tensor, strides: str) -> torch.Tensor:
 
 
 def by_hops(hops: bool) -> mock._patch:
-    """Calls over NCCL go by hops, or by heads, whatever their buffers take."""
-    return mock.patch("ringflash.attention.plan.MAX_GATHER_BYTES", 0 if hops else 1 << 40)
+    """Calls over NCCL go by hops, which no call but those over gloo does, or by heads."""
+    gathers = CallPlan.gathers_by_heads
+    return mock.patch.object(CallPlan, "gathers_by_heads", lambda *args: not hops and gathers(*args))
 
 
 class HasLayout(Protocol):

@@ -1,18 +1,22 @@
 """Exchange of heads on GPUs, in pretended hosts: NCCL between all ranks, low precision by the tolerance policy.
 
-The first half of the ranks is one host and the second half another, as a mesh says; or all are one host. Real hosts
-have not been tested.
+The first half of the ranks is one host and the second half another, as a mesh or patched names say; or all are one
+host. Real hosts have not been tested.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash
+from ringflash.comm.group import Host
+from ringflash.comm.transport import peer_memory
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
@@ -55,6 +59,30 @@ def test_by_host(pool: Pool, setup: Setup, table: Table, case: Case, by_hops: bo
 def test_ulysses(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
     spent = pool.run(measure, "ulysses", False, suited(case, setup.impl), CHUNK, setup.dtype, setup.impl)
     assert_within(table.add(f"ulysses-{case}", spent))
+
+
+def chosen_by_auto(ctx: Context, *args: object) -> tuple[list[Ratio], str]:
+    """Two calls of a group whose ranks are on two hosts, as far as they can tell; and the transport of the next."""
+    case, *rest = args
+    assert isinstance(case, Case)
+    ctx = ctx._replace(group=dist.new_group(list(range(ctx.size))))
+    x = torch.ones(1, 128, case.num_heads, 64, dtype=torch.bfloat16, device=ctx.device)
+    with (
+        mock.patch.object(peer_memory, "_check_places", mock.Mock(side_effect=peer_memory.OutOfReach("two hosts"))),
+        mock.patch("ringflash.comm.hosts.this_host", lambda: Host(f"host{2 * ctx.rank // ctx.size}", "")),
+    ):
+        spent = [ratio for _ in range(2) for ratio in ring_check.measure(ctx, case, *rest)]  # type: ignore[arg-type]
+        return spent, str(ringflash.explain(x, x, x, group=ctx.group).transport)
+
+
+def test_auto(pool: Pool, setup: Setup, table: Table) -> None:
+    if setup.backend != "nccl":
+        pytest.skip("auto on CPUs is gloo")
+    if setup.ranks < 4:
+        pytest.skip("two hosts of one GPU exchange nothing")
+    spent = pool.run(chosen_by_auto, suited(CASES[0], setup.impl), CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add("by_host-auto", [ratios for ratios, _ in spent]))
+    assert {transport for _, transport in spent} == {"by_host"}
 
 
 def capture(ctx: Context) -> str:

@@ -111,6 +111,23 @@ def in_sections(turns: bool) -> Iterator[None]:
     schedule.gather.cache_clear()
 
 
+@contextmanager
+def in_blocks() -> Iterator[None]:
+    """Every call is cut into blocks, as those of many ranks are."""
+
+    def choose(shape: tuple[int, ...], *args: Any) -> tuple[int, ...]:
+        num_steps = args[4]
+        return (1, *[1] * min(2, num_steps - 1), *[num_steps - 3] * (num_steps > 3))
+
+    with mock.patch("ringflash.attention.plan.choose_blocks", choose):
+        yield
+
+
+def measure_in_blocks(ctx: Context, *args: Any) -> list[Ratio]:
+    with in_blocks():
+        return measure(ctx, *args)
+
+
 def repeats(ctx: Context, hops: bool, transport: str, *args: Any) -> bool:
     with over(transport), ring_check.by_hops(hops):
         return ring_check.repeats_exactly(ctx, *args)
@@ -170,6 +187,13 @@ def test_many_sections(pool: Pool, setup: Setup, table: Table, case: Case, turns
     case = suited(case, setup.impl)
     spent = pool.run(measure_in_sections, setup.transport, turns, case, CHUNK, setup.dtype, setup.impl)
     assert_within(table.add(f"sections-{case}{'-turns' * turns}", spent))
+
+
+@pytest.mark.parametrize("case", SECTIONS, ids=str)
+def test_in_blocks(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
+    case = suited(case, setup.impl)
+    spent = pool.run(measure_in_blocks, setup.transport, case, CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add(f"blocks-{case}", spent))
 
 
 @pytest.mark.parametrize("by_hops", [False, True], ids=["by heads", "by hops"])

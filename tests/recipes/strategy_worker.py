@@ -23,6 +23,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import DoublePrecision
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
@@ -120,8 +121,8 @@ def reference_model(seed: int) -> nn.Module:
 
 def evaluation(folder: str) -> dict[str, Any]:
     """Largest error of the losses over fixed sequences, whole and by position, against one process's own sums."""
-    module = CausalLM(CONFIG)
-    trainer = trainer_with(plugins=[DoublePrecision()])
+    module, strategy = CausalLM(CONFIG), ContextParallelStrategy(context_parallel_size=CP_SIZE, layout="balanced")
+    trainer = trainer_with(plugins=[DoublePrecision()], strategy=strategy)
     trainer.validate(module, datamodule=data(folder), verbose=False)
     model, errors = reference_model(module.seed), {}
     for name, text in (("train", trainer.datamodule.train), ("held_out", trainer.datamodule.held_out)):
@@ -173,11 +174,14 @@ def token_losses(model: Any, sample: Any) -> Iterator[tuple[int, float]]:
             yield bucket, nn.functional.cross_entropy(logits[i], ids[0, i + 1]).item()
 
 
-def compare(module_class: Callable[..., CausalLM], algorithm: str, folder: str) -> dict[str, Any]:
+def compare(
+    module_class: Callable[..., CausalLM], algorithm: str, folder: str, strategy: ContextParallelStrategy | None = None
+) -> dict[str, Any]:
     """Largest errors over all steps and parameters, relative to the largest value of each."""
     recorder, trainer = fit(
         module_class(CONFIG), folder, plugins=[DoublePrecision()],
         gradient_clip_val=CLIPPING[algorithm], gradient_clip_algorithm=algorithm,
+        strategy=strategy or ContextParallelStrategy(CP_SIZE),
     )  # fmt: skip
     errors: dict[str, Any] = {"gradient": 0.0, "weight": 0.0, "loss": 0.0}
     expected = reference(CausalLM(CONFIG), trainer.datamodule.train, algorithm)
@@ -193,6 +197,25 @@ def compare(module_class: Callable[..., CausalLM], algorithm: str, folder: str) 
             errors["grad_norm"] = max(errors.get("grad_norm", 0.0), abs(metrics["grad_norm"] - norm) / norm)
             errors["clipped"] = norm > CLIPPING[algorithm]
     return errors
+
+
+def replicated(folder: str, path: Path) -> dict[str, Any]:
+    """As `compare`, of two copies of the parameters; its checkpoint, read by a run without copies."""
+    strategy = ContextParallelStrategy(CP_SIZE, replicate_size=2, layout="balanced")
+    found = compare(CausalLM, "norm", folder, strategy)
+    module, trainer = strategy.lightning_module, strategy._trainer
+    trainer.save_checkpoint(path)
+    placed = {str(p.placements) for p in module.parameters()}
+    whole = {name: p.detach().full_tensor() for name, p in module.named_parameters()}
+    other = CausalLM(CONFIG)
+    trainer_with(plugins=[DoublePrecision()]).validate(other, datamodule=data(folder), ckpt_path=path, verbose=False)
+    read = {name: p.detach().full_tensor() for name, p in other.named_parameters()}
+    pieces = FileSystemReader(path).read_metadata().storage_data.values()
+    return found | {
+        "placements": sorted(placed), "read": all(torch.equal(read[name], x) for name, x in whole.items()),
+        "written": sum(part.stat().st_size for part in path.glob("*.distcp")) / sum(piece.length for piece in pieces),
+        "over_all": {str(p.placements) for p in other.parameters()} == {"(Shard(dim=0),)"},
+    }  # fmt: skip
 
 
 def precision(name: str, folder: str) -> dict[str, Any]:
@@ -274,7 +297,11 @@ def refusal(folder: str) -> dict[str, Any]:
     try:
         fit(CausalLM(CONFIG), folder, strategy=ContextParallelStrategy(3, 1))
     except ValueError as error:
-        return {"message": str(error), "joined": dist.is_initialized()}
+        first = str(error)
+    try:
+        fit(CausalLM(CONFIG), folder, strategy=ContextParallelStrategy(replicate_size=3))
+    except ValueError as error:
+        return {"message": first, "copies": str(error), "joined": dist.is_initialized()}
     return {}
 
 
@@ -337,6 +364,7 @@ def main() -> None:
     found["evaluation"] = evaluation(folder)
     found["passkey"] = passkey(folder)
     found["norm"] = compare(CausalLM, "norm", folder)
+    found["replicated"] = replicated(folder, Path(out, "replicated.ckpt"))
     found["value"] = compare(partial(CausalLM, memory=SAVING), "value", folder)
     found["lightning"] = compare(LightningClipping, "norm", folder)
     found["progress"] = progress(folder)

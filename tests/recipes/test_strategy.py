@@ -26,7 +26,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 
-@pytest.mark.parametrize("clipping", ["norm", "value", "lightning"])
+@pytest.mark.parametrize("clipping", ["norm", "value", "lightning", "replicated"])
 @pytest.mark.parametrize("quantity", ["gradient", "weight", "loss"])
 def test_training_equals_one_process(ranks: list[dict[str, Any]], clipping: str, quantity: str) -> None:
     """fp64, three steps of AdamW: clipped by our norm, by value, and by Lightning's own hook."""
@@ -34,11 +34,20 @@ def test_training_equals_one_process(ranks: list[dict[str, Any]], clipping: str,
     assert max(errors) <= RTOL_FP64, errors
 
 
-@pytest.mark.parametrize("clipping", ["norm", "value"])
+@pytest.mark.parametrize("clipping", ["norm", "value", "replicated"])
 def test_logged_norm_is_that_of_the_whole_gradient(ranks: list[dict[str, Any]], clipping: str) -> None:
     """Before clipping, over the shards of all ranks."""
     errors = [rank[clipping]["grad_norm"] for rank in ranks]
     assert max(errors) <= RTOL_FP64, errors
+
+
+def test_copies_of_parameters_are_written_once(ranks: list[dict[str, Any]]) -> None:
+    """Sharded over two ranks, and written as if over all; the checkpoint is that of any number of copies."""
+    for rank in ranks:
+        assert rank["replicated"]["placements"] == ["(Replicate(), Shard(dim=0))"]
+        assert rank["replicated"]["read"] and rank["replicated"]["over_all"]
+        assert rank["replicated"]["written"] == 1  # bytes in the files over those that the checkpoint refers to
+        assert rank["refusal"]["copies"].startswith("replicate_size must divide the number of ranks (4), got 3; 1")
 
 
 def test_gradients_were_large_enough_to_clip(ranks: list[dict[str, Any]]) -> None:

@@ -10,11 +10,11 @@ from typing import cast
 from unittest import mock
 
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ringflash.attention import gathered_buffers, sections
-from ringflash.attention.schedule import Gathering, gather
+from ringflash.attention.schedule import Gathering, consists_of, gather
 from ringflash.comm.transport import MessageMemory, PointToPoint, buffers
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 from ringflash.sequence.layout import chunks
@@ -23,6 +23,21 @@ from tests.helpers import dense
 from tests.unit.test_schedule import held, problems, three_zigzags  # noqa: F401, a fixture of every test here
 
 Problem = tuple[SequenceMask, int, str]
+
+
+@given(problems())
+@settings(max_examples=50, deadline=None)
+def test_records_are_gathered_whole(problem: Problem) -> None:
+    """Every cut of a chunk is at a multiple of the keys of a record, and no visible key is left out."""
+    mask, cp_size, layout = problem
+    bounds = None if mask.cu_seqlens is None else tuple(16 * bound for bound in mask.cu_seqlens)
+    mask = SequenceMask(16 * mask.seqlen, mask.causal, mask.window_size, bounds)
+    assume(consists_of(mask, cp_size, layout, 16))
+    for rank in range(cp_size):
+        records, keys = (gather(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))
+        places = [place for piece in records.pieces for place in (piece.start, piece.row, piece.size, piece.there)]
+        assert not any(place % 16 for place in (*places, records.capacity, records.num_rows))
+        assert records.mask.num_visible == keys.mask.num_visible
 
 
 def of_all(problem: Problem) -> list[Gathering]:
@@ -135,7 +150,7 @@ def nearest_first(rank: int, owners: list[int]) -> None:
 
 def messages(rank: int, k: torch.Tensor) -> MessageMemory:
     """The areas of a rank that sends nothing."""
-    return MessageMemory(cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None)), k.device)
+    return MessageMemory(cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None, members=())), k.device)
 
 
 def pair_up(sends: list[list[Outgoing]], pulls: list[list[Incoming]]) -> None:

@@ -102,7 +102,7 @@ def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: SymmetricMe
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_captured_areas_of_messages_outlive_their_growth(capture: Capture, captured: bool) -> None:
-    memory = MessageMemory(mock.Mock(rank=0), CPU)
+    memory = MessageMemory(mock.Mock(rank=0, members=()), CPU)
     memory.reserve("kv", 16)
     old = memory._areas["kv"]
     capture.on = captured

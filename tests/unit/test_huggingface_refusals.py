@@ -56,6 +56,13 @@ def test_refuses_call(case: str) -> None:
         build()(**huggingface.prepare_batch(ids, group=None) | changes)
 
 
+def test_refuses_chunks_in_a_balanced_layout() -> None:
+    """Their bounds are not those that the layout is decided by."""
+    model = build("chunks")
+    with pytest.raises(NotImplementedError, match="layout must not be 'balanced' for layers that are recurrent or"):
+        huggingface.set_group(model, None, layout="balanced")
+
+
 def test_refuses_wrong_document_positions() -> None:
     batch = huggingface.prepare_batch(tokens(), group=None, cu_seqlens=documents())
     with pytest.raises(ValueError, match="within each document"):

@@ -133,7 +133,7 @@ def test_the_memory_of_messages_lives_as_long_as_its_group() -> None:
     assert gone() is None and transport.buffer_bytes() == before
 
 
-def test_all_ranks_choose_alike_between_heads_and_hops() -> None:
+def test_all_ranks_choose_the_same_blocks() -> None:
     """By what the rank with most keys would gather: of these documents ranks see different numbers of chunks."""
     mask = SequenceMask(1 << 16, True, (-1, -1), (0, 30000, 30001, 1 << 16))
     groups = [mock.Mock(**{"size.return_value": 4, "rank.return_value": rank}) for rank in range(4)]
@@ -142,13 +142,11 @@ def test_all_ranks_choose_alike_between_heads_and_hops() -> None:
     q, k = (torch.empty(1, 1 << 14, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     gathering = plans[0].gathering
     limit = sections.gather_bytes(k.shape, 32, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
-    for most, by_heads in ((limit, True), (limit - 1, False)):
-        with mock.patch.object(plan, "MAX_GATHER_BYTES", most):
-            assert [one.gathers_by_heads(q, k, "nccl") for one in plans] == [by_heads] * 4
-            assert (
-                plans[0].gathers_by_heads(q, k, transport.UNDECIDED) == by_heads
-            )  # as explain() says before a first call
-            assert plans[0].gathers_by_heads(q, k, "copy_engine") and not plans[0].gathers_by_heads(q, k, "gloo")
+    for most, num_blocks in ((limit, 1), (limit - 1, 4)):
+        with mock.patch.object(sections, "MAX_GATHER_BYTES", most):
+            for name in ("nccl", "copy_engine", transport.UNDECIDED):
+                assert [len(one.gathers(q, k, name)) for one in plans] == [num_blocks] * 4
+            assert plans[0].gathers(q, k, "gloo") == ()
 
 
 def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
@@ -161,8 +159,8 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
         for window in (9, 30, 60):
             gathering = schedule.gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
             call = gather_by_heads.HeadGather((gathering,), memory, "reference", 1.0, False)
-            gathered = call._gathered("backward", k, 2)
-            call._cached("return", ("kv", "dkv"), k, 2, partial(gathered_buffers.GradientReturn, gathered, k))
+            gathered = call._gathered("backward", k, k, 2)
+            call._cached("return", ("kv", "dkv"), k, k, 2, partial(gathered_buffers.GradientReturn, gathered, k))
             del gathered
             assert all(storage.expired() for storage in held)
             held = [StorageWeakRef(storage.untyped_storage()) for storage in buffers._storage.values()]

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +20,11 @@ from hypothesis import strategies as st
 
 from benchmarks.train_steps import document_bounds
 from ringflash import huggingface
+from ringflash.attention.gather_by_heads import ForwardUnits
 from ringflash.attention.gathered_buffers import GatheredKV, GradientReturn
-from ringflash.attention.schedule import build, gather
+from ringflash.attention.options import RingOptions
+from ringflash.attention.plan import CallPlan
+from ringflash.attention.schedule import build
 from ringflash.attention.sections import choose_sections
 from ringflash.comm.transport.buffers import buffer_bytes, release_buffers
 from ringflash.commands.cli import main
@@ -31,7 +35,7 @@ from ringflash.commands.plan.machine import GIB, GPUS, Machine
 from ringflash.commands.plan.memory import (
     activation_bytes,
     attention_work_bytes,
-    by_heads,
+    block_sizes,
     checkpoint_bytes,
     host_bytes,
     layer_bytes,
@@ -122,12 +126,7 @@ def saved_bytes(config: dict[str, Any], seqlen: int, mlp_tile_tokens: int = 0) -
     return sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in parameters)
 
 
-def test_transport_buffers_are_those_the_ring_allocates() -> None:
-    """The sizes of ringflash.attention.ring_of_hops's buffers and of the carried state, in bf16."""
-    job = replace(JOB, seqlen=1 << 23)
-    tokens, shape = job.local_tokens, job.model
-    kv = 2 * tokens * shape.num_kv_heads * shape.head_dim
-    assert transport_bytes(job) == 3 * kv * 2 + 4 * kv * 4 + tokens * shape.num_heads * shape.head_dim * 4
+def test_one_rank_has_no_transport_buffers() -> None:
     assert transport_bytes(replace(JOB, cp_size=1)) == 0
 
 
@@ -149,15 +148,19 @@ class Areas:
 
 def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     """Bytes of a rank's areas and buffers, made without memory."""
-    mask = SequenceMask(job.seqlen)
-    areas, gathering = Areas(rank, turns), gather(mask, job.cp_size, rank, "zigzag")
-    k = torch.empty(
-        1, job.local_tokens, job.model.num_kv_heads, job.model.head_dim, dtype=torch.bfloat16, device="meta"
-    )
+    shape, heads = (1, job.local_tokens, job.model.num_kv_heads, job.model.head_dim), job.model.num_heads
+    q = torch.empty(*shape[:2], heads, shape[3], dtype=torch.bfloat16, device="meta")
+    k, name = torch.empty(shape, dtype=torch.bfloat16, device="meta"), "copy_engine" if turns == 2 else "nccl"
+    group = mock.Mock(**{"size.return_value": job.cp_size, "rank.return_value": rank})
+    call = CallPlan(SequenceMask(job.seqlen), "reference", "", name, 1.0, RingOptions(group))
+    areas, blocks = Areas(rank, turns), call.gathers(q, k, name)
+    chosen = choose_sections(k.shape, heads, max(block.capacity for block in blocks), k.dtype, len(blocks))
     release_buffers()
-    for heads in choose_sections(k.shape, job.model.num_heads, gathering.capacity, k.dtype):
-        gathered = GatheredKV(areas, (gathering,), k, job.model.num_heads, heads)  # type: ignore[arg-type]
+    for sections in chosen:
+        gathered = GatheredKV(areas, blocks, k, heads, sections)  # type: ignore[arg-type]
     GradientReturn(gathered, k)
+    carrying = mock.Mock(blocks=blocks, impl="reference", memory=None)
+    ForwardUnits(carrying, gathered, q, q, q.new_empty((), dtype=torch.float32), None)
     held = sum(areas.sizes.values()) + buffer_bytes()
     release_buffers()
     return held
@@ -173,16 +176,23 @@ def test_transport_buffers_are_those_that_gather_by_heads(seqlen: int, cp_size: 
         assert transport_bytes(job, one_host=one_host) == held
 
 
-def test_copy_engine_sums_dq_of_two_sections() -> None:
-    """Of 8 query heads in place of 32 at a head a section; of all where a section has all heads, and by hops."""
+@pytest.mark.parametrize(
+    ("seqlen", "cp_size", "gib"), [(1 << 20, 16, 3), (1 << 20, 64, 3), (1 << 22, 8, 8), (1 << 23, 64, 4)]
+)
+def test_transport_buffers_are_those_of_blocks(seqlen: int, cp_size: int, gib: int) -> None:
+    """Of many ranks, and of keys for which one block would need more than 12 GiB: up to 36 for 8M tokens."""
+    job = replace(JOB, seqlen=seqlen, cp_size=cp_size)
+    held = max(gathered_bytes(job, rank, 3) for rank in range(0, cp_size, max(1, cp_size // 8)))
+    assert transport_bytes(job) == held
+    assert gib - 1 < held / (1 << 30) <= gib
+
+
+def test_dq_is_summed_for_two_sections() -> None:
+    """Of 8 query heads in place of 32 at a head a section; of all where a section has all heads."""
     long = replace(JOB, seqlen=1 << 23)
-    by_hops, by_heads = attention_work_bytes(long), attention_work_bytes(long, one_host=True)
-    assert by_hops - by_heads == long.local_tokens * (32 - 8) * 128 * 4
-    for job in (JOB, replace(JOB, seqlen=1 << 12), replace(JOB, cp_size=1)):
-        assert attention_work_bytes(job) == attention_work_bytes(job, one_host=True)
-    liger = replace(long, liger=True, mlp_tile_tokens=0)  # its norms make less than attention's backward
-    parts = [memory_bytes(liger, replace(HOST, gpus_per_host=gpus)) for gpus in (8, 4)]
-    assert [part["one layer at work"] for part in parts] == [layer_bytes(liger, one_host=True), layer_bytes(liger)]
+    rest = 4 * long.model.q_size + 4 * long.model.kv_size
+    for job, heads in ((long, 8), (replace(JOB, seqlen=1 << 12), 32), (replace(long, cp_size=1), 32)):
+        assert attention_work_bytes(job) == job.local_tokens * (heads * 128 * 4 + rest)
 
 
 def test_a_tile_of_all_tokens_is_none_in_checkpointed_layers() -> None:
@@ -455,7 +465,7 @@ def test_first_keys_and_last_gradients_have_no_kernel_beside_them() -> None:
     """A head a section of eight at a million tokens; the other seven are hidden behind kernels."""
     keys = 2 * 7 / 8 * JOB.seqlen * JOB.model.kv_size * 2
     link = HOST.gpu.nvlink_gbytes * HOST.rates.copies * 1e9
-    assert len(sections_at_a_time(JOB).forward) == len(sections_at_a_time(JOB).backward) == 8
+    assert [len(heads) for heads in sections_at_a_time(JOB, one_host=True)] == [8, 8]
     assert exposed(JOB) == pytest.approx((keys + keys + 2 * keys) / 8 / link)
     assert exposed(replace(JOB, cp_size=1), replace(HOST, num_gpus=1)) == 0
 
@@ -475,11 +485,14 @@ def test_a_nic_has_a_rate_of_its_own() -> None:
     assert 0 < fast[0] == pytest.approx(fast[1])
 
 
-def test_a_ring_of_hops_hides_messages_behind_the_kernel_of_a_hop() -> None:
-    """Where keys are too many to be gathered over NCCL."""
+def test_blocks_expose_the_gradients_of_the_last_one() -> None:
     job, two_hosts = replace(JOB, seqlen=1 << 24, cp_size=16), replace(HOST, num_gpus=16)
-    assert not by_heads(job) and exposed(job, two_hosts) == 0
-    assert exposed(job, replace(two_hosts, network_gbytes=0.1)) > 0
+    sizes, heads = block_sizes(job, one_host=False), sections_at_a_time(job, one_host=False).backward
+    assert len(sizes) > 1 and len(heads) == 8
+    gradients = 2 * 15 / 16 * job.seqlen * job.model.kv_size * 4
+    last = sizes[-1] / 15 / 8 * gradients * 8 / 15 / (HOST.network_gbytes * HOST.rates.network * 1e9)
+    assert exposed(job, two_hosts) == pytest.approx(last)
+    assert exposed(job, replace(two_hosts, network_gbytes=0.1)) > 100 * exposed(job, two_hosts)
 
 
 def test_rings_that_lie_across_two_hosts_are_planned_so() -> None:

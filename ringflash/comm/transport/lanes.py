@@ -46,6 +46,8 @@ class ViewCache:
 class Lanes:
     """Streams and areas of one GPU: the part of `PeerMemory` that does not depend on the transport."""
 
+    members: tuple[int, ...] = ()  # ranks of the group that share the areas; empty: all
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._areas: dict[str, torch.Tensor] = {}

@@ -34,6 +34,7 @@ class MessageMemory(Lanes):
     def __init__(self, channel: PointToPoint, device: torch.device) -> None:
         super().__init__(device)
         self.channel, self.name, self.rank, self.group = channel, channel.name, channel.rank, channel.group
+        self.members = channel.members
 
     def reserve(self, name: str, num_bytes: int) -> None:
         if name in self._areas and self._areas[name].numel() >= num_bytes:

@@ -51,12 +51,13 @@ class Outgoing(NamedTuple):
 class PeerMemory(Protocol):
     """Named memory areas of one group and process. All ranks reserve the same areas in the same order.
 
-    `rank`: this process's rank in the group.  `turns`: number of buffers to rotate through, so transfers stay ahead
-    of compute.
+    `rank`: this process's rank among `members`, the ranks of the group that share the areas (empty: all).  `turns`:
+    number of buffers to rotate through, so transfers stay ahead of compute.
     """
 
     rank: int
     group: dist.ProcessGroup
+    members: tuple[int, ...]
     turns: int
 
     @property

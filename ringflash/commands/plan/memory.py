@@ -10,17 +10,20 @@ reduce-scattered. D holds AdamW's temporaries in addition to its moments.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
 import torch
 
-from ringflash.attention.plan import MAX_GATHER_BYTES
 from ringflash.attention.sections import (
     HEADER_BYTES,
     Sections,
     buffer_heads,
+    choose_blocks,
     choose_num_gradient_buffers,
     choose_sections,
     fits_unbuffered,
-    gather_bytes,
+    order_units,
     shared_buffer_heads,
 )
 from ringflash.comm.transport import MessageMemory, SymmetricMemory
@@ -128,12 +131,12 @@ def layer_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
 def attention_work_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
     """Return the bytes of gradients in attention's backward: dQ in fp32 and bf16, dO, dK and dV.
 
-    If keys are gathered by heads, dQ is in fp32 for two sections only, else for all heads. `one_host`: see
-    `transport_bytes`.
+    On several ranks, dQ is in fp32 for two sections only. `one_host`: see `transport_bytes`.
     """
     model, summed = job.model, job.model.q_size
-    if job.cp_size > 1 and (one_host or by_heads(job)):
-        summed = sum(buffer_heads(sections_at_a_time(job).backward)) * model.q_size // model.num_kv_heads
+    if job.cp_size > 1:
+        sections = sections_at_a_time(job, one_host=one_host)
+        summed = sum(buffer_heads(sections.backward)) * model.q_size // model.num_kv_heads
     return job.local_tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)
 
 
@@ -142,17 +145,15 @@ def transport_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
 
     All-gather by heads, over the copy engine (`one_host`) or NCCL: K/V of the whole sequence if they are small, else
     the rank's own and those of two sections of heads (NCCL: three); gradients of two sections (more if returns are
-    batched so that links can sleep), and those of one section returning to their owners. Ring of hops: the rank's own
-    K/V and two incoming; its own gradients, two outgoing and one incoming; and the state carried from hop to hop.
+    batched so that links can sleep), and those of one section returning to their owners. In blocks: the same for units
+    in place of sections; sums of the rank's own gradients and the output in fp32, of two sections.
     """
     if job.cp_size == 1:
         return 0
-    model, rows = job.model, job.local_tokens
-    shard = 2 * rows * model.kv_size
-    if not one_host and not by_heads(job):
-        return shard * (3 * BF16 + 4 * FP32) + rows * model.q_size * FP32
     turns = (SymmetricMemory if one_host else MessageMemory).turns
-    return max(_gathered_keys(job, rank, turns) for rank in (0, job.cp_size - 1))
+    if len(block_sizes(job, one_host=one_host)) > 1:
+        return _keys_in_blocks(job, turns, one_host)
+    return max(_gathered_keys(job, rank, turns, one_host) for rank in (0, job.cp_size - 1))
 
 
 def host_bytes(job: TrainingJob) -> int:
@@ -166,18 +167,50 @@ def host_bytes(job: TrainingJob) -> int:
     return checkpoints + (3 * FP32 * job.model.parameters // job.world_size if job.offload_optimizer else 0)
 
 
-def by_heads(job: TrainingJob) -> bool:
-    """Return True if NCCL gathers by heads; otherwise it uses a ring of hops."""
-    arriving = job.seqlen - job.local_tokens
-    held = gather_bytes(_shape(job), job.model.num_heads, job.seqlen, arriving, _pairs(job), torch.bfloat16)
-    return held <= MAX_GATHER_BYTES
+def block_sizes(job: TrainingJob, *, one_host: bool) -> tuple[int, ...]:
+    """Return the numbers of ranks whose keys are gathered at a time."""
+    arriving, name = job.seqlen - job.local_tokens, "copy_engine" if one_host else "nccl"
+    return choose_blocks(
+        _shape(job), job.model.num_heads, job.seqlen, arriving, _pairs(job), job.cp_size, torch.bfloat16, name
+    )
 
 
-def _gathered_keys(job: TrainingJob, rank: int, buffers: int) -> int:
+def _keys_in_blocks(job: TrainingJob, buffers: int, one_host: bool) -> int:
+    """Return the buffer bytes of the zigzag rank with most, in blocks."""
+    sizes, heads = block_sizes(job, one_host=one_host), sections_at_a_time(job, one_host=one_host).backward
+    line = 2 * job.local_tokens * job.model.head_dim
+    state = sum(buffer_heads(heads)) * (1 + job.model.num_heads / job.model.num_kv_heads / 2)
+    moving = _moving_lines(job.cp_size, sizes, heads, buffers)
+    return HEADER_BYTES + int(line * (job.model.num_kv_heads * BF16 + state * FP32 + moving))
+
+
+@lru_cache(maxsize=256)
+def _moving_lines(cp_size: int, sizes: tuple[int, ...], heads: tuple[int, ...], buffers: int) -> float:
+    """Return the bytes of the buffers of units for each key of a rank and number of a head, on the rank with most.
+
+    Of an earlier owner a rank sees one of two chunks, of a later one both, and likewise later and earlier readers.
+    """
+    units = [unit for unit in order_units(len(heads), len(sizes)) if unit.stage is not None]
+    ends = [0, *accumulate(sizes)]
+
+    def buffer(halves: list[int], count: int) -> float:
+        return sum(buffer_heads(tuple(halves[unit.block] * heads[unit.section] for unit in units), count)) / 2
+
+    def seen(first: int) -> list[int]:
+        """Halves of shards of each block, of which those from this distance on are whole."""
+        return [stop - start + max(0, stop - max(start, first)) for start, stop in pairwise(ends)]
+
+    return buffer(seen(0), 2) * FP32 + max(
+        buffer(seen(rank + 1), buffers) * BF16 + buffer(seen(cp_size - rank), 1) * FP32
+        for rank in range(0, cp_size, max(1, cp_size // 64))
+    )
+
+
+def _gathered_keys(job: TrainingJob, rank: int, buffers: int, one_host: bool) -> int:
     """Return the buffer bytes of a zigzag rank: rank 0 gathers most keys, the last rank receives most gradients."""
     chunks, seen, returning = 2 * job.cp_size, 2 * job.cp_size - rank, job.cp_size - 1 + rank
     head = 2 * job.seqlen * job.model.head_dim
-    sections, keys = sections_at_a_time(job), head * job.model.num_kv_heads
+    sections, keys = sections_at_a_time(job, one_host=one_host), head * job.model.num_kv_heads
     if not fits_unbuffered(_shape(job), job.seqlen, torch.bfloat16):
         keys = keys // job.cp_size + sum(shared_buffer_heads(sections, buffers)) * head * seen // chunks
     turns = choose_num_gradient_buffers(
@@ -188,9 +221,10 @@ def _gathered_keys(job: TrainingJob, rank: int, buffers: int) -> int:
     return HEADER_BYTES + keys * BF16 + gradients * FP32
 
 
-def sections_at_a_time(job: TrainingJob) -> Sections:
+def sections_at_a_time(job: TrainingJob, *, one_host: bool) -> Sections:
     """Return the numbers of KV heads that are gathered at a time."""
-    return choose_sections(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16)
+    num_blocks = len(block_sizes(job, one_host=one_host))
+    return choose_sections(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16, num_blocks)
 
 
 def _pairs(job: TrainingJob) -> int:

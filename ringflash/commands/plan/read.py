@@ -38,7 +38,7 @@ class ReadShape:
     """Sizes of a decoder, whose layers may differ.
 
     Args:
-        head_dim: head_dim of keys; narrower values are padded to it.
+        head_dim: head_dim of keys; values count as wide, which is too much for those that are not padded to it.
         parameters: of the whole model, including all experts.
         layer_parameters: of the largest layer.
         expert_parameters: of all experts of the largest layer.
@@ -80,7 +80,7 @@ class ReadShape:
 
     @property
     def kv_size(self) -> int:
-        """Number of features of all key heads, and of all padded value heads."""
+        """Number of features of all key heads, and of as many values."""
         return self.num_kv_heads * self.head_dim
 
     @property

@@ -10,7 +10,7 @@ from math import gcd
 
 from ringflash.commands.plan.job import TrainingJob
 from ringflash.commands.plan.machine import Machine
-from ringflash.commands.plan.memory import BF16, FP32, by_heads, layer_input_bytes, sections_at_a_time
+from ringflash.commands.plan.memory import BF16, FP32, block_sizes, layer_input_bytes, sections_at_a_time
 
 _LOGIT_BYTES = 14  # traffic of the loss per logit: bf16, fp32 logarithm and gradient, read and written
 
@@ -98,9 +98,9 @@ def _sharded_bytes(job: TrainingJob) -> float:
 def _ring_exposed(job: TrainingJob, machine: Machine, forward: float, backward: float) -> float:
     """Return the seconds that attention kernels wait for messages, over all layers.
 
-    All-gather by heads: the keys of the first section and the gradients of the last one overlap with no kernel; those
-    of every other section overlap with the kernel of the adjacent one. Ring of hops: every message but the last
-    overlaps with the kernel of a hop.
+    The keys of the first section and the gradients of the last one overlap with no kernel; those of every other section
+    overlap with the kernel of the adjacent one. In blocks, the first kernel is over the rank's own keys, and only the
+    gradients of the last block overlap with none.
     """
     if job.cp_size == 1:
         return 0.0
@@ -108,11 +108,11 @@ def _ring_exposed(job: TrainingJob, machine: Machine, forward: float, backward: 
     keys = 2 * (job.seqlen - job.local_tokens) * job.model.kv_size * BF16  # rank 0 sees those of all others
     gradients = keys * FP32 // BF16  # the last rank owns what all others see
     arrive, leave = (_seconds_moved(job, machine, num_bytes) for num_bytes in (keys, gradients))
-    if not one_host and not by_heads(job):
-        hops = job.cp_size - 1
-        return layers * sum(max(0.0, message - kernel / layers * hops / job.cp_size)
-                            for message, kernel in ((arrive, forward), (arrive + leave, backward)))  # fmt: skip
-    sections = sections_at_a_time(job)
+    sections, blocks = sections_at_a_time(job, one_host=one_host), block_sizes(job, one_host=one_host)
+    if len(blocks) > 1:
+        last = leave * blocks[-1] / (job.cp_size - 1) / len(sections.backward)
+        behind = max(0.0, arrive - forward / layers) + max(0.0, arrive + leave - last - backward / layers)
+        return layers * (last + behind)
     ahead = 1 / len(sections.forward)
     exposed = ahead * arrive + max(0.0, (1 - ahead) * (arrive - forward / layers))
     ahead = 1 / len(sections.backward)
