@@ -18,7 +18,7 @@ _OUTPUTS = {"log_probs", "entropy", "is_top1", "mean_logits"}
 
 
 class FusedHead(NamedTuple):
-    """What a trainer asked of `trl.trainer.utils.add_fused_lm_head`: names of values, and how logits are computed."""
+    """Arguments of a trainer to `trl.trainer.utils.add_fused_lm_head`: names of values, and how logits are computed."""
 
     temperature: float
     outputs: tuple[str, ...]
