@@ -32,7 +32,6 @@ from ringflash.huggingface.validation import (
     chunk_size,
     find_base,
     find_static_error,
-    recurrent_modules,
 )
 from ringflash.sequence.layout import granularity
 from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
@@ -103,7 +102,7 @@ def set_group(
     for module in modules:
         check_layer_type(module)
         check_direction(module)
-    _check_layout(model, modules, layout)
+    _check_layout(modules, layout)
     inputs = ForwardInputs.watch(base, modules, options)
     use_global_length(base, options)
     use_sequence_order(model, options, inputs)
@@ -114,13 +113,14 @@ def set_group(
         module._ringflash_given = inputs  # type: ignore[assignment]
 
 
-def _check_layout(model: nn.Module, modules: list[nn.Module], layout: str) -> None:
-    """Refuse layers whose masks or order are not of the documents by which a balanced layout is decided."""
-    if layout == "balanced" and (recurrent_modules(model) or any(chunk_size(module) is not None for module in modules)):
-        raise NotImplementedError(
-            f"layout must not be 'balanced' for layers that are recurrent or attend in chunks, got it for "
-            f"{type(model).__name__}; use 'zigzag'."
-        )
+def _check_layout(modules: list[nn.Module], layout: str) -> None:
+    """Refuse layers whose masks are not of the documents by which a balanced layout is decided."""
+    for module in modules:
+        if layout == "balanced" and chunk_size(module) is not None:
+            raise NotImplementedError(
+                f"layout must not be 'balanced' for layers that attend in chunks, got it for {type(module).__name__}; "
+                "use 'zigzag'."
+            )
 
 
 def _exempt_from_flash_attention(module: Any) -> None:

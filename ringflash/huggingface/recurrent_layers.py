@@ -66,7 +66,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise error
     if options.group is not None or bounds is not None:
         call[_KEYWORD] = Stretch.of(hidden.shape[1], options.group, bounds)
-        hidden = to_sequence_order(hidden, options.group, options.layout)
+        hidden = to_sequence_order(hidden, options.group, options.layout, bounds)
     return (), {**call, "hidden_states": hidden}
 
 
@@ -91,7 +91,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     if _KEYWORD not in kwargs:
         return None
     options: ModelRing = module._ringflash  # type: ignore[assignment]
-    return from_sequence_order(output, options.group, options.layout)
+    return from_sequence_order(output, options.group, options.layout, kwargs[_KEYWORD].bounds)
 
 
 def _redirected(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:

@@ -156,6 +156,12 @@ def check_model(base: nn.Module) -> None:
     Raises:
         NotImplementedError: layers other than attention that mix tokens, or positions that the model counts itself.
     """
+    for layer in recurrent_modules(base):
+        if not any(p.kind is p.VAR_KEYWORD for p in signature(type(layer).forward).parameters.values()):
+            raise NotImplementedError(
+                f"{type(layer).__name__} must pass keywords on to its convolution, got a forward without **kwargs; use "
+                "a later version of transformers."
+            )
     ordered = {part for layer in recurrent_modules(base) for part in layer.modules()}
     for name, module in base.named_modules():
         mixes = isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))

@@ -14,30 +14,34 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ringflash.comm.group import Group, resolve
-from ringflash.sequence.layout import local_positions
+from ringflash.sequence.layout import chunks
+
+Bounds = tuple[int, ...] | None
 
 
-def to_sequence_order(x: Tensor, group: Group, layout: str = "zigzag") -> Tensor:
+def to_sequence_order(x: Tensor, group: Group, layout: str = "zigzag", bounds: Bounds = None) -> Tensor:
     """Return this rank's contiguous shard, given its shard of a layout. Differentiable; a collective call.
 
     Args:
         x: (batch, seqlen_local, ...), as `shard_sequence` cuts it.
+        bounds: document bounds (0, ..., seqlen), which the layout "balanced" needs.
     Returns:
         shard: as x; rank r holds the positions [r * seqlen_local, (r + 1) * seqlen_local).
     """
-    return _exchange(x, group, layout, False)
+    return _exchange(x, group, layout, bounds, False)
 
 
-def from_sequence_order(x: Tensor, group: Group, layout: str = "zigzag") -> Tensor:
+def from_sequence_order(x: Tensor, group: Group, layout: str = "zigzag", bounds: Bounds = None) -> Tensor:
     """Return this rank's shard of a layout, given its contiguous shard: the inverse of `to_sequence_order`."""
-    return _exchange(x, group, layout, True)
+    return _exchange(x, group, layout, bounds, True)
 
 
-def _exchange(x: Tensor, group: Group, layout: str, back: bool) -> Tensor:
+def _exchange(x: Tensor, group: Group, layout: str, bounds: Bounds, back: bool) -> Tensor:
     group = resolve(group)
     if group is None or layout == "contiguous":
         return x
-    plan = _plan(x.shape[1] * group.size(), group.size(), group.rank(), layout, x.device)
+    bounds = bounds if layout == "balanced" else None
+    plan = _plan(x.shape[1] * group.size(), group.size(), group.rank(), layout, bounds, x.device)
     return cast(Tensor, _Exchange.apply(x, group, plan, back))
 
 
@@ -51,9 +55,10 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _plan(seqlen: int, cp_size: int, cp_rank: int, layout: str, device: torch.device) -> _Plan:
+def _plan(seqlen: int, cp_size: int, cp_rank: int, layout: str, bounds: Bounds, device: torch.device) -> _Plan:
     length = seqlen // cp_size
-    shards = [local_positions(seqlen, cp_size, rank, layout) for rank in range(cp_size)]
+    held = [chunks(seqlen, cp_size, rank, layout, bounds) for rank in range(cp_size)]
+    shards = [torch.cat([torch.arange(c.start, c.stop) for c in own]) for own in held]
     arriving = [shard[shard // length == cp_rank] for shard in shards]
     sent = torch.bincount(shards[cp_rank] // length, minlength=cp_size)
     order = torch.cat(arriving).argsort()

@@ -20,11 +20,13 @@ class Stretch(NamedTuple):
         group: ranks that share the sequence, in its order; None is one process.
         pieces: rows [start, stop) of each document's part. Only the first may continue a document.
         before: number of tokens that the first piece's document has on previous ranks.
+        bounds: document bounds (0, ..., seqlen) in the whole sequence; None is one document.
     """
 
     group: dist.ProcessGroup | None
     pieces: tuple[tuple[int, int], ...]
     before: int
+    bounds: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, length: int, group: Group = None, bounds: tuple[int, ...] | None = None) -> Stretch:
@@ -32,13 +34,13 @@ class Stretch(NamedTuple):
 
         Args:
             length: tokens of each rank.
-            bounds: document bounds (0, ..., seqlen) in the whole sequence; None is one document.
+            bounds: as the attribute.
         """
         group = resolve(group)
         start = 0 if group is None else group.rank() * length
         inner = [b - start for b in bounds or () if start < b < start + length]
         document = max((b for b in bounds or () if b <= start), default=0)
-        return cls(group, tuple(pairwise([0, *inner, length])), start - document)
+        return cls(group, tuple(pairwise([0, *inner, length])), start - document, bounds)
 
     @property
     def previous(self) -> range:

@@ -20,6 +20,7 @@ from ringflash import huggingface
 from ringflash.lightning.sharding import SequenceSharding
 from ringflash.lightning.strategy import ContextParallelStrategy
 from ringflash.verify.capture import Capture, plain_name
+from ringflash.verify.exact_attention import attend_exactly
 from ringflash.verify.observe import (
     Observation,
     Tensors,
@@ -60,6 +61,8 @@ class LightningSession(Session):
         """Build a training for `reader`, and a trainer for it that writes and prints nothing."""
         size = self.group.size()
         training = self.factory(self.group if ring else None)
+        if wide:
+            attend_exactly(training.module)
         strategy = ContextParallelStrategy(*((size, 1) if ring else (1, size)))
         reader.start(training, strategy)
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))

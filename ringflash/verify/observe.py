@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, gather_whole, plain_name
+from ringflash.verify.exact_attention import attend_exactly
 from ringflash.verify.subject import Batch, Data, Factory, Training
 
 Tensors = dict[str, Tensor]
@@ -76,10 +77,14 @@ def build(
 ) -> Training:
     """Build the model on its device with parameters of `dtype`; buffers, such as RoPE's frequencies, keep theirs.
 
+    In fp64 attention is exact, also if the model attends in FP8.
+
     Args:
         weights: values of the parameters; None keeps those of the factory.
     """
     training = factory(group)
+    if dtype == torch.float64:
+        attend_exactly(training.module)
     training.module.to(device)
     wrapped = [type(m).__name__ for m in training.module.modules() if isinstance(m, _WRAPPED)]
     if wrapped:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN, watched_modules
-from ringflash.verify.compare import Check, Runs, compare
+from ringflash.verify.compare import Check, Runs, check_beside_exact, compare
 from ringflash.verify.diagnosis import Place, Reach, explain
+from ringflash.verify.exact_attention import attends_in_fp8
 from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks
 from ringflash.verify.observe import Observation, Tensors, build, observe
 from ringflash.verify.probe import (
@@ -59,7 +60,7 @@ class Session:
 
     def __init__(self, factory: Factory, group: dist.ProcessGroup, settings: Settings) -> None:
         self.factory, self.group, self.settings = factory, group, settings
-        self.is_first = group.rank() == 0
+        self.is_first, self.in_fp8 = group.rank() == 0, False
         self.data: Data
         self.layout: str
         self.windows: list[int | None]
@@ -83,7 +84,7 @@ class Session:
             report.hint = "cp=1 runs; the message says what a ring needs."
             return report
         runs = self._runs(got)
-        report.checks = self._shared(lambda: compare(runs))
+        report.checks = self._shared(lambda: compare(runs) + (check_beside_exact(runs) if self.in_fp8 else []))
         report.checks += [self._mask_check(), self._layer_mask_check()]
         report.checks += attention_checks(self.group, self.data, set(self.windows) or {None}, s.causal, s.dtype)
         self._explain(report, runs)
@@ -109,6 +110,7 @@ class Session:
         """
         s, module = self.settings, training.module
         check_norms(module)
+        self.in_fp8 = attends_in_fp8(module)
         self.layout, self.layer_names = training.layout, list(watched_modules(module))
         self.data = draw_data(vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device)
         self.windows = windows_of(module)

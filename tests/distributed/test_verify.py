@@ -63,9 +63,31 @@ def test_a_right_training_with_other_layers_passes(pool: Pool, kind: str) -> Non
     assert passed, failed
 
 
+@pytest.mark.parametrize("fp8_backward", ["bf16", "fp8"])
+def test_a_right_training_in_fp8_passes(pool: Pool, fp8_backward: str) -> None:
+    """By twice its own error on one device, and by printed limits beside exact attention."""
+    passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, "right_in_fp8", fp8_backward, BOUNDS, size=2))
+    assert passed, failed
+
+
+def fp8_notes(ctx: Context) -> list[str]:
+    from ringflash.verify.session import Session, Settings
+    from tests.helpers import plants
+
+    report = Session(plants.right_in_fp8, ctx.group, Settings(SEQLEN, torch.float32, ctx.device)).run()
+    return [check.note for check in report.checks if check.name.startswith("FP8 beside exact")]
+
+
+def test_limits_of_fp8_are_printed(pool: Pool) -> None:
+    loss, gradients = pool.run(fp8_notes, size=2)[0]
+    assert loss.endswith("% apart, at most 1%") and gradients.endswith("% apart, at most 12%")
+    assert 0 < float(loss.split("%")[0]) < 1 < float(gradients.split("%")[0]) < 12
+
+
 # plant: (first difference, likely cause), parts of what is printed; a chunk is 12 tokens on 2 ranks, 6 on 4
 MISTAKES: dict[str, tuple[str, str]] = {
     "hidden_local_positions": ("layers.0.self_attn at position {chunk} (chunk 1, held by rank 1)", "positions (RoPE)"),
+    "hidden_local_positions_in_fp8": ("gradients: ", ""),  # layer outputs are within FP8's error
     "local_positions_in_batch": ("cp={size} does not run: ValueError: position_ids must be", ""),
     "labels_shifted_in_batch": ("batch: shift_labels at position {last} (chunk ", "labels are shifted after sharding"),
     "labels_shifted_in_module": ("loss: loss", "labels are shifted after sharding"),

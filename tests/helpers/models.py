@@ -48,7 +48,7 @@ def build(name: str = "llama", impl: str = "ringflash", **changes: object) -> to
     huggingface.register()
     kind, extra = (MODELS | EXPERTS | {"chunks": CHUNKS})[name]
     impl = "eager" if (name, impl) == ("sinks", "sdpa") else impl
-    config = AutoConfig.for_model(kind, **TINY, **extra, **changes)
+    config = AutoConfig.for_model(kind, **{**TINY, **extra, **changes})
     with seeded(0):
         return AutoModelForCausalLM.from_config(
             config, attn_implementation=impl, experts_implementation="eager", dtype=torch.float64

@@ -34,9 +34,21 @@ def right(group: Group, kind: str = "llama") -> Training:
     return Training(huggingface.CausalLMWithLoss(model, group))
 
 
-def hidden_local_positions(group: Group) -> Training:
+def right_in_fp8(group: Group, fp8_backward: str = "bf16") -> Training:
+    """Attention in FP8, of which nothing is wrong."""
+    model = build(head_dim=64)
+    huggingface.set_group(model, group, impl="reference_fp8", fp8_backward=fp8_backward)
+    return Training(huggingface.CausalLMWithLoss(model, group))
+
+
+def hidden_local_positions_in_fp8(group: Group) -> Training:
+    """As without FP8."""
+    return hidden_local_positions(group, right_in_fp8(group))
+
+
+def hidden_local_positions(group: Group, training: Training | None = None) -> Training:
     """The model rotates by the row of the shard, whatever the batch says."""
-    training = right(group)
+    training = training or right(group)
     training.module.get_submodule("model.model.rotary_emb").register_forward_pre_hook(_count_rows, with_kwargs=True)
     return training
 

@@ -59,7 +59,7 @@ def test_refuses_call(case: str) -> None:
 def test_refuses_chunks_in_a_balanced_layout() -> None:
     """Their bounds are not those that the layout is decided by."""
     model = build("chunks")
-    with pytest.raises(NotImplementedError, match="layout must not be 'balanced' for layers that are recurrent or"):
+    with pytest.raises(NotImplementedError, match="layout must not be 'balanced' for layers that attend in chunks"):
         huggingface.set_group(model, None, layout="balanced")
 
 
