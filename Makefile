@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST = $(VENV)/bin/python -m pytest
-EXTRAS = huggingface,accelerate,data,parquet,lightning,deepspeed,bench,docs,dev
+EXTRAS = huggingface,accelerate,trl,data,parquet,lightning,deepspeed,bench,docs,dev
 
 PIP = $(VENV)/bin/python -m pip install -q --disable-pip-version-check
 # pip would compile all of every package to bytecode, for more than a minute. What is imported is compiled then, and kept.

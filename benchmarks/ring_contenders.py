@@ -160,7 +160,7 @@ def ring_over(transport: str, setting: Setting) -> Built:
 class OwnKeys:
     """Exchange that sends nothing: every hop uses the rank's own K/V. Results are wrong; only kernels are timed."""
 
-    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor, call: object) -> None:
+    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor, *_: object) -> None:
         self.kv = k, v
 
     def arrive(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,8 +173,8 @@ class OwnKeys:
 class OwnGradients(OwnKeys):
     """Exchange of the backward that sends nothing: dK and dV of every hop are added to the rank's own."""
 
-    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor, call: object) -> None:
-        super().__init__(transport, hops, k, v, call)
+    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor, *_: object) -> None:
+        super().__init__(transport, hops, k, v)
         self.total = buffer("dkv.own", (2, *k.shape), state_dtype(k.dtype), k.device).zero_()
 
     def gradients_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

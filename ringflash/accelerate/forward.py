@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ringflash import huggingface
 from ringflash import loss as token_loss
 from ringflash.accelerate.rows import BatchRows, read_rows, shift_rows
+from ringflash.accelerate.trl import FusedHead, fused_head_of, score_batch
 from ringflash.comm.agreement import agree
 from ringflash.huggingface.options import NAME
 from ringflash.huggingface.validation import without_peft
@@ -43,7 +44,7 @@ def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
     huggingface.set_group(causal, group)
     huggingface.CausalLMWithLoss(causal, group)  # checks the head
     causal._ringflash_given.takes_whole_batches = True
-    causal.forward = RingForward(causal, group)
+    causal.forward = RingForward(causal, group, None if used is None else fused_head_of(used))
 
 
 class RingForward:
@@ -56,12 +57,14 @@ class RingForward:
         __signature__: of the model's own forward; Trainer chooses the columns of a data set by it.
     """
 
-    def __init__(self, causal: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, causal: nn.Module, group: dist.ProcessGroup, fused_head: FusedHead | None = None) -> None:
         self._model, self.group = ref(causal), group  # a cycle would keep the model's memory
+        self._fused_head = fused_head
         self.__signature__ = signature(causal.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingForward:
-        return RingForward(deepcopy(self._model(), memo), self.group)  # type: ignore[arg-type]
+        copied: Any = deepcopy(self._model(), memo)
+        return RingForward(copied, self.group, self._fused_head)
 
     def __call__(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         """Return a ModelOutput with the loss only: logits of a whole sequence never exist together.
@@ -71,6 +74,7 @@ class RingForward:
             kwargs: attention_mask, position_ids, labels and cu_seq_lens_q as `read_rows` takes them, but labels are
                 those of the tokens themselves, as in transformers; shift_labels are those of their successors.
                 num_items_in_batch: divisor of the sum of the tokens' losses, default the number of labelled tokens.
+                fused_lm_head: return `score_batch` for TRL's trainers, whose prompts may be padded on the left.
         Raises:
             ValueError, NotImplementedError: on every rank of the group.
         """
@@ -79,16 +83,25 @@ class RingForward:
             return type(causal).forward(causal, input_ids, **kwargs)
         if "checksum" in kwargs:  # a shard of prepare_batch
             return huggingface.CausalLMWithLoss(causal, self.group)(input_ids=input_ids, **kwargs)
-        rows = self._agree_on_rows(causal, input_ids, kwargs)
-        loss = self._loss(huggingface.CausalLMWithLoss(causal, self.group), rows, kwargs.get("num_items_in_batch"))
+        fused = kwargs.pop("fused_lm_head", False)
+        rows = self._agree_on_rows(causal, input_ids, kwargs, fused)
+        with_loss = huggingface.CausalLMWithLoss(causal, self.group)
+        if fused:
+            return self._score(with_loss, rows, **kwargs)
+        loss = self._loss(with_loss, rows, kwargs.get("num_items_in_batch"))
         from transformers.modeling_outputs import CausalLMOutputWithPast
 
         return CausalLMOutputWithPast(loss=loss) if kwargs.get("return_dict", True) is not False else (loss,)
 
-    def _agree_on_rows(self, causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> BatchRows:
+    def _agree_on_rows(self, causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], fused: bool) -> BatchRows:
         rows, problem = None, None
         try:
-            rows = _read(causal, input_ids, kwargs)
+            if fused and self._fused_head is None:
+                raise NotImplementedError(
+                    "fused_lm_head must be asked of a model with TRL's fused head, got one without; let TRL's trainer "
+                    "prepare the model."
+                )
+            rows = _read(causal, input_ids, kwargs, fused)
         except (ValueError, NotImplementedError) as error:
             problem = error
         shape = None if rows is None else [*rows.input_ids.shape]
@@ -109,8 +122,29 @@ class RingForward:
             loss = loss + with_loss.router_coefficient * balance
         return _mean_of_ranks(loss, self.group)
 
+    def _score(
+        self,
+        with_loss: huggingface.CausalLMWithLoss,
+        rows: BatchRows,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Any:
+        assert self._fused_head is not None
+        shifted = shift_labels if labels is None else shift_rows(labels)
+        assert shifted is not None
+        output = score_batch(
+            self._fused_head, with_loss, shard_rows(rows, self.group), rows.places, shifted, self.group
+        )
+        if "aux_loss" in output:
+            output["aux_loss"] = _mean_of_ranks(output.aux_loss, self.group)
+        if shift_labels is None:  # of the last token there is no label: TRL leaves it out
+            for name in output.keys() - {"loss", "aux_loss"}:
+                output[name] = output[name][:, :-1]
+        return output
 
-def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> BatchRows:
+
+def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_padding: bool) -> BatchRows:
     """Return the rows of a batch.
 
     Raises:
@@ -118,6 +152,8 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> Batc
         NotImplementedError: no labels; arguments that are not read; noise in the embeddings.
     """
     given = {name: x for name, x in kwargs.items() if x is not None and x is not False}
+    if given.get("output_router_logits") is getattr(causal.config, "output_router_logits", None):
+        given.pop("output_router_logits", None)  # SFTTrainer and others set both
     unknown = sorted(set(given) - _READ - _REDUNDANT)
     if unknown:
         raise NotImplementedError(
@@ -135,8 +171,9 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any]) -> Batc
         )
     labels = given["shift_labels"] if "shift_labels" in given else shift_rows(given["labels"])
     return read_rows(
-        input_ids, labels, given.get("attention_mask"), given.get("position_ids"), given.get("cu_seq_lens_q")
-    )
+        input_ids, labels, given.get("attention_mask"), given.get("position_ids"), given.get("cu_seq_lens_q"),
+        left_padding,
+    )  # fmt: skip
 
 
 def shard_rows(rows: BatchRows, group: dist.ProcessGroup) -> dict[str, Any]:

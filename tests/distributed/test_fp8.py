@@ -37,10 +37,23 @@ ALIGNED = 128
 
 
 def one_process(
-    case: Case, whole: ring_check.Problem, chunk: int, fp8_backward: str = "bf16"
+    case: Case, whole: ring_check.Problem, chunk: int, fp8_backward: str = "bf16", impl: str = IMPL
 ) -> dict[str, torch.Tensor]:
     """Return the results of one process, which holds all positions in order."""
-    return ring_check.run(Context(None, 0, 1, whole.q.device), case, whole, chunk, IMPL, fp8_backward=fp8_backward)
+    return ring_check.run(Context(None, 0, 1, whole.q.device), case, whole, chunk, impl, fp8_backward=fp8_backward)
+
+
+def compared(
+    ctx: Context, case: Case, chunk: int, fp8_backward: str, impl: str = IMPL
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Results of this rank and of one process, after asserting that the former keep within the tolerance."""
+    whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
+    got = ring_check.run(ctx, case, whole, chunk, impl, fp8_backward=fp8_backward)
+    alone = one_process(case, whole, chunk, fp8_backward, impl)
+    results = ring_check.oracle(case, whole, chunk, torch.float64), alone
+    want, alone = ({name: ring_check.shard(ctx, case, x[name], name) for name in got} for x in results)
+    tolerance.assert_close(got, want, alone, num_chunks=2)
+    return got, alone
 
 
 @contextmanager
@@ -62,15 +75,9 @@ def check_all(ctx: Context, cases: list[Case], chunk: int, path: str, fp8_backwa
     """Assert that this rank's results keep within the tolerance, and if operands are equal, that they hardly differ."""
     with PATHS[path]():
         for case in cases:
-            whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
-            got = ring_check.run(ctx, case, whole, chunk, IMPL, fp8_backward=fp8_backward)
-            alone = one_process(case, whole, chunk, fp8_backward)
-            results = ring_check.oracle(case, whole, chunk, torch.float64), alone
-            want, alone = ({name: ring_check.shard(ctx, case, x[name], name) for name in got} for x in results)
-            tolerance.assert_close(got, want, alone, num_chunks=2)
-            if (
-                chunk % ALIGNED == 0 and fp8_backward != "fp8"
-            ):  # whose scales of dK and dV follow from the rank's queries
+            got, alone = compared(ctx, case, chunk, fp8_backward)
+            # With "fp8" the scales of dK and dV follow from the queries of the rank.
+            if chunk % ALIGNED == 0 and fp8_backward != "fp8":
                 assert_same_operands(got, alone, exact=("out", "lse") if path.startswith("heads") else ())
 
 

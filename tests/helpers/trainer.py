@@ -108,3 +108,81 @@ def train(
     logged = [{k: x[k] for k in ("loss", "grad_norm", "eval_loss") if k in x} for x in trainer.state.log_history]
     saved = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return {"logged": [x for x in logged if x], "parameters": {k: x.clone() for k, x in saved.items()}}
+
+
+def tokenizer() -> Any:
+    """One token for each letter of "a" to "z" and a space; padding and the end are tokens of their own."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<eos>", *" abcdefghijklmnopqrstuvwxyz"]
+    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    fast.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>")
+
+
+PROMPTS = ("sort this", "a", "count to ten", "say it")
+ANSWERS = ("hist ors t", "b", "one two three", "no")
+
+
+def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
+    """Train two steps with SFTTrainer, DPOTrainer or GRPOTrainer; return what it logged and the parameters."""
+    import trl
+    from accelerate.utils import set_seed
+    from datasets import Dataset
+
+    join(ctx)
+    model, config = build(ctx, "llama", {"cp_size": ctx.size})
+    options: dict[str, Any] = {
+        "output_dir": folder, "parallelism_config": config, "max_steps": 2, "per_device_train_batch_size": 4,
+        "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.05,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+        "seed": 1, "bf16": False, "gradient_checkpointing": False, "per_device_eval_batch_size": 4,
+    }  # fmt: skip
+    prompts, chosen, rejected = list(PROMPTS), list(ANSWERS), list(ANSWERS[::-1])
+    common: dict[str, Any] = {"model": model, "processing_class": tokenizer()}
+    if kind == "sft":
+        data = Dataset.from_dict({"prompt": prompts * 4, "completion": chosen * 4})
+        args = trl.SFTConfig(**options | {"packing": True, "max_length": 32, "per_device_train_batch_size": 2})
+        trainer: Any = trl.SFTTrainer(args=args, train_dataset=data, eval_dataset=data, **common)
+    elif kind == "dpo":
+        data = Dataset.from_dict({"prompt": prompts, "chosen": chosen, "rejected": rejected})
+        args = trl.DPOConfig(**options)
+        trainer = trl.DPOTrainer(
+            args=args, ref_model=build(ctx, "llama", {"cp_size": ctx.size})[0], train_dataset=data, **common
+        )
+    else:
+        data = Dataset.from_dict({"prompt": prompts * 2})
+        args = trl.GRPOConfig(**options | {"num_generations": 4, "max_completion_length": 6, "temperature": 0.7})
+        trainer = trl.GRPOTrainer(args=args, reward_funcs=rewards, train_dataset=data, rollout_func=rollout, **common)
+        set_seed(1)  # TRL has seeded each rank otherwise, and shuffles completions
+    trainer.train()
+    if kind == "sft":
+        trainer.evaluate()
+    names = (
+        "loss",
+        "grad_norm",
+        "eval_loss",
+        "mean_token_accuracy",
+        "entropy",
+        "num_tokens",
+        "logps/chosen",
+        "reward",
+        "kl",
+    )
+    if kind == "grpo":  # counts the tokens of every rank
+        names = tuple(name for name in names if name != "num_tokens")
+    logged = [{k: x[k] for k in names if k in x} for x in trainer.state.log_history]
+    parameters = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return {"logged": [x for x in logged if x], "parameters": parameters}
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Completions of several lengths that depend on the prompts only."""
+    coded = trainer.processing_class(prompts)["input_ids"]
+    completions = [[3 + (5 * i + 7 * j + len(ids)) % 20 for j in range(3 + i % 4)] for i, ids in enumerate(coded)]
+    return {"prompt_ids": coded, "completion_ids": completions, "logprobs": None}
+
+
+def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(ids) % 7 / 7 for ids in completion_ids]

@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ringflash.attention import gathered_buffers, sections
-from ringflash.attention.schedule import Gathering, consists_of, gather
+from ringflash.attention.schedule import Gathering, active_steps, consists_of, gather, gather_blocks
 from ringflash.comm.transport import MessageMemory, PointToPoint, buffers
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 from ringflash.sequence.layout import chunks
@@ -164,6 +164,40 @@ def pair_up(sends: list[list[Outgoing]], pulls: list[list[Incoming]]) -> None:
                 received[owner, rank].append((target.is_contiguous(), target.shape))
     assert sent == received and all(one != other for one, other in sent)
     assert all(contiguous for messages in (*sent.values(), *received.values()) for contiguous, _ in messages)
+
+
+@given(SHORT | LONG, st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
+    """Own keys first; the pairs of all blocks are those of one; what a block sends is what others receive with it."""
+    mask, cp_size, layout = problem
+    others = len(active_steps(mask, cp_size, layout)) - 1
+    sizes = (1, *[most] * (others // most), *[others % most] * (others % most > 0))
+    ranks = [gather_blocks(mask, cp_size, rank, layout, sizes) for rank in range(cp_size)]
+    for rank, (blocks, whole) in enumerate(zip(ranks, of_all(problem), strict=True)):
+        assert {piece.owner for piece in blocks[0].pieces} == {rank} and blocks[0].num_rows == whole.mask.seqlen_q
+        assert all(piece.start == piece.row == piece.there for piece in blocks[0].pieces)
+        columns = {(piece.owner, piece.start): piece.row for piece in whole.pieces}
+        found = torch.zeros_like(whole.mask.dense())
+        for block in blocks:
+            assert block.num_rows <= block.capacity
+            for piece in block.pieces:
+                first = columns.pop((piece.owner, piece.start))
+                found[:, first : first + piece.size] = block.mask.dense()[:, piece.row : piece.row + piece.size]
+        assert not columns and torch.equal(found, whole.mask.dense())
+    if len(sizes) == 1:
+        return
+    k = torch.empty(2, mask.seqlen // cp_size, 3, 1)
+    with mock.patch.object(buffers, "_storage", {}):
+        there = [
+            gathered_buffers.GatheredKV(messages(rank, k), blocks, k, 3, (1, 2)) for rank, blocks in enumerate(ranks)
+        ]
+        home = [gathered_buffers.GradientReturn(gathered, k) for gathered in there]
+    for index, unit in enumerate(there[0].units):
+        pair_up([way.sends[index] for way in there], [way.pulls[index] for way in there])
+        assert unit.stage is not None or not any(way.sends[index] or way.pulls[index] for way in there)
+    for stage in range(len(there[0].travelling)):
+        pair_up([way.sends[stage] for way in home], [way.pulls[stage] for way in home])
 
 
 @given(SHORT | LONG, st.booleans())

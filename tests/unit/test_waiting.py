@@ -54,14 +54,20 @@ def test_nothing_is_counted_unasked() -> None:
         pass
 
 
-def test_the_callback_logs_the_longest_wait_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callbacks, "strategy_of", lambda trainer: mock.Mock(root_device=CPU))
-    monkeypatch.setattr(callbacks.dist, "all_reduce", lambda x, op: x.fill_(7000.0))  # what another rank waited
+def test_the_callback_logs_the_longest_wait_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And prints the rank that waited least, as the one that the others waited for."""
+    others = [["near", 7000.0, 10.0], ["far", -1.0, 7010.0]]
+    monkeypatch.setattr(callbacks, "gather", lambda group, mine: [mine, *others])
+    monkeypatch.setattr(callbacks, "dist", mock.Mock())
     callback, trainer, module = ExposedCommunication(every_n_steps=2), mock.Mock(), mock.Mock()
     for trainer.global_step in (0, 1):
         callback.on_train_batch_start(trainer, module, None, 0)
         callback.on_train_batch_end(trainer, module, None, None, 0)
     module.log.assert_called_once_with("exposed_communication_ms", 7000.0)
+    assert "ranks waited -1.0 to 7000.0 ms; the least, rank 2 on far, was busy for 7010.0 ms" in capsys.readouterr().out
+    assert [rank.host for rank in callback.ranks[1:]] == ["near", "far"]
     trainer.global_step = 2
     callback.on_train_batch_start(trainer, module, None, 0)
     callback.on_exception(trainer, module, RuntimeError())

@@ -1,0 +1,92 @@
+"""TRL's fused head over a ring: values of every token of a batch, from which its trainers compute their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringflash import loss as token_loss
+from ringflash.huggingface import CausalLMWithLoss
+from ringflash.sequence.layout import unshard_sequence
+from ringflash.sequence.padding import IGNORE_INDEX
+
+_OUTPUTS = {"log_probs", "entropy", "is_top1", "mean_logits"}
+
+
+class FusedHead(NamedTuple):
+    """Arguments of a trainer to `trl.trainer.utils.add_fused_lm_head`: names of values, and how logits are computed."""
+
+    temperature: float
+    outputs: tuple[str, ...]
+    cast_lm_head_to_fp32: bool
+
+
+def fused_head_of(forward: Callable[..., Any]) -> FusedHead | None:
+    """Return the head that TRL gave a model by replacing its forward; None if it did not.
+
+    Raises:
+        NotImplementedError: a value that a ring does not compute.
+    """
+    function: Any = getattr(forward, "__func__", forward)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    bound = {name: cell.cell_contents for name, cell in cells if name in FusedHead._fields}
+    if set(bound) != set(FusedHead._fields):
+        return None
+    head = FusedHead(**bound)
+    if unknown := set(head.outputs) - _OUTPUTS:
+        raise NotImplementedError(
+            f"outputs must be of {sorted(_OUTPUTS)}, got {sorted(unknown)}; leave use_weighting out."
+        )
+    return head
+
+
+def score_batch(
+    head: FusedHead,
+    with_loss: CausalLMWithLoss,
+    shard: dict[str, Any],
+    places: Tensor | None,
+    labels: Tensor,
+    group: dist.ProcessGroup,
+) -> Any:
+    """Return TRL's output of a model with a fused head, whole on every rank.
+
+    Each rank's gradient is cp_size times its share, if every rank computes one and the same loss from the output.
+
+    Args:
+        shard: as `prepare_batch` returns it.
+        places: of the tokens in the flattened batch, as in `BatchRows`.
+        labels: (batch, seqlen), shifted.
+    Returns:
+        output: FusedCausalLMOutput; per-token values as labels.
+    """
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    mine, _ = shard.pop("shift_labels"), shard.pop("num_items_in_batch")
+    hidden, weight, balance = with_loss.decode(**shard)
+    if head.cast_lm_head_to_fp32:
+        hidden, weight = hidden.float(), weight.float()
+    scale = with_loss.logit_scale / head.temperature
+
+    def whole(values: Tensor) -> Tensor:
+        values = unshard_sequence(values, group, 1).flatten(0, 0 if places is None else 1)
+        if places is None:
+            return values[:, : labels.shape[1]]
+        return values.new_zeros(labels.numel()).index_copy(0, places, values[: len(places)]).view_as(labels)
+
+    log_probs, entropy = token_loss.token_log_probs(hidden, weight, mine, logit_scale=scale)
+    found = {"log_probs": whole(log_probs)}
+    if "entropy" in head.outputs:
+        found["entropy"] = whole(entropy)
+    if "is_top1" in head.outputs:
+        found["is_top1"] = whole(token_loss.score_tokens(hidden, weight, mine, logit_scale=scale)[1].long()).bool()
+    if "mean_logits" in head.outputs:
+        with torch.no_grad():
+            means = (hidden @ weight.mean(0)).to(log_probs.dtype) * scale
+            found["mean_logits"] = whole(means.masked_fill(mine == IGNORE_INDEX, 0.0))
+    mask = labels != IGNORE_INDEX
+    loss = -found["log_probs"].sum() / mask.sum().clamp(min=1)
+    return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=balance, **found)

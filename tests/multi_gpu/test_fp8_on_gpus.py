@@ -1,0 +1,66 @@
+"""FP8 rings on GPUs: records over the copy engine and NCCL, by heads and by hops, within the tolerance of the CPU tier.
+
+One GPU serves several ranks with `--ranks 4 --share-gpus`. `--backend gloo` runs the specification by hops.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from ringflash.attention.operands import Operands
+from tests.distributed.test_fp8 import ALIGNED, compared
+from tests.helpers import ring_check
+from tests.helpers.cases import Case
+from tests.helpers.pool import Context, Pool
+from tests.multi_gpu.conftest import Setup
+from tests.multi_gpu.test_ring_on_gpus import over
+
+pytestmark = pytest.mark.multi_gpu
+
+CASES = [
+    Case(head_dim=128, num_heads=4, num_kv_heads=2),
+    Case(head_dim=64, num_heads=4, num_kv_heads=4, window="left", documents="crossing"),
+    Case(head_dim=128, num_heads=2, num_kv_heads=1, causal=False, layout="contiguous", batch=2),
+    Case(head_dim=64, num_heads=4, num_kv_heads=1, documents="mixed"),
+]
+
+
+def check(ctx: Context, transport: str, hops: bool, chunk: int, fp8_backward: str, impl: str) -> set[bool]:
+    """Assert that every case keeps within the tolerance; return whether its K and V travelled as records."""
+    rounded: set[bool] = set()
+    original = Operands.unpack
+
+    def unpack(self: Operands, lines):  # type: ignore[no-untyped-def]
+        rounded.add(self.rounded)
+        return original(self, lines)
+
+    with ExitStack() as patches:
+        patches.enter_context(over(transport))
+        patches.enter_context(pytest.MonkeyPatch.context()).setattr(Operands, "unpack", unpack)
+        if transport == "nccl":
+            patches.enter_context(ring_check.by_hops(hops))
+        for case in CASES:
+            compared(ctx, case, chunk, fp8_backward, impl)
+    return rounded
+
+
+@pytest.mark.parametrize("fp8_backward", ["bf16", "fp8_scores", "fp8"])
+@pytest.mark.parametrize(("transport", "hops"), [("copy_engine", False), ("nccl", False), ("nccl", True)])
+def test_records_travel(pool: Pool, setup: Setup, transport: str, hops: bool, fp8_backward: str) -> None:
+    """In chunks of whole records."""
+    if setup.backend == "gloo":
+        transport, hops, impl = "gloo", True, "reference_fp8"
+    else:
+        impl = "hopper_fp8"
+    seen = pool.run(check, transport, hops, ALIGNED, fp8_backward, impl)
+    assert seen == [{True}] * setup.ranks
+
+
+@pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
+def test_other_chunks(pool: Pool, setup: Setup, transport: str) -> None:
+    """Of 160 tokens: by heads, K and V travel in bf16."""
+    if setup.backend == "gloo":
+        pytest.skip("gloo gathers nothing by heads")
+    assert pool.run(check, transport, False, 160, "fp8", "hopper_fp8") == [{False}] * setup.ranks
