@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
     "bench": ("benchmarks.command", "How fast are the kernels and the ring, compared with their peers and a baseline"),
     "doctor": ("ringflash.commands.doctor.command", "Is this machine, and every host of the job, fit for a long run"),
     "plan": ("ringflash.commands.plan.command", "Will it fit, how long is a step, and what to change"),
+    "recipes": ("ringflash.commands.recipes", "Which recipes and launchers there are; copy them into a folder"),
     "verify": ("ringflash.verify.command", "Does a model train over the ring as it does on one device"),
 }
 
