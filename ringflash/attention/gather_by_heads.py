@@ -301,12 +301,12 @@ def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool)
         if isinstance(work, BackwardUnits):
             if unit.block == 0:
                 after = [start, *([ends[unit.section - 2]] if unit.section > 1 else [])]
-                needed.append(memory.beside("begin", partial(work.begin, unit.section), after, urgent=True))
+                needed.append(memory.run_in_lane("begin", partial(work.begin, unit.section), after, urgent=True))
             needed += work.returned.freed(index, ended)
         if index == len(units) - 1:  # before the last kernel, which may leave no SM to the barrier
             pulled = gathered.all_pulled(number)
         after = [start, *(computed[-1:] if in_order else [])]
-        computed.append(memory.beside(lane, partial(work.compute, index, *needed), after))
+        computed.append(memory.run_in_lane(lane, partial(work.compute, index, *needed), after))
         lanes[lane] = computed[-1]
         watched.reach(computed[-1], "for {}", gathered.name(unit))
         if unit.stage is None:
@@ -317,17 +317,17 @@ def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool)
         if isinstance(work, BackwardUnits):
             final = unit.block == last_block
             end = work.finish if final and unit.section < last_section - 1 else work.return_gradients
-            ended.append(memory.beside("end", partial(end, index), computed[-1:], urgent=True))
+            ended.append(memory.run_in_lane("end", partial(end, index), computed[-1:], urgent=True))
             watched.reach(ended[-1], "for the gradients of {}", gathered.name(unit))
             if final:
                 ends[unit.section] = ended[-1]
             if final and unit.section >= last_section - 1:
-                finished.append(memory.beside(lane, partial(work.finish_queries, unit.section), []))
+                finished.append(memory.run_in_lane(lane, partial(work.finish_queries, unit.section), []))
     if has_barriers:
         watched.reach(pulled, "for all ranks to have their keys")
     tokens = [pulled]
     if isinstance(work, BackwardUnits):  # this lane allocated dQ and the statistics, which are freed on return
-        tokens.append(memory.beside("begin", _do_nothing, [*finished[-2:], *ended[-1:]], urgent=True))
+        tokens.append(memory.run_in_lane("begin", _do_nothing, [*finished[-2:], *ended[-1:]], urgent=True))
     memory.wait(*(finished[-2:] or lanes.values()))
     with waiting(gathered.device):
         memory.wait(*tokens)

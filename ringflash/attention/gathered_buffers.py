@@ -31,8 +31,8 @@ class GatheredKV:
     If the K/V of all heads fit (`sections.fits_unbuffered`), they are gathered into the same area from which other
     ranks pull, so that the rank's own K/V are in place already. (A copy within one GPU needs SMs, which a running
     kernel does not give up before it ends.) Otherwise, and in calls of several blocks, the area holds the rank's own
-    K/V only, and units are gathered into `memory.turns` buffers, which they use in rotation. A block of a rank's own
-    keys is read from the area.
+    K/V only, and units are gathered into `memory.num_buffers` buffers, which they use in rotation. A block of a rank's
+    own keys is read from the area.
 
     Args:
         memory: areas of the group; every rank makes the same calls with tensors of the same shapes.
@@ -73,7 +73,7 @@ class GatheredKV:
             if unit.section == 0:
                 self._add_numbers(blocks[unit.block], pulls, sends)
         self.moves = [
-            memory.moving(pulls, sends, f"K/V of {self.name(unit)}")
+            memory.make_transfer(pulls, sends, f"K/V of {self.name(unit)}")
             for unit, pulls, sends in zip(self.units, self.pulls, self.sends, strict=True)
         ]
         self.head_offsets, self.line_map = self._offsets(batch).to(k.device), self._line_map(rows).to(k.device)
@@ -100,9 +100,9 @@ class GatheredKV:
             start: beginning of the call.
             computed: units computed so far. If K/V are buffered, one of them was the last to read the buffer.
         """
-        before = self.travelling.index(index) - self.memory.turns
+        before = self.travelling.index(index) - self.memory.num_buffers
         used = [computed[self.travelling[before]]] if self.buffered and before >= 0 else []
-        return self.memory.beside("pull", self.moves[index], [start, *used], urgent=True)
+        return self.memory.run_in_lane("pull", self.moves[index], [start, *used], urgent=True)
 
     def all_pulled(self, call: CallNumber) -> Token:
         """Start the barrier after every rank's last pull. No kernel waits for it: each needs only its own rank's K/V.
@@ -116,7 +116,7 @@ class GatheredKV:
                 on_host.copy_(self.words.arrived, non_blocking=True)
             self.memory.barrier(PULLED)
 
-        token = self.memory.beside("pull", end, [], urgent=True)
+        token = self.memory.run_in_lane("pull", end, [], urgent=True)
         if on_host is not None:
             members = self.memory.members
             senders = [members[sender] if members else sender for sender in self.words.senders]
@@ -157,7 +157,7 @@ class GatheredKV:
 
     def _buffers(self, k: torch.Tensor) -> list[torch.Tensor]:
         """The K/V of each unit: a view of a buffer, or this rank's own part of its area."""
-        batch, count, operands = k.shape[0], self.memory.turns, self.operands
+        batch, count, operands = k.shape[0], self.memory.num_buffers, self.operands
         lines = [self.blocks[unit.block].num_rows // operands.keys for unit in self.units]
         units = [(unit, number, self.heads[unit.section]) for unit, number in zip(self.units, lines, strict=True)]
         sizes = [batch * operands.elements * number * heads for _, number, heads in units]
@@ -201,7 +201,7 @@ class GatheredKV:
     def _add_numbers(self, block: Gathering, pulls: list[Incoming], sends: list[Outgoing]) -> None:
         """Let the numbers of the ranks' calls travel with the first section of each block."""
         owners = sorted({piece.owner for piece in block.pieces} - {self.memory.rank})
-        pulls += [Incoming(self.words.of(owner), owner, self._numbers[owner]) for owner in owners]
+        pulls += [Incoming(self.words.slot_of(owner), owner, self._numbers[owner]) for owner in owners]
         pulls.sort(key=lambda pull: self._distance(pull.rank))
         readers = {reader.rank for readers in block.readers for reader in readers}
         sends += [Outgoing(self.words.own, reader) for reader in sorted(readers - {self.memory.rank})]
@@ -297,7 +297,7 @@ class GradientReturn:
             self.pulls.append(self._pulls(partial.split(lines[unit.block]), of_readers, stages, block))
             self.sends.append(self._sends(stage, block))
         self.moves = [
-            self.memory.moving(pulls, sends, f"dK/dV of {gathered.name(unit)}")
+            self.memory.make_transfer(pulls, sends, f"dK/dV of {gathered.name(unit)}")
             for unit, pulls, sends in zip(self._units, self.pulls, self.sends, strict=True)
         ]
         self.max_readers = [max(map(len, rows)) for rows in readers]

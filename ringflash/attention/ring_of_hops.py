@@ -227,7 +227,7 @@ class Exchange:
             what = f"the call's number at step {hop.step}"
             sends.append(Message(self.words.own, hop.reader, what))
             if hop.source is not None:
-                recvs.append(Message(self.words.of(hop.source), hop.source, what))
+                recvs.append(Message(self.words.slot_of(hop.source), hop.source, what))
         return sends, recvs
 
     def _incoming(self, index: int) -> torch.Tensor:

@@ -197,7 +197,7 @@ def gather_bytes(shape: Shape, num_heads: int, keys: int, arriving: int, pairs: 
     """
     row, sections = 2 * shape[0] * shape[3], choose_sections(shape, num_heads, keys, dtype)
     unbuffered = fits_unbuffered(shape, keys, dtype)
-    kv = shape[2] if unbuffered else sum(shared_buffer_heads(sections, MessageMemory.turns))
+    kv = shape[2] if unbuffered else sum(shared_buffer_heads(sections, MessageMemory.num_buffers))
     num_buffers = choose_num_gradient_buffers(shape, num_heads, keys, pairs, dtype, sections.backward)
     gradients = sum(buffer_heads(sections.backward, num_buffers)) * keys + max(sections.backward) * arriving
     return HEADER_BYTES + row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)

@@ -215,7 +215,7 @@ class HeadExchange:
         if words is not None:
             words.write(self.call)
             sends += [Message(words.own, peer, "the call's number") for peer in self.peers]
-            receives += [Message(words.of(peer), peer, "the call's number") for peer in self.peers]
+            receives += [Message(words.slot_of(peer), peer, "the call's number") for peer in self.peers]
         with watching(self.channel, self.way, self.device) as watched, waiting(self.device):
             pending = self.channel.post(sends, receives)
             for outgoing, incoming in kept:

@@ -106,7 +106,7 @@ class Words:
         self.own, self.senders = own, tuple(senders)
         self.arrived = torch.zeros(len(self.senders), dtype=torch.int64, device=device)
 
-    def of(self, sender: int) -> torch.Tensor:
+    def slot_of(self, sender: int) -> torch.Tensor:
         """Return the slot for a peer's word: (1,)."""
         index = self.senders.index(sender)
         return self.arrived[index : index + 1]

@@ -94,18 +94,20 @@ def one_sum(name: str, *args: Any) -> torch.Tensor:
 def lanes(*slow: str) -> Callable[..., Later]:
     """The work of slow lanes always comes late."""
 
-    def beside(self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False) -> Later:
+    def run_in_lane(
+        self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False
+    ) -> Later:
         def delayed() -> None:
             time.sleep(5 * DELAY_S if lane in slow else 0.0)
             work()
 
-        return _BESIDE(self, lane, delayed, after, urgent=urgent)
+        return _RUN_IN_LANE(self, lane, delayed, after, urgent=urgent)
 
-    return beside
+    return run_in_lane
 
 
-_PULL, _BESIDE, _KEYS = gathered_buffers.GatheredKV.pull, SharedMemory.beside, ("even", "odd")
-_LANES, _BUFFERS = "tests.helpers.peer_memory.SharedMemory.beside", "ringflash.attention.gathered_buffers"
+_PULL, _RUN_IN_LANE, _KEYS = gathered_buffers.GatheredKV.pull, SharedMemory.run_in_lane, ("even", "odd")
+_LANES, _BUFFERS = "tests.helpers.peer_memory.SharedMemory.run_in_lane", "ringflash.attention.gathered_buffers"
 PLANTS: dict[str, dict[str, Any]] = {
     "nothing": {_LANES: lanes(*_KEYS)},
     "nothing of returns": {_LANES: lanes("end")},

@@ -255,14 +255,14 @@ def without(*channels: int) -> Callable[..., None]:
 
 def slow_lanes(*slow: str) -> Callable[..., Later]:
     """Lanes whose work always comes late."""
-    beside = SharedMemory.beside
+    run_in_lane = SharedMemory.run_in_lane
 
     def late(self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False) -> Later:
         def delayed() -> None:
             time.sleep(5 * DELAY_S if lane in slow else 0.0)
             work()
 
-        return beside(self, lane, delayed, after, urgent=urgent)
+        return run_in_lane(self, lane, delayed, after, urgent=urgent)
 
     return late
 
@@ -289,13 +289,18 @@ def no_wait_for_pulls(
     self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False
 ) -> Any:
     """Nobody waits for K/V to arrive."""
-    token = _beside(self, lane, work, after, urgent=urgent)
+    token = _run_in_lane(self, lane, work, after, urgent=urgent)
     return mock.Mock() if lane == "pull" else token
 
 
-_buffer, _pull, _beside, _barrier = buffer, gathered_buffers.GatheredKV.pull, SharedMemory.beside, SharedMemory.barrier
+_buffer, _pull, _run_in_lane, _barrier = (
+    buffer,
+    gathered_buffers.GatheredKV.pull,
+    SharedMemory.run_in_lane,
+    SharedMemory.barrier,
+)
 _MEMORY = "tests.helpers.peer_memory"
-_BESIDE, _BARRIER = f"{_MEMORY}.SharedMemory.beside", f"{_MEMORY}.SharedMemory.barrier"
+_LANE, _BARRIER = f"{_MEMORY}.SharedMemory.run_in_lane", f"{_MEMORY}.SharedMemory.barrier"
 _COMPUTE = slow_lanes("even", "odd")
 _TURNS: dict[str, object] = {"ringflash.attention.sections.MAX_UNBUFFERED_KV_BYTES": 0}
 _STAGES: dict[str, object] = {"ringflash.attention.sections.choose_num_gradient_buffers": lambda *_: 3}
@@ -307,9 +312,9 @@ PLANTS: dict[str, dict[str, object]] = {
     "ready": {_BARRIER: without(gathered_buffers.READY)},
     "free": {_BARRIER: late_at_home},
     "free, of three stages": {_BARRIER: late_at_home, **_STAGES},
-    "second buffer": {"ringflash.attention.gathered_buffers.buffer": one_buffer, _BESIDE: _COMPUTE, **_TURNS},
-    "buffer in use": {"ringflash.attention.gathered_buffers.GatheredKV.pull": too_early, _BESIDE: _COMPUTE, **_TURNS},
-    "arrival": {_BESIDE: no_wait_for_pulls},
+    "second buffer": {"ringflash.attention.gathered_buffers.buffer": one_buffer, _LANE: _COMPUTE, **_TURNS},
+    "buffer in use": {"ringflash.attention.gathered_buffers.GatheredKV.pull": too_early, _LANE: _COMPUTE, **_TURNS},
+    "arrival": {_LANE: no_wait_for_pulls},
 }
 
 
@@ -391,7 +396,7 @@ def forwards_agree(ctx: Context, pulled: bool) -> bool:
 
         want = outputs()
         if ctx.rank == 0:
-            patches.enter_context(mock.patch(_BESIDE, slow_lanes("pull")))
+            patches.enter_context(mock.patch(_LANE, slow_lanes("pull")))
         if not pulled:
             patches.enter_context(mock.patch(_BARRIER, without(gathered_buffers.PULLED)))
         got = outputs()
@@ -424,7 +429,7 @@ def an_error_on_the_way(ctx: Context, way: str) -> tuple[bool, bool]:
         q, k, v = (torch.randn(1, 8, 6, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
         attend = partial(ringflash.ring_attention, q, k, v, group=ctx.group, causal=False)
         out = attend() if way == "backward" else None
-        with mock.patch(_BESIDE, refused), pytest.raises(MemoryError):
+        with mock.patch(_LANE, refused), pytest.raises(MemoryError):
             attend() if out is None else out.sum().backward()
         over = all(token.query() for token in issued)
         mask = schedule.gather(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag", 1).mask

@@ -68,7 +68,7 @@ class Threads:
 class SharedMemory(Threads):
     """Peer memory as the interface of ringflash.comm.transport."""
 
-    turns = 2
+    num_buffers = 2
     members = ()
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -98,7 +98,9 @@ class SharedMemory(Threads):
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.areas[name][rank][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
+    def make_transfer(
+        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str
+    ) -> Callable[[], None]:
         def move() -> None:
             for target, _, source in incoming:
                 target.copy_(source)
@@ -118,7 +120,9 @@ class SharedMemory(Threads):
     def num_posted(self) -> int:
         return int(self.barriers[:, self.rank].sum())
 
-    def beside(self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False) -> Later:
+    def run_in_lane(
+        self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False
+    ) -> Later:
         if lane not in self.threads:
             self.threads[lane] = ThreadPoolExecutor(1)
         return Later(self.threads[lane].submit(self._run, work, tuple(after)))
@@ -187,7 +191,7 @@ class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]
     def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         return super().keep((key, sections.MAX_UNBUFFERED_KV_BYTES), areas, make)
 
-    def beside(  # type: ignore[override]
+    def run_in_lane(  # type: ignore[override]
         self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False
     ) -> Later:
         if lane not in self.threads:
@@ -207,8 +211,10 @@ class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]
                 self.begun += 1
                 self.turn.notify_all()
 
-    def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
-        move = super().moving(incoming, outgoing, what)
+    def make_transfer(
+        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str
+    ) -> Callable[[], None]:
+        move = super().make_transfer(incoming, outgoing, what)
 
         def in_turn() -> None:
             self._await_turn()

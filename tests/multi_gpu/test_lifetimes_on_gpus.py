@@ -20,7 +20,7 @@ from tests.multi_gpu.conftest import Setup
 
 pytestmark = pytest.mark.multi_gpu
 
-_beside = Lanes.beside
+_beside = Lanes.run_in_lane
 _DELAY_CYCLES = 50_000_000  # some 30 ms
 
 
@@ -57,7 +57,7 @@ def unmapped_behind_a_backward(ctx: Context, transport: str, impl: str, dtype: s
         want = [x.clone() for x in gradients()]
         equal = []
         for _ in range(3):
-            with mock.patch.object(Lanes, "beside", late):
+            with mock.patch.object(Lanes, "run_in_lane", late):
                 got = gradients()
                 torch.cuda.empty_cache()
             torch.cuda.synchronize()

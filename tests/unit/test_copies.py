@@ -100,6 +100,6 @@ def test_copies_within_a_gpu_come_behind_those_of_peers(driver: Driver) -> None:
     incoming = [
         Incoming(target, owner, source) for (target, source), owner in zip(pairs, (1, 2, 1, 0, 1, 3, 0), strict=True)
     ]
-    memory.moving(incoming, [], "K/V")()
+    memory.make_transfer(incoming, [], "K/V")()
     assert [count for count, _ in driver.calls] == [4, 3]
     assert all(torch.equal(target, source) for target, source in pairs)

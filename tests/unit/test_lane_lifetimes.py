@@ -96,14 +96,14 @@ def test_dq_is_freed_behind_the_lanes_that_write_it(streams: Streams, num_sectio
 @pytest.mark.parametrize("failing", range(9))
 def test_after_an_error_every_lane_is_behind_the_others(streams: Streams, failing: int) -> None:
     """A call of three sections, in which the work of a lane raises."""
-    issued, beside = [], lanes.Lanes.beside
+    issued, beside = [], lanes.Lanes.run_in_lane
 
     def refused(self: Any, lane: str, work: Any, *args: Any, **options: Any) -> Any:
         issued.append(lane)
         work = mock.Mock(side_effect=MemoryError("no memory left")) if len(issued) == failing + 1 else work
         return beside(self, lane, work, *args, **options)
 
-    with mock.patch.object(lanes.Lanes, "beside", refused):
+    with mock.patch.object(lanes.Lanes, "run_in_lane", refused):
         memory = backward(3)
     assert len(issued) == failing + 1
     places = [cast(Any, lane) for lane in memory._lanes.values()]

@@ -25,7 +25,7 @@ class Memory:
     def mark(self) -> str:
         return "start"
 
-    def beside(self, lane: str, work: Callable[[], None], after: Sequence[object], *, urgent: bool = False) -> str:
+    def run_in_lane(self, lane: str, work: Callable[[], None], after: Sequence[object], *, urgent: bool = False) -> str:
         self._inside = True
         work()
         self._inside = False

@@ -134,7 +134,7 @@ class Areas:
     """A peer memory that only notes how large its areas are."""
 
     def __init__(self, rank: int, turns: int) -> None:
-        self.rank, self.turns, self.sizes = rank, turns, dict[str, int]()
+        self.rank, self.num_buffers, self.sizes = rank, turns, dict[str, int]()
 
     def reserve(self, name: str, num_bytes: int) -> None:
         self.sizes[name] = num_bytes
@@ -142,7 +142,7 @@ class Areas:
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def moving(self, *what: object) -> None:
+    def make_transfer(self, *what: object) -> None:
         """Nothing is moved."""
 
 

@@ -70,7 +70,9 @@ class Lanes:
         for token in tokens:
             token.wait(stream)  # type: ignore[attr-defined]
 
-    def beside(self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False) -> Token:
+    def run_in_lane(
+        self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False
+    ) -> Token:
         if lane not in self._lanes:
             self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
         stream, current = self._lanes[lane], self._current()

@@ -29,7 +29,7 @@ class MessageMemory(Lanes):
         device: device of the tensors.
     """
 
-    turns = 3
+    num_buffers = 3
 
     def __init__(self, channel: PointToPoint, device: torch.device) -> None:
         super().__init__(device)
@@ -51,7 +51,9 @@ class MessageMemory(Lanes):
             return None
         return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
+    def make_transfer(
+        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str
+    ) -> Callable[[], None]:
         sends = [Message(tensor, rank, what) for tensor, rank in outgoing]
         receives = [Message(target, rank, what) for target, rank, source in incoming if source is None]
         own = [(target, source) for target, _, source in incoming if source is not None]

@@ -2,7 +2,7 @@
 
     reserve      every rank allocates an area of the same size, and maps the areas of the others
     barrier      on the stream: work that any rank issued before it precedes work that any rank issues after it
-    beside       run work on a separate stream
+    run_in_lane  run work on a separate stream
 
 Only `reserve` blocks the host, and only if an area grows.
 """
@@ -51,14 +51,14 @@ class Outgoing(NamedTuple):
 class PeerMemory(Protocol):
     """Named memory areas of one group and process. All ranks reserve the same areas in the same order.
 
-    `rank`: this process's rank among `members`, the ranks of the group that share the areas (empty: all).  `turns`:
-    number of buffers to rotate through, so transfers stay ahead of compute.
+    `rank`: this process's rank among `members`, the ranks of the group that share the areas (empty: all).
+    `num_buffers`: number of buffers to rotate through, so transfers stay ahead of compute.
     """
 
     rank: int
     group: dist.ProcessGroup
     members: tuple[int, ...]
-    turns: int
+    num_buffers: int
 
     @property
     def num_posted(self) -> int:
@@ -70,7 +70,9 @@ class PeerMemory(Protocol):
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """Return a tensor at the start of a rank's area; None if this rank cannot map it."""
 
-    def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
+    def make_transfer(
+        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str
+    ) -> Callable[[], None]:
         """Return a function that performs these transfers on the current stream.
 
         Any two ranks must list their transfers in the same order.
@@ -88,7 +90,9 @@ class PeerMemory(Protocol):
     def wait(self, *tokens: Token) -> None:
         """Order the current stream after these tokens."""
 
-    def beside(self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False) -> Token:
+    def run_in_lane(
+        self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False
+    ) -> Token:
         """Run `work` after these tokens, in the order of its lane, concurrently with the current stream.
 
         Urgent work has priority for free SMs. Either all work of a lane is urgent or none is.
@@ -117,7 +121,7 @@ class SymmetricMemory(Lanes):
         OutOfReach: on every rank, if one cannot map the memory of another.
     """
 
-    turns = 2
+    num_buffers = 2
     num_posted = 0
 
     def __init__(self, group: dist.ProcessGroup, timeout_ms: int) -> None:
@@ -157,7 +161,9 @@ class SymmetricMemory(Lanes):
             return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         return self._handles[name].get_buffer(rank, shape, dtype)
 
-    def moving(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Callable[[], None]:
+    def make_transfer(
+        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str
+    ) -> Callable[[], None]:
         pairs = [(target, source, rank) for target, rank, source in incoming if source is not None]
         assert len(pairs) == len(incoming)
         # A copy within this GPU needs SMs, which a kernel may hold until it ends, so copies from peers go first.

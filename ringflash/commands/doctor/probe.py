@@ -103,7 +103,7 @@ def _pulls(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]:
             assert there is not None
             got.copy_(there)
 
-        memory.wait(memory.beside("pull", copy, [memory.mark()]))
+        memory.wait(memory.run_in_lane("pull", copy, [memory.mark()]))
 
     return exchange
 

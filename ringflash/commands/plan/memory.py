@@ -150,7 +150,7 @@ def transport_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
     """
     if job.cp_size == 1:
         return 0
-    turns = (SymmetricMemory if one_host else MessageMemory).turns
+    turns = (SymmetricMemory if one_host else MessageMemory).num_buffers
     if len(block_sizes(job, one_host=one_host)) > 1:
         return _keys_in_blocks(job, turns, one_host)
     return max(_gathered_keys(job, rank, turns, one_host) for rank in (0, job.cp_size - 1))
