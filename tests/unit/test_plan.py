@@ -477,8 +477,8 @@ def test_keys_that_take_longer_than_their_kernel_are_exposed() -> None:
 
 
 def test_a_nic_has_a_rate_of_its_own() -> None:
-    """Of 15 other ranks eight lie behind it; a network without end leaves the links of the host."""
-    job, two_hosts = replace(JOB, seqlen=1 << 17, cp_size=16), replace(HOST, num_gpus=16)
+    """Of 11 other ranks eight lie behind it; a network without end leaves the links of the host."""
+    job, two_hosts = replace(JOB, seqlen=3 << 15, cp_size=12), replace(HOST, num_gpus=12)
     by_rate = [exposed(job, replace(two_hosts, rates=replace(HOST.rates, network=rate))) for rate in (0.3, 0.6)]
     assert by_rate[0] > 1.5 * by_rate[1]
     fast = [exposed(job, replace(two_hosts, network_gbytes=gbytes)) for gbytes in (1e6, 1e9)]
@@ -486,13 +486,27 @@ def test_a_nic_has_a_rate_of_its_own() -> None:
 
 
 def test_blocks_expose_the_gradients_of_the_last_one() -> None:
-    job, two_hosts = replace(JOB, seqlen=1 << 24, cp_size=16), replace(HOST, num_gpus=16)
+    job, two_hosts = replace(JOB, seqlen=3 << 22, cp_size=12), replace(HOST, num_gpus=12)
     sizes, heads = block_sizes(job, one_host=False), sections_at_a_time(job, one_host=False).backward
     assert len(sizes) > 1 and len(heads) == 8
-    gradients = 2 * 15 / 16 * job.seqlen * job.model.kv_size * 4
-    last = sizes[-1] / 15 / 8 * gradients * 8 / 15 / (HOST.network_gbytes * HOST.rates.network * 1e9)
+    gradients = 2 * 11 / 12 * job.seqlen * job.model.kv_size * 4
+    last = sizes[-1] / 11 / 8 * gradients * 8 / 11 / (HOST.network_gbytes * HOST.rates.network * 1e9)
     assert exposed(job, two_hosts) == pytest.approx(last)
     assert exposed(job, replace(two_hosts, network_gbytes=0.1)) > 100 * exposed(job, two_hosts)
+
+
+def test_heads_are_exchanged_inside_whole_hosts() -> None:
+    """Two hosts: a rank has the rows of eight, with four of 32 query heads and one KV head, and one rank to talk to."""
+    job, two_hosts = replace(JOB, seqlen=1 << 20, cp_size=16), replace(HOST, num_gpus=16)
+    rail = job.on_hosts(8).rail
+    assert (rail.cp_size, rail.world_size, rail.local_tokens) == (2, 16, 1 << 19)
+    assert (rail.model.num_heads, rail.model.num_kv_heads) == (4, 1)
+    assert worst_moment(job, two_hosts)[1]["transport buffers"] == transport_bytes(rail)
+    exchanged = 6 * (32 + 8) * 128 * 2 * job.local_tokens * 7 / 8
+    seconds = exchanged / (HOST.gpu.nvlink_gbytes * HOST.rates.nvlink * 1e9)
+    assert exposed(job, replace(two_hosts, network_gbytes=1e9)) == pytest.approx(seconds, rel=1e-3)
+    uneven = replace(job.model, num_heads=36, num_kv_heads=12)
+    assert replace(job, model=uneven).on_hosts(8).exchanging == replace(job, cp_size=4).on_hosts(8).exchanging == 1
 
 
 def test_rings_that_lie_across_two_hosts_are_planned_so() -> None:

@@ -101,6 +101,7 @@ def make_plan(job: TrainingJob, machine: Machine) -> dict[str, Any]:
     """Return everything that the command prints, in bytes, seconds and tokens."""
     time, local = step_time(job, machine), job.seqlen * job.dp_size
     moment, memory = worst_moment(job, machine)
+    job = job.on_hosts(machine.gpus_per_host)
     plan: dict[str, Any] = {
         "job": asdict(job),
         "machine": asdict(machine),
@@ -301,6 +302,7 @@ def _print(plan: dict[str, Any]) -> None:
         f"{plan['parameters'] / 1e9:.2f} B parameters, {job['seqlen']:,} tokens over {job['cp_size']} of "
         f"{machine['num_gpus']} {gpu['name']}, {job['precision']}, checkpointing {job['checkpointing']}, "
         f"{'with' if job['liger'] else 'without'} Liger"
+        + (f", heads exchanged among the {job['exchanging']} GPUs of a host (by_host)" if job["exchanging"] > 1 else "")
     )
     out.print(_memory_table(plan), _time_table(plan))
     out.print(

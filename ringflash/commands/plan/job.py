@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from ringflash.attention.ulysses import shared_kv_heads
 from ringflash.commands.plan.read import Layers, ReadShape
 
 Checkpointing = Literal["none", "attention_kept", "full"]
@@ -29,6 +30,8 @@ class TrainingJob:
         mlp_tile_tokens: number of tokens whose MLP is computed at a time; 0 is all.
         liger: use Liger's norms, rotary embedding and SwiGLU, which keep less than those of transformers.
         accumulates: a step has several sequences in turn, so gradients of earlier ones are kept.
+        exchanging: number of ranks of a host that exchange heads around the ring between hosts (transport "by_host"); 1
+            is none. `on_hosts` sets it.
         fp8_backward: attention is in FP8 with this backward, as in `ring_attention`; None is exact attention.
     """
 
@@ -44,6 +47,7 @@ class TrainingJob:
     mlp_tile_tokens: int = 0
     liger: bool = False
     accumulates: bool = False
+    exchanging: int = 1
     fp8_backward: Fp8Backward | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +85,23 @@ class TrainingJob:
                 f"seqlen must be divisible by 2 * cp_size ({step}), got {self.seqlen}; "
                 f"pad to {-(-max(self.seqlen, 1) // step) * step}."
             )
+
+    def on_hosts(self, gpus_per_host: int) -> TrainingJob:
+        """Return the job with the exchange of heads that `auto` chooses if a ring takes several whole hosts."""
+        whole = self.cp_size > gpus_per_host and self.cp_size % gpus_per_host == 0
+        divides = self.model.num_heads % gpus_per_host == 0
+        return replace(self, exchanging=gpus_per_host if whole and divides else 1)
+
+    @property
+    def rail(self) -> TrainingJob:
+        """The job as the ring between hosts sees it: the tokens of a host on a rank, with its share of the heads."""
+        if self.exchanging == 1:
+            return self
+        model, ranks = self.model, self.exchanging
+        shared = len(shared_kv_heads(ranks, model.num_heads, model.num_kv_heads))
+        share = replace(model, num_heads=model.num_heads // ranks, num_kv_heads=shared // ranks)
+        cp_size, dp_size = self.cp_size // ranks, self.dp_size * ranks
+        return replace(self, model=share, cp_size=cp_size, dp_size=dp_size, exchanging=1)
 
     @property
     def layers(self) -> Layers:

@@ -43,6 +43,7 @@ def memory_bytes(job: TrainingJob, machine: Machine) -> dict[str, int]:
 def worst_moment(job: TrainingJob, machine: Machine) -> tuple[str, dict[str, int]]:
     """Return the name of the moment with the most memory, and its bytes by part."""
     one_host = machine.keeps_on_a_host(job.cp_size)
+    job = job if one_host else job.on_hosts(machine.gpus_per_host)
     moments = _moments(job, one_host)
     name = max(moments, key=lambda x: sum(moments[x].values()))
     parts = moments[name] | {"transport buffers": transport_bytes(job, one_host=one_host)}
@@ -131,13 +132,16 @@ def layer_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
 def attention_work_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
     """Return the bytes of gradients in attention's backward: dQ in fp32 and bf16, dO, dK and dV.
 
-    On several ranks, dQ is in fp32 for two sections only. `one_host`: see `transport_bytes`.
+    On several ranks, dQ is in fp32 for two sections only. A rank that exchanges heads also holds q, k, v, out and dout
+    twice: as they leave, and as they arrived. `one_host`: see `transport_bytes`.
     """
-    model, summed = job.model, job.model.q_size
-    if job.cp_size > 1:
-        sections = sections_at_a_time(job, one_host=one_host)
+    rail = job.rail
+    model, summed = rail.model, rail.model.q_size
+    if rail.cp_size > 1:
+        sections = sections_at_a_time(rail, one_host=one_host)
         summed = sum(buffer_heads(sections.backward)) * model.q_size // model.num_kv_heads
-    return job.local_tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)
+    exchanged = 0 if job.exchanging == 1 else 2 * (3 * model.q_size + 2 * model.kv_size) * BF16
+    return rail.local_tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16 + exchanged)
 
 
 def transport_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
@@ -148,6 +152,7 @@ def transport_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
     batched so that links can sleep), and those of one section returning to their owners. In blocks: the same for units
     in place of sections; sums of the rank's own gradients and the output in fp32, of two sections.
     """
+    job = job.rail
     if job.cp_size == 1:
         return 0
     turns = (SymmetricMemory if one_host else MessageMemory).num_buffers

@@ -118,26 +118,46 @@ def _ring_exposed(job: TrainingJob, machine: Machine, forward: float, backward: 
     if job.cp_size == 1:
         return 0.0
     layers, one_host = job.model.num_layers, machine.keeps_on_a_host(job.cp_size)
+    if not one_host:
+        job = job.on_hosts(machine.gpus_per_host)
+    exchange, flat, job = layers * _exchange_seconds(job, machine), job.exchanging == 1, job.rail
     keys = 2 * (job.seqlen - job.local_tokens) * job.model.kv_size * BF16  # rank 0 sees those of all others
     gradients = keys * FP32 // BF16  # the last rank owns what all others see
-    arrive, leave = (_seconds_moved(job, machine, num_bytes) for num_bytes in (keys, gradients))
+    arrive, leave = (_seconds_moved(job, machine, num_bytes, flat=flat) for num_bytes in (keys, gradients))
     sections, blocks = sections_at_a_time(job, one_host=one_host), block_sizes(job, one_host=one_host)
     if len(blocks) > 1:
         last = leave * blocks[-1] / (job.cp_size - 1) / len(sections.backward)
         behind = max(0.0, arrive - forward / layers) + max(0.0, arrive + leave - last - backward / layers)
-        return layers * (last + behind)
+        return exchange + layers * (last + behind)
     ahead = 1 / len(sections.forward)
     exposed = ahead * arrive + max(0.0, (1 - ahead) * (arrive - forward / layers))
     ahead = 1 / len(sections.backward)
-    return layers * (exposed + ahead * (arrive + leave) + max(0.0, (1 - ahead) * (arrive + leave - backward / layers)))
+    exposed += ahead * (arrive + leave) + max(0.0, (1 - ahead) * (arrive + leave - backward / layers))
+    return exchange + layers * exposed
 
 
-def _seconds_moved(job: TrainingJob, machine: Machine, num_bytes: float) -> float:
-    """Return the seconds to receive these bytes from all other ranks; NVLink and the network work in parallel."""
+def _exchange_seconds(job: TrainingJob, machine: Machine) -> float:
+    """Return the seconds of a layer's exchanges of heads inside a host, which no kernel hides.
+
+    q, k, v and out in the forward; these, dout, dq, dk and dv in the backward.
+    """
+    if job.exchanging == 1:
+        return 0.0
+    model = job.rail.model
+    num_bytes = 6 * (model.q_size + model.kv_size) * job.rail.local_tokens * BF16
+    return num_bytes * (1 - 1 / job.exchanging) / (machine.gpu.nvlink_gbytes * machine.rates.nvlink * 1e9)
+
+
+def _seconds_moved(job: TrainingJob, machine: Machine, num_bytes: float, *, flat: bool) -> float:
+    """Return the seconds to receive these bytes from all other ranks; NVLink and the network work in parallel.
+
+    Args:
+        flat: ranks of one host are among them.
+    """
     rates, others = machine.rates, job.cp_size - 1
-    if machine.keeps_on_a_host(job.cp_size):
+    if flat and machine.keeps_on_a_host(job.cp_size):
         return num_bytes / (machine.gpu.nvlink_gbytes * rates.copies * 1e9)
-    near = gcd(job.cp_size, machine.gpus_per_host) - 1  # on the host with the fewest ranks of a ring
+    near = gcd(job.cp_size, machine.gpus_per_host) - 1 if flat else 0  # on the host with the fewest ranks of a ring
     return (
         num_bytes
         / others
