@@ -119,7 +119,7 @@ PLANTS: dict[str, dict[str, Any]] = {
 
 
 def verdict(ctx: Context, plant: str) -> str:
-    """What some calls say with one wait left out. A rank that finds a mistake goes on: the others wait for it."""
+    """Return what calls say with one wait left out. A rank that finds a mistake goes on: the others wait for it."""
     found = "passed"
     transport._open.clear()
     with copy_engine(), in_blocks(1), ExitStack() as patches:

@@ -170,7 +170,7 @@ def test_a_group_finds_its_hosts(pool: Pool) -> None:
 
 
 def chosen_by_auto(ctx: Context, hosts: list[str]) -> tuple[str, list[str]]:
-    """What auto takes for heads that hosts can and cannot divide, after a first call that decides over "NCCL"."""
+    """Return what auto takes for heads that hosts can and cannot divide, after a first call over "NCCL"."""
     ctx = ctx._replace(group=torch.distributed.new_group(list(range(ctx.size))))
     x = torch.ones(1, 8, 4, 16)
     with (

@@ -65,7 +65,7 @@ def test_a_right_training_with_other_layers_passes(pool: Pool, kind: str) -> Non
 
 @pytest.mark.parametrize("fp8_backward", ["bf16", "fp8"])
 def test_a_right_training_in_fp8_passes(pool: Pool, fp8_backward: str) -> None:
-    """By twice its own error on one device, and by printed limits beside exact attention."""
+    """Limits are twice its own error on one device, and printed ones beside exact attention."""
     passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, "right_in_fp8", fp8_backward, BOUNDS, size=2))
     assert passed, failed
 

@@ -73,7 +73,7 @@ def test_causal(shape, cp_size, layout):
 
 
 def test_documents():
-    """Which keys share a block depends on the rows of a tile, and so does the order of sums: the check can fail."""
+    """The rows of a tile decide which keys share a block, and so the order of sums: the check can fail."""
     bounds = (0, 70, 200, 201, LENGTH)
     single = Mask.documents(bounds)
     assert _equal(Shape(64), SequenceMask(LENGTH, cu_seqlens=bounds), single, 4, "zigzag") == set()

@@ -42,7 +42,7 @@ def right_in_fp8(group: Group, fp8_backward: str = "bf16") -> Training:
 
 
 def hidden_local_positions_in_fp8(group: Group) -> Training:
-    """As without FP8."""
+    """Plant the mistake of `hidden_local_positions` in a training in FP8."""
     return hidden_local_positions(group, right_in_fp8(group))
 
 

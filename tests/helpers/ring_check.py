@@ -126,7 +126,7 @@ def by_hops(hops: bool) -> mock._patch:
 
 
 class HasLayout(Protocol):
-    """What has a layout, and documents: bounds, or a function of the length and of the tokens of a chunk."""
+    """A layout and documents: bounds, or a function of the length and of the tokens of a chunk."""
 
     @property
     def layout(self) -> str: ...

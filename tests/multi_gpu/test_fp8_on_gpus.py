@@ -60,7 +60,7 @@ def test_records_travel(pool: Pool, setup: Setup, transport: str, hops: bool, fp
 
 @pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
 def test_other_chunks(pool: Pool, setup: Setup, transport: str) -> None:
-    """Of 160 tokens: by heads, K and V travel in bf16."""
+    """Chunks of 160 tokens: by heads, K and V travel in bf16."""
     if setup.backend == "gloo":
         pytest.skip("gloo gathers nothing by heads")
     assert pool.run(check, transport, False, 160, "fp8", "hopper_fp8") == [{False}] * setup.ranks

@@ -200,7 +200,7 @@ def compare(
 
 
 def replicated(folder: str, path: Path) -> dict[str, Any]:
-    """As `compare`, of two copies of the parameters; its checkpoint, read by a run without copies."""
+    """Run `compare` with two copies of the parameters; a run without copies reads its checkpoint."""
     strategy = ContextParallelStrategy(CP_SIZE, replicate_size=2, layout="balanced")
     found = compare(CausalLM, "norm", folder, strategy)
     module, trainer = strategy.lightning_module, strategy._trainer

@@ -180,7 +180,7 @@ def test_transport_buffers_are_those_that_gather_by_heads(seqlen: int, cp_size: 
     ("seqlen", "cp_size", "gib"), [(1 << 20, 16, 3), (1 << 20, 64, 3), (1 << 22, 8, 8), (1 << 23, 64, 4)]
 )
 def test_transport_buffers_are_those_of_blocks(seqlen: int, cp_size: int, gib: int) -> None:
-    """Of many ranks, and of keys for which one block would need more than 12 GiB: up to 36 for 8M tokens."""
+    """Buffers of many ranks, and of keys for which one block would need more than 12 GiB: up to 36 for 8M tokens."""
     job = replace(JOB, seqlen=seqlen, cp_size=cp_size)
     held = max(gathered_bytes(job, rank, 3) for rank in range(0, cp_size, max(1, cp_size // 8)))
     assert transport_bytes(job) == held
@@ -188,7 +188,7 @@ def test_transport_buffers_are_those_of_blocks(seqlen: int, cp_size: int, gib: i
 
 
 def test_dq_is_summed_for_two_sections() -> None:
-    """Of 8 query heads in place of 32 at a head a section; of all where a section has all heads."""
+    """Sums of 8 query heads in place of 32 at a head a section; of all where a section has all heads."""
     long = replace(JOB, seqlen=1 << 23)
     rest = 4 * long.model.q_size + 4 * long.model.kv_size
     for job, heads in ((long, 8), (replace(JOB, seqlen=1 << 12), 32), (replace(long, cp_size=1), 32)):
@@ -477,7 +477,7 @@ def test_keys_that_take_longer_than_their_kernel_are_exposed() -> None:
 
 
 def test_a_nic_has_a_rate_of_its_own() -> None:
-    """Of 11 other ranks eight lie behind it; a network without end leaves the links of the host."""
+    """Eight of 11 other ranks lie behind it; a network without end leaves the links of the host."""
     job, two_hosts = replace(JOB, seqlen=3 << 15, cp_size=12), replace(HOST, num_gpus=12)
     by_rate = [exposed(job, replace(two_hosts, rates=replace(HOST.rates, network=rate))) for rate in (0.3, 0.6)]
     assert by_rate[0] > 1.5 * by_rate[1]
