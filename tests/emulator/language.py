@@ -64,6 +64,11 @@ class Accumulator(Tensor):
         self._compute = None
 
 
+def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return a @ b, summed in fp64: in fp32, bits of an element would depend on BLAS and on its place in the tile."""
+    return (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
+
+
 def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
     """a @ b + acc in fp32. Shared operands are read when the product is waited for, as late as the device may."""
     partition = current_partition()
@@ -78,7 +83,7 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_
     keep = truth(use_acc)
 
     def compute() -> np.ndarray:
-        product = a.data.astype(np.float32) @ b.data.astype(np.float32)
+        product = _product(a.data, b.data)
         return product + acc.data if keep else product
 
     result = Accumulator(compute, (m, n))
@@ -357,7 +362,7 @@ class Language:
     expand_dims = staticmethod(lambda x, axis: Tensor(np.expand_dims(x.data, axis), x.dtype))
     split = staticmethod(lambda x: x.split())
     trans = staticmethod(lambda x: x.permute(1, 0))
-    dot = staticmethod(lambda a, b: Tensor(a.data.astype(np.float32) @ b.data.astype(np.float32), real_gl.float32))
+    dot = staticmethod(lambda a, b: Tensor(_product(a.data, b.data), real_gl.float32))
     join = staticmethod(lambda a, b: Tensor(np.stack([a.data, b.data], -1), a.dtype))
     program_id, num_programs = staticmethod(program_id), staticmethod(num_programs)
     range = staticmethod(device_range)
