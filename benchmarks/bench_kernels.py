@@ -71,11 +71,11 @@ class Row:
         return 2 * columns * self.batch * self.num_heads * pairs
 
 
-def document_bounds(num_tokens: int) -> list[int]:
-    """Packed documents with lengths log-uniform from 128 to 32k tokens, the same on every run."""
+def document_bounds(num_tokens: int, shortest: int = 128, longest: int = 32768) -> list[int]:
+    """Packed documents with log-uniform lengths, the same on every run."""
     draw, bounds = random.Random(3), [0]
     while bounds[-1] < num_tokens:
-        length = int(math.exp(draw.uniform(math.log(128), math.log(32768))))
+        length = int(math.exp(draw.uniform(math.log(shortest), math.log(longest))))
         bounds.append(min(num_tokens, bounds[-1] + length))
     return bounds
 

@@ -11,6 +11,8 @@ All contenders of a row run in one process, in random order. A sample follows an
 is a series of calls of at least --sample-ms, as in the layers of a model: all forwards, then all backwards in one pass
 of autograd. Its time is that of the slowest rank. Figures are medians. The ideal of windows and documents has the same
 mask, so percentages refer to visible work. Host: time to enqueue a call. Memory: buffers of the transport after a call.
+With `--impl hopper_fp8` (toy: `reference_fp8`) ours and the ideal are in FP8, and peers with kernels of their own are
+left out.
 """
 
 from __future__ import annotations
@@ -35,15 +37,18 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 import ringflash  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
-from benchmarks.ring_contenders import CONTENDERS, IDEALS, IDEALS_BY_HEADS, PROBES, Built, Row, Setting  # noqa: E402
+from benchmarks.ring_contenders import CONTENDERS, DOCUMENTS, IDEALS, IDEALS_BY_HEADS, PROBES, Built, Row, Setting  # noqa: E402
 
 K = 1024
-TOY = tuple(Row(64, 4, 2, 16, kind) for kind in ("causal", "full", "window", "documents"))
+TOY = (
+    *(Row(64, 4, 2, 64, kind) for kind in ("causal", "full", "window")),
+    *(Row(256, 4, 2, 64, kind) for kind in DOCUMENTS),
+)
 ROWS = (
     *(Row(length * K, 32, 8, 128, "causal") for length in (4, 8, 32, 64, 128)),
     *(Row(length * K, 32, 8, 128, "full") for length in (8, 32)),
     *(Row(8 * K, *shape, "causal") for shape in ((32, 8, 64), (64, 8, 128), (32, 32, 128))),
-    *(Row(128 * K, 32, 8, 128, kind) for kind in ("window", "documents")),
+    *(Row(128 * K, 32, 8, 128, kind) for kind in ("window", *DOCUMENTS)),
 )
 
 
@@ -59,7 +64,8 @@ def main() -> None:
         every = CONTENDERS | (PROBES if options.probes else {})
         ideals = IDEALS_BY_HEADS if options.ideal == "heads" else IDEALS
         entries = ideals | {name: build for name, build in every.items() if re.search(options.contenders, name)}
-        results += bench(Setting(row, dist.group.WORLD, device, dtype), entries, options.rounds, options.sample_ms)
+        setting = Setting(row, dist.group.WORLD, device, dtype, options.impl, options.fp8_backward)
+        results += bench(setting, entries, options.rounds, options.sample_ms)
         if dist.get_rank() == 0:
             print("\n".join(map(line, results[-2:])), flush=True)
             if options.json:  # after every row, so that an interrupted run keeps its results
@@ -80,6 +86,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", default="", help="only rows in whose name this pattern is found")
     parser.add_argument("--contenders", default="", help="only contenders in whose name this pattern is found")
     parser.add_argument("--ideal", choices=("whole", "heads"), default="whole", help="what 100%% is, see above")
+    parser.add_argument("--impl", default="auto", help="kernel of ours and of the ideal, see above (%(default)s)")
+    parser.add_argument("--fp8_backward", default="bf16", help="products of the backward in e4m3 (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="samples of a contender")
     parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample")
     parser.add_argument(
@@ -120,7 +128,7 @@ def bench(
     results = []
     for direction, backward in (("forward", False), ("forward + backward", True)):
         ms, host_us = measure(built, setting, rounds, sample_ms, backward)
-        about = {"row": str(setting.row), "pass": direction, "transport_bytes": held, "left_out": left_out}
+        about = {"row": setting.name, "pass": direction, "transport_bytes": held, "left_out": left_out}
         results.append({**about, **shares(ms, setting.group.size()), "host_us": host_us})
     return results
 

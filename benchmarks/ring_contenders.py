@@ -27,11 +27,16 @@ from ringflash.sequence.layout import chunks_of_rank
 from ringflash_kernels.api import state_dtype
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+DOCUMENTS = {  # kinds of packed documents: fewest and most tokens, log-uniform
+    "documents": (128, 1 << 15),
+    "documents of 1k to 256k": (1 << 10, 1 << 18),
+    "documents of 1k to 16k": (1 << 10, 1 << 14),
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `kind`: causal, full, window or documents (both causal too)."""
+    """One line of the table. `kind`: causal, full, window, or a key of DOCUMENTS (these are causal, too)."""
 
     tokens_per_rank: int
     num_heads: int
@@ -45,12 +50,20 @@ class Row:
 
 
 class Setting(NamedTuple):
-    """A row and the state of this rank."""
+    """A row, the state of this rank, and the kernel of our contenders."""
 
     row: Row
     group: dist.ProcessGroup
     device: torch.device
     dtype: torch.dtype
+    impl: str = "auto"
+    fp8_backward: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        """Name of the row, with the kernel if it is not exact."""
+        fp8 = f", {self.impl} with backward {self.fp8_backward}" if self.impl.endswith("_fp8") else ""
+        return f"{self.row}{fp8}"
 
     def inputs(
         self, *, whole: bool = False, num_kv_heads: int | None = None, head_ranks: int = 1
@@ -69,8 +82,9 @@ class Setting(NamedTuple):
     def mask(self) -> dict:
         """Return the mask arguments of ring_attention."""
         tokens = self.row.tokens_per_rank * self.group.size()
-        if self.row.kind == "documents":
-            return {"cu_seqlens": torch.tensor(document_bounds(tokens), dtype=torch.int32)}
+        if self.row.kind in DOCUMENTS:
+            bounds = document_bounds(tokens, *DOCUMENTS[self.row.kind])
+            return {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
         window = (min(8192, tokens // 4), 0) if self.row.kind == "window" else (-1, -1)
         return {"causal": self.row.kind != "full", "window_size": window}
 
@@ -126,13 +140,13 @@ def ours(transport: str, layout: str = "zigzag") -> Callable[[Setting], Built | 
     return build
 
 
-def striped(transport: str) -> Callable[[Setting], Built | str]:
-    """Return the builder of `ours` in the layout for packed documents."""
+def for_documents(transport: str, layout: str) -> Callable[[Setting], Built | str]:
+    """Return the builder of `ours` in a layout for packed documents."""
 
     def build(setting: Setting) -> Built | str:
-        if setting.row.kind != "documents" or setting.row.tokens_per_rank % chunks_of_rank("striped"):
+        if setting.row.kind not in DOCUMENTS or setting.row.tokens_per_rank % chunks_of_rank(layout):
             return "is for documents, in chunks of a token at least"
-        return ours(transport, "striped")(setting)
+        return ours(transport, layout)(setting)
 
     return build
 
@@ -206,6 +220,8 @@ def by_hops(setting: Setting) -> Built | str:
 
 def kernels_alone(setting: Setting) -> Built | str:
     """Build a ring of kernels without messages; the difference to NCCL is the cost of its communication."""
+    if setting.impl.endswith("_fp8"):
+        return "is for K/V that travel as they are"
     transport = "gloo" if setting.device.type == "cpu" else "nccl"
     return Built(_ours(setting, setting.group, transport), setting.inputs(), _own_keys)
 
@@ -235,6 +251,8 @@ def ulysses(setting: Setting) -> Built | str:
 
 def ring_flash_attention(setting: Setting) -> Built | str:
     """Build the zigzag ring of ring-flash-attention."""
+    if setting.impl != "auto":
+        return _EXACT
     if find_spec("ring_flash_attn") is None:
         return "not installed"
     if setting.row.kind not in ("causal", "full"):
@@ -254,6 +272,8 @@ def torch_context_parallel(setting: Setting) -> Built | str:
     """
     if setting.device.type == "cpu":
         return "has no CPU kernel"
+    if setting.impl != "auto":
+        return _EXACT
     if setting.row.kind not in ("causal", "full"):
         return f"not timed for {setting.row.kind}"
     from torch.distributed.device_mesh import DeviceMesh
@@ -276,6 +296,8 @@ def torch_context_parallel(setting: Setting) -> Built | str:
     return Built(call, setting.inputs(num_kv_heads=setting.row.num_heads), around)
 
 
+_EXACT = "does not compute in the chosen impl"
+
 IDEALS: dict[str, Callable[..., Built | str]] = {
     "one device, ringflash": one_device,
     "one device, flash-attn-4": one_device_flash_attn_4,
@@ -284,8 +306,11 @@ IDEALS_BY_HEADS = {f"{name}, a share of the heads": by_heads(build) for name, bu
 CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
     **{f"ringflash, {transport}": ours(transport) for transport in ("gloo", "nccl", "copy_engine", "ulysses")},
     "ringflash, copy_engine, CUDA graph": captured("copy_engine"),
-    "ringflash, copy_engine, striped": striped("copy_engine"),
-    "ringflash, nccl, striped": striped("nccl"),
+    **{
+        f"ringflash, {transport}, {layout}": for_documents(transport, layout)
+        for layout in ("striped", "balanced")
+        for transport in ("gloo", "copy_engine", "nccl")
+    },
     "Ulysses": ulysses,
     "ring-flash-attention": ring_flash_attention,
     "torch context_parallel (MHA)": torch_context_parallel,
@@ -300,10 +325,10 @@ PROBES: dict[str, Callable[[Setting], Built | str]] = {
 
 
 def _ours(setting: Setting, group: dist.ProcessGroup | None, transport: str, layout: str = "zigzag") -> Attention:
-    mask = setting.mask()
+    options = {**setting.mask(), "layout": layout, "impl": setting.impl, "fp8_backward": setting.fp8_backward}
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = ringflash.ring_attention(q, k, v, group=group, transport=transport, layout=layout, **mask)
+        out = ringflash.ring_attention(q, k, v, group=group, transport=transport, **options)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -311,6 +336,8 @@ def _ours(setting: Setting, group: dist.ProcessGroup | None, transport: str, lay
 
 
 def _flash_attn_4_problem(setting: Setting) -> str:
+    if setting.impl != "auto":
+        return _EXACT
     if setting.device.type == "cpu" or find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return "not installed"
     return "" if setting.row.kind in ("causal", "full") else f"not timed for {setting.row.kind}"

@@ -29,17 +29,34 @@ def test_rows_and_figures(tmp_path: Path) -> None:
     assert written["ranks"] == 2 and "torch" in written["environment"]
     assert [result["row"] for result in written["results"]] == [str(row) for row in TOY for _ in range(2)]
     for result in written["results"]:
-        assert set(result["percent"]) == {"ringflash, gloo", "Ulysses", "kernels alone"}
+        layouts = ("striped", "balanced") if "documents" in result["row"] else ()
+        ours = {"ringflash, gloo", *(f"ringflash, gloo, {layout}" for layout in layouts)}
+        assert set(result["percent"]) == {*ours, "Ulysses", "kernels alone"}
         assert set(result["ms"]) | set(result["left_out"]) == set(IDEALS) | set(CONTENDERS) | set(PROBES)
         figures = [result["ideal_ms"], *result["ms"].values(), *result["percent"].values()]
         assert all(math.isfinite(x) and x > 0 for x in figures)
     # One hop crosses two ranks: own and arriving K/V; own, leaving and arriving gradients; all fp32.
-    assert written["results"][0]["transport_bytes"] == {"ringflash, gloo": 5 * 2 * 64 * 2 * 16 * 4}
+    assert written["results"][0]["transport_bytes"] == {"ringflash, gloo": 5 * 2 * 64 * 2 * 64 * 4}
+
+
+def test_rows_in_fp8(tmp_path: Path) -> None:
+    """Ours and the ideal are rounded, what cannot be is left out, and results say so in their name."""
+    file = tmp_path / "ring.json"
+    fp8 = ("--impl", "reference_fp8", "--fp8_backward", "fp8_scores")
+    arguments = ("--toy", "--probes", "--rows", "causal", "--rounds", "1", *fp8, "--json", file)
+    launching.run_ranks("benchmarks.bench_ring", *arguments, num_ranks=2, timeout_s=100)
+    for result in json.loads(file.read_text())["results"]:
+        assert result["row"] == f"{TOY[0]}, reference_fp8 with backward fp8_scores"
+        assert set(result["percent"]) == {"ringflash, gloo", "Ulysses"}
+        assert result["left_out"]["one device, flash-attn-4"] == "does not compute in the chosen impl"
+        # Gradients as above; own and arriving K/V in two records, each of a head's 128 keys with their scales.
+        records = 2 * 2 * (2 * 128 * 64 + 128)
+        assert result["transport_bytes"] == {"ringflash, gloo": 3 * 2 * 64 * 2 * 64 * 4 + records}
 
 
 def test_rows_are_asked_for_by_the_names_of_their_results() -> None:
     """A pattern that is found in no name asks for nothing."""
-    assert [is_asked_for(row, "causal, forward$") for row in TOY] == [True, False, False, False]
+    assert [is_asked_for(row, "causal, forward$") for row in TOY] == [True, *[False] * (len(TOY) - 1)]
     assert all(is_asked_for(row, r"forward \+ backward$") for row in TOY)
     assert not any(is_asked_for(row, "causal$") for row in TOY)
 
