@@ -43,8 +43,7 @@ from recipes.lightning.train import main as train  # noqa: E402
 from ringflash import huggingface  # noqa: E402
 from ringflash.comm.transport import buffers  # noqa: E402
 from ringflash.commands.plan.command import make_plan, visible_fraction  # noqa: E402
-from ringflash.commands.plan.job import Precision, TrainingJob  # noqa: E402
-from ringflash.commands.plan.machine import GIB, GPUS, Machine  # noqa: E402
+from ringflash.commands.plan.job import GIB, GPUS, Machine, Precision, TrainingJob  # noqa: E402
 from ringflash.commands.plan.read import model_of  # noqa: E402
 from ringflash.flops import peak_tflops  # noqa: E402
 from ringflash.lightning import CausalLM, ExposedCommunication  # noqa: E402

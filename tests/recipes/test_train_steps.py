@@ -81,7 +81,7 @@ def test_plans_are_those_of_the_command(name: str, tile: int, capsys: pytest.Cap
     memory = Memory("attention_kept", offload_checkpoints=True, mlp_tile_tokens=tile, liger=True)
     found = plans([1 << 17, 1 << 19], "NVIDIA H200", memory=memory, **job)
     for seqlen in (1 << 17, 1 << 19):
-        flags = ["--seqlen", str(seqlen), "--gpus", "4", "--offload_checkpoints", "--json"]
+        flags = ["--seqlen", str(seqlen), "--gpus", "4", "--model.memory.offload_checkpoints", "true", "--json"]
         assert ringflash(["plan", str(recipe), *flags]) in (0, 1)  # fits or not
         want = json.loads(capsys.readouterr().out)
         assert found[str(seqlen)] == {name: want[name] for name in ("step_seconds", "memory_bytes", "memory_at", "mfu")}

@@ -1,4 +1,4 @@
-"""The training job to be planned."""
+"""The training to be planned, and the machine that it runs on, with the rates that are assumed for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,110 @@ from typing import Literal, get_args
 
 from ringflash.attention.ulysses import shared_kv_heads
 from ringflash.commands.plan.read import Layers, ReadShape
+from ringflash.memory.options import Checkpointing
 
-Checkpointing = Literal["none", "attention_kept", "full"]
+GIB = 1 << 30
+
 Precision = Literal["bf16-mixed", "bf16-true"]
 Fp8Backward = Literal["bf16", "fp8_scores", "fp8"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Figures of a data sheet.
+
+    Args:
+        memory_bytes: memory that a process can allocate, as the driver reports it.
+        peak_tflops: dense bf16, without sparsity.
+        memory_gbytes: GB/s of the GPU's memory.
+        nvlink_gbytes: GB/s between two GPUs of a host, in one direction.
+    """
+
+    name: str
+    memory_bytes: int
+    peak_tflops: float
+    memory_gbytes: float
+    nvlink_gbytes: float
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("H200", int(139.8 * GIB), 989, 4800, 450),
+        Gpu("H100", int(79.1 * GIB), 989, 3350, 450),
+        Gpu("A100-80GB", int(79.1 * GIB), 312, 2039, 300),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Assumed rates and fixed costs. A plan prints all of them, and each can be set; docs/plan.md has their sources.
+
+    Args:
+        products: fraction of the peak FLOP/s in matmuls of the layers and the head.
+        passes: fraction of the memory's GB/s in operators between the matmuls.
+        attention_forward: fraction of the peak FLOP/s in attention's forward, on visible work.
+        attention_backward: fraction of the peak FLOP/s in attention's backward, on visible work.
+        fp8_attention_forward: attention_forward with FP8, of the bf16 peak.
+        fp8_attention_backward: attention_backward with fp8_backward="fp8", of the bf16 peak.
+        fp8_scores_backward: attention_backward with fp8_backward="fp8_scores", of the bf16 peak.
+        fp8_bf16_backward: attention_backward with fp8_backward="bf16" after a forward in FP8, of the bf16 peak.
+        copies: fraction of NVLink's GB/s for the copy engine inside a host.
+        nvlink: fraction of NVLink's GB/s for NCCL inside a host.
+        network_gbytes: GB/s that NCCL reaches over the NIC of one GPU, in one direction.
+        host_gbytes: GB/s between a GPU and its host's memory, in one direction.
+        optimizer: fraction of the memory's GB/s for the bytes that AdamW must read and write; it moves more.
+        host_seconds: seconds of the host to launch one layer, forward and backward: a lower limit for short steps.
+        reserved_bytes: bytes of the CUDA context, NCCL, and workspaces of libraries.
+        fragmentation: fraction of the allocated memory that is lost between blocks (with expandable segments).
+    """
+
+    products: float = 0.68
+    passes: float = 0.32
+    attention_forward: float = 0.64
+    attention_backward: float = 0.59
+    fp8_attention_forward: float = 0.88
+    fp8_attention_backward: float = 0.69
+    fp8_scores_backward: float = 0.64
+    fp8_bf16_backward: float = 0.56
+    copies: float = 0.8
+    nvlink: float = 0.6
+    network_gbytes: float = 30.0
+    host_gbytes: float = 50.0
+    optimizer: float = 0.23
+    host_seconds: float = 0.033
+    reserved_bytes: int = int(3.0 * GIB)
+    fragmentation: float = 0.03
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 0 or (value == 0 and name not in ("reserved_bytes", "fragmentation")):
+                raise ValueError(f"rate {name} must be positive, got {value}; leave it out for its default.")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs on hosts; the last host may be partly used.
+
+    Args:
+        host_memory_bytes: memory of one host; None if unknown.
+    """
+
+    gpu: Gpu
+    num_gpus: int
+    gpus_per_host: int = 8
+    rates: Rates = Rates()
+    host_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_gpus", "gpus_per_host"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}; count GPUs from 1.")
+
+    def keeps_on_a_host(self, cp_size: int) -> bool:
+        """Return True if every ring of `cp_size` consecutive ranks stays on one host."""
+        return self.num_gpus <= self.gpus_per_host or self.gpus_per_host % cp_size == 0
 
 
 @dataclass(frozen=True)
@@ -23,16 +123,13 @@ class TrainingJob:
         dp_size: number of sequences that are processed in parallel.
         visible_fraction: fraction of the causal pairs that are visible; below 1 for windows and packed documents.
         precision: bf16-mixed keeps weights, gradients and AdamW's two moments in fp32; bf16-true in bf16.
-        checkpointing: tensors that a layer keeps for the backward: all, its input and attention's (out, lse), or only
-            its input.
-        offload_checkpoints: keep the layers' inputs in host memory between forward and backward.
-        offload_optimizer: keep AdamW's moments and the fp32 weights in host memory, and step on the host.
-        mlp_tile_tokens: number of tokens whose MLP is computed at a time; 0 is all.
+        checkpointing, offload_checkpoints, mlp_tile_tokens: see `ringflash.memory.Memory`.
         liger: use Liger's norms, rotary embedding and SwiGLU, which keep less than those of transformers.
         accumulates: a step has several sequences in turn, so gradients of earlier ones are kept.
-        exchanging: number of ranks of a host that exchange heads around the ring between hosts (transport "by_host"); 1
-            is none. `on_hosts` sets it.
         fp8_backward: attention is in FP8 with this backward, as in `ring_attention`; None is exact attention.
+        one_host: the ranks that share a sequence are on one host, and copy over NVLink. `on` sets it.
+        exchanging: number of ranks of a host that exchange heads around the ring between hosts (transport "by_host"); 1
+            is none. `on` sets it.
     """
 
     model: ReadShape
@@ -43,14 +140,19 @@ class TrainingJob:
     precision: Precision = "bf16-mixed"
     checkpointing: Checkpointing = "attention_kept"
     offload_checkpoints: bool = False
-    offload_optimizer: bool = False
     mlp_tile_tokens: int = 0
     liger: bool = False
     accumulates: bool = False
-    exchanging: int = 1
     fp8_backward: Fp8Backward | None = None
+    one_host: bool = False
+    exchanging: int = 1
 
     def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            raise ValueError(
+                f"precision must be one of {get_args(Precision)} for a plan, got {self.precision!r}; add "
+                "--trainer.precision bf16-mixed."
+            )
         if self.checkpointing not in get_args(Checkpointing):
             raise ValueError(
                 f"checkpointing must be one of {get_args(Checkpointing)}, got {self.checkpointing!r}; "
@@ -66,7 +168,11 @@ class TrainingJob:
                 f"liger must be false for a plan of {self.model.family}, got true; what its kernels keep there "
                 "is not counted."
             )
-        if self.mlp_tile_tokens > 0 and not self.model.tiled_parameters:
+        for name, least in (("seqlen", 1), ("cp_size", 1), ("dp_size", 1), ("mlp_tile_tokens", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of {least} or more, got {value!r}; correct it.")
+        if self.mlp_tile_tokens and not self.model.tiled_parameters:
             raise NotImplementedError(
                 f"mlp_tile_tokens must be 0 for {self.model.family}, got {self.mlp_tile_tokens}; MLPs of gate_proj, "
                 "up_proj and down_proj are tiled, and experts that transformers stacks."
@@ -75,22 +181,20 @@ class TrainingJob:
             raise ValueError(
                 f"visible_fraction must be above 0 and at most 1, got {self.visible_fraction}; 1 is a causal sequence."
             )
-        if self.mlp_tile_tokens < 0:
-            raise ValueError(f"mlp_tile_tokens must be 0 or more, got {self.mlp_tile_tokens}; 0 is all at once.")
-        if self.cp_size < 1 or self.dp_size < 1:
-            raise ValueError(f"cp_size and dp_size must be positive, got {self.cp_size} and {self.dp_size}; give both.")
-        if self.seqlen < 1 or self.seqlen % (2 * self.cp_size):
-            step = 2 * self.cp_size
+        if self.seqlen % (step := 2 * self.cp_size):
             raise ValueError(
                 f"seqlen must be divisible by 2 * cp_size ({step}), got {self.seqlen}; "
-                f"pad to {-(-max(self.seqlen, 1) // step) * step}."
+                f"pad to {-(-self.seqlen // step) * step}."
             )
 
-    def on_hosts(self, gpus_per_host: int) -> TrainingJob:
-        """Return the job with the exchange of heads that `auto` chooses if a ring takes several whole hosts."""
-        whole = self.cp_size > gpus_per_host and self.cp_size % gpus_per_host == 0
-        divides = self.model.num_heads % gpus_per_host == 0
-        return replace(self, exchanging=gpus_per_host if whole and divides else 1)
+    def on(self, machine: Machine) -> TrainingJob:
+        """Return the job with the transport that `auto` chooses on a machine.
+
+        A ring that takes several whole hosts exchanges heads inside each of them.
+        """
+        gpus, one_host = machine.gpus_per_host, machine.keeps_on_a_host(self.cp_size)
+        whole = not one_host and self.cp_size % gpus == 0 and self.model.num_heads % gpus == 0
+        return replace(self, one_host=one_host, exchanging=gpus if whole else 1)
 
     @property
     def rail(self) -> TrainingJob:

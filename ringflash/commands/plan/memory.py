@@ -27,42 +27,35 @@ from ringflash.attention.sections import (
     shared_buffer_heads,
 )
 from ringflash.comm.transport import MessageMemory, SymmetricMemory
-from ringflash.commands.plan.job import TrainingJob
-from ringflash.commands.plan.machine import Machine
-from ringflash.commands.plan.saved_bytes import SavedBytes
+from ringflash.commands.plan.job import Machine, TrainingJob
+from ringflash.commands.plan.trace import SavedBytes
 from ringflash.loss import CHUNK_LOGITS
 
 BF16, FP32 = 2, 4
 
 
-def memory_bytes(job: TrainingJob, machine: Machine) -> dict[str, int]:
-    """Return the bytes by part at the worst moment, including fragmentation; the job fits if the sum does."""
-    return worst_moment(job, machine)[1]
-
-
 def worst_moment(job: TrainingJob, machine: Machine) -> tuple[str, dict[str, int]]:
-    """Return the name of the moment with the most memory, and its bytes by part."""
-    one_host = machine.keeps_on_a_host(job.cp_size)
-    job = job if one_host else job.on_hosts(machine.gpus_per_host)
-    moments = _moments(job, one_host)
+    """Return the name of the moment with the most memory, and its bytes by part, including fragmentation."""
+    job = job.on(machine)
+    moments = _moments(job)
     name = max(moments, key=lambda x: sum(moments[x].values()))
-    parts = moments[name] | {"transport buffers": transport_bytes(job, one_host=one_host)}
+    parts = moments[name] | {"transport buffers": transport_bytes(job)}
     parts["fragmentation"] = int(sum(parts.values()) * machine.rates.fragmentation)
     parts["CUDA and libraries"] = machine.rates.reserved_bytes
     return name, parts
 
 
-def _moments(job: TrainingJob, one_host: bool) -> dict[str, dict[str, int]]:
+def _moments(job: TrainingJob) -> dict[str, dict[str, int]]:
     """Return the bytes by part that differ between moments, by the name of the moment."""
     model, alone = job.model, job.world_size == 1
     weights = model.parameters * _weight_bytes(job) // job.world_size
-    states = 0 if job.offload_optimizer else 2 * weights  # AdamW's two
+    states = 2 * weights  # AdamW's two
     root, layer = (0 if alone else x * BF16 for x in (model.root_parameters, model.layer_parameters))
     # gradients of a layer's experts before the reduce-scatter
     leaving = 0 if alone else model.expert_parameters * (BF16 + FP32)
     summed = weights if job.accumulates else 0  # gradients of earlier sequences
     others = summed or weights - model.layer_parameters * _weight_bytes(job) // job.world_size
-    at_work = layer_bytes(job, one_host=one_host)
+    at_work = layer_bytes(job)
     moving = layer_input_bytes(job) if job.offload_checkpoints else 0  # one checkpoint in transfer
     head = model.embedding_parameters * (_weight_bytes(job) if alone else BF16)  # its gradient, unsharded until C
     spread = 0 if alone else model.root_parameters * (BF16 + FP32)
@@ -110,11 +103,11 @@ def activation_bytes(job: TrainingJob) -> int:
     return _kept_bytes(job, job.layers.kept)
 
 
-def layer_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
+def layer_bytes(job: TrainingJob) -> int:
     """Return the bytes of one layer's recomputed activations and the peak of its backward in addition.
 
     The peak is that of the MLP, of its norm (three fp32 tensors without Liger), or of attention; each starts when the
-    activations of the previous one are freed. `one_host`: see `transport_bytes`.
+    activations of the previous one are freed.
     """
     model, tokens, layers = job.model, job.local_tokens, job.layers
     kept = 0 if job.checkpointing == "none" else activation_bytes(job) - int(tokens * layers.kept.input)
@@ -125,29 +118,28 @@ def layer_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
         mlp += int(2 * min(job.tile_tokens, tokens) * layers.kept.tiled)
         mlp += model.tiled_parameters * FP32 + min(model.tiled_parameters, model.expert_parameters) * BF16
     norm = tokens * model.hidden_size * (BF16 if job.liger else 3 * FP32) - _mlp_bytes(job)
-    attention = attention_work_bytes(job, one_host=one_host) - _mlp_bytes(job) - _norm_bytes(job)
+    attention = attention_work_bytes(job) - _mlp_bytes(job) - _norm_bytes(job)
     return kept + max(mlp, norm, attention) + 2 * layer_input_bytes(job)
 
 
-def attention_work_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
+def attention_work_bytes(job: TrainingJob) -> int:
     """Return the bytes of gradients in attention's backward: dQ in fp32 and bf16, dO, dK and dV.
 
     On several ranks, dQ is in fp32 for two sections only. A rank that exchanges heads also holds q, k, v, out and dout
-    twice: as they leave, and as they arrived. `one_host`: see `transport_bytes`.
+    twice: as they leave, and as they arrived.
     """
     rail = job.rail
     model, summed = rail.model, rail.model.q_size
     if rail.cp_size > 1:
-        sections = sections_at_a_time(rail, one_host=one_host)
-        summed = sum(buffer_heads(sections.backward)) * model.q_size // model.num_kv_heads
+        summed = sum(buffer_heads(sections_at_a_time(rail).backward)) * model.q_size // model.num_kv_heads
     exchanged = 0 if job.exchanging == 1 else 2 * (3 * model.q_size + 2 * model.kv_size) * BF16
     return rail.local_tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16 + exchanged)
 
 
-def transport_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
+def transport_bytes(job: TrainingJob) -> int:
     """Return the bytes of the transport buffers, which all layers share; 0 on one rank.
 
-    All-gather by heads, over the copy engine (`one_host`) or NCCL: K/V of the whole sequence if they are small, else
+    All-gather by heads, over the copy engine (on one host) or NCCL: K/V of the whole sequence if they are small, else
     the rank's own and those of two sections of heads (NCCL: three); gradients of two sections (more if returns are
     batched so that links can sleep), and those of one section returning to their owners. In blocks: the same for units
     in place of sections; sums of the rank's own gradients and the output in fp32, of two sections.
@@ -155,34 +147,29 @@ def transport_bytes(job: TrainingJob, *, one_host: bool = False) -> int:
     job = job.rail
     if job.cp_size == 1:
         return 0
-    turns = (SymmetricMemory if one_host else MessageMemory).num_buffers
-    if len(block_sizes(job, one_host=one_host)) > 1:
-        return _keys_in_blocks(job, turns, one_host)
-    return max(_gathered_keys(job, rank, turns, one_host) for rank in (0, job.cp_size - 1))
+    turns = (SymmetricMemory if job.one_host else MessageMemory).num_buffers
+    if len(block_sizes(job)) > 1:
+        return _keys_in_blocks(job, turns)
+    return max(_gathered_keys(job, rank, turns) for rank in (0, job.cp_size - 1))
 
 
 def host_bytes(job: TrainingJob) -> int:
-    """Return the bytes that one GPU's process keeps in host memory.
-
-    Offloaded checkpoints are pinned, and torch rounds pinned memory up to a power of two. For an offloaded optimizer,
-    the fp32 weights and moments are counted, but not DeepSpeed's other buffers.
-    """
+    """Return the bytes of offloaded checkpoints of one GPU; torch rounds what it pins up to a power of two."""
     pinned = 1 << (layer_input_bytes(job) - 1).bit_length()
-    checkpoints = job.model.num_layers * pinned if job.offload_checkpoints else 0
-    return checkpoints + (3 * FP32 * job.model.parameters // job.world_size if job.offload_optimizer else 0)
+    return job.model.num_layers * pinned if job.offload_checkpoints else 0
 
 
-def block_sizes(job: TrainingJob, *, one_host: bool) -> tuple[int, ...]:
+def block_sizes(job: TrainingJob) -> tuple[int, ...]:
     """Return the numbers of ranks whose keys are gathered at a time."""
-    arriving, name = job.seqlen - job.local_tokens, "copy_engine" if one_host else "nccl"
+    arriving, name = job.seqlen - job.local_tokens, "copy_engine" if job.one_host else "nccl"
     return choose_blocks(
         _shape(job), job.model.num_heads, job.seqlen, arriving, _pairs(job), job.cp_size, torch.bfloat16, name
     )
 
 
-def _keys_in_blocks(job: TrainingJob, buffers: int, one_host: bool) -> int:
+def _keys_in_blocks(job: TrainingJob, buffers: int) -> int:
     """Return the buffer bytes of the zigzag rank with most, in blocks."""
-    sizes, heads = block_sizes(job, one_host=one_host), sections_at_a_time(job, one_host=one_host).backward
+    sizes, heads = block_sizes(job), sections_at_a_time(job).backward
     line = 2 * job.local_tokens * job.model.head_dim
     state = sum(buffer_heads(heads)) * (1 + job.model.num_heads / job.model.num_kv_heads / 2)
     moving = _moving_lines(job.cp_size, sizes, heads, buffers)
@@ -211,11 +198,11 @@ def _moving_lines(cp_size: int, sizes: tuple[int, ...], heads: tuple[int, ...], 
     )
 
 
-def _gathered_keys(job: TrainingJob, rank: int, buffers: int, one_host: bool) -> int:
+def _gathered_keys(job: TrainingJob, rank: int, buffers: int) -> int:
     """Return the buffer bytes of a zigzag rank: rank 0 gathers most keys, the last rank receives most gradients."""
     chunks, seen, returning = 2 * job.cp_size, 2 * job.cp_size - rank, job.cp_size - 1 + rank
     head = 2 * job.seqlen * job.model.head_dim
-    sections, keys = sections_at_a_time(job, one_host=one_host), head * job.model.num_kv_heads
+    sections, keys = sections_at_a_time(job), head * job.model.num_kv_heads
     if not fits_unbuffered(_shape(job), job.seqlen, torch.bfloat16):
         keys = keys // job.cp_size + sum(shared_buffer_heads(sections, buffers)) * head * seen // chunks
     turns = choose_num_gradient_buffers(
@@ -226,10 +213,9 @@ def _gathered_keys(job: TrainingJob, rank: int, buffers: int, one_host: bool) ->
     return HEADER_BYTES + keys * BF16 + gradients * FP32
 
 
-def sections_at_a_time(job: TrainingJob, *, one_host: bool) -> Sections:
+def sections_at_a_time(job: TrainingJob) -> Sections:
     """Return the numbers of KV heads that are gathered at a time."""
-    num_blocks = len(block_sizes(job, one_host=one_host))
-    return choose_sections(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16, num_blocks)
+    return choose_sections(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16, len(block_sizes(job)))
 
 
 def _pairs(job: TrainingJob) -> int:
@@ -246,8 +232,8 @@ def _checkpoints(job: TrainingJob) -> int:
     kept = checkpoint_bytes(job)
     if not job.offload_checkpoints:
         return job.model.num_layers * kept
-    on_gpu = layer_input_bytes(job)  # the input of the current layer
-    return job.model.num_layers * (kept - layer_input_bytes(job)) + on_gpu
+    inputs = layer_input_bytes(job)  # only the current layer's is on the GPU
+    return job.model.num_layers * (kept - inputs) + inputs
 
 
 def _weight_bytes(job: TrainingJob) -> int:

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from ringflash import huggingface
-from ringflash.commands.plan.saved_bytes import ModelTrace, SavedBytes, trace_layers, with_liger
-from ringflash.commands.plan.traffic import Traffic
+from ringflash.commands.plan.trace import ModelTrace, SavedBytes, Traffic, trace_layers, with_liger
 from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.memory.tiles import modules_to_tile
 
-_WITH_LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families that `saved_bytes.with_liger` imitates
+_WITH_LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families that `trace.with_liger` imitates
 
 
 @dataclass(frozen=True)
@@ -82,22 +81,6 @@ class ReadShape:
     def kv_size(self) -> int:
         """Number of features of all key heads, and of as many values."""
         return self.num_kv_heads * self.head_dim
-
-    @property
-    def assumptions(self) -> list[str]:
-        """Assumptions of a plan of this model; docs/plan.md lists the measured steps."""
-        found = ["the MLP's gradients are as large as what it keeps for the backward"]
-        if self.expert_parameters:
-            found += [
-                "products of experts run at the rate of all products, and sorting tokens by experts at that of passes",
-                "experts are sharded like all parameters and gathered layer by layer; the gradients of a layer's "
-                "experts are unsharded in bf16 and fp32 during the next layer",
-                "transformers' grouped products distribute tokens over experts; none are dropped or padded",
-            ]
-        if self.computed_parameters > self.matmul_parameters:
-            ratio = self.computed_parameters / self.matmul_parameters
-            found.append(f"its code also computes experts for tokens of others: {ratio:.1f} times the products of MFU")
-        return found
 
 
 def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
-from ringflash.commands.plan.job import TrainingJob
-from ringflash.commands.plan.machine import Machine
-from ringflash.commands.plan.memory import host_bytes, memory_bytes
+from ringflash.commands.plan.job import Machine, TrainingJob
+from ringflash.commands.plan.memory import host_bytes, worst_moment
 from ringflash.commands.plan.timing import step_time
 
 CHANGES: dict[str, dict[str, object]] = {
@@ -18,7 +17,6 @@ CHANGES: dict[str, dict[str, object]] = {
     "keep only each layer's input": {"checkpointing": "full"},
     "offload the checkpoints to the host": {"offload_checkpoints": True},
     "leave the checkpoints on the GPU": {"offload_checkpoints": False},
-    "offload the optimizer to the host": {"offload_optimizer": True},
     "train in bf16-true": {"precision": "bf16-true"},
 }
 _MOST_CHANGES = 3
@@ -26,7 +24,7 @@ _MOST_CHANGES = 3
 
 def total_bytes(job: TrainingJob, machine: Machine) -> int:
     """Return the bytes that a GPU needs."""
-    return sum(memory_bytes(job, machine).values())
+    return sum(worst_moment(job, machine)[1].values())
 
 
 def bytes_of_a_host(job: TrainingJob, machine: Machine) -> int:

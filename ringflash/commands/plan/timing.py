@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from ringflash.commands.plan.job import TrainingJob
-from ringflash.commands.plan.machine import Machine, Rates
+from ringflash.commands.plan.job import Machine, Rates, TrainingJob
 from ringflash.commands.plan.memory import BF16, FP32, block_sizes, layer_input_bytes, sections_at_a_time
 
 _LOGIT_BYTES = 14  # traffic of the loss per logit: bf16, fp32 logarithm and gradient, read and written
@@ -117,14 +116,12 @@ def _ring_exposed(job: TrainingJob, machine: Machine, forward: float, backward: 
     """
     if job.cp_size == 1:
         return 0.0
-    layers, one_host = job.model.num_layers, machine.keeps_on_a_host(job.cp_size)
-    if not one_host:
-        job = job.on_hosts(machine.gpus_per_host)
+    layers, job = job.model.num_layers, job.on(machine)
     exchange, flat, job = layers * _exchange_seconds(job, machine), job.exchanging == 1, job.rail
     keys = 2 * (job.seqlen - job.local_tokens) * job.model.kv_size * BF16  # rank 0 sees those of all others
     gradients = keys * FP32 // BF16  # the last rank owns what all others see
     arrive, leave = (_seconds_moved(job, machine, num_bytes, flat=flat) for num_bytes in (keys, gradients))
-    sections, blocks = sections_at_a_time(job, one_host=one_host), block_sizes(job, one_host=one_host)
+    sections, blocks = sections_at_a_time(job), block_sizes(job)
     if len(blocks) > 1:
         last = leave * blocks[-1] / (job.cp_size - 1) / len(sections.backward)
         behind = max(0.0, arrive - forward / layers) + max(0.0, arrive + leave - last - backward / layers)
@@ -155,7 +152,7 @@ def _seconds_moved(job: TrainingJob, machine: Machine, num_bytes: float, *, flat
         flat: ranks of one host are among them.
     """
     rates, others = machine.rates, job.cp_size - 1
-    if flat and machine.keeps_on_a_host(job.cp_size):
+    if job.one_host:
         return num_bytes / (machine.gpu.nvlink_gbytes * rates.copies * 1e9)
     near = gcd(job.cp_size, machine.gpus_per_host) - 1 if flat else 0  # on the host with the fewest ranks of a ring
     return (
@@ -163,7 +160,7 @@ def _seconds_moved(job: TrainingJob, machine: Machine, num_bytes: float, *, flat
         / others
         * max(
             near / (machine.gpu.nvlink_gbytes * rates.nvlink * 1e9),
-            (others - near) / (machine.network_gbytes * rates.network * 1e9),
+            (others - near) / (rates.network_gbytes * 1e9),
         )
     )
 
@@ -172,9 +169,9 @@ def _parameters_exposed(job: TrainingJob, machine: Machine, work: float) -> floa
     """Return the exposed seconds of FSDP2: two gathers in bf16 and a scatter of fp32 gradients, overlapping `work`."""
     if job.world_size == 1:
         return 0.0
-    near, far = machine.gpu.nvlink_gbytes * machine.rates.nvlink, machine.network_gbytes * machine.rates.network
+    near, far = machine.gpu.nvlink_gbytes * machine.rates.nvlink, machine.rates.network_gbytes
     num_bytes = job.model.parameters * (2 * BF16 + FP32) * (job.world_size - 1) / job.world_size
-    seconds = num_bytes / ((near if machine.num_hosts == 1 else far) * 1e9)
+    seconds = num_bytes / ((near if machine.num_gpus <= machine.gpus_per_host else far) * 1e9)
     first_and_last = seconds / job.model.num_layers  # the first gather and last scatter overlap with nothing
     return first_and_last + max(0.0, seconds - work)
 
@@ -183,16 +180,11 @@ def _checkpoints_copied(job: TrainingJob, machine: Machine) -> float:
     """Return the seconds to copy checkpoints to the host and back, before any overlap."""
     if not job.offload_checkpoints:
         return 0.0
-    return 2 * job.model.num_layers * layer_input_bytes(job) / (machine.host_gbytes * 1e9)
+    return 2 * job.model.num_layers * layer_input_bytes(job) / (machine.rates.host_gbytes * 1e9)
 
 
 def _optimizer(job: TrainingJob, machine: Machine) -> float:
-    """Return the seconds of AdamW's traffic: it reads weights, gradients and moments and writes all but the gradients.
-
-    With offloading, the seconds to move gradients to the host and weights back.
-    """
+    """Return the seconds in which AdamW reads weights, gradients and moments, and writes all but the gradients."""
     width = FP32 if job.precision == "bf16-mixed" else BF16
-    shard = job.model.parameters / job.world_size
-    if job.offload_optimizer:
-        return shard * 2 * width / (machine.host_gbytes * 1e9)
-    return shard * 7 * width / (machine.gpu.memory_gbytes * machine.rates.optimizer * 1e9)
+    moved = 7 * width * job.model.parameters / job.world_size
+    return moved / (machine.gpu.memory_gbytes * machine.rates.optimizer * 1e9)

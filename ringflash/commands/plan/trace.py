@@ -1,5 +1,7 @@
 """Bytes that the layers of a transformers model save for autograd and move in memory, from a step on the meta device.
 
+Operators other than matmuls are limited by memory traffic on a GPU, so the bytes that they move say how long they take.
+
 No values are computed. Attention is replaced by a stand-in that saves the same tensors as ring attention (q, k, v, out
 and lse) and counts no memory traffic.
 """
@@ -17,15 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import pad
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from ringflash.commands.plan.traffic import Traffic, TrafficCounter
 from ringflash.huggingface.attention_function import apply_sinks
 from ringflash.huggingface.validation import find_static_error
 from ringflash.memory.tiles import modules_to_tile
 
 TOKENS = 512  # length of the forward; saved bytes are proportional to it
 _NAME = "saved_bytes"  # a name with "flash" would make transformers look for a package
+_PRODUCTS = {operator.__name__ for operator in flop_registry} | {"_grouped_mm", "_scaled_grouped_mm"}
+_NOTHING_MOVED = {"_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_LOOKED_UP = {"embedding", "embedding_dense_backward"}  # only one row per token
+_NOTHING_READ = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "zero_", "fill_"}
 
 
 class SavedBytes(NamedTuple):
@@ -41,6 +48,17 @@ class SavedBytes(NamedTuple):
     input: float
 
 
+class Traffic(NamedTuple):
+    """Bytes moved per token and layer, averaged over the layers.
+
+    forward: in the forward.  tiled: the part of it in modules that tiles recompute.  backward: in the backward.
+    """
+
+    forward: float
+    tiled: float
+    backward: float
+
+
 class ModelTrace(NamedTuple):
     """Results of a traced step.
 
@@ -52,6 +70,34 @@ class ModelTrace(NamedTuple):
     multiplied: float
     keys: tuple[int, int]
     passed: Traffic
+
+
+class TrafficCounter(TorchDispatchMode):
+    """Sum the bytes that operators read and write, except matmuls, whose time depends on their FLOPs.
+
+    Every operator counts as one kernel, which reads its tensors once and writes its results once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator and count its bytes."""
+        out = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        if not (func.is_view or name in _PRODUCTS | _NOTHING_MOVED | _LOOKED_UP):
+            read = {} if name in _NOTHING_READ else {id(x): x for x in _tensors((args, kwargs))}
+            self.num_bytes += sum(map(_num_bytes, (*read.values(), *_tensors(out))))
+        return out
+
+
+def _num_bytes(x: Tensor) -> int:
+    """Return the size of a tensor in bytes; elements that an expanded dim repeats are counted once."""
+    total = x.element_size()
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        total *= size if stride else 1
+    return total
 
 
 def trace_layers(model: nn.Module) -> ModelTrace:
@@ -191,7 +237,7 @@ class _LayerCounter:
 
     def _marked(self, forward: Any, parts: list[_ModuleGroup]) -> Any:
         def marked(*args: Any, **kwargs: Any) -> Any:
-            inputs = {x.untyped_storage()._cdata for x in _tensors([*args, *kwargs.values()])}
+            inputs = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
             self._running += [(part, inputs) for part in parts]
             before = self._passes.num_bytes
             out = forward(*args, **kwargs)
@@ -213,9 +259,8 @@ class _LayerCounter:
         return x
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [x for x in values if isinstance(x, Tensor)]
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
 class _StandIn(torch.autograd.Function):
