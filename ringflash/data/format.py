@@ -16,7 +16,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -105,9 +105,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a dataclass as JSON, atomically."""
+    """Write a dataclass or a dict as JSON, atomically."""
     with atomic_file(path) as file:
-        file.write((json.dumps(asdict(content), indent=1) + "\n").encode())
+        whole = asdict(content) if is_dataclass(content) else content  # type: ignore[arg-type]
+        file.write((json.dumps(whole, indent=1) + "\n").encode())
 
 
 def write_shard(path: Path, documents: Iterable[Tokens], vocab_size: int) -> Shard:
