@@ -43,7 +43,8 @@ def register() -> None:
         (ParallelismConfig, __post_init__), (ParallelismConfig, build_device_mesh),
         (ParallelismConfig, _validate_accelerator), (Accelerator, prepare), (Accelerator, prepare_model),
         (Accelerator, gather_for_metrics), (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
-        (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, prediction_step),
+        (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, compute_loss),
+        (Trainer, prediction_step),
     ]  # fmt: skip
     missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
     if missing:
@@ -222,13 +223,26 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) ->
 
 
 def get_tp_size(original: Callable[..., Any], self: Any) -> int:
-    """Return the number of ranks with one batch and its whole loss: tensor-parallel ones, and those of a ring."""
-    return original(self) * ring_size(self.accelerator.parallelism_config)
+    """Return the number of ranks with one batch and its whole loss: tensor-parallel ones, or those of a ring."""
+    size = ring_size(self.accelerator.parallelism_config)
+    return original(self) if size == 1 else size
 
 
 def get_cp_size(original: Callable[..., Any], self: Any) -> int:
     """Return the number of ranks whose losses are those of shards."""
     return original(self) // ring_size(self.accelerator.parallelism_config)
+
+
+def compute_loss(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
+    """Scale the loss as tensor-parallel ranks do, whose number transformers 5.17 takes from the configuration."""
+    config = self.accelerator.parallelism_config
+    if (size := ring_size(config)) == 1:
+        return original(self, *args, **options)
+    config.tp_size = size
+    try:
+        return original(self, *args, **options)
+    finally:
+        config.tp_size = 1
 
 
 def _get_num_items_in_batch(original: Callable[..., Any], self: Any, *args: Any) -> Any:

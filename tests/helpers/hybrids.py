@@ -31,6 +31,7 @@ EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class, and changes of TINY
+    "llama": ("LlamaForCausalLM", {}),
     "qwen3_next": ("Qwen3NextForCausalLM", DELTA | EXPERTS),
     "qwen3_5": ("Qwen3_5ForCausalLM", DELTA),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", DELTA | EXPERTS),
@@ -71,6 +72,7 @@ def in_fp64(kind: str) -> ModuleType:
         ("torch.float32", "torch.float64"),
         (".float()", ".double()"),
         ("torch.float)", "torch.double)"),
+        ("torch.float,", "torch.double,"),
     ):
         source = source.replace(fp32, fp64)
     copy = ModuleType(f"{original.__name__}_fp64")
@@ -80,16 +82,15 @@ def in_fp64(kind: str) -> ModuleType:
     return copy
 
 
-def build(kind: str, impl: str = "ringflash", **changes: Any) -> Any:
-    """A model with values that forget little, so that states of previous ranks matter."""
+def build(kind: str, impl: str = "ringflash", dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """A model with values that forget little, so that states of previous ranks matter; below fp64, transformers' own."""
     huggingface.register()
     name, extra = MODELS[kind]
-    model_class = getattr(in_fp64(kind), name)
+    own = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    model_class = getattr(in_fp64(kind) if dtype == torch.float64 else own, name)
     config = model_class.config_class(**TINY | extra | changes)
     with seeded(0):
-        model = model_class._from_config(
-            config, attn_implementation=impl, experts_implementation="eager", dtype=torch.float64
-        )
+        model = model_class._from_config(config, attn_implementation=impl, experts_implementation="eager", dtype=dtype)
         for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.4)
+            torch.nn.init.normal_(parameter, std=1.6 / config.hidden_size**0.5)
     return model

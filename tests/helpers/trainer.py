@@ -40,8 +40,10 @@ def join(ctx: Context) -> None:
     """Let accelerate find this worker's place; forget what an earlier case configured."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    place = {"RANK": ctx.rank, "LOCAL_RANK": ctx.rank, "WORLD_SIZE": ctx.size, "LOCAL_WORLD_SIZE": ctx.size}
-    os.environ.update({name: str(x) for name, x in place.items()} | {"ACCELERATE_USE_CPU": "true"})
+    local = ctx.rank if ctx.device.index is None else ctx.device.index
+    place = {"RANK": ctx.rank, "LOCAL_RANK": local, "WORLD_SIZE": ctx.size, "LOCAL_WORLD_SIZE": ctx.size}
+    on_cpu = str(ctx.device.type == "cpu").lower()
+    os.environ.update({name: str(x) for name, x in place.items()} | {"ACCELERATE_USE_CPU": on_cpu})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # never dialled: the workers have joined
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
