@@ -83,7 +83,7 @@ def in_fp64(kind: str) -> ModuleType:
 
 
 def build(kind: str, impl: str = "ringflash", dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """A model with values that forget little, so that states of previous ranks matter; below fp64, transformers' own."""
+    """A model with values that forget little, so that states of previous ranks matter; fp32 is transformers' own."""
     huggingface.register()
     name, extra = MODELS[kind]
     own = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")

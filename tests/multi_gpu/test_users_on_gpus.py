@@ -94,9 +94,7 @@ def step(ctx: Context, case: Case, folder: str) -> Found:
     return {**judged(got, want, low, loss, case.dtype), "kernels": sorted(used)}
 
 
-def step_of_trainer(
-    ctx: Context, model: Any, rows: list[list[int]], case: Case, folder: str
-) -> tuple[Step, float]:
+def step_of_trainer(ctx: Context, model: Any, rows: list[list[int]], case: Case, folder: str) -> tuple[Step, float]:
     """Gradients before clipping, weights after it, and the loss, of a training of one step."""
     from accelerate import Accelerator, DistributedType, ParallelismConfig, PartialState
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -128,8 +126,9 @@ def step_of_trainer(
         losses.append(run(*args, **kwargs))
         return losses[0]
 
-    with mock.patch.object(Accelerator, "clip_grad_norm_", record), mock.patch.object(
-        training, "training_step", record_loss
+    with (
+        mock.patch.object(Accelerator, "clip_grad_norm_", record),
+        mock.patch.object(training, "training_step", record_loss),
     ):
         training.train()
     weights = {name: p.full_tensor().detach() for name, p in training.model.named_parameters()}
