@@ -161,9 +161,9 @@ def fp8_curves(result: dict) -> str:
             left + width + gap, y, width, height, apart, colors, f"{variant}: loss - loss of {first}", levels
         )
     for i, (name, color) in enumerate(colors.items()):
-        x, y = left + 180 * i, top + 2 * (height + 54) - 8
+        x, y = left + 180 * i, top + len(result["curves"]) * (height + 54) - 8
         parts += [circle(x, y, color), text(x + 10, y + 4, name, size=12)]
-    return document(left + 2 * width + gap + 20, top + 2 * (height + 54) + 10, parts)
+    return document(left + 2 * width + gap + 20, y + 18, parts)
 
 
 def _panel(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable
 from copy import deepcopy
@@ -204,6 +205,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seconds", type=float, default=150, help="time for the steps of all runs")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--only", default="", help="only runs with this pattern in their name; some in bf16, too")
     parser.add_argument("--peak_rate", type=float, default=1e-3, help="largest learning rate")
     for name, value in Shape._field_defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -222,9 +224,10 @@ def main(args: list[str] | None = None) -> None:
         )
         for variant, qk_norm in VARIANTS.items()
         for name, choice in CHOICES.items()
+        if re.search(options.only, f"{variant}, {name}")
         for seed in seeds
     }
-    first = {variant: runs[variant, "bf16", seeds[0]].model for variant in VARIANTS}
+    first = {variant: run.model for (variant, name, seed), run in runs.items() if (name, seed) == ("bf16", seeds[0])}
     layers = {variant: {"start": gradient_errors(model, sequences)} for variant, model in first.items()}
     began = time.perf_counter()
     steps = train(list(runs.values()), options.steps, options.seconds)
@@ -236,8 +239,8 @@ def main(args: list[str] | None = None) -> None:
         "about": about(shape, steps, seeds, options.peak_rate, first.values()),
         "steps": steps,
         "seconds": round(seconds, 1),
-        "curves": {variant: curves(runs, variant, steps) for variant in VARIANTS},
-        "final": {variant: final_losses(runs, variant, steps, sequences) for variant in VARIANTS},
+        "curves": {variant: curves(runs, variant, steps) for variant in first},
+        "final": {variant: final_losses(runs, variant, steps, sequences) for variant in first},
         "layers": layers,
     }
     print(json.dumps(results["final"], indent=1))
@@ -296,7 +299,7 @@ def train(runs: list[Run], num_steps: int, seconds: float) -> int:
         count = min(250, steps - done)
         _advance(runs, count)
         done += count
-        losses = ", ".join(f"{run.losses[done - 1].item():.3f}" for run in runs[:: len(runs) // 10])
+        losses = ", ".join(f"{run.losses[done - 1].item():.3f}" for run in runs[:: -(-len(runs) // 10)])
         print(f"step {done}: {losses}", flush=True)
     return steps
 
@@ -314,10 +317,11 @@ def final_losses(
     runs: dict[tuple[str, str, int], Run], variant: str, steps: int, sequences: Tensor
 ) -> dict[str, dict[str, list[float]]]:
     """Return, by choice and for each seed, the loss of the last steps and of held-out text, in nats per byte."""
-    found: dict[str, dict[str, list[float]]] = {name: {"train": [], "held_out": []} for name in CHOICES}
+    found: dict[str, dict[str, list[float]]] = {}
     last = max(1, int(LAST_STEPS * steps))
     for (of, name, _), run in runs.items():
         if of == variant:
+            found.setdefault(name, {"train": [], "held_out": []})
             found[name]["train"].append(round(run.losses[steps - last : steps].double().mean().item(), 5))
             with torch.no_grad():
                 parts = [run.model(part).item() for part in sequences.split(8)]
@@ -328,7 +332,7 @@ def final_losses(
 def curves(runs: dict[tuple[str, str, int], Run], variant: str, steps: int) -> dict[str, list[float]]:
     """Return, by choice, the loss as a mean over the seeds and over parts of equal length."""
     found = {}
-    for name in CHOICES:
+    for name in dict.fromkeys(name for of, name, _ in runs if of == variant):
         losses = torch.stack(
             [run.losses[:steps] for (of, which, _), run in runs.items() if (of, which) == (variant, name)]
         )

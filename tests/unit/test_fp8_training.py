@@ -40,6 +40,20 @@ def test_curves_and_errors_of_every_choice(tmp_path: Path, monkeypatch: pytest.M
             assert 0 < layers[when]["parameters"]["bf16"][0] < layers[when]["parameters"]["FP8, backward bf16"][0] < 0.1
 
 
+def test_runs_are_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variants without runs are not in the results."""
+    monkeypatch.setattr(fp8_training, "HELD_OUT_SEQUENCES", 2)
+    files = [pair for pair in text_files() if "/" not in pair[0]]
+    monkeypatch.setattr(fp8_training, "text_files", lambda: files)
+    file = tmp_path / "curves.json"
+    flags = {**TOY, "steps": 2, "only": "^with QK-norm, (bf16$|.*scores)", "json": file}
+    fp8_training.main([f"--{name}={value}" for name, value in flags.items()])
+    written = json.loads(file.read_text())
+    asked = {"with QK-norm": ["bf16", "FP8, backward fp8_scores"]}
+    assert {variant: list(found) for variant, found in written["final"].items()} == asked
+    assert {variant: list(found) for variant, found in written["curves"].items()} == asked
+
+
 def test_fewer_steps_decay_to_the_same_rate() -> None:
     """`decay` fits the schedule to the steps that there is time for: a tenth of the peak at their end."""
     text = torch.zeros(64, dtype=torch.int16)
