@@ -52,7 +52,8 @@ class Row:
     value_dim: int | None = None  # head_dim of v, if it is narrower
 
     def __str__(self) -> str:
-        length, width = f"{self.seqlen // 1024}k", f"{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim else "")
+        length = f"{self.seqlen:,}" if self.seqlen % 1024 else f"{self.seqlen // 1024}k"
+        width = f"{self.head_dim}" + (f"/{self.value_dim}" if self.value_dim else "")
         return f"hd{width} {length} x {self.batch}, {self.num_heads}/{self.num_kv_heads}, {self.kind}"
 
     @cached_property
@@ -95,6 +96,10 @@ def _rows() -> tuple[Row, ...]:
     # Latent attention: keys of 192 columns, values of 128.
     for seqlen, batch, heads in ((2048, 4, 128), (8192, 1, 128), (32768, 1, 32)):
         rows.append(Row(192, seqlen, batch, heads, heads, "causal", 128))
+    # Lengths and numbers of heads that are no powers of two, and a batch of short sequences.
+    rows += [Row(128, 6000, 1, 40, 8, "causal"), Row(64, 6000, 1, 24, 3, "causal")]
+    rows += [Row(128, 10240, 1, 40, 8, "full"), Row(128, 49152, 1, 24, 3, "causal")]
+    rows += [Row(128, 1024, 16, 16, 16, "causal"), Row(128, 1024, 16, 16, 16, "full")]
     # Lengths at which FP8 is judged.
     return (*rows, Row(128, 16384, 1, 32, 8, "causal"), Row(128, 65536, 1, 32, 8, "causal"))
 

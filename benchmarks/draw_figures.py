@@ -223,7 +223,7 @@ def ring_beside_peers(results: Sequence[dict]) -> str:
 def by_length(results: Sequence[dict], direction: str) -> str:
     """Draw the causal kernel speed by length for head_dim 128: ours and the peers', one point per row."""
     rows = [row for row in results if row["row"].startswith("hd128") and row["row"].endswith("causal")]
-    rows.sort(key=lambda row: int(row["row"].split()[1].rstrip("k")))
+    rows.sort(key=lambda row: _tokens(row["row"].split()[1]))
     labels = [row["row"].removeprefix("hd128 ").removesuffix(", causal") for row in rows]
     contenders = list(dict.fromkeys(who for row in rows for who in row["tflops"]))
     left, top, width, height = 70, 30, 620, 260
@@ -242,6 +242,11 @@ def by_length(results: Sequence[dict], direction: str) -> str:
     for i, (color, who) in enumerate(zip(STEP_COLORS, contenders, strict=False)):
         parts += [circle(left + 150 * i, top + height + 42, color), text(left + 10 + 150 * i, top + height + 46, who)]
     return document(left + width + 20, top + height + 60, parts)
+
+
+def _tokens(length: str) -> int:
+    """Return the number of tokens in the name of a row: "10k" or "6,000"."""
+    return int(length[:-1]) * 1024 if length.endswith("k") else int(length.replace(",", ""))
 
 
 def document(width: float, height: float, parts: Iterable[str]) -> str:

@@ -70,12 +70,12 @@ def kernels() -> str:
 
 
 def kernels_line() -> str:
-    """Write the geometric means of our speed relative to flash-attn-4 by head_dim, for 8k tokens and more."""
+    """Write the geometric means of our speed relative to flash-attn-4 by head_dim, for more than 2k tokens."""
     means = [
         f"{label}: {_mean(passes['forward'], PEERS[0]):.2f} / {_mean(passes['backward'], PEERS[0]):.2f} "
         f"({len(passes['forward'])} rows)"
         for label, passes in _compared().items()
-        if "2k" not in label
+        if "tokens" not in label
     ]
     return f"head_dim {'; '.join(means)}. Commit {_load('kernels_h200')['environment']['commit']}."
 
@@ -86,7 +86,7 @@ def _compared() -> dict[str, dict[str, list[dict]]]:
     for row in _load("kernels_h200")["results"]:
         if PEERS[0] in row["tflops"]:
             head_dim, tokens, *_ = row["row"].removeprefix("hd").split()
-            label = f"{head_dim}, 2k tokens" if tokens == "2k" else head_dim
+            label = f"{head_dim}, {tokens} tokens" if tokens in ("1k", "2k") else head_dim
             groups.setdefault(label, {}).setdefault(row["pass"], []).append(row["tflops"])
     return groups
 
