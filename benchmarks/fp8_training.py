@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from benchmarks import fp8_layers
 from benchmarks.environment import describe
 from benchmarks.fp8_layers import Choice
-from ringflash.lightning.text import SEPARATOR, VOCAB_SIZE, is_held_out, text_files
+from recipes.lightning.text import SEPARATOR, VOCAB_SIZE, is_held_out, text_files
 
 CUDA = torch.cuda.is_available()
 BF16, FP8 = ("hopper", "hopper_fp8") if CUDA else ("reference", "reference_fp8")

@@ -20,7 +20,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from ringflash.lightning import CausalLM, Progress
+from recipes.lightning.progress import Progress
+from ringflash.lightning import CausalLM
 from ringflash.lightning.checkpoints import ModelCheckpoint, SameCheckpoint, newest_checkpoint
 from ringflash.lightning.data import SequenceData
 

@@ -336,7 +336,7 @@ def _parquet(path: Path) -> Any:
 
 
 class Bytes:
-    """Tokenizer that returns SEPARATOR and the bytes of UTF-8: the vocabulary of `ringflash.lightning.TextData`."""
+    """Tokenizer that returns SEPARATOR and the bytes of UTF-8: the vocabulary of `recipes.lightning.text.TextData`."""
 
     vocab_size = SEPARATOR + 1
     checksum = hashlib.sha256(b"bytes behind 256").hexdigest()

@@ -4,7 +4,7 @@
     engine, *_ = initialize(model=model, config="zero3.json", optimizer=optimizer)
 
 ZeRO sees one flat group of all ranks and averages gradients over it; the loss has the scale of `ringflash.loss`,
-which makes that average right at every stage. `ringflash.deepspeed.strategy` is the strategy for Lightning.
+which makes that average right at every stage. `recipes.deepspeed.strategy` is the strategy for Lightning.
 """
 
 try:

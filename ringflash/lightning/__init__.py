@@ -3,7 +3,7 @@
     trainer = Trainer(strategy=ContextParallelStrategy(context_parallel_size=4), ...)
     trainer.fit(CausalLM(...), datamodule=TokenData(...))
 
-recipes/lightning has complete training runs built from these classes.
+recipes/lightning has complete training runs built from these classes, with callbacks that print and evaluate.
 """
 
 try:
@@ -13,29 +13,22 @@ except ModuleNotFoundError as missing:
         f"lightning must be installed for ringflash.lightning, got {missing}; pip install 'ringflash[lightning]'."
     ) from missing
 
-from ringflash.lightning.callbacks import ExposedCommunication, Progress
+from ringflash.lightning.callbacks import ExposedCommunication
 from ringflash.lightning.checkpoints import ModelCheckpoint
 from ringflash.lightning.data import TokenData
-from ringflash.lightning.fp8 import Fp8Monitor
 from ringflash.lightning.module import CausalLM
-from ringflash.lightning.passkey import Passkey
 from ringflash.lightning.sharding import SequenceSharding
 from ringflash.lightning.stop import StopOnSignal
 from ringflash.lightning.strategy import ContextParallelStrategy
-from ringflash.lightning.text import TextData
 from ringflash.wrap import wrap_attention
 
 __all__ = [
     "CausalLM",
     "ContextParallelStrategy",
     "ExposedCommunication",
-    "Fp8Monitor",
     "ModelCheckpoint",
-    "Passkey",
-    "Progress",
     "SequenceSharding",
     "StopOnSignal",
-    "TextData",
     "TokenData",
     "wrap_attention",
 ]

@@ -31,12 +31,12 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 
+from recipes.lightning.text import PackedText, TextData
 from ringflash import huggingface
 from ringflash.comm import transport
 from ringflash.data.order import SampleOrder
-from ringflash.lightning import CausalLM, ContextParallelStrategy, ExposedCommunication, TextData
+from ringflash.lightning import CausalLM, ContextParallelStrategy, ExposedCommunication
 from ringflash.lightning.module import build_model
-from ringflash.lightning.text import PackedText
 from ringflash.memory import Memory
 from ringflash.training.mesh import CONTEXT_AXIS
 from ringflash_kernels import api
@@ -371,7 +371,7 @@ class WholeStep(lightning.Callback):
 
 def with_deepspeed_through_lightning(task: Task, name: str, dtype: torch.dtype) -> Found:
     """The same stage by Lightning's strategy, which makes the engine, clips and steps."""
-    from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy
+    from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
     from tests.recipes.deepspeed_worker import config_of
 
     want, baseline = references(task, dtype, dist_size() // 2)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
 
-from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy
+from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
 from ringflash.training.seeding import seeded
 from tests.helpers.one_step import Tensors
 from tests.recipes.launching import ROOT

@@ -21,12 +21,12 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
+from recipes.lightning.text import PackedSequence, PackedText, TextData, is_held_out, text_files
 from ringflash import deepspeed, huggingface
 from ringflash.data.order import SampleOrder
-from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy
-from ringflash.lightning import CausalLM, TextData
+from ringflash.lightning import CausalLM
 from ringflash.lightning.module import build_model
-from ringflash.lightning.text import PackedSequence, PackedText, is_held_out, text_files
 from ringflash.training.mesh import CONTEXT_AXIS, DATA_AXIS
 from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.recipes.deepspeed_steps import (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from ringflash.lightning import TextData
+from recipes.lightning.text import TextData
 from ringflash.lightning.checkpoints import SameCheckpoint
 
 

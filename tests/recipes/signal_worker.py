@@ -18,7 +18,8 @@ import lightning
 import torch
 import torch.distributed as dist
 
-from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
+from recipes.lightning.text import TextData
+from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.lightning.checkpoints import is_complete
 from tests.recipes.strategy_worker import CONFIG
 
@@ -64,7 +65,7 @@ def strategy(kind: str) -> Any:
     """A new one."""
     if kind == "lightning":
         return ContextParallelStrategy()
-    from ringflash.deepspeed.strategy import DeepSpeedContextParallelStrategy
+    from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
 
     return DeepSpeedContextParallelStrategy(stage=2)
 

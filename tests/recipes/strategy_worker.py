@@ -25,11 +25,14 @@ from lightning.pytorch.plugins import DoublePrecision
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
+from recipes.lightning import progress as progress_module
+from recipes.lightning.passkey import Passkey, encoder, passkey_sequence
+from recipes.lightning.progress import Progress
+from recipes.lightning.text import TextData
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
-from ringflash.lightning import CausalLM, ContextParallelStrategy, Progress, TextData, callbacks
+from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.lightning.module import build_model
-from ringflash.lightning.passkey import Passkey, encoder, passkey_sequence
 from ringflash.memory import Memory
 
 CONFIG = {
@@ -276,7 +279,7 @@ def progress(folder: str) -> dict[str, Any]:
     The sanity check takes half of the sequences.
     """
     clock, recorder, losses, lines = Clock(), Recorder(), Losses(), Progress(every_n_steps=1)
-    callbacks.time = clock  # type: ignore[assignment]
+    progress_module.time = clock  # type: ignore[assignment]
     trainer = trainer_with(
         callbacks=[clock, lines, Probe(clock), recorder, losses], logger=Curve(), accumulate_grad_batches=4,
         check_val_every_n_epoch=None, val_check_interval=6, num_sanity_val_steps=1,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from recipes.lightning.text import SEPARATOR, PackedText, TextData, is_held_out, text_files
 from ringflash.data.order import SampleOrder
-from ringflash.lightning import CausalLM, ContextParallelStrategy, TextData
+from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.lightning.data import CountConsumed, _check_epochs
-from ringflash.lightning.text import SEPARATOR, PackedText, is_held_out, text_files
 from ringflash.training.mesh import mesh_sizes
 from tests.recipes.launching import write_text
 

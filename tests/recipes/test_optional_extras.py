@@ -78,7 +78,7 @@ def test_progress_of_another_module_is_refused() -> None:
     """Before the training, and by what it needs."""
     import lightning
 
-    from ringflash.lightning import Progress
+    from recipes.lightning.progress import Progress
 
     with pytest.raises(ValueError, match="Progress must have a CausalLM and a SequenceData, got LightningModule and"):
         Progress().setup(SimpleNamespace(datamodule=None), lightning.LightningModule(), "fit")

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes.lightning.text import PackedText
 from ringflash import loss
 from ringflash.data import SampleOrder, TokenFiles, TokenSequences
 from ringflash.data.sequences import split
 from ringflash.huggingface import prepare_batch
-from ringflash.lightning.text import PackedText
 from ringflash.sequence.layout import chunks, local_positions
 from ringflash.sequence.padding import IGNORE_INDEX
 from tests.helpers.tokens import whole_sequence, write_tokens

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from recipes.lightning.text import PackedText
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.huggingface.__main__ import main
 from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, read_config
 from ringflash.lightning.module import build_model
-from ringflash.lightning.text import PackedText
 from tests.recipes.launching import run_ranks, write_text
 from tests.recipes.strategy_worker import CONFIG, SEQLEN
 
@@ -104,7 +104,7 @@ def ranks(out: Path) -> list[dict[str, Any]]:
 
 def first_loss(model: nn.Module, folder: Path) -> float:
     """Of the first sequence, by transformers' own attention in one process, a document at a time."""
-    from ringflash.lightning.text import is_held_out, text_files
+    from recipes.lightning.text import is_held_out, text_files
 
     paths = [path for name, path in text_files(str(folder / "texts"), ".txt") if not is_held_out(name)]
     texts = PackedText((path.read_bytes() for path in paths), SEQLEN)

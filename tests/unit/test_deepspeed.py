@@ -14,14 +14,14 @@ import torch
 pytest.importorskip("deepspeed")
 pytest.importorskip("lightning")
 
-from ringflash.deepspeed import check, context_mesh, initialize
-from ringflash.deepspeed.engine import _signature
-from ringflash.deepspeed.strategy import (
+from recipes.deepspeed.strategy import (
     DeepSpeedContextParallelStrategy,
     _check_device,
     _check_precision,
     _num_ranks_error,
 )
+from ringflash.deepspeed import check, context_mesh, initialize
+from ringflash.deepspeed.engine import _signature
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import fp8_training
 from benchmarks.fp8_training import CHOICES, VARIANTS, Run, Shape, new_model
-from ringflash.lightning.text import text_files
+from recipes.lightning.text import text_files
 
 TOY = {"steps": 3, "seeds": 0, "layers": 1, "width": 256, "seqlen": 130, "batch": 1}
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringflash.lightning import passkey
-from ringflash.lightning.passkey import Passkey, encoder, passkey_sequence
+from recipes.lightning import passkey
+from recipes.lightning.passkey import Passkey, encoder, passkey_sequence
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])

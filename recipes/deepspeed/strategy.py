@@ -23,7 +23,7 @@ try:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ModuleNotFoundError as missing:
     raise ImportError(
-        f"lightning must be installed for ringflash.deepspeed.strategy, got {missing}; "
+        f"lightning must be installed for recipes.deepspeed.strategy, got {missing}; "
         "pip install 'ringflash[deepspeed,lightning]'."
     ) from missing
 
