@@ -58,6 +58,7 @@ format: $(VENV)/.ready  ## Rewrite the sources in the house's format
 clean:  ## Remove the environment and what runs left behind
 	rm -rf $(VENV) runs build dist
 
+# torchao has a folder of its own: whatever imports peft would import it, too, for 4 seconds.
 # A CUDA build of torch that is already installed is used as it is; otherwise CI's versions are installed.
 # pip of 2023, which comes with Python 3.11, takes more than twice as long over these packages as the newest.
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt
@@ -69,4 +70,5 @@ $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 		$(PYTHON) -m venv $(VENV) && $(PIP) --upgrade pip && \
 		$(INSTALL) torch==2.13.0 && $(INSTALL) -e '.[$(EXTRAS)]'; \
 	fi
+	@$(PIP) --no-compile --no-deps --target $(VENV)/float8 torchao==0.18.0
 	@touch $@

@@ -93,7 +93,7 @@ class Progress(lightning.Callback):
         grad_norm = "" if norm is None else f"grad_norm {norm.item():8.4f}  "
         speed = {
             "memory_gib": _peak_memory(strategy_of(trainer).root_device),
-            **self._speed(trainer, "fp8" in pl_module.impl),
+            **self._speed(trainer, "fp8" in pl_module.impl or pl_module.float8 is not None),
         }
         pl_module.log_dict(speed)
         flops = f"  {speed['tflops_per_rank']:.3g} TFLOP/s a rank" if "tflops_per_rank" in speed else ""

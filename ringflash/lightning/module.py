@@ -19,6 +19,7 @@ from ringflash import huggingface
 from ringflash.flops import layer_windows, matmul_sizes, training_flops
 from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, modules_in_fp32, read_config
+from ringflash.lightning.float8 import multiply_in_float8
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
 from ringflash.sequence.padding import IGNORE_INDEX
@@ -46,6 +47,7 @@ class CausalLM(lightning.LightningModule):
         seed: determines the initial parameters.
         memory: which activations are kept for the backward; default all.
         impl, fp8_backward: attention kernel, as in `ring_attention`; "auto" or for example "hopper_fp8" (docs/fp8.md).
+        float8: multiply the layers' linear layers in FP8, by this recipe of torchao, as in `multiply_in_float8`.
     """
 
     def __init__(
@@ -62,13 +64,14 @@ class CausalLM(lightning.LightningModule):
         pretrained: str | None = None,
         impl: str = "auto",
         fp8_backward: str = "bf16",
+        float8: str | None = None,
     ) -> None:
         super().__init__()
         self.pretrained = None if pretrained is None else Path(pretrained)
         self.config = laid_over(read_config(self.pretrained) if self.pretrained else {}, model or {})
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.final_rate = warmup_steps, decay_steps, final_rate
-        self.seed, self.memory, self.impl, self.fp8_backward = seed, memory, impl, fp8_backward
+        self.seed, self.memory, self.impl, self.fp8_backward, self.float8 = seed, memory, impl, fp8_backward, float8
         self.model: huggingface.CausalLMWithLoss | None = None
         self._in_fp32: list[nn.Module] = []
         self.flops_of: Callable[[Sequence[int]], float] | None = None  # documents' bounds of a sequence -> its FLOPs
@@ -84,6 +87,8 @@ class CausalLM(lightning.LightningModule):
         self.model = empty_model(
             self.config, strategy.cp_group, self.memory, strategy.layout, self.impl, self.fp8_backward
         )
+        if self.float8 is not None:
+            multiply_in_float8(self.model.model, self.float8, strategy.root_device.type)
         self.flops_of = _flops_of(self.model.model)
         self._in_fp32 = modules_in_fp32(self.model.model)
         strategy.shard_parameters(self.model, _layers(self.model), in_fp32=self._in_fp32)

@@ -145,6 +145,7 @@ def _be_rank(output: Path, argv: list[str], environment: dict[str, str]) -> None
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path += environment["PYTHONPATH"].split(":")
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = argv
     runpy.run_module(argv[0], run_name="__main__", alter_sys=True)

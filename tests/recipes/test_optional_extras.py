@@ -38,6 +38,15 @@ def test_accelerate_backend_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> 
         ringflash.accelerate.register()
 
 
+def test_linear_layers_in_fp8_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for them without torchao says which extra to install."""
+    from ringflash.lightning.float8 import multiply_in_float8
+
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(RuntimeError, match=r"torchao must be installed .* pip install 'ringflash\[float8\]'"):
+        multiply_in_float8(torch.nn.Linear(16, 16), "tensorwise", "cpu")
+
+
 def test_token_files_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing them without numpy says which extra to install."""
     for name in [name for name in sys.modules if name.split(".")[0] == "numpy" or "ringflash.data" in name]:
