@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
 
 from ringflash.huggingface.weights import modules_in_fp32
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-def multiply_in_float8(model: nn.Module, recipe: str, device_type: str) -> None:
+def multiply_in_float8(model: Any, recipe: str, device_type: str) -> None:
     """Replace the linear layers of a transformers model by torchao's in FP8, in place; parameters keep their names.
 
     The output embedding, modules that stay in fp32, and sizes that are no multiple of 16, which tensor cores need, are
