@@ -1,10 +1,9 @@
 """Token files: text is tokenized once and packed into sequences; each rank reads only its own chunks.
 
-    python -m ringflash.data prepare books/ --tokenizer checkpoints/llama --out tokens/books
+    format (on disk)  ->  files  ->  sequences (packing), order (shuffling)
 
-    prepare/  ->  format (on disk)  ->  files  ->  sequences (packing), order (shuffling)
-
-`ringflash.lightning.TokenData` trains on these files. Needs an extra: pip install 'ringflash[data]'.
+`python -m recipes.data prepare` writes these files, and `ringflash.lightning.TokenData` trains on them. Needs an extra:
+pip install 'ringflash[data]'.
 """
 
 try:
@@ -17,7 +16,6 @@ except ModuleNotFoundError as missing:
 from ringflash.data.files import TokenFiles
 from ringflash.data.format import TokenFileError
 from ringflash.data.order import SampleOrder
-from ringflash.data.prepare import prepare
 from ringflash.data.sequences import TokenSequences
 
-__all__ = ["SampleOrder", "TokenFileError", "TokenFiles", "TokenSequences", "prepare"]
+__all__ = ["SampleOrder", "TokenFileError", "TokenFiles", "TokenSequences"]

@@ -14,7 +14,7 @@ class TokenFiles:
     """Documents of a folder of token files, numbered across its shards. Opening reads their bounds but no token.
 
     Args:
-        folder: folder that `python -m ringflash.data prepare` wrote.
+        folder: folder that `python -m recipes.data prepare` wrote.
     Attributes:
         lengths: (num_documents,), int64, number of tokens of each document.
     Raises:

@@ -11,7 +11,6 @@
     batch, model          the calls of a training step
     log_probs             per-token log-probabilities of a whole sequence, for reinforcement learning
     weights               first values, and from_pretrained for sharded models; checkpoint_map is its plan
-    export                a training checkpoint for from_pretrained
 
 Needs the extra: pip install ringflash[huggingface].
 """

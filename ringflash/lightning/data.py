@@ -263,7 +263,7 @@ class TokenData(SequenceData):
     Each rank reads only its own chunks of a sequence.
 
     Args:
-        folder: token files written by `python -m ringflash.data prepare`; the same files on every host.
+        folder: token files written by `python -m recipes.data prepare`; the same files on every host.
         seqlen: tokens of a whole sequence, over all ranks that share it.
         held_out_percent: percentage of documents held out of training; the same documents for every seed.
         num_eval_sequences: sequences to evaluate from each of the two sets; divisible by the data-parallel size.

@@ -191,7 +191,7 @@ class CausalLM(lightning.LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the configuration, which `python -m ringflash.huggingface` needs for the export."""
+        """Add the configuration, which `python -m recipes.lightning.export` needs for the export."""
         checkpoint["model_config"] = self.config
 
     def on_validation_epoch_start(self) -> None:

@@ -343,7 +343,7 @@ def check_fits(path: Path, found: Mapping[str, Any], module: nn.Module | None, o
     if optimizers and not any(name.startswith("optimizer_0.") for name in found):
         raise ValueError(
             f"{path} must have the optimizer's state to be continued, got parameters alone (save_weights_only); give "
-            "another, or start from its parameters: export it with python -m ringflash.huggingface for pretrained."
+            "another, or start from its parameters: export it with python -m recipes.lightning.export for pretrained."
         )
 
 

@@ -1,4 +1,4 @@
-"""`python -m ringflash.data`: text, JSONL and parquet to token files, killed and continued, and its refusals. CPU."""
+"""`python -m recipes.data`: text, JSONL and parquet to token files, killed and continued, and its refusals. CPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from ringflash.data import prepare
-from ringflash.data.__main__ import _parser, main
-from ringflash.data.prepare import SEPARATOR, load_tokenizer
+from recipes.data.__main__ import _parser, main
+from recipes.data.prepare import SEPARATOR, load_tokenizer, prepare
 from tests.helpers.tokens import content, read_all, write_jsonl, write_tokens
 from tests.recipes.launching import ROOT
 
@@ -143,7 +142,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
 def test_killed_and_run_again_gives_the_same_files(tmp_path: Path) -> None:
     """A real kill of the whole program among 200 shards: what was whole is kept, and the result is the same."""
     inputs = write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "x" * 500 for i in range(200)])
-    command = [sys.executable, "-m", "ringflash.data", "prepare", str(inputs), "--shard_bytes", "524"]
+    command = [sys.executable, "-m", "recipes.data", "prepare", str(inputs), "--shard_bytes", "524"]
     environment = {**os.environ, "PYTHONPATH": ".:kernels", "OMP_NUM_THREADS": "1"}
     out = tmp_path / "killed"
     process = subprocess.Popen(
@@ -414,6 +413,6 @@ def test_command_says_what_it_wrote_and_what_is_wrong(
     assert "error: " in capsys.readouterr().err
     assert main(["prepare", str(inputs), "--out", str(inputs), "--num_processes", "1"]) == 1
     assert "error: [Errno 17] File exists" in capsys.readouterr().err
-    monkeypatch.setattr("ringflash.data.__main__.TokenFiles", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("recipes.data.__main__.TokenFiles", Mock(side_effect=KeyboardInterrupt))
     assert main(["check", str(out)]) == 130
     assert capsys.readouterr().err == "interrupted\n"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from recipes.lightning.export import main
 from recipes.lightning.text import PackedText
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
-from ringflash.huggingface.__main__ import main
 from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, read_config
 from ringflash.lightning.module import build_model
 from tests.recipes.launching import run_ranks, write_text

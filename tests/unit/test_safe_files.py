@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ringflash.huggingface.__main__ import main
+from recipes.lightning.export import main
 from ringflash.safe_files import check_checkpoint, check_together
 from tests.recipes.launching import ROOT
 

@@ -1,7 +1,7 @@
 """Command line for token files:
 
-python -m ringflash.data prepare books/ --tokenizer checkpoints/llama --out tokens/books
-python -m ringflash.data check tokens/books
+python -m recipes.data prepare books/ --tokenizer checkpoints/llama --out tokens/books
+python -m recipes.data check tokens/books
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
+from recipes.data.prepare import prepare
 from ringflash.console import status_of
 from ringflash.data.files import TokenFiles
-from ringflash.data.prepare import prepare
 
 _COUNTS = {"num_documents": "documents", "num_empty": "empty documents left out", "num_bad": "bad lines skipped"}
 
@@ -43,7 +43,7 @@ def _run(options: Namespace) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="python -m ringflash.data", description="Write and check token files.")
+    parser = ArgumentParser(prog="python -m recipes.data", description="Write and check token files.")
     commands = parser.add_subcommands()
     writing = ArgumentParser(description="Write token files; run it again to resume after an interruption.")
     words = "text, .jsonl, .ndjson or .parquet files, or folders of them"
