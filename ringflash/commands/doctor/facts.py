@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import resource
 import shutil
 import subprocess
@@ -16,10 +15,7 @@ import torch
 from ringflash.comm.group import this_host
 from ringflash_kernels.api import hopper_environment_error
 
-PACKAGES = (
-    "ringflash", "torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers", "liger-kernel",
-    "flash-attn-4",
-)  # fmt: skip
+PACKAGES = ("ringflash", "torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers")
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "WORLD_SIZE", "RANK")
 _TIMEOUT_S = 20
 
@@ -37,14 +33,10 @@ def collect() -> dict[str, Any]:
         "driver": _driver(),
         "gpus": _gpus(),
         "peers": _peers(),
-        "links": _links(),
-        "links_sleep_us": parse_threshold(_nvidia_smi("nvlink", "-gLowPwrInfo")),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(VARIABLES)},
         "kernel_environment": hopper_environment_error(),
         "shared_memory_bytes": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "cores": len(os.sched_getaffinity(0)),
     }
 
 
@@ -60,39 +52,15 @@ def _nccl() -> str | None:
 
 
 def _driver() -> str | None:
-    """Return the version of the driver, even if torch cannot use it."""
-    answer = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
-    return answer.strip().partition("\n")[0] or None
-
-
-def _links() -> list[list[str]]:
-    """Return the links between GPUs i and j by nvidia-smi's names (NV18, PIX, SYS, ...); empty if unknown."""
-    rows = parse_topology(_nvidia_smi("topo", "-m"))
-    return rows if len(rows) == torch.cuda.device_count() else []  # fewer if some GPUs are hidden
-
-
-def parse_topology(text: str) -> list[list[str]]:
-    """Return the GPU part of the matrix that `nvidia-smi topo -m` prints."""
-    lines = [line.split() for line in re.sub(r"\x1b\[\d*m", "", text).splitlines()]
-    rows = [words for words in lines if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and "X" in words]
-    return [words[1 : len(rows) + 1] for words in rows]
-
-
-def parse_threshold(text: str) -> int | None:
-    """Return the idle time in µs after which a link sleeps, from the output of `nvidia-smi nvlink -gLowPwrInfo`."""
-    found = re.search(r"Low Power Threshold: (\d+) us", text)
-    return int(found[1]) if found else None
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    """Return the output of nvidia-smi; "" if it is missing, fails or takes too long."""
+    """Return the version of the driver, even if torch cannot use it; None if nvidia-smi does not say it."""
     if shutil.which("nvidia-smi") is None:
-        return ""
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        command = ["nvidia-smi", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return None
+    return answer.strip().partition("\n")[0] or None
 
 
 def _gpus() -> list[dict[str, Any]]:

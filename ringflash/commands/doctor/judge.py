@@ -15,7 +15,6 @@ from packaging.specifiers import SpecifierSet
 Facts = dict[str, Any]
 
 _CORE = ("torch", "triton")
-_OPTIONAL = {"liger-kernel": ">=0.8", "flash-attn-4": ">=4.0.0b1"}  # used on request; in no extra
 _GIB = 1 << 30
 
 Level = Literal["ok", "warning", "fault"]
@@ -60,8 +59,7 @@ def judge(facts: Facts) -> list[Finding]:
 
 def versions(facts: Facts) -> Iterator[Finding]:
     """Compare the versions of packages with the ranges that ringflash declares."""
-    ranges = {**{name: SpecifierSet(text, prereleases=True) for name, text in _OPTIONAL.items()}, **declared_ranges()}
-    for name, allowed in ranges.items():
+    for name, allowed in declared_ranges().items():
         found = facts["packages"].get(name)
         if found is None and name in _CORE:
             yield fault(name, "not installed", f"pip install '{name}{allowed}'")
@@ -115,7 +113,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def links(facts: Facts) -> Iterator[Finding]:
-    """Check that the GPUs of this host can access each other's memory, over NVLink."""
+    """Check that the GPUs of this host can access each other's memory; the probe of a ring measures how fast."""
     if len(facts["gpus"]) < 2:
         return
     cut = [(i, j) for i, row in enumerate(facts["peers"]) for j, reached in enumerate(row) if not reached]
@@ -126,17 +124,6 @@ def links(facts: Facts) -> Iterator[Finding]:
         )
     else:
         yield ok("peer access", "between all GPUs of this host")
-    named = {(i, j): name for i, row in enumerate(facts["links"]) for j, name in enumerate(row) if i < j}
-    other = [f"{i}-{j} {name}" for (i, j), name in named.items() if not name.startswith("NV")]
-    if other:
-        shown = ", ".join(other[:4]) + (" ..." if len(other) > 4 else "")
-        yield warning(
-            "NVLink", f"none between GPUs {shown}", "a ring is as slow as its slowest link: choose other GPUs"
-        )
-    elif named:
-        sleep = facts["links_sleep_us"]
-        awake = "" if sleep is None else f", awake for {sleep / 1000:g} ms after use"
-        yield ok("NVLink", f"{', '.join(sorted(set(named.values())))} between all GPUs of this host{awake}")
 
 
 _HURTS: dict[str, tuple[Callable[[str], bool], str]] = {
