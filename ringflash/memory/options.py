@@ -25,6 +25,8 @@ class Memory:
         mlp_tile_tokens: tokens whose MLP is computed at a time, forward and backward; 0 computes all together.
         liger: use Liger's fused norms, rotary embedding and SwiGLU, on GPUs. "auto" uses them if liger-kernel is
             installed and supports the model.
+    Raises:
+        ValueError: unknown options, or options that contradict each other.
     """
 
     checkpointing: Checkpointing = "none"
@@ -32,22 +34,28 @@ class Memory:
     mlp_tile_tokens: int = 0
     liger: bool | Literal["auto"] = False
 
+    def __post_init__(self) -> None:
+        if self.checkpointing not in get_args(Checkpointing):
+            raise ValueError(
+                f"checkpointing must be one of {', '.join(get_args(Checkpointing))}, got {self.checkpointing!r}; "
+                "'attention_kept' computes all but attention again."
+            )
+        if self.liger not in (True, False, "auto"):
+            raise ValueError(f"liger must be true, false or 'auto', got {self.liger!r}; 'auto' uses it if installed.")
+        if self.offload_checkpoints and self.checkpointing == "none":
+            raise ValueError(
+                "checkpointing must be 'attention_kept' or 'full' with offload_checkpoints, got 'none'; there are no "
+                "checkpoints to offload."
+            )
+
 
 def save_memory(model: nn.Module, memory: Memory) -> None:
     """Apply the options to a transformers model, in place; call it before the model is sharded.
 
     Raises:
-        ValueError: options that contradict each other.
         NotImplementedError: layers or MLPs of an unknown form.
         RuntimeError: liger=True, but Liger is missing.
     """
-    if memory.checkpointing not in get_args(Checkpointing):
-        raise ValueError(
-            f"checkpointing must be one of {', '.join(get_args(Checkpointing))}, got {memory.checkpointing!r}; "
-            "'attention_kept' computes all but attention again."
-        )
-    if memory.liger not in (True, False, "auto"):
-        raise ValueError(f"liger must be true, false or 'auto', got {memory.liger!r}; 'auto' is where it is installed.")
     if memory.liger:
         (use_liger_where_installed if memory.liger == "auto" else use_liger)(model)
     if memory.mlp_tile_tokens:
@@ -55,8 +63,3 @@ def save_memory(model: nn.Module, memory: Memory) -> None:
     if memory.checkpointing != "none":
         keep = memory.checkpointing == "attention_kept"
         checkpoint_layers(model, keep_attention=keep, offload=memory.offload_checkpoints)
-    elif memory.offload_checkpoints:
-        raise ValueError(
-            "checkpointing must be 'attention_kept' or 'full' with offload_checkpoints, got 'none'; there are no "
-            "checkpoints to offload."
-        )

@@ -171,8 +171,6 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
     gpus = (of_recipe or 8) if options.gpus is None else options.gpus
     cp_size = (of_recipe or gpus) if options.cp is None else options.cp
     shape, windows = model_of(config)
-    if memory["liger"] not in (True, False, "auto"):
-        raise ValueError(f"liger must be true, false or auto, got {memory['liger']!r}; correct it.")
     # "auto" is planned as if Liger were installed
     memory["liger"] = shape.liger is not None if memory["liger"] == "auto" else memory["liger"]
     job = TrainingJob(

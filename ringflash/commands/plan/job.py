@@ -153,16 +153,6 @@ class TrainingJob:
                 f"precision must be one of {get_args(Precision)} for a plan, got {self.precision!r}; add "
                 "--trainer.precision bf16-mixed."
             )
-        if self.checkpointing not in get_args(Checkpointing):
-            raise ValueError(
-                f"checkpointing must be one of {get_args(Checkpointing)}, got {self.checkpointing!r}; "
-                "'attention_kept' computes all but attention again."
-            )
-        if self.offload_checkpoints and self.checkpointing == "none":
-            raise ValueError(
-                "checkpointing must be 'attention_kept' or 'full' with offload_checkpoints, got 'none'; there are no "
-                "checkpoints to offload."
-            )
         if self.liger and self.model.liger is None:
             raise NotImplementedError(
                 f"liger must be false for a plan of {self.model.family}, got true; what its kernels keep there "
