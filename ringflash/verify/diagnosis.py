@@ -60,16 +60,18 @@ def explain(check: Check, runs: Runs, probes: list[Reach], place: Place) -> tupl
         assert check.position is not None
         return first, layer_hint(check.failed[0], check.position, probes, place, int(index) > 0)
     hints = {
-        "weights before": weights_hint,
+        "weights before": lambda: (
+            "the models differ before the first step: build them from one seed or one checkpoint on every rank."
+        ),
         "batch": lambda: batch_hint(check.failed[0], runs, place),
         "loss": lambda: loss_hint(runs, place),
         "loss gradient by position": lambda: loss_hint(runs, place),
-        "evaluation loss": lambda: eval_hint(check.failed[0], runs, place),
+        "evaluation loss": lambda: _evaluation_hint(check.failed[0], runs, place),
         "gradients": lambda: gradient_hint(check.failed, runs, place),
         "gradients equal on all ranks": lambda: gradient_hint(check.failed, runs, place),
-        "mask": lambda: mask_hint(check),
-        layer_masks.NAME: lambda: mask_hint(check),
     }
+    if check.name in ("mask", layer_masks.NAME):  # perhaps not even applied at cp=1
+        return first, f"{check.note}; does the batch carry cu_seqlens, and does the layer use its window?"
     return first, hints.get(check.name, lambda: "")()
 
 
@@ -153,7 +155,7 @@ def _scale_hint(what: str, scale: float, cp_size: int) -> str:
     return f"{what} is {scale:.4g} times the truth: look at what it is divided by."
 
 
-def eval_hint(name: str, runs: Runs, place: Place) -> str:
+def _evaluation_hint(name: str, runs: Runs, place: Place) -> str:
     """Name the mistake of an evaluation loss whose training loss is correct."""
     return _scale_hint(name, runs.got.eval_losses[name] / runs.want.eval_losses[name], place.cp_size)
 
@@ -180,13 +182,3 @@ def gradient_hint(failed: list[str], runs: Runs, place: Place) -> str:
             "dK/dV are lost or rounded on their way round the ring; sum them in fp32."
         )
     return ""
-
-
-def weights_hint() -> str:
-    """Explain why later checks cannot agree."""
-    return "the models differ before the first step: build them from one seed or one checkpoint on every rank."
-
-
-def mask_hint(check: Check) -> str:
-    """Explain a mask that is not applied, possibly not even at cp=1."""
-    return f"{check.note}; does the batch carry cu_seqlens, and does the layer use its window?"

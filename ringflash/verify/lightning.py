@@ -20,11 +20,11 @@ from ringflash import huggingface
 from ringflash.lightning.sharding import SequenceSharding
 from ringflash.lightning.strategy import ContextParallelStrategy
 from ringflash.verify.capture import Capture, plain_name
-from ringflash.verify.exact_attention import attend_exactly
 from ringflash.verify.observe import (
     Observation,
     Tensors,
     assign,
+    attend_exactly,
     average,
     check_not_random,
     generator_states,
@@ -44,7 +44,7 @@ class LightningSession(Session):
 
     def observe(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Observation:
         """Evaluate, then take one training step."""
-        observer = _StepObserver(self, weights)
+        observer = _Observer(self, weights)
         trainer = self._trainer(observer, ring=ring, wide=wide)
         trainer.validate(observer.module, _Sequence(observer), verbose=False)
         observer.seen.eval_losses = {n: x.item() for n, x in trainer.callback_metrics.items() if "loss" in n}
@@ -53,24 +53,29 @@ class LightningSession(Session):
 
     def read(self, data: Data, make_reader: MakeReader, *, ring: bool, wide: bool = False) -> Tensors:
         """Return the tensors that a reader collects in one evaluation."""
-        reader = _EvaluationReader(self, data, make_reader)
+        reader = _Reader(data, make_reader)
         self._trainer(reader, ring=ring, wide=wide).validate(reader.module, _Sequence(reader), verbose=False)
         return reader.outputs
 
-    def _trainer(self, reader: _SessionCallback, *, ring: bool, wide: bool = False) -> lightning.Trainer:
-        """Build a training for `reader`, and a trainer for it that writes and prints nothing."""
-        size = self.group.size()
-        training = self.factory(self.group if ring else None)
+    def _trainer(self, callback: _SessionCallback, *, ring: bool, wide: bool = False) -> lightning.Trainer:
+        """Build a training for a callback, and a trainer for it that writes and prints nothing."""
+        size, training = self.group.size(), self.factory(self.group if ring else None)
         if wide:
             attend_exactly(training.module)
-        strategy = ContextParallelStrategy(*((size, 1) if ring else (1, size)))
-        reader.start(training, strategy)
+        callback.training, callback.strategy = training, ContextParallelStrategy(*((size, 1) if ring else (1, size)))
+        module: Any = training.module
+        module.configure_optimizers = lambda: training.optimizer(module.parameters())
+        if isinstance(module, SequenceSharding):
+            module.check_sequence_sharding = False  # verify itself reports the difference; the check would raise first
+            if training.prepare is huggingface.prepare_batch:
+                training.prepare = _unsharded_batch
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         precision = {"plugins": [DoublePrecision()]} if wide else {"precision": _PRECISION[self.settings.dtype]}
         return lightning.Trainer(
-            strategy=strategy, accelerator=self.settings.device.type, devices=local_size, num_nodes=size // local_size,
-            max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, use_distributed_sampler=False, num_sanity_val_steps=0, callbacks=[reader],
+            strategy=callback.strategy, accelerator=self.settings.device.type, devices=local_size,
+            num_nodes=size // local_size, max_steps=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+            num_sanity_val_steps=0, callbacks=[callback],
             inference_mode=False,  # which cannot read DTensors, and which Lightning never uses over gloo
             **precision,
         )  # fmt: skip
@@ -82,22 +87,18 @@ class LightningSession(Session):
         return make()
 
 
+def _unsharded_batch(input_ids: Tensor, *, labels: Tensor, cu_seqlens: Tensor | None, group: None) -> Any:
+    """Return the batch that `SequenceSharding.shard_batch` is to shard."""
+    if cu_seqlens is None:
+        return input_ids, labels
+    return {"input_ids": input_ids, "labels": labels, "cu_seqlens": cu_seqlens}
+
+
 class _SessionCallback(lightning.Callback):
     """Callback that observes one training and supplies its data."""
 
-    session: Session
     training: Training
     strategy: ContextParallelStrategy
-
-    def start(self, training: Training, strategy: ContextParallelStrategy) -> None:
-        """Attach to a training and give it the optimizer that verify uses."""
-        self.training, self.strategy = training, strategy
-        module = training.module
-        module.configure_optimizers = lambda: training.optimizer(module.parameters())  # type: ignore[assignment]
-        if isinstance(module, SequenceSharding):
-            module.check_sequence_sharding = False  # verify itself reports the difference; the check would raise first
-            if training.prepare is huggingface.prepare_batch:
-                training.prepare = _unsharded_batch
 
     @property
     def module(self) -> Any:
@@ -111,30 +112,17 @@ class _SessionCallback(lightning.Callback):
 
     def data(self) -> Data:
         """Return the whole sequence."""
-        return self.session.data
-
-    def batch(self) -> Any:
-        """Return a data loader's batch for this rank: its shard, or everything if the module shards its batches."""
-        group = None if isinstance(self.module, SequenceSharding) else self.group
-        return prepare_batch(self.training, group, self.data())
+        raise NotImplementedError
 
 
-def _unsharded_batch(input_ids: Tensor, *, labels: Tensor, cu_seqlens: Tensor | None, group: None) -> Any:
-    """Return the batch that `SequenceSharding.shard_batch` is to shard."""
-    if cu_seqlens is None:
-        return input_ids, labels
-    return {"input_ids": input_ids, "labels": labels, "cu_seqlens": cu_seqlens}
-
-
-class _EvaluationReader(_SessionCallback):
+class _Reader(_SessionCallback):
     """Callback that applies a reader to one evaluation."""
 
-    def __init__(self, session: Session, data: Data, make_reader: MakeReader) -> None:
-        self.session, self._data, self.make_reader = session, data, make_reader
+    def __init__(self, data: Data, make_reader: MakeReader) -> None:
+        self._data, self.make_reader = data, make_reader
         self.outputs: Tensors = {}
 
     def data(self) -> Data:
-        """Return the requested sequence."""
         return self._data
 
     def on_validation_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
@@ -146,19 +134,18 @@ class _EvaluationReader(_SessionCallback):
         self.outputs = self._reader.close()
 
 
-class _StepObserver(_SessionCallback):
+class _Observer(_SessionCallback):
     """Callback that observes one evaluation and one step."""
 
     def __init__(self, session: Session, weights: Tensors | None) -> None:
         self.session, self.weights = session, weights
         self.seen = Observation()
-        self.order: list[str] = []
 
     def data(self) -> Data:
         """Return the whole sequence, which is drawn once the model over the ring exists."""
         if self.group is not None:
             self.session.inspect(self.training)
-        return super().data()
+        return self.session.data
 
     def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Set and record the weights: this is the first hook after the model has been built."""
@@ -202,7 +189,9 @@ class _Sequence(lightning.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the batch; Lightning calls this after the model has been built."""
-        return DataLoader([self.reader.batch()], batch_size=None)  # type: ignore[arg-type]
+        reader = self.reader  # the batch is a shard, or everything if the module shards its batches
+        group = None if isinstance(reader.module, SequenceSharding) else reader.group
+        return DataLoader([prepare_batch(reader.training, group, reader.data())], batch_size=None)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> dict[str, DataLoader[Any]]:
         """Return the loader by name, as `CausalLM` expects it."""

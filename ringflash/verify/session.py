@@ -17,9 +17,8 @@ from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN, watched_modules
 from ringflash.verify.compare import Check, Runs, check_beside_exact, compare
 from ringflash.verify.diagnosis import Place, Reach, explain
-from ringflash.verify.exact_attention import attends_in_fp8
 from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks
-from ringflash.verify.observe import Observation, Tensors, build, observe
+from ringflash.verify.observe import Observation, Tensors, attends_in_fp8, build, observe
 from ringflash.verify.probe import (
     MakeReader,
     OutputReader,
