@@ -39,6 +39,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 import ringflash  # noqa: E402
 from benchmarks.device_time import longest_kernels, parts_of_step, step_spans  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
+from recipes.lightning.exposed_communication import ExposedCommunication  # noqa: E402
 from recipes.lightning.text import text_files  # noqa: E402
 from recipes.lightning.train import main as train  # noqa: E402
 from ringflash import huggingface  # noqa: E402
@@ -47,7 +48,7 @@ from ringflash.commands.plan.command import make_plan, visible_fraction  # noqa:
 from ringflash.commands.plan.job import GIB, GPUS, Machine, Precision, TrainingJob  # noqa: E402
 from ringflash.commands.plan.read import model_of  # noqa: E402
 from ringflash.flops import peak_tflops  # noqa: E402
-from ringflash.lightning import CausalLM, ExposedCommunication  # noqa: E402
+from ringflash.lightning import CausalLM  # noqa: E402
 from ringflash.lightning.data import Batch, Loader, SequenceData  # noqa: E402
 from ringflash.lightning.strategy import strategy_of  # noqa: E402
 from ringflash.memory import Memory  # noqa: E402

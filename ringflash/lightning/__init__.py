@@ -1,4 +1,4 @@
-"""Training through the ring with Lightning: a strategy, a language model, data that resumes exactly, and callbacks.
+"""Training through the ring with Lightning: a strategy, a language model, and data that resumes exactly.
 
     trainer = Trainer(strategy=ContextParallelStrategy(context_parallel_size=4), ...)
     trainer.fit(CausalLM(...), datamodule=TokenData(...))
@@ -13,7 +13,6 @@ except ModuleNotFoundError as missing:
         f"lightning must be installed for ringflash.lightning, got {missing}; pip install 'ringflash[lightning]'."
     ) from missing
 
-from ringflash.lightning.callbacks import ExposedCommunication
 from ringflash.lightning.checkpoints import ModelCheckpoint
 from ringflash.lightning.data import TokenData
 from ringflash.lightning.module import CausalLM
@@ -25,7 +24,6 @@ from ringflash.wrap import wrap_attention
 __all__ = [
     "CausalLM",
     "ContextParallelStrategy",
-    "ExposedCommunication",
     "ModelCheckpoint",
     "SequenceSharding",
     "StopOnSignal",

@@ -31,11 +31,12 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import DoublePrecision
 from torch import Tensor, nn
 
+from recipes.lightning.exposed_communication import ExposedCommunication
 from recipes.lightning.text import PackedText, TextData
 from ringflash import huggingface
 from ringflash.comm import transport
 from ringflash.data.order import SampleOrder
-from ringflash.lightning import CausalLM, ContextParallelStrategy, ExposedCommunication
+from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from ringflash.training.mesh import CONTEXT_AXIS

@@ -592,7 +592,9 @@ def test_recipes_of_deepspeed_are_not_planned_as_fsdp(capsys: pytest.CaptureFixt
     """ZeRO below stage 3 has the weights whole on every GPU: 30 GiB of 8 B parameters, planned as 4."""
     recipes = [str(ROOT / "recipes" / x) for x in ("lightning/qwen3_8b_pretrain.yaml", "deepspeed/quickstart.yaml")]
     assert main(["plan", *recipes]) == 2
-    assert "trainer.strategy must be ContextParallelStrategy for a plan, got recipes.deepspeed" in capsys.readouterr().err
+    assert (
+        "trainer.strategy must be ContextParallelStrategy for a plan, got recipes.deepspeed" in capsys.readouterr().err
+    )
 
 
 def test_command_reads_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:

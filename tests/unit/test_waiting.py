@@ -8,10 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
+from recipes.lightning import exposed_communication
+from recipes.lightning.exposed_communication import ExposedCommunication
 from ringflash.attention import ring_of_hops
 from ringflash.attention.schedule import build
 from ringflash.comm.wait_timer import measured, waiting
-from ringflash.lightning import ExposedCommunication, callbacks
 from ringflash.sequence.mask import SequenceMask
 
 CPU = torch.device("cpu")
@@ -59,8 +60,8 @@ def test_the_callback_logs_the_longest_wait_of_all_ranks(
 ) -> None:
     """And prints the rank that waited least, as the one that the others waited for."""
     others = [["near", 7000.0, 10.0], ["far", -1.0, 7010.0]]
-    monkeypatch.setattr(callbacks, "gather", lambda group, mine: [mine, *others])
-    monkeypatch.setattr(callbacks, "dist", mock.Mock())
+    monkeypatch.setattr(exposed_communication, "gather", lambda group, mine: [mine, *others])
+    monkeypatch.setattr(exposed_communication, "dist", mock.Mock())
     callback, trainer, module = ExposedCommunication(every_n_steps=2), mock.Mock(), mock.Mock()
     for trainer.global_step in (0, 1):
         callback.on_train_batch_start(trainer, module, None, 0)
