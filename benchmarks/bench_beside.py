@@ -1,4 +1,4 @@
-"""Times of ring attention and an FSDP2-like all-gather on another communicator: each by itself, and concurrently.
+"""Times of ring attention and of an FSDP2-like all-gather on another communicator, in turn and concurrently.
 
     torchrun --nproc-per-node 2 benchmarks/bench_beside.py [--transport nccl [--comm_sms 8]]
     torchrun --nproc-per-node 2 benchmarks/bench_beside.py --toy                  (CPU, gloo: only tests the script)
@@ -35,7 +35,9 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="small, on the CPU")
     options = parser.parse_args()
     if options.comm_sms and options.transport != "nccl":
-        parser.error(f"--comm_sms must come with --transport nccl, got {options.transport!r}; others take no SMs.")
+        parser.error(
+            f"--comm_sms must be given with --transport nccl only, got {options.transport!r}; others take no SMs."
+        )
     device = join(options.toy)
     assert dist.group.WORLD is not None
     row = TOY[0] if options.toy else next(row for row in ROWS if "8192 tokens" in str(row))

@@ -170,7 +170,7 @@ def ours_without_state() -> Contender:
 
 
 def ours_in_fp8(with_quantiser: bool) -> Contender:
-    """Our FP8 forward, by itself or with the two launches that round q, k and v."""
+    """Our FP8 forward, with or without the two launches that round q, k and v."""
     from ringflash_kernels.fp8_reference import HEAD_DIMS
     from ringflash_kernels.hopper.fp8.forward import forward
     from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q

@@ -193,7 +193,7 @@ def _check_run(options: Namespace) -> None:
     taken = {"ring": tuple(given), "kernels": ("out", "rounds")}.get(options.what, ())
     for name in (name for name, is_given in given.items() if is_given and name not in taken):
         wanted = "ring" if name in ("nproc", "toy") else "kernels or ring"
-        raise ValueError(f"--{name} must come with {wanted}, got {options.what!r}; leave it out.")
+        raise ValueError(f"--{name} must be given with {wanted} only, got {options.what!r}; leave it out.")
     if options.nproc is not None and options.nproc < 2:
         raise ValueError(f"--nproc must be 2 or more, got {options.nproc}; a ring of one sends nothing.")
     if options.toy and options.nproc is not None and options.nproc > _MOST_TOYS:
@@ -210,7 +210,7 @@ def _check_written(name: str, path: Path) -> None:
     """Raise an error for an unwritable path before the run, whose results would otherwise be lost."""
     folder = path.resolve().parent
     if not folder.is_dir():
-        raise ValueError(f"{name} must lie in a folder that is there, got {path}; make it first.")
+        raise ValueError(f"{name} must be in a folder that exists, got {path}; make the folder first.")
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ValueError(f"{name} must be a file that can be written, got {path}; name another.")
 

@@ -146,7 +146,7 @@ def loss_curves(result: dict) -> str:
 
 
 def fp8_curves(result: dict) -> str:
-    """Draw the mean loss by step of each choice of attention, and beside it the difference from the first choice."""
+    """Draw the mean loss by step of each choice of attention, and next to it the difference from the first choice."""
     left, top, width, height, gap = 60, 44, 360, 180, 90
     first, *others = next(iter(result["curves"].values()))
     colors = dict(zip((first, *others), (INK, "#999999", *STEP_COLORS), strict=False))

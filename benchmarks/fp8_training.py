@@ -350,7 +350,7 @@ def about(shape: Shape, steps: int, seeds: list[int], peak_rate: float, models: 
         f"AdamW (peak rate {peak_rate:g}, cosine), bytes of Python's own sources, {shape.batch} sequences of "
         f"{shape.seqlen} tokens a step, {steps} steps, seeds {', '.join(map(str, seeds))}. Losses in nats per byte; "
         f"train is the mean of the last {100 * LAST_STEPS:.0f}% of the steps, held_out of {HELD_OUT_SEQUENCES} "
-        "sequences, each seed by itself; curves are means over the seeds."
+        "sequences, separately for each seed; curves are means over the seeds."
     )
 
 

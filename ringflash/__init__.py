@@ -6,12 +6,13 @@ The folder, lower layers first:
 
     comm/       agreement of the ranks before a call, transports (gloo, nccl, copy_engine), watchdog for stalled calls
     sequence/   tokens of each rank (layout), mask in global coordinates, padding
-    attention/  ring_attention. On GPUs an all-gather of K/V by groups of heads, overlapped with the kernels;
-                on gloo, and for very long sequences on NCCL, a ring of hops: the K/V of one rank per step
+    attention/  ring_attention. On GPUs an all-gather of K/V by groups of heads and blocks of keys, overlapped with the
+                kernels; on gloo a ring of hops: the K/V of one rank per step
+    recurrent/  gated delta rules, Mamba-2 and short convolutions over a sharded sequence
     loss.py     cross-entropy with the loss scale for which every backend computes the right gradient
-    wrap/, huggingface/, lightning/, deepspeed/   ring attention in your model and trainer
-    training/, data/, memory/                     shared parts: meshes, token files, activation memory
-    verify/, oracle/, commands/                   comparison with dense attention, and the command line
+    wrap/, huggingface/, accelerate/, lightning/, deepspeed/, compat/   ring attention in your model and trainer
+    training/, data/, memory/                                           meshes, token files, activation memory
+    verify/, oracle/, commands/                                         comparison with dense attention, commands
 """
 
 from importlib import import_module

@@ -269,7 +269,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
             return 1
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
-        """An engine without an optimizer; at stage 3 checkpoints of trainings can be read into it, too."""
+        """Build an engine without an optimizer; at stage 3 it can also read the checkpoints of trainings."""
         self.config.setdefault("zero_allow_untested_optimizer", True)  # Lightning wants it there
         super()._initialize_deepspeed_inference(model)
         if self.zero_stage_3:  # DeepSpeed 0.19.8 wants to make an optimizer's weights of those that it has read
@@ -291,7 +291,7 @@ def _check_options(config: Any, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name in parameters and value != parameters[name].default:  # a command line passes defaults, too
             if config is not None and name not in _BESIDE_A_CONFIG:
-                raise ValueError(f"{name} must not be given beside config, got {value}; set it in the config.")
+                raise ValueError(f"{name} must not be given together with config, got {value}; set it in the config.")
             if name == "remote_device":
                 raise ValueError(f"remote_device must be None, got {value}; every rank builds the whole model.")
 

@@ -59,7 +59,7 @@ def export(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, 
         checkpoint: directory that a run under `ContextParallelStrategy` wrote.
         out: directory to write; must not exist yet.
         dtype: of the parameters.
-        tokenizer: directory whose tokenizer files are copied, too.
+        tokenizer: directory whose tokenizer files are copied.
     Raises:
         ValueError: no such checkpoint, one that holds more than data, something at `out`, or no tokenizer.
     """

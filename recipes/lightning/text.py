@@ -4,7 +4,7 @@
     stream     |aaaa|bbbbbbbbb|ccc          | is SEPARATOR, the first token of a document
     sequences  |aaaa|b   bbbbbbbb   |ccc    cu_seqlens (0, 5, 7)   (0, 8)   ...
 
-A document that does not fit continues in the next sequence as a document of its own. For real training use
+A document that does not fit is cut, and its rest is a separate document in the next sequence. For real training use
 `ringflash.lightning.TokenData`.
 """
 

@@ -66,7 +66,7 @@ def _module(name: str) -> ModuleType:
     if not module.startswith("ringflash."):
         if not (ROOT / module.replace(".", "/")).with_suffix(".py").is_file():
             raise RuntimeError(
-                f"benchmarks must be beside the package, got none in {ROOT}; run ringflash {name} from a clone of the "
+                f"benchmarks must be next to the package, got none in {ROOT}; run ringflash {name} from a clone of the "
                 "repository, with pip install -e."
             )
         if str(ROOT) not in sys.path:  # Python adds the folder of the script, not the root of the clone

@@ -1,6 +1,6 @@
 """The command `ringflash recipes`: list the recipes and launchers, or copy them into a folder of the user's.
 
-A clone has them beside the package, an installed wheel inside of it.
+A clone has them next to the package, an installed wheel inside the package.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def _checked(document: Tokens, vocab_size: int) -> np.ndarray:
     tokens = np.asarray(document)
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(
-            f"tokens must lie in the vocabulary of {vocab_size}, got {tokens.min()} to {tokens.max()}; "
+            f"tokens must be in the vocabulary of {vocab_size}, got {tokens.min()} to {tokens.max()}; "
             "give the tokenizer its added tokens in tokenizer.json."
         )
     return tokens

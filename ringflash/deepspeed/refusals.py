@@ -168,7 +168,7 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
     if "train_batch_size" in config:
         raise ValueError(
             f"train_batch_size must not be in the config, got {config['train_batch_size']}; DeepSpeed counts every "
-            "rank of a ring as a sample of its own: give train_micro_batch_size_per_gpu and "
+            "rank of a ring as a separate sample: give train_micro_batch_size_per_gpu and "
             "gradient_accumulation_steps."
         )
     content = parse(config)
@@ -179,7 +179,7 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
         )
     if content.data_efficiency_enabled:
         raise ValueError(
-            "data_efficiency.enabled must be false, got true (it draws and drops tokens on each rank by itself); "
+            "data_efficiency.enabled must be false, got true (each rank would draw and drop other tokens); "
             f"{_DRAW_ALIKE}."
         )
     # At stage 0 DeepSpeed 0.19.8 divides gradients by a scale without having multiplied the loss by it.

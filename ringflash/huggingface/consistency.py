@@ -82,7 +82,7 @@ class ForwardInputs:
                 config._attn_implementation = NAME
                 self._errors["choice"] = ValueError(
                     f"attn_implementation must stay {NAME!r} after set_group, got {used!r}, with which each rank would "
-                    "attend to its own shard; give each model a configuration of its own (copy.deepcopy(config)), or "
+                    "attend to its own shard; give each model its own configuration (copy.deepcopy(config)), or "
                     "take the model off the ring first by set_group(model, None)."
                 )
 
@@ -101,7 +101,7 @@ class ForwardInputs:
             return None
         return NotImplementedError(
             f"cu_seqlens must reach the attention, got None there from {given_to}, which drops it; give each document "
-            "a sequence of its own, or use another model."
+            "its own sequence, or use another model."
         )
 
 

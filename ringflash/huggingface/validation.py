@@ -95,7 +95,7 @@ def check_adapters(model: nn.Module) -> None:
         if _changes_forward(config.peft_type) or getattr(config, "alora_invocation_tokens", None):
             kind = "LORA with alora_invocation_tokens" if config.peft_type == "LORA" else str(config.peft_type.value)
             raise NotImplementedError(
-                f"peft_type must be one that changes layers alone, such as LORA, got {kind}, which also changes the "
+                f"peft_type must be one that only changes layers, such as LORA, got {kind}, which also changes the "
                 "model's inputs or its loss; those of a shard are not those of the sequence."
             )
 
@@ -286,7 +286,7 @@ def _check_padding(is_token: Tensor | None, causal: bool) -> None:
     if is_token is not None and not causal:
         raise NotImplementedError(
             "attention_mask must not be given to prepare_batch for full attention, which would see the padding, got "
-            "one; make padding a document of its own (ringflash.pad_sequence with cu_seqlens)."
+            "one; make padding a separate document (ringflash.pad_sequence with cu_seqlens)."
         )
 
 

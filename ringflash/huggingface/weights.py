@@ -129,7 +129,7 @@ def load_weights(model: nn.Module, device: torch.device, directory: Path) -> Non
 
     A collective call: each rank reads its own rows, or experts, tensor by tensor. Values are those of
     `from_pretrained`, cast to the dtype of the model's parameters. Buffers that a checkpoint holds (the router's
-    e_score_correction_bias of DeepSeek-V3) are read, too.
+    e_score_correction_bias of DeepSeek-V3) are also read.
 
     Args:
         device: as for `draw_weights`.
@@ -292,7 +292,7 @@ def _check_plain(model: Any, directory: Path) -> None:
 def _check_map(mapping: CheckpointMap, directory: Path) -> None:
     for what, names in (
         ("every tensor of the model", mapping.missing),
-        ("tensors of the model alone", mapping.unknown),
+        ("only tensors of the model", mapping.unknown),
         ("each tensor once", mapping.repeated),
         ("tensors of the model's shapes", mapping.misshapen),
     ):

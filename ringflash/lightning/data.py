@@ -312,7 +312,7 @@ class TokenData(SequenceData):
 
 
 def open_on_all_ranks(folder: Path, strategy: ContextParallelStrategy, verify: bool) -> TokenFiles:
-    """Open the files of a folder on all ranks or none: a rank that raised by itself would hang the others.
+    """Open the files of a folder on all ranks or none: if only one rank raised, the others would hang.
 
     Raises:
         TokenFileError: this rank's files are damaged or missing.

@@ -58,7 +58,7 @@ class FirstStep:
 def check_step(local: FirstStep, whole: FirstStep, group: Group, dtype: torch.dtype) -> None:
     """Check that the mean loss over the ring's ranks is the loss of the whole sequence, or 1 / cp_size of it.
 
-    The second case is a step that multiplies its loss by cp_size itself, as it then does on the whole sequence, too.
+    The second case is a step that multiplies its loss by cp_size itself: it does so on the whole sequence as well.
 
     Args:
         dtype: dtype in which the module computes.

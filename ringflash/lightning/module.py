@@ -103,7 +103,7 @@ class CausalLM(lightning.LightningModule):
         """Apply a cast or move to all parameters and buffers, but never round a buffer, as transformers' loading does.
 
         Lightning's bf16-true would round rotary frequencies to bf16 and rotate distant tokens by wrong angles.
-        Parameters that transformers keeps in fp32 are not rounded either, if FSDP2 shards them as units of their own.
+        Parameters that transformers keeps in fp32 are not rounded either, if FSDP2 shards them as separate units.
         """
         exact = dict(self.named_buffers())
         in_fp32 = {id(p) for module in self._in_fp32 for p in module.parameters() if isinstance(p, DTensor)}

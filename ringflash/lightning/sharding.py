@@ -85,7 +85,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         if isinstance(batch, dict) and "input_ids" in batch:
             if other := batch.keys() - {"input_ids", "labels", "cu_seqlens"}:
                 raise ValueError(
-                    f"batch must have only input_ids, labels and cu_seqlens, got {', '.join(sorted(other))}, too; "
+                    f"batch must have only input_ids, labels and cu_seqlens, got also {', '.join(sorted(other))}; "
                     "leave it out (padding is a label of -100 at the end, or a document), or override shard_batch."
                 )
             return huggingface.prepare_batch(group=group, layout=ranks_of(self.trainer).layout, **batch)

@@ -140,7 +140,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         `module`: outside it the output embedding is not gathered.
 
         Args:
-            in_fp32: submodules that no precision casts; each becomes a unit of its own, which must have one dtype.
+            in_fp32: submodules that no precision casts; each becomes a separate unit, which must have one dtype.
         Raises:
             ValueError: a parameter is tied across two units, which would each train their own copy.
         """
@@ -342,7 +342,7 @@ def check_fits(path: Path, found: Mapping[str, Any], module: nn.Module | None, o
             )
     if optimizers and not any(name.startswith("optimizer_0.") for name in found):
         raise ValueError(
-            f"{path} must have the optimizer's state to be continued, got parameters alone (save_weights_only); give "
+            f"{path} must have the optimizer's state to be continued, got only parameters (save_weights_only); give "
             "another, or start from its parameters: export it with python -m recipes.lightning.export for pretrained."
         )
 

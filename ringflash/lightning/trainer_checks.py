@@ -88,7 +88,7 @@ def check_averaging(trainer: lightning.Trainer) -> None:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise NotImplementedError(
                 f"callbacks must not copy the module, whose parameters are sharded, got {type(callback).__name__}; "
-                "average the shards (parameters' to_local()) in a callback of your own, or average checkpoints."
+                "average the shards (parameters' to_local()) in your own callback, or average checkpoints."
             )
 
 

@@ -72,7 +72,7 @@ class HostCopies:
         if x._version != version:
             raise RuntimeError(
                 f"inputs of layers must stay as they are for offload_checkpoints, got one of {tuple(x.shape)} that was "
-                "changed in place; let the layer make a tensor of its own."
+                "changed in place; let the layer write to a new tensor."
             )
 
     def _stream(self, device: torch.device) -> cuda.Stream:

@@ -20,7 +20,7 @@ class Memory:
 
     Args:
         checkpointing: "none" keeps all activations; "attention_kept" keeps the input of each layer and attention's
-            (out, lse), and recomputes the rest; "full" keeps only the inputs, and recomputes attention, too.
+            (out, lse), and recomputes the rest; "full" keeps only the inputs, and also recomputes attention.
         offload_checkpoints: keep the inputs of the layers in the host's memory.
         mlp_tile_tokens: tokens whose MLP is computed at a time, forward and backward; 0 computes all together.
         liger: use Liger's fused norms, rotary embedding and SwiGLU, on GPUs. "auto" uses them if liger-kernel is

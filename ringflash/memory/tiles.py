@@ -63,7 +63,7 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def _is_stack_of_experts(module: nn.Module) -> bool:
-    """Return True for experts that are called as transformers' are, and so treat each token by itself."""
+    """Return True for experts that are called like those of transformers, and so treat each token separately."""
     stacked = any(x.dim() == 3 for x in module.parameters(recurse=False))
     return stacked and (isinstance(module, _Tiled) or list(signature(type(module).forward).parameters)[1:] in _ROUTED)
 
@@ -169,7 +169,7 @@ class _SaveInputs(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """Compute a module tile by tile. Parameters are inputs, too, so that autograd accumulates their gradients.
+    """Compute a module tile by tile. Parameters are also inputs, so that autograd accumulates their gradients.
 
     If the module has dropout, such as LoRA's, the backward repeats the random numbers of the forward.
 

@@ -1,4 +1,4 @@
-"""Check of ring attention by itself, with the model's masks, against dense attention in fp64."""
+"""Check of ring attention without the model, with the model's masks, against dense attention in fp64."""
 
 from __future__ import annotations
 

@@ -134,8 +134,10 @@ def _session(factory: Factory, group: dist.ProcessGroup, settings: Settings) -> 
     try:
         made = factory(group)
     except Exception as error:  # the model is the user's code
-        text = f"the model must be built on every rank, got {type(error).__name__}: {error}; call it by itself."
-        problem = RuntimeError(text)
+        problem = RuntimeError(
+            f"the model must be built on every rank, got {type(error).__name__}: {error}; call the factory "
+            "without verify."
+        )
     agree(group, {}, problem)
     is_lightning = made is not None and isinstance(made.module, LightningModule)
     return (LightningSession if is_lightning else Session)(factory, group, settings)
@@ -158,7 +160,7 @@ def _settings(options: Any) -> Settings:
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {name!r}; leave it out for the device's own.")
     if options.window is not None and options.window < 1:
-        raise ValueError(f"window must be 1 or more, got {options.window}; 1 is the query's own key alone.")
+        raise ValueError(f"window must be 1 or more, got {options.window}; 1 is only the query's own key.")
     if options.cu_seqlens is not None:
         check_cu_seqlens(tuple(options.cu_seqlens), options.seqlen)
     device = torch.device(kind)

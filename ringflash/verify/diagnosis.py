@@ -87,7 +87,7 @@ def batch_hint(name: str, runs: Runs, place: Place) -> str:
 
 def infinite_hint(name: str, runs: Runs) -> str:
     """Describe a layer whose output is NaN or infinite, which rules out a probe of what it sees."""
-    where = "at cp=N alone" if runs.baseline.layers[name].isfinite().all() else "at cp=1 as well, in this dtype"
+    where = "only at cp=N" if runs.baseline.layers[name].isfinite().all() else "at cp=1 as well, in this dtype"
     return f"{name} puts out NaN or infinity, {where}: look for a division by 0 or an overflow in it."
 
 
@@ -149,7 +149,7 @@ def _norm(x: Tensor) -> float:
 
 def _scale_hint(what: str, scale: float, cp_size: int) -> str:
     if abs(scale - cp_size) < 0.01 * cp_size:
-        return f"{what} is {cp_size}x: cp_size times the truth, as where ranks are summed instead of averaged."
+        return f"{what} is {cp_size}x: cp_size times the truth, as if ranks were summed instead of averaged."
     if abs(scale * cp_size - 1) < 0.01:
         return f"{what} is 1/{cp_size} of the truth: the factor cp_size is missing, or it is averaged twice."
     return f"{what} is {scale:.4g} times the truth: look at what it is divided by."

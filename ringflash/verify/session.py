@@ -134,7 +134,7 @@ class Session:
         dist.all_gather_object(errors, error, group=self.group)
         error = next((e for e in errors if e), "")
         if error and not hasattr(self, "data"):
-            raise RuntimeError(f"the model must be built on every rank, got {error}; call the factory by itself.")
+            raise RuntimeError(f"the model must be built on every rank, got {error}; call the factory without verify.")
         return seen, error
 
     def _runs(self, got: Observation) -> Any:
@@ -238,7 +238,7 @@ class Session:
     def _probe(self, check: Check) -> list[Reach]:
         """Probe the first layer that differs, just before the first different position and at position 0.
 
-        A layer that processes each token by itself (such as a projection after hand-written attention) only passes a
+        A layer that processes each token separately (such as a projection after hand-written attention) only passes a
         difference on. Then the input of the enclosing layer is perturbed instead, and finally the input of the model.
         """
         name, found = check.failed[0], []

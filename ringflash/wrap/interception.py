@@ -13,8 +13,8 @@
     root module's forward ends -> WrappedState.check_called: RuntimeError if no attention was seen
 
 A mode sees every torch function that Python calls, under any imported name, and torch.compile traces through it. Each
-layer enters a mode of its own, because activation checkpointing runs a layer again in the backward, outside of the
-model's forward, and its attention must be intercepted there, too.
+layer enters its own mode, because activation checkpointing runs a layer again in the backward, outside of the model's
+forward, and its attention must also be intercepted there.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _mark_called(key: str) -> None:
 
 
 class Interception(TorchFunctionMode):
-    """A mode that intercepts the attention calls of one layer's forward; layers inside it enter modes of their own."""
+    """A mode that intercepts the attention calls of one layer's forward; layers inside it enter their own modes."""
 
     def __init__(self, state: WrappedState, layer: nn.Module) -> None:
         super().__init__()

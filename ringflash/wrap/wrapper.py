@@ -28,7 +28,7 @@ ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_
 
 _NORMS: dict[type[nn.Module], str] = dict.fromkeys(
     (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),  # not SyncBatchNorm, which sees all ranks
-    "its statistics are of the rank's own tokens; normalise each token by itself",
+    "its statistics are of the rank's own tokens; normalise each token separately",
 )
 _REFUSED: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "call scaled_dot_product_attention on its projections",
@@ -51,8 +51,8 @@ def wrap_attention(
 ) -> Module:
     """Make every attention of `module` attend over the whole sequence, of which each rank holds a shard; in place.
 
-    Call it before torch.compile, DDP and FSDP. All other layers must treat each token by itself, at its global position
-    (`local_positions`); `check_wrapped` compares the module with its result on the whole sequence.
+    Call it before torch.compile, DDP and FSDP. All other layers must treat each token separately, at its global
+    position (`local_positions`); `check_wrapped` compares the module with its result on the whole sequence.
 
     Args:
         module: holds layers that call torch.nn.functional.scaled_dot_product_attention on (batch, heads, seqlen,
@@ -147,7 +147,9 @@ def _switch(name: str, model: Any, options: ModelRing) -> None:
     try:
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:  # transformers warns, and leaves it as it was
-            raise ValueError(f"{type(model).__name__}, whose layers attend by themselves; use another model.")
+            raise ValueError(
+                f"{type(model).__name__}, whose layers do not follow attn_implementation; use another model."
+            )
         huggingface.set_group(
             model, options.group, layout=options.layout, impl=options.impl, transport=options.transport,
             deterministic=options.deterministic, fp8_backward=options.fp8_backward,

@@ -133,7 +133,7 @@ def late_adapters(ctx: Context) -> str:
 def test_adapters_with_a_loss_of_their_own_put_on_after_set_group_are_refused(pool: Pool) -> None:
     pytest.importorskip("peft")
     for text in pool.run(late_adapters, size=2):
-        assert "NotImplementedError: peft_type must be one that changes layers alone, such as LORA, got ADALORA" in text
+        assert "NotImplementedError: peft_type must be one that only changes layers, such as LORA, got ADALORA" in text
 
 
 def _edit(name: str, value: object) -> Callable[[Any], None]:

@@ -99,7 +99,7 @@ def test_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     for vocab_size, dtype in ((65536, "uint16"), (65537, "uint32")):
         files = write_tokens(tmp_path / dtype, [[0, vocab_size - 1]], 1, vocab_size)
         assert files.read(0, 0, 2).tolist() == [0, vocab_size - 1] and files.read(0, 0, 2).dtype == dtype
-    with pytest.raises(ValueError, match="tokens must lie in the vocabulary of 9, got 3 to 9"):
+    with pytest.raises(ValueError, match="tokens must be in the vocabulary of 9, got 3 to 9"):
         write_tokens(tmp_path / "small", [[3, 9]], 1, 9)
 
 

@@ -207,7 +207,7 @@ def test_other_names_and_experts_one_by_one_are_read(tmp_path: Path, family: str
     [
         ("5.up_proj.weight", None, r"every tensor of the model, got a difference in {0}.5.up_proj.weight;"),
         (".up_proj.weight", None, r"every tensor .* {0}.0.up_proj.weight, {0}.1.up_proj.weight, .* and 3 more;"),
-        ("6.up_proj.weight", (24, 32), r"tensors of the model alone, got a difference in {0}.6.up_proj.weight;"),
+        ("6.up_proj.weight", (24, 32), r"only tensors of the model, got a difference in {0}.6.up_proj.weight;"),
         ("2.down_proj.weight", (24, 32), r"the model's shapes, .* {0}.2.down_proj.weight \(24, 32\) for \(32, 24\);"),
         ("gate_up_proj", (6, 48, 32), r"each tensor once, got a difference in {0}.gate_up_proj;"),
     ],
@@ -245,9 +245,7 @@ def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: 
     saved.save_pretrained(tmp_path)
     table = [WeightConverter("q_proj.weight", "q_proj.weight", [Transpose(0, 1)])]
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda model: table)
-    with pytest.raises(
-        ValueError, match="must hold tensors of the model alone, got .*layers.0.self_attn.q_proj.weight"
-    ):
+    with pytest.raises(ValueError, match="must hold only tensors of the model, got .*layers.0.self_attn.q_proj.weight"):
         load_weights(on_meta(), torch.device("cpu"), tmp_path)
 
 
@@ -375,7 +373,7 @@ def test_exported_experts_are_read_again(
         ("empty", r"must hold a checkpoint in \*\.safetensors, got none"),
         ("cut", "must hold whole safetensors files"),
         ("missing", "must hold every tensor of the model, got a difference in model.norm.weight"),
-        ("unknown", "must hold tensors of the model alone, got a difference in model.extra"),
+        ("unknown", "must hold only tensors of the model, got a difference in model.extra"),
     ],
 )
 def test_what_is_no_checkpoint_of_the_model_is_refused(tmp_path: Path, spoil: str, message: str) -> None:

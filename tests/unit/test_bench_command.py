@@ -131,18 +131,18 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         (["ring", "--nproc", "4"], "a ring must have 4 GPUs, got 0; --toy runs it"),
         (["ring", "--toy", "--rounds", "0"], "--rounds must be 1 or more, got 0; leave it out for 5"),
         (["ring", "--toy", "--out", "."], "--out must be a file that can be written, got .; name another"),
-        (["ring", "--toy", "--plot", "nowhere/x.png"], "--plot must lie in a folder that is there, got nowhere/x.png"),
+        (["ring", "--toy", "--plot", "nowhere/x.png"], "--plot must be in a folder that exists, got nowhere/x.png"),
         (["kernels"], "kernels must be timed on a GPU, got none; bench ring --toy runs without"),
         ([str(COMMITTED), "--rows", "hd("], "--rows must be a regular expression, got 'hd('"),
         ([str(COMMITTED), "--rows", "hd7"], "--rows must be found in the name of a row, got 'hd7'"),
         ([str(COMMITTED), "--tolerance", "5"], "--tolerance must be a part, from 0 to below 1, got 5; five percent"),
-        ([str(COMMITTED), "--out", "x.json"], "--out must come with kernels or ring, got"),
-        ([str(COMMITTED), "--rounds", "5"], "--rounds must come with kernels or ring, got"),
-        (["kernels", "--toy"], "--toy must come with ring, got 'kernels'"),
-        (["kernels", "--nproc", "2"], "--nproc must come with ring, got 'kernels'"),
+        ([str(COMMITTED), "--out", "x.json"], "--out must be given with kernels or ring only, got"),
+        ([str(COMMITTED), "--rounds", "5"], "--rounds must be given with kernels or ring only, got"),
+        (["kernels", "--toy"], "--toy must be given with ring only, got 'kernels'"),
+        (["kernels", "--nproc", "2"], "--nproc must be given with ring only, got 'kernels'"),
         (["ring", "--toy", "--nproc", "1000000000"], "--nproc must be at most 64 with --toy, got 1000000000;"),
         (["ring", "--toy", "--nproc", "1"], "--nproc must be 2 or more, got 1; a ring of one sends nothing"),
-        (["ring", "--toy", "--out", "nowhere/x.json"], "--out must lie in a folder that is there, got nowhere/x.json"),
+        (["ring", "--toy", "--out", "nowhere/x.json"], "--out must be in a folder that exists, got nowhere/x.json"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -179,7 +179,7 @@ def test_an_installation_without_the_benchmarks_is_refused(
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     assert main(["bench", *arguments]) == 2
     said = capsys.readouterr().err
-    assert f"ringflash bench: benchmarks must be beside the package, got none in {tmp_path}; run ringflash" in said
+    assert f"ringflash bench: benchmarks must be next to the package, got none in {tmp_path}; run ringflash" in said
     with pytest.raises(SystemExit, match="0"):
         main(["plan", "--help"])
 

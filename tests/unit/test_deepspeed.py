@@ -154,7 +154,7 @@ def test_options_beside_a_config_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 1}}')
     assert DeepSpeedContextParallelStrategy(config=str(path), stage=2, loss_scale=64.0).zero_stage_3 is False
-    with pytest.raises(ValueError, match="stage must not be given beside config, got 3; set it in the config"):
+    with pytest.raises(ValueError, match="stage must not be given together with config, got 3; set it in the config"):
         DeepSpeedContextParallelStrategy(config=str(path), stage=3)
     with pytest.raises(ValueError, match="remote_device must be None, got nvme; every rank builds the whole model"):
         DeepSpeedContextParallelStrategy(stage=3, remote_device="nvme")

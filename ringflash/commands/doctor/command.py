@@ -184,7 +184,7 @@ def _kernel(device: str, seconds: float) -> Finding:
     what = f"kernel on {device}"
     found, error = _probe([sys.executable, "-m", "ringflash.commands.doctor.probe", "kernel", device], seconds)
     if error:
-        return fault(what, error, "run the probe alone: python -m ringflash.commands.doctor.probe kernel " + device)
+        return fault(what, error, "run only the probe: python -m ringflash.commands.doctor.probe kernel " + device)
     shown = f"{found['impl']}, error at {found['spent']:.2f} of its budget"
     if not found["spent"] <= 1:
         return fault(what, shown, "this device computes wrongly: try another driver or device, and report it")
@@ -199,7 +199,7 @@ def _ring(facts: Facts, seconds: float) -> Iterator[Finding]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)]
     found, error = _probe([*launch, "-m", "ringflash.commands.doctor.probe", "ring"], seconds)
     if error:
-        remedy = "run it alone: torchrun ... -m ringflash.commands.doctor.probe ring"
+        remedy = "run only this probe: torchrun ... -m ringflash.commands.doctor.probe ring"
         yield fault(f"ring over {size} ranks", error, remedy)
         return
     remedy = "NVLink gives 200 GB/s and more: check nvidia-smi nvlink --status and NCCL_P2P_*"

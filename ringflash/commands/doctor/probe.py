@@ -52,7 +52,7 @@ def ring(stride: int = 1, megabytes: float = 64.0) -> dict[str, Any]:
     All ranks exchange at the same time. On GPUs, `missing` says why the copy engine is not available, if it is not.
 
     Args:
-        stride: the neighbour is the rank this far away: 1, or the number of ranks of a host for the host beside it.
+        stride: the neighbour is the rank this far away: 1, or the number of ranks of a host for one on the next host.
     """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -30,7 +30,7 @@ from ringflash.huggingface.weights import laid_over, read_config
 from ringflash.memory import Memory
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
-_RECIPE_KEYS = {  # which the command line takes, too, as a training does: key, help
+_RECIPE_KEYS = {  # keys that are also flags, as in training: key, help
     "model.memory.checkpointing": "what a layer keeps: none, attention_kept or full (docs/memory.md)",
     "model.memory.offload_checkpoints": "keep checkpoints on the host",
     "model.memory.mlp_tile_tokens": "tokens whose MLP is computed at a time, 0 is all",

@@ -180,7 +180,8 @@ def _keys_in_blocks(job: TrainingJob, buffers: int) -> int:
 def _moving_lines(cp_size: int, sizes: tuple[int, ...], heads: tuple[int, ...], buffers: int) -> float:
     """Return the bytes of the buffers of units for each key of a rank and number of a head, on the rank with most.
 
-    Of an earlier owner a rank sees one of two chunks, of a later one both, and likewise later and earlier readers.
+    A rank sees one of the two chunks of an earlier rank, and both chunks of a later rank. A later rank sees one of this
+    rank's chunks, and an earlier rank sees both.
     """
     units = [unit for unit in order_units(len(heads), len(sizes)) if unit.stage is not None]
     ends = [0, *accumulate(sizes)]
