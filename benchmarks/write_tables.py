@@ -34,9 +34,9 @@ def tables() -> Iterator[tuple[str, str, str]]:
     """Return the page, name and text of every table."""
     for name, result in _of_results("multi_gpu_*"):
         write = beside_table if name.startswith("multi_gpu_beside") else multi_gpu_table
-        yield "docs/numerics.md", name, write(result)
+        yield "docs/measurements.md", name, write(result)
     for name, result in _of_results("kernel_errors_*"):
-        yield "docs/numerics.md", name, errors_table(result)
+        yield "docs/measurements.md", name, errors_table(result)
     for name, result in _of_results("kernels_*"):
         yield "docs/measurements.md", name, kernel_table(result)
     for name, result in _of_results("ring_*"):
