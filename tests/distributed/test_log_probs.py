@@ -5,7 +5,6 @@ gloo, 2 CPU processes, fp64; needs the huggingface extra.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch.distributed.fsdp import fully_shard
 import ringflash
 from ringflash import huggingface
 from tests.helpers import models
-from tests.helpers.examples import example, torchrun
 from tests.helpers.pool import Context, Pool
 
 pytest.importorskip("transformers")
@@ -151,10 +149,3 @@ def test_one_process_needs_no_group() -> None:
     input_ids = tokens(1)
     got = ringflash.log_probs(ring_model(None), input_ids, group=None, temperature=TEMPERATURE)
     torch.testing.assert_close(got, plain(models.build("llama", "sdpa"), input_ids, "one")[0], rtol=0, atol=1e-12)
-
-
-def test_example_has_the_losses_of_one_process(tmp_path: Path) -> None:
-    """The example of docs/rl.md, run as printed."""
-    code = example("docs/rl.md", "# policy.py")
-    shown = torchrun(code, tmp_path)
-    assert shown.count("loss") == 3 and shown == torchrun(code, tmp_path, 1)

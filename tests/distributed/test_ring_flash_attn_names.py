@@ -6,7 +6,6 @@ gloo, 2 CPU processes, fp64.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 
 from ringflash.compat import ring_flash_attn as names
 from tests.helpers import dense
-from tests.helpers.examples import example, torchrun
 from tests.helpers.pool import Context, Pool
 from tests.helpers.tolerance import assert_close
 
@@ -198,10 +196,3 @@ def imported_by_its_own_name(ctx: Context) -> None:
 
 def test_the_package_s_name_leads_here(pool: Pool) -> None:
     pool.run(imported_by_its_own_name, size=4)
-
-
-def test_example_has_the_result_of_one_process(tmp_path: Path) -> None:
-    """The example of docs/ring-flash-attention.md, run as printed."""
-    code = example("docs/ring-flash-attention.md", "# attention.py")
-    shown = torchrun(code, tmp_path)
-    assert shown.count("norm") == 1 and shown == torchrun(code, tmp_path, 1)

@@ -12,6 +12,7 @@ from multiprocessing.context import ForkServerContext
 
 _PRELOADED = [
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -24,6 +25,7 @@ _PRELOADED = [
     "transformers.models.qwen3.modeling_qwen3",
     "lightning.pytorch.cli",
     "torch.utils.tensorboard",
+    "deepspeed",
 ]
 
 

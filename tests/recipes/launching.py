@@ -62,18 +62,19 @@ def interrupt(command: Sequence[str | Path], *, after: str, timeout_s: float = 1
 
 
 class Ranks:
-    """`torchrun --nproc_per_node <num_ranks> -m <module> <arguments>`, started at once, without the launcher.
+    """`torchrun --nproc_per_node <num_ranks> <program> <arguments>`, started at once, without the launcher.
 
     The ranks have the variables that torchrun would set.
 
     Args:
+        program: a script, or the name of a module.
         ranks_per_host: as if from so many ranks on there were another host; default all on one.
         processes: how they begin; default forked with the imports already done (tests/helpers/forked.py), on the CPU.
         environment: variables beside the caller's.
     """
 
     def __init__(
-        self, module: str, *arguments: str | Path, num_ranks: int, ranks_per_host: int | None = None,
+        self, program: str | Path, *arguments: str | Path, num_ranks: int, ranks_per_host: int | None = None,
         processes: BaseContext | None = None, **environment: str,
     ) -> None:  # fmt: skip
         per_host = ranks_per_host or num_ranks
@@ -91,7 +92,7 @@ class Ranks:
             {**variables, "RANK": str(i), "LOCAL_RANK": str(i % per_host), "GROUP_RANK": str(i // per_host)}
             for i in range(num_ranks)
         )
-        argv = [module, *map(str, arguments)]
+        argv = [str(x) for x in (program, *arguments)]
         processes = processes or forked()
         self._ranks = [processes.Process(target=_be_rank, args=(self._output, argv, place)) for place in places]  # type: ignore[attr-defined]
         try:
@@ -126,9 +127,11 @@ class Ranks:
                 rank.join()
 
 
-def run_ranks(module: str, *arguments: str | Path, num_ranks: int, timeout_s: float = 150.0, **environment: str) -> str:
+def run_ranks(
+    program: str | Path, *arguments: str | Path, num_ranks: int, timeout_s: float = 150.0, **environment: str
+) -> str:
     """What `Ranks` print until they end."""
-    return Ranks(module, *arguments, num_ranks=num_ranks, **environment).finish(timeout_s)
+    return Ranks(program, *arguments, num_ranks=num_ranks, **environment).finish(timeout_s)
 
 
 def train(recipe: str | Path, *arguments: str | Path, num_ranks: int, **environment: str) -> str:
@@ -138,7 +141,7 @@ def train(recipe: str | Path, *arguments: str | Path, num_ranks: int, **environm
 
 
 def _be_rank(output: Path, argv: list[str], environment: dict[str, str]) -> None:
-    """One rank, in the forked process: `python -m` of a module."""
+    """One rank, in the forked process: `python` of a script or `python -m` of a module."""
     with output.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
@@ -148,7 +151,10 @@ def _be_rank(output: Path, argv: list[str], environment: dict[str, str]) -> None
     sys.path += environment["PYTHONPATH"].split(":")
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     sys.argv = argv
-    runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
+    if argv[0].endswith(".py"):
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
 
 
 def _environment(more: dict[str, str]) -> dict[str, str]:

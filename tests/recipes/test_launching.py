@@ -13,6 +13,7 @@ PLACE = """
 import json, os, sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
+dist.barrier()  # none has left while others still connect
 place = [dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"], dist.is_torchelastic_launched(), sys.argv[1]]
 print(json.dumps(place) + "\\n", end="", flush=True)
 """

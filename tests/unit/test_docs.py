@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import draw_figures, quotes, write_tables
-from tests.helpers.examples import example, torchrun
 from tests.recipes.launching import ROOT
 
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -89,13 +88,6 @@ def test_whole_steps_are_written_beside_their_plan() -> None:
     assert lines[8:] == ["| 131,072 | 9.00 (75.0%) | 2.50 (20.8%) | 0.25 (2.1%) | 0.25 (2.1%) | 12.00 |"]
     untraced = {**result, "plans": {}, "steps": [{**step, "mfu_percent": None}]}
     assert write_tables.steps_tables(untraced).splitlines()[4:] == ["| 131,072 | 12.50 |  | 2,731 |  | 42.0 |  |  |"]
-
-
-def test_loop_of_ones_own_has_the_losses_of_one_process(tmp_path: Path) -> None:
-    """As docs/wrapping.md prints it."""
-    code = example("docs/wrapping.md", "# loop.py")
-    shown = torchrun(code, tmp_path)
-    assert shown.count("loss") == 3 and shown == torchrun(code, tmp_path, 1)
 
 
 def test_diff_of_wrapping_is_that_of_the_readme() -> None:

@@ -9,7 +9,6 @@ import json
 import platform
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ringflash.commands.doctor.command import _kernel, _probe, _ring, examine
 from ringflash.commands.doctor.facts import collect
 from ringflash.commands.doctor.gather import tell_apart
 from ringflash.commands.doctor.judge import declared_ranges, differences, judge
-from tests.recipes.launching import run
+from tests.recipes.launching import Ranks, run_ranks
 
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}
 HEALTHY: dict[str, Any] = {
@@ -243,17 +242,6 @@ def test_processes_with_sessions_of_their_own_end_with_a_probe() -> None:
     assert time.monotonic() - start < 30
 
 
-SILENT = """
-import os, sys, time
-if os.environ["RANK"] == "1":
-    time.sleep(8)
-    sys.exit(0)
-from ringflash.commands.cli import main
-status = main(["doctor", "--no_probes", "--json", "--seconds", "4"])
-print("status", status)
-"""
-
-
 HOSTS = """
 import os
 from ringflash.commands.cli import main
@@ -265,10 +253,10 @@ print("status", main(["doctor", "--json", "--seconds", "60"]))
 """
 
 
-def test_hosts_exchange_under_torchrun() -> None:
+def test_hosts_exchange_under_torchrun(tmp_path: Path) -> None:
     """Four ranks that say they are on two hosts: all exchange, the first of each probe, only the first rank prints."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
-    output = run([*launch, "--no_python", sys.executable, "-c", HOSTS])
+    (tmp_path / "hosts.py").write_text(HOSTS)
+    output = run_ranks(tmp_path / "hosts.py", num_ranks=4)
     found = {x["what"]: x for x in json.loads(output[output.index("{") : output.rindex("}") + 1])["findings"]}
     assert found["ring over 2 hosts, gloo"]["found"].endswith("GB/s each way, 2 GPUs of each host at once")
     assert found["ring over 2 hosts, gloo"]["level"] == "ok"  # and the values were those of the other host
@@ -322,13 +310,23 @@ def test_one_host_has_no_ring_of_hosts() -> None:
     assert command.join_ring({}, 1, 1.0) == ({}, "")
 
 
-def test_ranks_answer_under_torchrun_or_are_named() -> None:
+DOCTOR = ("doctor", "--no_probes", "--json", "--seconds")
+SILENT = f"""
+import os, time
+if os.environ["RANK"] == "1":
+    time.sleep(6)
+else:
+    from ringflash.commands.cli import main
+    print("status", main([*{DOCTOR}, "3"]))
+"""
+
+
+def test_ranks_answer_under_torchrun_or_are_named(tmp_path: Path) -> None:
     """Two ranks of one host; beside them, for they wait, two of which one never answers."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    doctor = ["-m", "ringflash", "doctor", "--no_probes", "--json", "--seconds", "60"]
-    commands = ([*launch, *doctor], [*launch, "--no_python", sys.executable, "-c", SILENT])
-    with ThreadPoolExecutor() as threads:
-        output, silent = threads.map(run, commands)
+    (tmp_path / "silent.py").write_text(SILENT)
+    silent = Ranks(tmp_path / "silent.py", num_ranks=2)
+    output = run_ranks("ringflash", *DOCTOR, "60", num_ranks=2)
     found = {x["what"]: x for x in json.loads(output[output.index("{") : output.rindex("}") + 1])["findings"]}
     assert found["hosts"]["found"] == "1, alike" and "ranks" not in found
-    assert "rank 1 did not answer" in silent and "status 1" in silent
+    printed = silent.finish(60.0)
+    assert "rank 1 did not answer" in printed and "status 1" in printed
