@@ -1,7 +1,7 @@
-"""The quickstart recipe, scaled down by flags, as launch/local.sh starts it: two gloo processes on the CPU, fp64.
+"""The quickstart recipe, scaled down by flags: two gloo processes on the CPU, fp64.
 
 It trains four steps; the same run interrupted after two and continued, on two ranks and on one, and the same run on
-one rank, have its losses; these are started without the launcher (test_launch_recovery.py continues with it).
+one rank, have its losses. launch/local.sh starts the one that a signal ends (and others in test_launch_recovery.py).
 tests/recipes/test_8b_recipes.py has the other recipes.
 """
 
@@ -47,12 +47,8 @@ def arguments(recipe: Path, folder: Path, name: str, **flags: object) -> list[st
 class Run:
     """One run of a recipe: what it printed, and where its results are."""
 
-    def __init__(
-        self, recipe: Path, folder: Path, name: str, num_ranks: int, launched: bool = False, **flags: object
-    ) -> None:
-        given = arguments(recipe, folder, name, **flags)
-        launch = ["launch/local.sh", *given]
-        self.output = run(launch, NPROC=str(num_ranks)) if launched else train(*given, num_ranks=num_ranks)
+    def __init__(self, recipe: Path, folder: Path, name: str, num_ranks: int, **flags: object) -> None:
+        self.output = train(*arguments(recipe, folder, name, **flags), num_ranks=num_ranks)
         self.results = newest_curve(folder / name).parent
         self.losses = read_losses(newest_curve(folder / name))
 
@@ -77,7 +73,7 @@ def recipe(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(recipe: Path, folder: Path) -> Run:
     """The uninterrupted run that the others are compared with."""
-    return Run(recipe, folder, f"{recipe.stem}-two", 2, launched=True)
+    return Run(recipe, folder, f"{recipe.stem}-two", 2)
 
 
 def test_recipe_trains(two_ranks: Run) -> None:

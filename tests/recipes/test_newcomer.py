@@ -20,18 +20,7 @@ from tests.helpers.examples import example
 from tests.recipes.launching import ROOT
 
 README = (ROOT / "README.md").read_text()
-KEPT = (
-    "ringflash",
-    "kernels",
-    "benchmarks",
-    "recipes",
-    "launch",
-    ".ci",
-    "pyproject.toml",
-    "README.md",
-    "LICENSE",
-    "Makefile",
-)
+KEPT = "ringflash kernels benchmarks recipes launch .ci pyproject.toml README.md LICENSE Makefile".split()
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64,
@@ -48,7 +37,7 @@ class Newcomer:
         for name in KEPT:
             source, target = ROOT / name, self.clone / name
             shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
-        subprocess.run([sys.executable, "-m", "venv", self.env], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.env], check=True)  # it borrows pip, too
         (site,) = self.env.glob("lib/python*/site-packages")
         (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
 

@@ -309,7 +309,9 @@ def test_values_narrower_than_keys(compiled: bool) -> None:
     """out, lse and gradients of values of 5 features beside keys of 8."""
     q, k, v = draw()
     narrow = v.detach()[..., :5].requires_grad_()
-    attend = torch.compile(ringflash.ring_attention, fullgraph=True) if compiled else ringflash.ring_attention
+    attend = ringflash.ring_attention
+    if compiled:
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
     want, want_lse = ringflash.ring_attention(q, k, v, group=None, return_lse=True)
     (want[..., :5].sum() + want_lse.sum()).backward()
     wanted = [x.grad for x in (q, k)] + [v.grad[..., :5]]  # type: ignore[index]
