@@ -57,6 +57,7 @@ class HeadGather:
         call: its number in the group.
         fp8_backward: as `ring_attention`.
         rounded: K and V travel as records in FP8; all pieces of `blocks` are whole records.
+        queries: what readers of q (in a backward of dout and out, too) must wait for; K and V need no wait.
     """
 
     blocks: tuple[Gathering, ...]
@@ -67,6 +68,7 @@ class HeadGather:
     call: CallNumber = NO_NUMBER
     fp8_backward: str = "bf16"
     rounded: bool = False
+    queries: tuple[Token, ...] = ()
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
@@ -136,6 +138,7 @@ class HeadGather:
             except BaseException:
                 with suppress(RuntimeError):  # from a device that failed; the first error is the cause
                     self.memory.join()
+                    self.memory.wait(*self.queries)
                 raise
         for mask in masks:
             mask.cached(key, lambda: True)
@@ -297,10 +300,10 @@ def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool)
     arrived = gathered.pull(next(following), start, computed)  # before the kernel of this rank's own keys
     for index, unit in enumerate(units):
         lane = "odd" if unit.section % 2 else "even"
-        needed = [start if unit.stage is None else arrived]
+        needed = [start if unit.stage is None else arrived, *work.call.queries]
         if isinstance(work, BackwardUnits):
             if unit.block == 0:
-                after = [start, *([ends[unit.section - 2]] if unit.section > 1 else [])]
+                after = [start, *work.call.queries, *([ends[unit.section - 2]] if unit.section > 1 else [])]
                 needed.append(memory.run_in_lane("begin", partial(work.begin, unit.section), after, urgent=True))
             needed += work.returned.freed(index, ended)
         if index == len(units) - 1:  # before the last kernel, which may leave no SM to the barrier

@@ -27,10 +27,12 @@ from ringflash.comm.transport import (
     UNDECIDED,
     PointToPoint,
     choose_transport,
+    exchange_memory,
     message_memory,
     message_transport,
     open_transport,
     transport_name,
+    whole_transport,
 )
 from ringflash.sequence.layout import check_layout
 from ringflash.sequence.mask import SequenceMask
@@ -125,7 +127,7 @@ class CallPlan:
             name, reason = _prefer_hosts(name, self.options, q)
             plan = replace(self, transport=name, transport_reason=reason)
         if group is not None and plan.transport in HEAD_EXCHANGES:
-            return plan._open_ulysses(group, q, call)
+            return plan._open_ulysses(group, q, k, call)
         return plan._open_ring(group, q, k, call)
 
     def between_hosts(self, q: Tensor, k: Tensor) -> tuple[CallPlan, Tensor, Tensor] | None:
@@ -151,17 +153,21 @@ class CallPlan:
         members = split.rail_of(self.options.place[1])
         return replace(self, transport=transport if split.num_hosts > 1 else None, members=members)
 
-    def _open_ulysses(self, group: dist.ProcessGroup, q: Tensor, call: CallNumber) -> Ulysses:
+    def _open_ulysses(
+        self, group: dist.ProcessGroup, q: Tensor, k: Tensor, call: CallNumber
+    ) -> RingOfHops | HeadGather | Ulysses:
         assert self.transport is not None
         split = split_of(self.transport, group) or find_split(group)
         check_heads(q.shape[2], split.num_gpus, self.transport)  # again: the split may have been found just now
-        channel = open_transport(message_transport(q.device), group)
-        assert isinstance(channel, PointToPoint)
-        rail = self.rail(split, channel.name)
+        rail = self.rail(split, message_transport(q.device))
+        if split.num_gpus == 1:
+            return rail._open_ring(group, q, k, call)
+        memory = exchange_memory(group, split, q.device)
+        channel = whole_transport(memory if rail.transport is None else open_transport(rail.transport, group))
+        members = split.host_of(group.rank())
         return Ulysses(
-            lambda q, k: rail._open_ring(group, q, k, call), channel.among(split.host_of(channel.rank)),
-            self.options.layout, call,
-        )  # fmt: skip
+            lambda q, k: rail._open_ring(group, q, k, call), memory, members, channel, self.options.layout, call
+        )
 
     def _open_ring(
         self, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, call: CallNumber

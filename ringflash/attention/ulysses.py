@@ -16,18 +16,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.head_exchange import HeadExchange
 from ringflash.attention.inputs import evened
-from ringflash.comm.call_numbers import CallNumber, Words
-from ringflash.comm.transport import Message, PointToPoint
+from ringflash.comm.call_numbers import CallNumber
+from ringflash.comm.transport import PeerMemory, Transport, whole_transport
+from ringflash.comm.transport.lanes import Token
 from ringflash.comm.wait_timer import waiting
-from ringflash.comm.watchdog import watching
-from ringflash.sequence.layout import chunks_of_rank
 from ringflash_kernels.api import state_dtype
 
 
@@ -77,23 +78,27 @@ class Ulysses:
 
     Args:
         attention: opens attention over this rank's rail for q and `evened` k with the rows of the host.
-        channel: messages between the ranks of this host.
+        memory: areas of the ranks of this host.
+        members: these ranks in the group.
+        channel: transport of the rail; with one host, of the host.
         layout: layout of the rows.
         call: number of the call in the group.
     """
 
     attention: Callable[[Tensor, Tensor], Attention]
-    channel: PointToPoint
+    memory: PeerMemory
+    members: tuple[int, ...]
+    channel: Transport
     layout: str
     call: CallNumber
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute attention as `RingOfHops.forward` does."""
         shared = self._shared(q, k)
-        exchange = self._exchange("forward", q)
-        q, k, v = exchange.to_host(q, _spread(k, shared), _spread(v, shared))
+        exchange = self._exchange("forward")
+        (k, v), (q,), arrived = exchange.to_host([_spread(x, shared) for x in (k, v)], [q])
         largest = None if row_max is None else row_max.new_empty(q.shape[0], q.shape[2], q.shape[1])
-        out, lse = self.attention(q, evened(k, v)).forward(q, k, v, largest)
+        out, lse = self._attention(q, k, v, arrived).forward(q, k, v, largest)
         statistics = [_with_rows_first(x) for x in (lse, largest) if x is not None]
         out, *statistics = exchange.to_ranks(out, *statistics)
         lse, *rest = map(_with_heads_first, statistics)
@@ -114,117 +119,36 @@ class Ulysses:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute gradients as `RingOfHops.backward` does; those of a shared KV head are summed by rank of the host."""
         shared = self._shared(q, k)
-        exchange = self._exchange("backward", q)
+        exchange, num_kv_heads = self._exchange("backward"), k.shape[2]
         given = [x is not None for x in (dlse, row_max)]
         statistics = [_with_rows_first(x) for x in (lse, dlse, row_max) if x is not None]
-        kv = [_spread(x, shared) for x in (k, v)]
-        dout, q, keys, values, out, *statistics = exchange.to_host(dout, q, *kv, out, *statistics)
-        arrived = map(_with_heads_first, statistics)
-        lse = next(arrived)
-        dlse, row_max = (next(arrived) if present else None for present in given)
-        grads = self.attention(q, evened(keys, values)).backward(dout, dlse, q, keys, values, out, lse, row_max)
+        first = [*(_spread(x, shared) for x in (k, v)), *statistics]
+        (k, v, *statistics), (q, dout, out), arrived = exchange.to_host(first, [q, dout, out])
+        rest = map(_with_heads_first, statistics)
+        lse = next(rest)
+        dlse, row_max = (next(rest) if present else None for present in given)
+        grads = self._attention(q, k, v, arrived).backward(dout, dlse, q, k, v, out, lse, row_max)
         dq, dk, dv = exchange.to_ranks(*grads)
-        return dq, _sum_shared(dk, shared, k.shape[2]), _sum_shared(dv, shared, k.shape[2])
+        return dq, _sum_shared(dk, shared, num_kv_heads), _sum_shared(dv, shared, num_kv_heads)
 
     def num_posted(self) -> int:
-        """Batches of messages that this rank has posted, of all kinds."""
-        return self.channel.whole.num_posted
+        """Barriers and batches of messages that this rank has posted, of all kinds."""
+        return sum(transport.num_posted for transport in {whole_transport(self.memory), self.channel})
 
     def _shared(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
-        return shared_kv_heads(len(self.channel.members), q.shape[2], k.shape[2])
+        return shared_kv_heads(len(self.members), q.shape[2], k.shape[2])
 
-    def _exchange(self, way: str, q: Tensor) -> HeadExchange:
-        return HeadExchange(self.channel, self.layout, way, self.call, q.device)
+    def _exchange(self, way: str) -> HeadExchange:
+        return HeadExchange(self.memory, self.members, self.channel, self.layout, way, self.call)
 
-
-class HeadExchange:
-    """All-to-all between the ranks of a host, from all heads of a rank's rows to a share of the heads of all rows.
-
-    Args:
-        channel: messages between these ranks.
-        layout: layout of the rows.
-        way: "forward" or "backward".
-        call: number of the call; over NCCL it travels with the first exchange.
-    """
-
-    def __init__(self, channel: PointToPoint, layout: str, way: str, call: CallNumber, device: torch.device) -> None:
-        self.channel, self.way, self.call, self.device = channel, way, call, device
-        self.size, self.num_chunks = len(channel.members), chunks_of_rank(layout)
-        self.peers = [rank for rank in range(self.size) if rank != channel.rank]
-        self.words: Words | None = None
-        if channel.name == "nccl":
-            self.words = Words(torch.empty(1, dtype=torch.int64, device=device), self.peers, device)
-
-    def to_host(self, *tensors: Tensor) -> list[Tensor]:
-        """Return the host's rows of this rank's share of the heads.
-
-        Args:
-            tensors: (batch, rows, all heads, any), each.
-        Returns:
-            tensors: (batch, rows of the host, heads / ranks, any), each, contiguous; by position.
-        """
-        return [self._join(x) for x in self._swap([x.unflatten(2, (self.size, -1)).movedim(2, 0) for x in tensors])]
-
-    def to_ranks(self, *tensors: Tensor) -> list[Tensor]:
-        """Return this rank's rows of all heads, contiguous: the inverse of `to_host`."""
-        return [x.movedim(0, 2).flatten(2, 3).contiguous() for x in self._swap([self._cut(x) for x in tensors])]
-
-    def _join(self, parts: Tensor) -> Tensor:
-        """Order the rows of all ranks by position: (ranks, batch, rows, ...) -> (batch, ranks * rows, ...).
-
-        The chunks of a host's ranks are contiguous runs. In every second run they descend with the rank.
-        """
-        parts = parts.unflatten(2, (self.num_chunks, -1))
-        size, batch, num_chunks, *rest = parts.shape
-        rows = parts.new_empty(batch, num_chunks, size, *rest)
-        rows[:, 0::2] = parts[:, :, 0::2].movedim(0, 2)
-        rows[:, 1::2] = parts[:, :, 1::2].flip(0).movedim(0, 2)
-        return rows.flatten(1, 3)
-
-    def _cut(self, rows: Tensor) -> Tensor:
-        """Return the rows of each rank: the inverse of `_join`."""
-        rows = rows.unflatten(1, (self.num_chunks, self.size, -1))
-        batch, num_chunks, size, *rest = rows.shape
-        parts = rows.new_empty(size, batch, num_chunks, *rest)
-        parts[:, :, 0::2] = rows[:, 0::2].movedim(2, 0)
-        parts[:, :, 1::2] = rows[:, 1::2].flip(2).movedim(2, 0)
-        return parts.flatten(2, 3)
-
-    def _swap(self, parts: list[Tensor]) -> list[Tensor]:
-        """Send parts[i][rank] to each rank of the host, and return what they sent: same shapes.
-
-        Tensors of one dtype travel as one message.
-        """
-        received: list[Tensor] = [x for x in parts]
-        sends: list[Message] = []
-        receives: list[Message] = []
-        kept = []
-        for dtype in dict.fromkeys(x.dtype for x in parts):
-            places = [place for place, x in enumerate(parts) if x.dtype == dtype]
-            sizes = [parts[place][0].numel() for place in places]
-            outgoing = torch.empty(self.size, sum(sizes), dtype=dtype, device=self.device)
-            incoming = torch.empty_like(outgoing)
-            for place, source, target in zip(places, outgoing.split(sizes, 1), incoming.split(sizes, 1), strict=True):
-                shape = parts[place].shape[1:]
-                source.unflatten(1, shape).copy_(parts[place])
-                received[place] = target.unflatten(1, shape)
-            sends += [Message(outgoing[peer], peer, f"heads of the {self.way}") for peer in self.peers]
-            receives += [Message(incoming[peer], peer, f"heads of the {self.way}") for peer in self.peers]
-            kept.append((outgoing, incoming))
-        words, self.words = self.words, None
-        if words is not None:
-            words.write(self.call)
-            sends += [Message(words.own, peer, "the call's number") for peer in self.peers]
-            receives += [Message(words.slot_of(peer), peer, "the call's number") for peer in self.peers]
-        with watching(self.channel, self.way, self.device) as watched, waiting(self.device):
-            pending = self.channel.post(sends, receives)
-            for outgoing, incoming in kept:
-                incoming[self.channel.rank].copy_(outgoing[self.channel.rank])
-            pending.wait()
-            watched.mark("for heads of the ranks {} of its host", self.channel.members)
-        if words is not None:
-            words.compare_later(self.channel.group, self.call, [self.channel.rank_in_group(x) for x in self.peers])
-        return received
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, arrived: Token) -> Attention:
+        """Open attention that gathers keys at once, and waits for queries before its kernels."""
+        attention = self.attention(q, evened(k, v))
+        if isinstance(attention, HeadGather):
+            return replace(attention, queries=(arrived,))
+        with waiting(q.device):
+            self.memory.wait(arrived)
+        return attention
 
 
 def _spread(x: Tensor, shared: tuple[int, ...]) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import os
 import sys
 from datetime import timedelta
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 _BACKENDS = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
 _communicators: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 _nccl: list[dist.ProcessGroupNCCL] = []
+_names = itertools.count()
 _process = os.getpid()  # a forked child lacks the threads of these communicators, and their peers belong to its parent
 _interrupted = False
 
@@ -39,6 +41,19 @@ def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: 
     if known is None or known[0] is not group:
         known = _communicators[key] = (group, _make(group, purpose, backend, timeout))
     return known[1]
+
+
+def register_members(group: dist.ProcessGroup, members: tuple[int, ...]) -> tuple[str, dist.ProcessGroup]:
+    """Return a group of some ranks that C++ code finds by name, and that name; it holds a store and sends nothing.
+
+    Args:
+        members: ranks of `group`, this one among them. The same rank is first in no other set of members.
+    """
+    store = dist.PrefixStore(f"ringflash/members from {members[0]}", _get_process_group_store(group))
+    made = dist.ProcessGroup(store, members.index(group.rank()), len(members))
+    name = f"{group.group_name} members {next(_names)}"  # of this process only
+    torch._C._distributed_c10d._register_process_group(name, made)  # type: ignore[arg-type]
+    return name, made
 
 
 def note_end(error: BaseException | None) -> None:

@@ -82,6 +82,10 @@ class HostSplit(NamedTuple):
         first = rank - rank % self.num_gpus
         return tuple(range(first, first + self.num_gpus))
 
+    def hosts(self) -> list[tuple[int, ...]]:
+        """Return the ranks of each host."""
+        return [self.host_of(host * self.num_gpus) for host in range(self.num_hosts)]
+
     def rail_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that have the place of `rank` on their hosts, one of each host."""
         return tuple(range(rank % self.num_gpus, self.num_hosts * self.num_gpus, self.num_gpus))

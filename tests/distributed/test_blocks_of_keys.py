@@ -44,7 +44,7 @@ def in_blocks(
     """Calls have blocks of at most so many distances, after one of their own keys, and these sections."""
 
     def gathers(self: CallPlan, *_: Any) -> tuple[Gathering, ...]:
-        place, layout = self.options.place, self.options.layout
+        place, layout = self.place, self.options.layout
         others = len(schedule.active_steps(self.mask, place[0], layout)) - 1
         sizes = (1, *[most] * (others // most), *[others % most][: others % most])
         return schedule.gather_blocks(self.mask, *place, layout, sizes, self.keys_of_line)

@@ -1,14 +1,18 @@
-"""All-to-all of heads in a host, and the ring between hosts, against dense attention in fp64. gloo, 4 CPU processes.
+"""All-to-all of heads in a host, and the ring between hosts, against dense attention in fp64. 4 to 8 CPU processes.
 
-Hosts are pretended: a mesh names them, or `this_host` is patched. Cases follow the splits; the ring between hosts has
-its own tests in every case.
+Hosts are pretended: a mesh names them, or `this_host` is patched. Heads are exchanged by messages over gloo, and over
+shared memory and slow threads, as the copy engine does. Cases follow the splits; the ring between hosts has its own
+tests in every case. Controls leave out one wait each and must be noticed.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,14 +20,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash
-from ringflash.attention import plan, ulysses
-from ringflash.comm.call_numbers import NO_NUMBER
-from ringflash.comm.group import Host
+from ringflash.attention import head_exchange, plan, ulysses
+from ringflash.attention.head_exchange import Part, Passage
+from ringflash.comm import call_numbers
+from ringflash.comm.group import Host, HostSplit, remember_split
 from ringflash.comm.hosts import split_hosts
 from ringflash.comm.transport import Message, Pending, PointToPoint
 from ringflash.sequence import layout as layouts
+from tests.distributed.test_blocks_of_keys import in_blocks
 from tests.helpers import refusals, ring_check
 from tests.helpers.cases import Case, narrow_cases
+from tests.helpers.peer_memory import DELAY_S, Later, SharedMemory, heads_in_shared_memory
 from tests.helpers.pool import Context, Pool, WorkerError
 
 CASES = [
@@ -65,20 +72,80 @@ def test_by_host(pool: Pool, num_hosts: int) -> None:
         pool.run(check_all, "by_host", num_hosts, [STRIPED], 32)
 
 
+def check_in_shared_memory(ctx: Context, num_hosts: int, cases: list[Case]) -> None:
+    with heads_in_shared_memory():
+        for number, case in enumerate(cases):
+            with ExitStack() as blocks:
+                if number % 2:
+                    blocks.enter_context(in_blocks(1 + number % 3))
+                transport = "by_host" if num_hosts else "ulysses"
+                check_all(ctx, transport, num_hosts, [case], (6, 3, 9, 1, 5)[number % 5])
+
+
+@pytest.mark.parametrize("num_hosts", [2, 0])
+def test_in_shared_memory(pool: Pool, num_hosts: int) -> None:
+    pool.run(check_in_shared_memory, num_hosts, CASES)
+
+
+def test_hosts_of_other_sizes() -> None:
+    """Three hosts of two ranks, two of three, four of two and two of four."""
+    pool, cases = Pool(8), [Case(num_heads=12, num_kv_heads=4), Case(num_heads=12, num_kv_heads=1, documents="mixed")]
+    try:
+        for split in (HostSplit(3, 2), HostSplit(2, 3), HostSplit(4, 2), HostSplit(2, 4)):
+            pool.run(check_split, split, cases, size=split.num_hosts * split.num_gpus)
+    finally:
+        pool.close()
+
+
+def check_split(ctx: Context, split: HostSplit, cases: list[Case]) -> None:
+    remember_split(ctx.group, split)
+    check_all(ctx, "by_host", 0, cases[:1])
+    with heads_in_shared_memory(), in_blocks(2):
+        check_all(ctx, "by_host", 0, cases)
+
+
+class Host2:
+    """Areas of the ranks of one host in this process."""
+
+    def __init__(self, rank: int, areas: dict[tuple[str, int], torch.Tensor]) -> None:
+        self.rank, self.areas = rank, areas
+
+    def reserve(self, name: str, num_bytes: int) -> None:
+        self.areas.setdefault((name, self.rank), torch.empty(num_bytes, dtype=torch.uint8))
+
+    def view(self, name: str, rank: int, *_: object) -> torch.Tensor:
+        self.areas.setdefault((name, rank), torch.empty_like(self.areas[name, self.rank]))
+        return self.areas[name, rank]
+
+    make_transfer = SharedMemory.make_transfer
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 @pytest.mark.parametrize(("num_hosts", "num_gpus"), [(3, 2), (2, 3), (4, 8), (1, 5), (5, 1)])
 def test_rows_of_a_host_are_a_shard_over_hosts(num_hosts: int, num_gpus: int, layout: str) -> None:
     size = num_hosts * num_gpus
-    seqlen = 3 * layouts.granularity(size, layout)
-    channel = SimpleNamespace(name="gloo", rank=0, members=tuple(range(num_gpus)))
-    exchange = ulysses.HeadExchange(channel, layout, "forward", NO_NUMBER, torch.device("cpu"))  # type: ignore[arg-type]
+    seqlen, cpu = 3 * layouts.granularity(size, layout), torch.device("cpu")
     for host in range(num_hosts):
-        ranks = range(host * num_gpus, (host + 1) * num_gpus)
-        parts = torch.stack([ringflash.local_positions(seqlen, size, rank, layout) for rank in ranks])
-        parts = parts[:, None, :, None, None]  # (ranks, batch, rows, heads, head_dim)
-        rows = exchange._join(parts)
-        assert torch.equal(rows.flatten(), ringflash.local_positions(seqlen, num_hosts, host, layout))
-        assert torch.equal(exchange._cut(rows), parts)
+        mine = [ringflash.local_positions(seqlen, size, host * num_gpus + gpu, layout) for gpu in range(num_gpus)]
+        theirs = ringflash.local_positions(seqlen, num_hosts, host, layout)
+        areas: dict[tuple[str, int], torch.Tensor] = {}
+        part = Part(1, seqlen // size, 1, 1, torch.int64)
+        chunks = layouts.chunks_of_rank(layout)
+        with mock.patch.object(head_exchange, "buffer", lambda _, *rest: torch.empty(rest[0], dtype=rest[1])):
+            there, back = (
+                [Passage(Host2(gpu, areas), num_gpus, area, chunks, (part,), 1, cpu) for gpu in range(num_gpus)]  # type: ignore[arg-type]
+                for area in ("heads", "rows")
+            )
+        for passages, given, want in (
+            (there, [x[None, :, None, None].expand(1, -1, num_gpus, 1) for x in mine], [theirs] * num_gpus),
+            (back, [theirs[None, :, None, None]] * num_gpus, mine),
+        ):
+            for passage, x in zip(passages, given, strict=True):
+                passage.fill(x)
+            for passage, positions in zip(passages, want, strict=True):
+                passage.moves[0]()
+                (got,) = passage.arrived()
+                assert all(torch.equal(got[0, :, head, 0], positions) for head in range(got.shape[2]))
 
 
 def test_shared_kv_heads() -> None:
@@ -104,19 +171,107 @@ def low_precision(ctx: Context, case: Case) -> None:
 
 def without(ctx: Context, name: str) -> float:
     """Largest part of the tolerance that a call spends if one step is wrong."""
-    wrong = {
-        "_join": lambda self, x: x.movedim(0, 1).flatten(1, 2),
+    wrong: dict[str, Callable[..., Any]] = {
+        "_pieces": lambda self, x, rank, by_rank: _PIECES(self, x if by_rank else x.movedim(2, 0), rank, True),
         "_sum_shared": lambda grad, shared, heads: grad[:, :, :heads],
-    }[name]
-    owner = ulysses if name == "_sum_shared" else ulysses.HeadExchange
-    with mock.patch.object(owner, name, wrong):
+    }
+    owner = ulysses if name == "_sum_shared" else Passage
+    with mock.patch.object(owner, name, wrong[name]):
         case = Case(num_kv_heads=1, transport="by_host")
         return max(ratio.maximum for ratio in ring_check.measure(on_hosts(ctx, 2), case, 6, "float64", "reference"))
 
 
-@pytest.mark.parametrize("name", ["_join", "_sum_shared"])
+_PIECES = Passage._pieces
+
+
+@pytest.mark.parametrize("name", ["_pieces", "_sum_shared"])
 def test_a_wrong_step_is_noticed(pool: Pool, name: str) -> None:
     assert min(pool.run(without, name)) > 1
+
+
+def slow_fill(self: Passage, *tensors: torch.Tensor) -> None:
+    """One rank of a host writes its tensors late."""
+    time.sleep(5 * DELAY_S * self.late)  # type: ignore[attr-defined]
+    _FILL(self, *tensors)
+
+
+def made_late(self: Passage, memory: SharedMemory, *args: Any) -> None:
+    self.late = memory.rank == 0  # type: ignore[attr-defined]
+    _MADE(self, memory, *args)
+
+
+def unless(skipped: int) -> Callable[..., None]:
+    """Every second barrier waits for nobody."""
+
+    def barrier(self: SharedMemory, channel: int) -> None:
+        self.joined = getattr(self, "joined", 0) + 1  # type: ignore[attr-defined]
+        if self.joined % 2 != skipped:  # type: ignore[attr-defined]
+            _BARRIER(self, channel)
+
+    return barrier
+
+
+def late_copies(seconds: float) -> Callable[..., Later]:
+    """What travels last arrives late on all ranks but the first of a host."""
+
+    def run_in_lane(
+        self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False
+    ) -> Later:
+        def late() -> None:
+            time.sleep(seconds if self.rank else 0.0)
+            work()
+
+        return _RUN_IN_LANE(self, lane, late, after, urgent=urgent)
+
+    return run_in_lane
+
+
+_FILL, _MADE, _BARRIER, _RUN_IN_LANE = Passage.fill, Passage.__init__, SharedMemory.barrier, SharedMemory.run_in_lane
+_RESERVE, _VIEW, _MEMORY = SharedMemory.reserve, SharedMemory.view, "tests.helpers.peer_memory.SharedMemory"
+_PASSAGE = "ringflash.attention.head_exchange.Passage"
+_LATE = {f"{_PASSAGE}.fill": slow_fill, f"{_PASSAGE}.__init__": made_late}
+_ONE: dict[str, Any] = dict.fromkeys(("heads", "rows"), ("heads", 1 << 20))
+PLANTS: dict[str, dict[str, Any]] = {
+    "nothing": _LATE,
+    "nothing late": {f"{_MEMORY}.run_in_lane": late_copies(5 * DELAY_S)},
+    "barrier of heads": {f"{_MEMORY}.barrier": unless(1), **_LATE},
+    "barrier of rows": {f"{_MEMORY}.barrier": unless(0), **_LATE},
+    "arrival of queries": {
+        f"{_MEMORY}.run_in_lane": late_copies(5 * DELAY_S),
+        "ringflash.attention.ulysses.replace": lambda attention, **_: attention,
+    },
+    "second area": {
+        f"{_MEMORY}.run_in_lane": late_copies(50 * DELAY_S),
+        f"{_MEMORY}.reserve": lambda self, name, size: _RESERVE(self, *_ONE.get(name, (name, size))),
+        f"{_MEMORY}.view": lambda self, name, *rest: _VIEW(self, _ONE.get(name, [name])[0], *rest),
+    },
+}
+
+
+def verdict(ctx: Context, plant: str) -> str:
+    """Return what calls say with one wait left out. A rank that finds a mistake goes on: the others wait for it."""
+    found, ctx = "passed", on_hosts(ctx, 2)
+    with heads_in_shared_memory(), ExitStack() as patches:
+        for target, replacement in PLANTS[plant].items():
+            patches.enter_context(mock.patch(target, replacement))
+        patches.enter_context(mock.patch.object(call_numbers, "check", lambda *_: None))  # would notice some, too
+        for number in range(4):  # other values from call to call, in the same buffers
+            try:
+                ring_check.check(ctx, Case(num_heads=8, num_kv_heads=4, transport="by_host"), 6 - number % 2)
+            except (AssertionError, RuntimeError) as error:
+                found = str(error)
+    call_numbers._of_groups.clear()
+    return found
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_what_is_left_out_is_noticed(pool: Pool, plant: str) -> None:
+    verdicts = pool.run(verdict, plant)
+    if plant.startswith("nothing"):
+        assert verdicts == ["passed"] * 4
+    else:
+        wrong = ("errors must stay within their budget", "must be finite exactly where the reference is")
+        assert any(text in verdict for text in wrong for verdict in verdicts), verdicts
 
 
 def bytes_between_hosts(ctx: Context, transport: str, case: Case) -> int:
@@ -248,7 +403,7 @@ def lose_the_last(ctx: Context) -> None:
     """The last rank dies after its first exchange of heads, while its host and its rail wait for it."""
     ringflash.set_timeout(3)
     if ctx.rank == ctx.size - 1:
-        ulysses.HeadExchange._join = lambda *_: os._exit(3)  # type: ignore[method-assign]
+        Passage.arrived = lambda *_: os._exit(3)  # type: ignore[method-assign]
     ring_check.check(on_hosts(ctx, 2), Case(transport="by_host"))
 
 
@@ -257,5 +412,5 @@ def test_a_lost_rank_ends_all_others(pool: Pool) -> None:
         pool.run(lose_the_last, timeout_s=60)
     text = str(error.value)
     assert all(f"rank {rank} raised" in text for rank in range(3))
-    assert "heads of the forward of rank 2 to rank 3 over gloo" in text
+    assert "exchanged rows of rank 2 to rank 3 over gloo" in text
     assert "K/V of step 1 of rank 1 to rank 3 over gloo" in text

@@ -86,6 +86,19 @@ def test_ranks_without_a_fault_end_well() -> None:
     assert all("has ended well" in text and "made no progress" not in text for text in texts)
 
 
+def test_an_exchange_of_heads_is_watched() -> None:
+    """Rank 1 dies in its backward; rank 0 waits in vain for the rows of its gradients."""
+    job = Job(2, transport="ulysses", fault="dies", device="cpu", impl="reference", timeout_s=TIMEOUT_S)
+    codes, texts = job.finish(LIMIT_S)
+    assert codes == [1, -9], texts
+    report = next(line for line in texts[0].splitlines() if "made no progress" in line and "asking" not in line)
+    assert "ring attention over copy_engine made no progress" in report
+    assert re.search(
+        r"rank 0 has been waiting \d+ s for rows of the ranks \(0, 1\) of its host in backward call", report
+    )
+    assert "; rank 1 does not answer: it has died, or its host is stuck; " in report
+
+
 class Recorder(AbstractContextManager):
     """A call that is watched, without a device to look at."""
 

@@ -29,7 +29,7 @@ import ringflash
 from ringflash_kernels import reference
 from tests.helpers import shared_gpu
 from tests.helpers.forked import forked
-from tests.helpers.peer_memory import copy_engine
+from tests.helpers.peer_memory import copy_engine, heads_in_shared_memory
 from tests.helpers.pool import _free_port
 from tests.helpers.ring_check import by_hops
 from tests.recipes.launching import ROOT
@@ -160,7 +160,7 @@ def main(task: Task) -> None:
     ringflash.set_timeout(task.timeout_s)
     with ExitStack() as patches:
         if device.type == "cpu":
-            for patch in _for_the_cpu():
+            for patch in _for_the_cpu(task.transport):
                 patches.enter_context(patch)
         elif task.fault == "none":
             patches.enter_context(mock.patch("ringflash.comm.watchdog.thread._PERIOD_S", 0.005))
@@ -185,10 +185,10 @@ def main(task: Task) -> None:
         dist.destroy_process_group()
 
 
-def _for_the_cpu() -> list[Any]:
+def _for_the_cpu(transport: str) -> list[Any]:
     """Rings over shared memory, whose barriers do not give up before the watch; and a watch in a hurry."""
     return [
-        copy_engine(),
+        copy_engine() if transport == "copy_engine" else heads_in_shared_memory(),
         mock.patch("tests.helpers.peer_memory.TIMEOUT_S", FOR_EVER_S),
         mock.patch("ringflash.comm.watchdog.store.ANSWER_S", 4.0),
         mock.patch("ringflash.comm.watchdog.thread.END_S", 8.0),
@@ -228,7 +228,8 @@ class _Step:
         )
 
     def __call__(self) -> torch.Tensor:
-        transport = self.task.transport if self.device.type == "cuda" else "auto"
+        by_default = self.device.type == "cpu" and self.task.transport == "copy_engine"  # refused there by name
+        transport = "auto" if by_default else self.task.transport
         out = ringflash.ring_attention(
             *self.qkv, group=dist.group.WORLD, transport=transport, impl=self.task.impl, deterministic=True
         )

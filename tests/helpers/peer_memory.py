@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash.attention import sections
+from ringflash.comm.group import HostSplit
 from ringflash.comm.transport import MessageMemory, PointToPoint
 from ringflash.comm.transport.lanes import T, ViewCache
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
@@ -69,23 +70,27 @@ class SharedMemory(Threads):
     """Peer memory as the interface of ringflash.comm.transport."""
 
     num_buffers = 2
-    members = ()
+    members: tuple[int, ...] = ()
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.group = group.rank(), group
+    def __init__(self, group: dist.ProcessGroup, split: HostSplit | None = None) -> None:
+        self.rank, self.group, self.size = group.rank(), group, group.size()
         self.name = _agreed_name(group)
+        self.random = random.Random(self.rank)
+        if split is not None:
+            self.members = split.host_of(self.rank)
+            self.rank, self.size = self.members.index(self.rank), split.num_gpus
+            self.name += f".{self.members[0]}"
         self.areas: dict[str, list[torch.Tensor]] = {}
         self.threads: dict[str, ThreadPoolExecutor] = {}
-        self.random = random.Random(self.rank)
         self.kept = ViewCache()
-        self.reserve("barriers", _CHANNELS * group.size() * 8)  # of each channel and rank: how many it came to
-        self.barriers = self.areas["barriers"][0].view(torch.int64).view(_CHANNELS, group.size()).numpy()
+        self.reserve("barriers", _CHANNELS * self.size * 8)  # of each channel and rank: how many it came to
+        self.barriers = self.areas["barriers"][0].view(torch.int64).view(_CHANNELS, self.size).numpy()
 
     def reserve(self, name: str, num_bytes: int) -> None:
         if name in self.areas and self.areas[name][0].numel() >= num_bytes:
             return
         stem = Path(tempfile.gettempdir(), f"{self.name}.{name}.{num_bytes}")
-        paths = [stem.with_name(f"{stem.name}.{rank}") for rank in range(self.group.size())]
+        paths = [stem.with_name(f"{stem.name}.{rank}") for rank in range(self.size)]
         paths[self.rank].write_bytes(bytes(num_bytes))
         self.kept.drop(name)
         dist.barrier(self.group)
@@ -156,6 +161,27 @@ def copy_engine() -> Iterator[None]:
             mock.patch("ringflash.attention.plan.choose_transport", lambda *_: "copy_engine"),
             mock.patch("ringflash.comm.transport._create_transport", lambda _, group: SharedMemory(group)),
         ):
+            yield
+    finally:
+        ringflash.set_agreement_check("changed")
+
+
+@contextmanager
+def heads_in_shared_memory() -> Iterator[None]:
+    """Calls on the CPU exchange heads over shared memory, and gather keys between hosts by messages, as GPUs do.
+
+    Nothing but these orders the ranks: they do not compare their calls.
+    """
+    made: dict[tuple[dist.ProcessGroup, HostSplit], SharedMemory] = {}
+
+    def memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> SharedMemory:
+        if (group, split) not in made:
+            made[group, split] = SharedMemory(group, split)
+        return made[group, split]
+
+    ringflash.set_agreement_check("never")
+    try:
+        with mock.patch("ringflash.attention.plan.exchange_memory", memory), messages_by_heads():
             yield
     finally:
         ringflash.set_agreement_check("changed")

@@ -1,11 +1,13 @@
-"""Exchange of heads on GPUs, in pretended hosts: NCCL between all ranks, low precision by the tolerance policy.
+"""Exchange of heads on GPUs, in pretended hosts, low precision by the tolerance policy.
 
 The first half of the ranks is one host and the second half another, as a mesh or patched names say; or all are one
-host. Real hosts have not been tested.
+host. Heads travel over the copy engine or NCCL, keys between hosts over NCCL. Real hosts have not been tested.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash
+from ringflash.comm import transport as transports
 from ringflash.comm.group import Host
 from ringflash.comm.transport import peer_memory
 from tests.helpers import ring_check
@@ -34,10 +37,27 @@ CASES = [
 ]
 
 
-def measure(ctx: Context, transport: str, hops: bool, *args: object) -> list[Ratio]:
+@contextmanager
+def heads_over(name: str) -> Iterator[None]:
+    """Heads travel over the copy engine, or by messages since GPUs are out of reach; checked at the end."""
+    with mock.patch.dict(transports._open, clear=True):
+        if name == "copy_engine":
+            yield
+        else:
+            with out_of_reach():
+                yield
+        used = {transports.transport_name(both[1]) for key, both in transports._open.items() if "heads in" in key[0]}
+        assert used <= {name if torch.cuda.is_available() else "gloo"}
+
+
+def out_of_reach() -> mock._patch:
+    return mock.patch.object(peer_memory, "_check_places", mock.Mock(side_effect=peer_memory.OutOfReach("planted")))
+
+
+def measure(ctx: Context, transport: str, way: str, *args: object) -> list[Ratio]:
     case, *rest = args
     assert isinstance(case, Case)
-    with ring_check.by_hops(hops):
+    with ring_check.by_hops("hops" in way), heads_over("nccl" if "messages" in way else "copy_engine"):
         return ring_check.measure(_on_hosts(ctx, transport), replace(case, transport=transport), *rest)  # type: ignore[arg-type]
 
 
@@ -48,17 +68,18 @@ def _on_hosts(ctx: Context, transport: str) -> Context:
     return ctx._replace(group=DeviceMesh(ctx.device.type, grid, mesh_dim_names=("host", "gpu")))
 
 
-@pytest.mark.parametrize("by_hops", [False, True], ids=["by heads", "by hops"])
+@pytest.mark.parametrize("way", ["by heads", "by heads, messages", "by hops, messages"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_by_host(pool: Pool, setup: Setup, table: Table, case: Case, by_hops: bool) -> None:
-    spent = pool.run(measure, "by_host", by_hops, suited(case, setup.impl), CHUNK, setup.dtype, setup.impl)
-    assert_within(table.add(f"by_host-{case}{'-by-hops' * by_hops}", spent))
+def test_by_host(pool: Pool, setup: Setup, table: Table, case: Case, way: str) -> None:
+    spent = pool.run(measure, "by_host", way, suited(case, setup.impl), CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add(f"by_host-{case}-{way}", spent))
 
 
+@pytest.mark.parametrize("way", ["copy engine", "messages"])
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
-def test_ulysses(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
-    spent = pool.run(measure, "ulysses", False, suited(case, setup.impl), CHUNK, setup.dtype, setup.impl)
-    assert_within(table.add(f"ulysses-{case}", spent))
+def test_ulysses(pool: Pool, setup: Setup, table: Table, case: Case, way: str) -> None:
+    spent = pool.run(measure, "ulysses", way, suited(case, setup.impl), CHUNK, setup.dtype, setup.impl)
+    assert_within(table.add(f"ulysses-{case}-{way}", spent))
 
 
 def chosen_by_auto(ctx: Context, *args: object) -> tuple[list[Ratio], str]:
@@ -68,7 +89,7 @@ def chosen_by_auto(ctx: Context, *args: object) -> tuple[list[Ratio], str]:
     ctx = ctx._replace(group=dist.new_group(list(range(ctx.size))))
     x = torch.ones(1, 128, case.num_heads, 64, dtype=torch.bfloat16, device=ctx.device)
     with (
-        mock.patch.object(peer_memory, "_check_places", mock.Mock(side_effect=peer_memory.OutOfReach("two hosts"))),
+        out_of_reach(),
         mock.patch("ringflash.comm.hosts.this_host", lambda: Host(f"host{2 * ctx.rank // ctx.size}", "")),
     ):
         spent = [ratio for _ in range(2) for ratio in ring_check.measure(ctx, case, *rest)]  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -10,11 +11,14 @@ from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringflash.attention import gather_by_heads, gathered_buffers, plan, schedule, sections
 from ringflash.attention.options import RingOptions
-from ringflash.comm import transport
+from ringflash.comm import communicator, transport
+from ringflash.comm.group import HostSplit
 from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import buffers, peer_memory
 from ringflash.sequence.mask import SequenceMask
@@ -100,10 +104,66 @@ def test_auto_says_why_it_does_without_the_copy_engine() -> None:
         assert transport.transport_name(opened) == "nccl"
 
 
+class Part(Messages):
+    """Messages among the ranks of a host."""
+
+    num_posted, rank, group = 0, 0, mock.Mock(group_name="0")
+
+    def among(self, members: tuple[int, ...]) -> Part:
+        self.members, self.whole = members, self
+        return self
+
+
+@pytest.mark.parametrize(
+    "problem", [None, peer_memory.OutOfReach("no peer access"), peer_memory.NoPeerMemory("pidfd_getfd: not permitted")]
+)
+def test_heads_travel_over_the_copy_engine_in_reach(problem: peer_memory.NoPeerMemory | None) -> None:
+    group, memory = mock.Mock(_device_types=(), rank=lambda: 3), mock.Mock()
+    memory.return_value.reserve.side_effect = problem
+    warned: Any = pytest.warns(UserWarning, match="by messages of NCCL, since .* pidfd_getfd")
+    with (
+        mock.patch.object(transport, "SymmetricMemory", memory),
+        mock.patch.object(transport, "PointToPoint", Part),
+        nullcontext() if not problem or isinstance(problem, peer_memory.OutOfReach) else warned,
+    ):
+        opened = transport.exchange_memory(group, HostSplit(2, 2), GPU)
+        assert transport.exchange_memory(group, HostSplit(2, 2), GPU) is opened
+    if problem is None:
+        assert opened is memory.return_value and memory.call_args.args[2] == HostSplit(2, 2)
+    else:
+        assert transport.transport_name(opened) == "nccl" and opened.members == (2, 3)
+
+
+def test_ranks_of_a_host_are_found_by_name() -> None:
+    group, store = mock.Mock(group_name="0", rank=lambda: 3), dist.HashStore()
+    with mock.patch("ringflash.comm.communicator._get_process_group_store", lambda _: store):
+        name, made = communicator.register_members(group, (2, 3))
+        other, _ = communicator.register_members(group, (2, 3))
+    assert name != other and _resolve_process_group(name) is made  # type: ignore[arg-type]
+    assert (made.rank(), made.size()) == (1, 2)
+
+
+def test_each_host_is_checked() -> None:
+    """Two hosts of two GPUs share no memory, and each rank that of its host; one without peer access stops all."""
+    places = [[f"host{rank // 2}", f"gpu{rank}", []] for rank in range(4)]
+    group = mock.Mock(group_name="0", rank=lambda: 3)
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(peer_memory, "_place", lambda _: None),
+        mock.patch.object(peer_memory, "gather", lambda *_: places),
+        mock.patch.object(peer_memory, "register_members", lambda _, members: (f"of {members}", None)),
+    ):
+        memory = peer_memory.SymmetricMemory(group, 1000, HostSplit(2, 2))
+        assert (memory.rank, memory.members, memory._mapping[0]) == (1, (2, 3), "of (2, 3)")
+        places[0][2] = ["gpu1"]
+        with pytest.raises(peer_memory.OutOfReach, match=r"no access from ranks \[0\]"):
+            peer_memory.SymmetricMemory(group, 1000, HostSplit(2, 2))
+
+
 def test_barriers_give_up_after_the_watch_has_reported() -> None:
     with mock.patch.object(transport, "SymmetricMemory") as memory:
         transport.open_transport("copy_engine", mock.Mock(_device_types=()))
-    (_, timeout_ms), _ = memory.call_args
+    timeout_ms = memory.call_args.args[1]
     assert timeout_ms > timeout().total_seconds() * 1000 == 600_000
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,7 +28,10 @@ from ringflash.attention.options import RingOptions
 from ringflash.attention.plan import CallPlan
 from ringflash.attention.schedule import build
 from ringflash.attention.sections import choose_sections
+from ringflash.attention.ulysses import Ulysses
+from ringflash.comm.call_numbers import NO_NUMBER
 from ringflash.comm.transport.buffers import buffer_bytes, release_buffers
+from ringflash.comm.watchdog import Unwatched
 from ringflash.commands.cli import main
 from ringflash.commands.plan import read
 from ringflash.commands.plan.command import visible_fraction
@@ -45,7 +50,7 @@ from ringflash.commands.plan.memory import (
 )  # fmt: skip
 from ringflash.commands.plan.read import ReadShape
 from ringflash.commands.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
-from ringflash.commands.plan.timing import attention_flops, linear_flops, step_time
+from ringflash.commands.plan.timing import attention_flops, linear_flops, pipeline_seconds, step_time
 from ringflash.commands.plan.trace import TrafficCounter
 from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.lightning.module import build_model
@@ -140,8 +145,20 @@ class Areas:
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def make_transfer(self, *what: object) -> None:
+    def make_transfer(self, *what: object) -> Callable[[], None]:
         """Nothing is moved."""
+        return lambda: None
+
+    def keep(self, key: object, areas: object, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def run_in_lane(self, lane: str, work: Callable[[], None], *_: object, **options: object) -> None:
+        work()
+
+    def do_nothing(self, *_: object) -> None:
+        """Nothing is waited for."""
+
+    barrier = mark = wait = do_nothing
 
 
 def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
@@ -503,12 +520,43 @@ def test_heads_are_exchanged_inside_whole_hosts() -> None:
     rail = job.on(two_hosts).rail
     assert (rail.cp_size, rail.world_size, rail.local_tokens) == (2, 16, 1 << 19)
     assert (rail.model.num_heads, rail.model.num_kv_heads) == (4, 1)
-    assert worst_moment(job, two_hosts)[1]["transport buffers"] == transport_bytes(rail)
+    assert worst_moment(job, two_hosts)[1]["transport buffers"] == transport_bytes(rail) + exchanged_bytes(job)
     exchanged = 6 * (32 + 8) * 128 * 2 * job.local_tokens * 7 / 8
-    seconds = exchanged / (HOST.gpu.nvlink_gbytes * HOST.rates.nvlink * 1e9)
+    seconds = exchanged / (HOST.gpu.nvlink_gbytes * HOST.rates.copies * 1e9)
     assert exposed(job, on_network(two_hosts, 1e9)) == pytest.approx(seconds, rel=1e-3)
     uneven = replace(job.model, num_heads=36, num_kv_heads=12)
     assert replace(job, model=uneven).on(two_hosts).exchanging == replace(job, cp_size=4).on(two_hosts).exchanging == 1
+
+
+def test_a_pipeline_waits_for_the_longer() -> None:
+    """Two blocks, of which the first does not travel, and two sections that do: keys, gradients, kernels, queries."""
+    blocks: dict[str, Any] = {"heads": (1,), "blocks": (1, 1), "kernels": 10.0}
+    assert pipeline_seconds(**blocks, arrive=5.0, leave=0.0) == 10
+    assert pipeline_seconds(**blocks, arrive=8.0, leave=0.0) == 8 + 5
+    assert pipeline_seconds(**blocks, arrive=5.0, leave=2.0) == 10 + 2
+    assert pipeline_seconds(**blocks, arrive=5.0, leave=0.0, queries=1.0) == 1 + 10
+    sections: dict[str, Any] = {"heads": (1, 3), "blocks": (2,), "kernels": 8.0}
+    assert pipeline_seconds(**sections, arrive=4.0, leave=0.0) == 1 + 2 + 1 + 6  # 3 heads take 3 to arrive
+    assert pipeline_seconds(**sections, arrive=0.0, leave=4.0) == 8 + 3
+
+
+def exchanged_bytes(job: TrainingJob) -> int:
+    """Bytes of the areas and the buffer of a rank that exchanges heads of a backward with seven others."""
+    areas = Areas(0, 2)
+    q, k = (
+        torch.empty(1, job.local_tokens, heads, 128, dtype=torch.bfloat16, device="meta")
+        for heads in (job.model.num_heads, job.model.num_kv_heads)
+    )
+    lse = torch.empty(1, job.model.num_heads, job.local_tokens, device="meta")
+    rail = SimpleNamespace(backward=lambda dout, dlse, q, k, v, *_: (q, k, v))
+    call = Ulysses(lambda q, k: rail, areas, tuple(range(8)), areas, "zigzag", NO_NUMBER)  # type: ignore[arg-type, return-value]
+    release_buffers()
+    with mock.patch("ringflash.attention.head_exchange.watching", lambda *_: Unwatched()):
+        grads = call.backward(q, None, q, k, k, q, lse)
+    assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+    held = sum(areas.sizes.values()) + buffer_bytes()
+    release_buffers()
+    return held
 
 
 def test_rings_that_lie_across_two_hosts_are_planned_so() -> None:

@@ -59,7 +59,7 @@ def test_watch_nccl_barriers_and_messages_wait_as_long_as_the_group(group: dist.
     assert Watchdog().add(mock.Mock(spec=transport.PeerMemory, group=group), CPU).queue.timeout == OWN_S
     with mock.patch.object(transport, "SymmetricMemory") as memory:
         transport._create_transport("copy_engine", group)
-    memory.assert_called_once_with(group, int(OWN_S + 15) * 1000)
+    memory.assert_called_once_with(group, int(OWN_S + 15) * 1000, None)
     with (
         mock.patch.object(point_to_point, "communicator", side_effect=StopIteration) as made,
         pytest.raises(StopIteration),

@@ -2,7 +2,7 @@
 
 point_to_point   batches of sends and receives, over gloo or NCCL
 peer_memory      memory that all GPUs of a host map, and copies between them ("copy_engine")
-message_memory   the interface of peer_memory over NCCL messages
+message_memory   the interface of peer_memory over messages
 lanes            CUDA streams and cached views, shared by both kinds of memory
 copies           many copies between GPUs with one driver call
 buffers          the pool of communication buffers
@@ -16,16 +16,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ringflash.comm.group import backend_of
+from ringflash.comm.group import HostSplit, backend_of
 from ringflash.comm.timeouts import device_timeout
 from ringflash.comm.transport import buffers
 from ringflash.comm.transport.buffers import buffer
-from ringflash.comm.transport.message_memory import MessageMemory
+from ringflash.comm.transport.message_memory import HostMessageMemory, MessageMemory
 from ringflash.comm.transport.peer_memory import NoPeerMemory, OutOfReach, PeerMemory, SymmetricMemory
 from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoint
 
 TRANSPORTS = ("gloo", "nccl", "copy_engine", "by_host", "ulysses")
-HEAD_EXCHANGES = ("by_host", "ulysses")  # over gloo or nccl, within each host and between hosts
+HEAD_EXCHANGES = ("by_host", "ulysses")  # over other transports, within each host and between hosts
 UNDECIDED = "copy_engine, by_host or nccl"  # meaning of "auto" until the ranks of a group have compared their hosts
 
 Transport = PointToPoint | PeerMemory
@@ -43,11 +43,13 @@ __all__ = [
     "buffer",
     "buffer_bytes",
     "choose_transport",
+    "exchange_memory",
     "message_memory",
     "message_transport",
     "open_transport",
     "release_buffers",
     "transport_name",
+    "whole_transport",
 ]
 
 _open: dict[tuple[str, str], tuple[dist.ProcessGroup, Transport]] = {}
@@ -114,9 +116,11 @@ def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
 
 
 def _create_transport(name: str, group: dist.ProcessGroup) -> Transport:
-    if name != "copy_engine":
-        return PointToPoint(name, group)
-    return SymmetricMemory(group, int(device_timeout(group).total_seconds() * 1000))
+    return PointToPoint(name, group) if name != "copy_engine" else _create_memory(group)
+
+
+def _create_memory(group: dist.ProcessGroup, split: HostSplit | None = None) -> PeerMemory:
+    return SymmetricMemory(group, int(device_timeout(group).total_seconds() * 1000), split)
 
 
 def _decide(group: dist.ProcessGroup) -> str:
@@ -127,10 +131,42 @@ def _decide(group: dist.ProcessGroup) -> str:
         memory.reserve("kv", _TRIAL_BYTES)
     except NoPeerMemory as problem:
         _open.pop(("copy_engine", group.group_name), None)
-        if not isinstance(problem, OutOfReach):
-            warnings.warn(f"transport 'auto' takes 'nccl', since 'copy_engine' cannot be had: {problem}", stacklevel=2)
+        _explain("transport 'auto' takes 'nccl'", problem)
         return "nccl"
     return "copy_engine"
+
+
+def exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> PeerMemory:
+    """Return memory over which the ranks of each host exchange heads. The first call is collective over the group.
+
+    It is the copy engine's, or that of messages on CPUs and if any host has GPUs without peer access.
+    """
+    if device.type == "cpu":  # not cached, as in `open_transport`
+        return HostMessageMemory(PointToPoint("gloo", group).among(split.host_of(group.rank())), device)
+    key = (f"heads in {split}", group.group_name)
+    known = _open.get(key)
+    if known is None or known[0] is not group:
+        known = _open[key] = (group, _exchange_memory(group, split, device))
+    assert not isinstance(known[1], PointToPoint)
+    return known[1]
+
+
+def _exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> PeerMemory:
+    try:
+        memory = _create_memory(group, split)
+        memory.reserve("heads", _TRIAL_BYTES)
+        return memory
+    except NoPeerMemory as problem:
+        _explain("heads are exchanged by messages of NCCL", problem)
+        channel = open_transport("nccl", group)
+        assert isinstance(channel, PointToPoint)
+        return MessageMemory(channel.among(split.host_of(group.rank())), device)
+
+
+def _explain(choice: str, problem: NoPeerMemory) -> None:
+    """Warn of a failure of the copy engine, unless GPUs are just too far apart."""
+    if not isinstance(problem, OutOfReach):
+        warnings.warn(f"{choice}, since 'copy_engine' cannot be had: {problem}", stacklevel=3)
 
 
 def transport_name(transport: Transport | None) -> str | None:
@@ -138,6 +174,13 @@ def transport_name(transport: Transport | None) -> str | None:
     if transport is None:
         return None
     return transport.name if isinstance(transport, PointToPoint | MessageMemory) else "copy_engine"
+
+
+def whole_transport(transport: Transport) -> Transport:
+    """Return the transport with whose calls those of this one have one order: messages of all ranks, or the memory."""
+    if isinstance(transport, MessageMemory):  # calls by heads and by hops
+        transport = transport.channel
+    return transport.whole if isinstance(transport, PointToPoint) else transport
 
 
 def message_memory(channel: PointToPoint, device: torch.device) -> MessageMemory:

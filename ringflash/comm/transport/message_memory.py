@@ -1,4 +1,4 @@
-"""Local memory areas whose contents travel between ranks as NCCL messages, within a host or between hosts.
+"""Local memory areas whose contents travel between ranks as messages, within a host or between hosts.
 
 Messages are ordered among each other and with the work of their lane, so no barrier is needed: a rank sends data that
 it wrote earlier, receives into memory that is no longer read, and the caller's stream waits for both.
@@ -13,7 +13,7 @@ import torch
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.transport.buffers import synchronize
-from ringflash.comm.transport.lanes import Lanes
+from ringflash.comm.transport.lanes import Lanes, Token
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 from ringflash.comm.transport.point_to_point import Message, PointToPoint
 
@@ -71,10 +71,38 @@ class MessageMemory(Lanes):
 
     @property
     def num_posted(self) -> int:
-        return self.channel.num_posted
+        return self.channel.whole.num_posted
 
     def release(self) -> None:
         synchronize(self._device)
         self._kept.drop()
         self._captured.clear()
         self._areas.clear()
+
+
+class _Done:
+    """Token of work that had ended when it was made."""
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class HostMessageMemory(MessageMemory):
+    """Memory of messages over gloo: the host itself does all work, in the order of issue."""
+
+    def mark(self) -> Token:
+        return _Done()
+
+    def wait(self, *tokens: Token) -> None:
+        for token in tokens:
+            token.wait()  # type: ignore[attr-defined]
+
+    def run_in_lane(
+        self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False
+    ) -> Token:
+        self.wait(*after)
+        work()
+        return _Done()

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
-from ringflash.comm.group import this_host
+from ringflash.comm.communicator import register_members
+from ringflash.comm.group import HostSplit, this_host
 from ringflash.comm.transport.copies import Copies
 from ringflash.comm.transport.lanes import Lanes, T, Token
 
@@ -115,22 +116,30 @@ class SymmetricMemory(Lanes):
     """Areas in torch's symmetric memory: all GPUs of a host map them, and copies between them need no SM.
 
     Args:
-        group: the ranks that share the memory; creating it is a collective call.
+        group: creating the memory and growing its areas are collective calls of this group.
         timeout_ms: limit after which the kernel that waits in a barrier traps.
+        split: the ranks of each host share memory, those of different hosts none. Default: all ranks share it.
     Raises:
-        OutOfReach: on every rank, if one cannot map the memory of another.
+        OutOfReach: on every rank, if one cannot map the memory of another on its host.
     """
 
     num_buffers = 2
     num_posted = 0
 
-    def __init__(self, group: dist.ProcessGroup, timeout_ms: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_ms: int, split: HostSplit | None = None) -> None:
         # We use no multicast objects; by default torch creates one for every area.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         super().__init__(torch.device("cuda", torch.cuda.current_device()))
         self.rank, self.group, self._timeout_ms = group.rank(), group, timeout_ms
         self._handles: dict[str, torch.distributed._symmetric_memory._SymmetricMemory] = {}
-        _check_places(gather(group, _place(self._device)))
+        self._mapping: tuple[str, dist.ProcessGroup] = group.group_name, group  # the ranks that map one another's areas
+        places = gather(group, _place(self._device))
+        for members in [tuple(range(len(places)))] if split is None else split.hosts():
+            _check_places([places[rank] for rank in members])
+        if split is not None and split.num_hosts > 1:
+            self.members = split.host_of(group.rank())
+            self.rank = self.members.index(group.rank())
+            self._mapping = register_members(group, self.members)
 
     def reserve(self, name: str, num_bytes: int) -> None:
         if name in self._areas and self._areas[name].numel() >= num_bytes:
@@ -149,7 +158,7 @@ class SymmetricMemory(Lanes):
         _raise_together(gather(self.group, problem))
         assert area is not None
         try:
-            handle = symmetric_memory.rendezvous(area, self.group)
+            handle = symmetric_memory.rendezvous(area, self._mapping[0])  # type: ignore[arg-type]
         except RuntimeError as error:
             handle, problem = None, str(error)[:500]
         _raise_together(gather(self.group, problem))
@@ -191,8 +200,8 @@ class SymmetricMemory(Lanes):
 
     @property
     def _pad(self) -> torch.distributed._symmetric_memory._SymmetricMemory:
-        """Handle with the signal pad for barriers: that of the area "kv", which every group has."""
-        return self._handles["kv"]
+        """Handle with the signal pad for barriers: that of the oldest area, the same on every rank."""
+        return next(iter(self._handles.values()))
 
 
 def _allocate(make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str]:

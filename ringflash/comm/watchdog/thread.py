@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ringflash.comm.cuda_graphs import capturing
 from ringflash.comm.timeouts import timeout
-from ringflash.comm.transport import MessageMemory, PointToPoint, Transport, transport_name
+from ringflash.comm.transport import PointToPoint, Transport, transport_name, whole_transport
 from ringflash.comm.watchdog.calls import WAITS, CallInFlight, CallQueue, HasEnded, Unwatched
 from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
 from ringflash.comm.watchdog.store import ANSWER_S, Board, StoreGone
@@ -273,14 +273,10 @@ def watching(transport: Transport | None, way: str, device: torch.device) -> Cal
     if capturing(device):
         return _unwatched
     assert transport is not None
-    if isinstance(transport, MessageMemory):  # calls by heads and by hops share one order in a group
-        transport = transport.channel
-    if isinstance(transport, PointToPoint):  # as do calls among some of its ranks
-        transport = transport.whole
     if _watchdog is None:
         _watchdog = Watchdog()
         _watchdog.start()
-    return _watchdog.begin(transport, way, device)
+    return _watchdog.begin(whole_transport(transport), way, device)
 
 
 def _forget() -> None:

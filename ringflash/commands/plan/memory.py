@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from ringflash.attention.head_exchange import Part, area_bytes
 from ringflash.attention.sections import (
     HEADER_BYTES,
     Sections,
@@ -125,15 +126,13 @@ def layer_bytes(job: TrainingJob) -> int:
 def attention_work_bytes(job: TrainingJob) -> int:
     """Return the bytes of gradients in attention's backward: dQ in fp32 and bf16, dO, dK and dV.
 
-    On several ranks, dQ is in fp32 for two sections only. A rank that exchanges heads also holds q, k, v, out and dout
-    twice: as they leave, and as they arrived.
+    On several ranks, dQ is in fp32 for two sections only.
     """
     rail = job.rail
     model, summed = rail.model, rail.model.q_size
     if rail.cp_size > 1:
         summed = sum(buffer_heads(sections_at_a_time(rail).backward)) * model.q_size // model.num_kv_heads
-    exchanged = 0 if job.exchanging == 1 else 2 * (3 * model.q_size + 2 * model.kv_size) * BF16
-    return rail.local_tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16 + exchanged)
+    return rail.local_tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)
 
 
 def transport_bytes(job: TrainingJob) -> int:
@@ -142,15 +141,29 @@ def transport_bytes(job: TrainingJob) -> int:
     All-gather by heads, over the copy engine (on one host) or NCCL: K/V of the whole sequence if they are small, else
     the rank's own and those of two sections of heads (NCCL: three); gradients of two sections (more if returns are
     batched so that links can sleep), and those of one section returning to their owners. In blocks: the same for units
-    in place of sections; sums of the rank's own gradients and the output in fp32, of two sections.
+    in place of sections; sums of the rank's own gradients and the output in fp32, of two sections. An exchange of heads
+    has areas and a buffer of its own.
     """
-    job = job.rail
+    exchanged, job = _exchange_bytes(job), job.rail
     if job.cp_size == 1:
-        return 0
+        return exchanged
     turns = (SymmetricMemory if job.one_host else MessageMemory).num_buffers
     if len(block_sizes(job)) > 1:
-        return _keys_in_blocks(job, turns)
-    return max(_gathered_keys(job, rank, turns) for rank in (0, job.cp_size - 1))
+        return exchanged + _keys_in_blocks(job, turns)
+    return exchanged + max(_gathered_keys(job, rank, turns) for rank in (0, job.cp_size - 1))
+
+
+def _exchange_bytes(job: TrainingJob) -> int:
+    """Return the bytes of the areas and the buffer over which a host exchanges heads, in a backward."""
+    if job.exchanging == 1:
+        return 0
+    model, ranks = job.rail.model, job.exchanging
+    q, k = (
+        Part(1, job.local_tokens, heads, model.head_dim, torch.bfloat16)
+        for heads in (model.num_heads, model.num_kv_heads)
+    )
+    lse = q._replace(width=1, dtype=torch.float32)
+    return 2 * area_bytes(ranks, (k, k, lse, q, q, q)) + area_bytes(ranks, (q, k, k))
 
 
 def host_bytes(job: TrainingJob) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
+from ringflash.attention.sections import order_units
 from ringflash.commands.plan.job import Machine, Rates, TrainingJob
 from ringflash.commands.plan.memory import BF16, FP32, block_sizes, layer_input_bytes, sections_at_a_time
 
@@ -110,39 +111,62 @@ def _sharded_bytes(job: TrainingJob) -> float:
 def _ring_exposed(job: TrainingJob, machine: Machine, forward: float, backward: float) -> float:
     """Return the seconds that attention kernels wait for messages, over all layers.
 
-    The keys of the first section and the gradients of the last one overlap with no kernel; those of every other section
-    overlap with the kernel of the adjacent one. In blocks, the first kernel is over the rank's own keys, and only the
-    gradients of the last block overlap with none.
+    Of an exchange of heads, only that of the queries is hidden, by the arrival of keys from other hosts.
     """
     if job.cp_size == 1:
         return 0.0
     layers, job = job.model.num_layers, job.on(machine)
-    exchange, flat, job = layers * _exchange_seconds(job, machine), job.exchanging == 1, job.rail
-    keys = 2 * (job.seqlen - job.local_tokens) * job.model.kv_size * BF16  # rank 0 sees those of all others
+    rail, flat = job.rail, job.exchanging == 1
+    keys = 2 * (rail.seqlen - rail.local_tokens) * rail.model.kv_size * BF16  # rank 0 sees those of all others
     gradients = keys * FP32 // BF16  # the last rank owns what all others see
-    arrive, leave = (_seconds_moved(job, machine, num_bytes, flat=flat) for num_bytes in (keys, gradients))
-    sections, blocks = sections_at_a_time(job), block_sizes(job)
-    if len(blocks) > 1:
-        last = leave * blocks[-1] / (job.cp_size - 1) / len(sections.backward)
-        behind = max(0.0, arrive - forward / layers) + max(0.0, arrive + leave - last - backward / layers)
-        return exchange + layers * (last + behind)
-    ahead = 1 / len(sections.forward)
-    exposed = ahead * arrive + max(0.0, (1 - ahead) * (arrive - forward / layers))
-    ahead = 1 / len(sections.backward)
-    exposed += ahead * (arrive + leave) + max(0.0, (1 - ahead) * (arrive + leave - backward / layers))
-    return exchange + layers * exposed
+    arrive, leave = (_seconds_moved(rail, machine, num_bytes, flat=flat) for num_bytes in (keys, gradients))
+    sections, blocks = sections_at_a_time(rail), block_sizes(rail)
+    q, k = (_exchange_seconds(job, machine, size) for size in (rail.model.q_size, rail.model.kv_size))
+    exposed = 0.0
+    for kernels, heads, returned, queries, results in (
+        (forward / layers, sections.forward, 0.0, q, q),
+        (backward / layers, sections.backward, leave, 3 * q, q + 2 * k),
+    ):
+        end = pipeline_seconds(heads, blocks, arrive, returned, kernels, queries)
+        exposed += 2 * k + end - kernels + results
+    return layers * exposed
 
 
-def _exchange_seconds(job: TrainingJob, machine: Machine) -> float:
-    """Return the seconds of a layer's exchanges of heads inside a host, which no kernel hides.
+def pipeline_seconds(
+    heads: tuple[int, ...], blocks: tuple[int, ...], arrive: float, leave: float, kernels: float, queries: float = 0.0
+) -> float:
+    """Return the seconds of one pass of an all-gather by heads, whose kernels and messages overlap.
 
-    q, k, v and out in the forward; these, dout, dq, dk and dv in the backward.
+    Messages have one order: the keys of the next unit are ahead of the gradients of this one.
+
+    Args:
+        heads: KV heads of each section.
+        blocks: distances of each block; of several, the first has the rank's own keys, which do not travel.
+        arrive: seconds of all messages with keys.
+        leave: seconds of all messages with gradients; 0 in a forward.
+        kernels: seconds of all kernels.
+        queries: seconds until the queries are there.
     """
-    if job.exchanging == 1:
-        return 0.0
-    model = job.rail.model
-    num_bytes = 6 * (model.q_size + model.kv_size) * job.rail.local_tokens * BF16
-    return num_bytes * (1 - 1 / job.exchanging) / (machine.gpu.nvlink_gbytes * machine.rates.nvlink * 1e9)
+    units, travelling = order_units(len(heads), len(blocks)), sum(blocks[1:]) or blocks[0]
+    work = [heads[unit.section] * blocks[unit.block] / sum(heads) for unit in units]
+    moved = [share / travelling for unit, share in zip(units, work, strict=True) if unit.stage is not None]
+    link = arrived = moved[0] * arrive
+    device = queries
+    for unit, share in zip(units, work, strict=True):
+        if unit.stage is not None:
+            device = max(device, arrived)
+        device += share / sum(blocks) * kernels
+        if unit.stage is not None:
+            link = arrived = link + (moved[unit.stage + 1] * arrive if unit.stage + 1 < len(moved) else 0.0)
+            if leave:
+                link = max(link, device) + moved[unit.stage] * leave
+    return max(link, device)
+
+
+def _exchange_seconds(job: TrainingJob, machine: Machine, size: int) -> float:
+    """Return the seconds to exchange one tensor inside a host, `size` elements for each row of the host."""
+    num_bytes = size * job.rail.local_tokens * BF16 * (1 - 1 / job.exchanging)
+    return num_bytes / (machine.gpu.nvlink_gbytes * machine.rates.copies * 1e9)
 
 
 def _seconds_moved(job: TrainingJob, machine: Machine, num_bytes: float, *, flat: bool) -> float:
