@@ -3,7 +3,8 @@
     python benchmarks/bench_blocks.py [--json results.json]          (one Hopper GPU, half a minute)
 
 A call runs as it would over NCCL, with its copies and sums, but nothing is sent: K/V are random numbers. The first rank
-of a zigzag has the shortest rows for a kernel to work on: half of its tokens see all keys, the others few.
+of a zigzag has the shortest rows for a kernel to work on: half of its tokens see all keys, the others few. The last
+tiles of a block of a backward run beside the first ones of the next, unless it is "one block at a time".
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+from unittest import mock
 
 import torch
 
@@ -21,12 +24,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 from benchmarks.environment import describe  # noqa: E402
-from ringflash.attention import schedule, sections  # noqa: E402
+from ringflash.attention import gather_by_heads, schedule, sections  # noqa: E402
 from ringflash.attention.gather_by_heads import HeadGather  # noqa: E402
 from ringflash.attention.schedule import Gathering  # noqa: E402
 from ringflash.comm.transport import MessageMemory, Pending, PointToPoint, buffers  # noqa: E402
 from ringflash.sequence.mask import SequenceMask  # noqa: E402
 
+T = TypeVar("T")
 SEQLEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, ROUNDS = 1 << 20, 32, 8, 128, 3
 
 
@@ -45,53 +49,72 @@ def main() -> None:
 
 
 def measure(tokens: int, rank: int) -> dict[str, Any]:
-    """Return TFLOP/s of one rank's forward and backward, in blocks and by sections."""
+    """Return TFLOP/s of one rank's forward and backward, by way; all ways take turns."""
     cp_size, mask, shape = SEQLEN // tokens, SequenceMask(SEQLEN), (1, tokens, NUM_KV_HEADS, HEAD_DIM)
     whole = schedule.gather(mask, cp_size, rank, "zigzag")
     sizes = sections.choose_blocks(
         shape, NUM_HEADS, whole.capacity, whole.arriving, whole.pairs, cp_size, torch.bfloat16, "nccl"
     )
+    blocks = schedule.gather_blocks(mask, cp_size, rank, "zigzag", sizes)
+    calls = {
+        "in blocks": call(blocks, rank),
+        "one block at a time": call(blocks, rank),
+        "by sections": call((whole,), rank),
+    }
+    q, dout = (torch.randn(1, tokens, NUM_HEADS, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
+    k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
+    samples: dict[str, list[tuple[float, float]]] = {way: [] for way in calls}
+    for _ in range(1 + ROUNDS):  # the first allocates, and is left out
+        for way, attention in calls.items():
+            for _ in range(2):  # a sample follows one of its own way: a cool GPU is a fifth faster
+                seconds = sample(attention, dout, q, k, v, apart="one" in way)
+            samples[way].append(seconds)
+        fill_buffers()
+    flops = 4 * NUM_HEADS * HEAD_DIM * whole.mask.num_visible / 1e12
     result: dict[str, Any] = {"tokens": tokens, "rank": rank, "blocks": sizes}
-    ways = {"in blocks": schedule.gather_blocks(mask, cp_size, rank, "zigzag", sizes), "by sections": (whole,)}
-    for name, blocks in ways.items():
-        forward, backward = time_call(blocks, rank, shape)
-        result[name] = {"forward": forward, "backward": backward}
-        print(f"{tokens} tokens, rank {rank} of {cp_size}, {name}: {forward:.0f} / {backward:.0f} TFLOP/s", flush=True)
+    for way, times in samples.items():
+        forward, backward = (sorted(column)[ROUNDS // 2] for column in zip(*times[1:], strict=True))
+        result[way] = {"forward": flops / forward, "backward": 2.5 * flops / backward}
+    parts = (f"{way} {result[way]['forward']:.0f} / {result[way]['backward']:.0f}" for way in calls)
+    print(f"{tokens} tokens, rank {rank} of {cp_size}, TFLOP/s: {'; '.join(parts)}", flush=True)
+    for attention in calls.values():
+        cast(MessageMemory, attention.memory).release()
+    buffers.release_buffers()
     return result
 
 
-def time_call(blocks: tuple[Gathering, ...], rank: int, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Return TFLOP/s of the forward and the backward."""
-    channel = SimpleNamespace(name="gloo", rank=rank, group=None, post=lambda *_: Pending([]), num_posted=0)
+def call(blocks: tuple[Gathering, ...], rank: int) -> HeadGather:
+    """Return a call over messages that are not sent."""
+    channel = SimpleNamespace(name="gloo", rank=rank, group=None, post=lambda *_: Pending([]), num_posted=0, members=())
     memory = MessageMemory(cast(PointToPoint, channel), torch.device("cuda", 0))
-    call = HeadGather(blocks, memory, "hopper", HEAD_DIM**-0.5, deterministic=False)
-    q, dout = (torch.randn(1, shape[1], NUM_HEADS, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
-    k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
-    call.forward(q, k, v)
-    received = [storage for (_, name), storage in buffers._storage.items() if name.startswith("kv.")]
-    for storage in [*received, memory._areas["kv"]]:
-        storage.view(torch.bfloat16).normal_()
-    out, lse = call.forward(q, k, v)
-    flops = 4 * NUM_HEADS * HEAD_DIM * sum(block.mask.num_visible for block in blocks) / 1e12
-    forward = flops / seconds(lambda: call.forward(q, k, v))
-    backward = 2.5 * flops / seconds(lambda: call.backward(dout, None, q, k, v, out, lse))
-    memory.release()
-    buffers.release_buffers()
+    return HeadGather(blocks, memory, "hopper", HEAD_DIM**-0.5, deterministic=False)
+
+
+def fill_buffers() -> None:
+    """Let random numbers arrive, since the power of products depends on them."""
+    for (_, name), storage in buffers._storage.items():
+        if name.startswith("kv."):
+            storage.view(torch.bfloat16).normal_()
+
+
+def sample(attention: HeadGather, *inputs: torch.Tensor, apart: bool) -> tuple[float, float]:
+    """Return the seconds of a forward and a backward; `apart`: blocks of a backward do not overlap."""
+    dout, q, k, v = inputs
+    together = gather_by_heads.adds_concurrently
+    with mock.patch.object(gather_by_heads, "adds_concurrently", (lambda *_: False) if apart else together):
+        out, forward = timed(lambda: attention.forward(q, k, v))
+        _, backward = timed(lambda: attention.backward(dout, None, q, k, v, *out))
     return forward, backward
 
 
-def seconds(call: Any) -> float:
-    """Return the median time of a call, after one that is not timed."""
-    call()
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return sorted(times)[ROUNDS // 2]
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    """Return the result of some work and the seconds that the GPU takes for it."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    result = work()
+    end.record()
+    end.synchronize()
+    return result, start.elapsed_time(end) / 1000
 
 
 if __name__ == "__main__":
