@@ -4,6 +4,8 @@ python benchmarks/count_documents.py --json benchmarks/results/documents.json
 
 "every document" cuts each document over all ranks in mirrored pairs, pads it to 2 * ranks tokens and passes whole
 shards round a ring, as Transformer Engine does for packed sequences; it is calculated.
+
+Also counts the work of the sequences that data ranks compute in one step, by the order in which documents were packed.
 """
 
 from __future__ import annotations
@@ -18,12 +20,17 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
+import torch
+from torch import Tensor
+
 from benchmarks.environment import describe
 from ringflash.attention.schedule import gather
+from ringflash.data.order import mix_lengths, shuffled
 from ringflash.sequence.mask import SequenceMask
 
 MIXES = {"128 to 32k": (128, 1 << 15), "1k to 256k": (1 << 10, 1 << 18), "1k to 16k": (1 << 10, 1 << 14)}
 TOKENS_PER_RANK, GPUS_PER_HOST = 1 << 17, 8
+NUM_SEQUENCES, WINDOW_STEPS = 2048, 4
 
 
 def main() -> None:
@@ -42,8 +49,14 @@ def main() -> None:
                 worst = min(x["balance_percent"] for x in counted)
                 results.append({"mix": mix, "ranks": ranks, "layout": layout, "worst_percent": worst, **row})
                 print(results[-1])
+    steps = [
+        {"mix": mix, "seqlen": seqlen, "data_ranks": ranks, **balance_of_steps(lengths, seqlen, ranks)}
+        for mix, lengths in MIXES.items()
+        for seqlen in (1 << 17, 1 << 20)
+        for ranks in (8, 64)
+    ]
     about = {"environment": describe(), "tokens_per_rank": TOKENS_PER_RANK, "packings": options.packings}
-    options.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    options.json.write_text(json.dumps({**about, "results": results, "steps": steps}, indent=1) + "\n")
 
 
 def pack(seed: int, seqlen: int, shortest: int, longest: int) -> tuple[int, ...]:
@@ -93,6 +106,31 @@ def count_every_document(bounds: tuple[int, ...], ranks: int) -> dict[str, float
         "host_shards": (ranks - 1) / GPUS_PER_HOST if ranks > GPUS_PER_HOST else 0,
         "messages": ranks - 1,
     }
+
+
+def balance_of_steps(lengths: tuple[int, int], seqlen: int, data_ranks: int) -> dict[str, float]:
+    """Count the mean work of a step's sequences over the largest, in percent, as a mean over NUM_SEQUENCES.
+
+    Returns:
+        shuffled, mixed: by the order of the documents.
+        sorted: mixed, and the sequences of every WINDOW_STEPS steps ordered by their work.
+    """
+    bounds = torch.tensor(pack(0, NUM_SEQUENCES * seqlen, *lengths))
+    tokens = bounds.diff()
+    order = shuffled(len(tokens), "documents")
+    mixed = work_of_sequences(tokens[mix_lengths(order, tokens[order])], seqlen)
+    windows = mixed.unflatten(0, (-1, min(WINDOW_STEPS * data_ranks, NUM_SEQUENCES)))
+    found = {"shuffled": work_of_sequences(tokens[order], seqlen), "mixed": mixed, "sorted": windows.sort().values}
+    steps = {name: work.reshape(-1, data_ranks) for name, work in found.items()}
+    return {name: 100 * (work.mean(1) / work.amax(1)).mean().item() for name, work in steps.items()}
+
+
+def work_of_sequences(tokens: Tensor, seqlen: int) -> Tensor:
+    """Count the visible pairs of each sequence, in random order, of documents that are packed in the given order."""
+    edges = torch.cat([tokens.cumsum(0), torch.arange(0, NUM_SEQUENCES + 1) * seqlen]).unique()
+    parts = edges.diff().double()
+    work = torch.zeros(NUM_SEQUENCES).double().index_add_(0, edges[:-1] // seqlen, parts * (parts + 1) / 2)
+    return work[shuffled(NUM_SEQUENCES, "sequences")]
 
 
 COUNTS: dict[str, Callable[[tuple[int, ...], int], dict[str, float]]] = {

@@ -48,6 +48,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
             yield "docs/plan.md", name, training_table(result)
     for name, result in _of_results("documents"):
         yield "docs/masks.md", name, documents_table(result)
+        yield "docs/data.md", "steps_of_documents", steps_of_documents_table(result)
     for name, result in _of_results("fp8_training_*"):
         yield "docs/fp8.md", name, fp8_losses_table(result)
         yield "docs/fp8.md", f"{name}_layers", fp8_layers_table(result)
@@ -257,6 +258,20 @@ def documents_table(result: dict) -> str:
     head = [f"| tokens of a document | ranks | {' | '.join(layouts)} |", "|---|---|" + "---|" * len(layouts)]
     rows = [f"| {mix} | {ranks} | {' | '.join(row)} |" for (mix, ranks), row in cells.items()]
     return "\n".join([source, "", *head, *rows])
+
+
+def steps_of_documents_table(result: dict) -> str:
+    """Tabulate how equal the work of the sequences of a step is, by the order in which documents were packed."""
+    about, orders = result["environment"], ("shuffled", "mixed", "sorted")
+    rows = [
+        f"| {row['mix']} | {row['seqlen']:,} | {row['data_ranks']} | {' | '.join(f'{row[x]:.0f}' for x in orders)} |"
+        for row in result["steps"]
+    ]
+    head = [
+        "| tokens of a document | of a sequence | sequences of a step | shuffled | mixed by length | and sorted |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join([f"`{about['command']}`, commit {about['commit']}.", "", *head, *rows])
 
 
 def steps_tables(result: dict) -> str:

@@ -1,4 +1,4 @@
-"""Order of training: the sequences of all epochs, numbered consecutively as samples.
+"""Order of training: of documents before they are packed, and of sequences, numbered over all epochs as samples.
 
 Sample i is sequence i % num_sequences of epoch i // num_sequences; every epoch is shuffled differently. Step s of data
 rank r reads sample s * dp_size + r. The progress of a run is therefore one number, which stays valid if the run
@@ -8,6 +8,7 @@ resumes on another number of ranks.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 
 import torch
@@ -34,6 +35,24 @@ class SampleOrder(Sampler[int]):
             if epoch != known:
                 known, order = epoch, shuffled(self.num_sequences, f"{self.seed}/{epoch}")
             yield int(order[index])
+
+
+def mix_lengths(documents: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Reorder documents so that any run of them has short and long ones in the proportions of the whole.
+
+    Sequences packed from them then have similar attention work, which the slowest data rank of a step decides. The
+    quantile of the i-th document's length is i times the golden ratio, modulo 1, whose values fill [0, 1) evenly.
+
+    Args:
+        documents: (num_documents,), int64, shuffled; those within an eighth of an octave keep their order.
+        lengths: (num_documents,), int64, tokens of each.
+    """
+    mantissas, exponents = torch.frexp(lengths.double())  # exact, and so equal on every machine
+    by_length = documents[torch.argsort(exponents + (16 * mantissas).floor() / 16, stable=True)]
+    quantiles = torch.arange(len(documents), dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
+    mixed = torch.empty_like(documents)
+    mixed[torch.argsort(quantiles)] = by_length
+    return mixed
 
 
 def shuffled(count: int, name: str) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ringflash.comm.agreement import READ_TIMEOUT, agree, gather
 from ringflash.data.files import TokenFiles, raise_for
 from ringflash.data.format import TokenFileError
-from ringflash.data.order import SampleOrder
+from ringflash.data.order import SampleOrder, mix_lengths
 from ringflash.data.sequences import TokenSequences, split
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.strategy import ContextParallelStrategy, strategy_of
@@ -258,7 +258,7 @@ class CountConsumed(lightning.Callback):
 
 
 class TokenData(SequenceData):
-    """Documents of token files, shuffled and packed, with some of them held out.
+    """Documents of token files, shuffled, mixed by length and packed, with some of them held out.
 
     Each rank reads only its own chunks of a sequence.
 
@@ -295,9 +295,9 @@ class TokenData(SequenceData):
         strategy = strategy_of(self.trainer)
         self.files = open_on_all_ranks(Path(self.folder), strategy, self.verify)
         self.check_vocabulary(self.files.header.vocab_size, self.folder)
-        parts = split(len(self.files), self.held_out_percent, self.seed)
-        train, held_out = (self._sequences(documents, strategy) for documents in parts)
-        return train, held_out
+        trained, held_out = split(len(self.files), self.held_out_percent, self.seed)
+        trained = mix_lengths(trained, torch.from_numpy(self.files.lengths)[trained])
+        return self._sequences(trained, strategy), self._sequences(held_out, strategy)
 
     def identity(self) -> dict[str, Any]:
         """Add the files' fingerprint and the percentage held out."""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from recipes.lightning.text import PackedText
 from ringflash import loss
 from ringflash.data import SampleOrder, TokenFiles, TokenSequences
+from ringflash.data.order import mix_lengths, shuffled
 from ringflash.data.sequences import split
 from ringflash.huggingface import prepare_batch
 from ringflash.sequence.layout import chunks, local_positions
@@ -185,6 +186,34 @@ def test_split_holds_out_the_same_documents_for_every_seed(count: int, percent: 
 def test_split_follows_the_seed() -> None:
     """Another order for another seed."""
     assert not torch.equal(split(300, 5.0, 0)[0], split(300, 5.0, 1)[0])
+
+
+@SHARED
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=300), st.integers(0, 99))
+def test_mixed_documents_are_the_same_ones(lengths: list[int], seed: int) -> None:
+    """In one order for each order that they had."""
+    documents, sizes = shuffled(len(lengths), f"{seed}"), torch.tensor(lengths)
+    mixed = mix_lengths(documents, sizes[documents])
+    assert torch.equal(mixed.sort().values, torch.arange(len(lengths)))
+    assert torch.equal(mixed, mix_lengths(documents.clone(), sizes[documents]))
+
+
+def test_sequences_of_mixed_documents_have_similar_work() -> None:
+    """Lengths of 128 to 32k, sequences of 262,144 tokens: the sums of squares differ by a third as much as shuffled."""
+    lengths = (128 * 256 ** torch.rand(20000, generator=torch.Generator().manual_seed(0))).long()
+    orders = [shuffled(len(lengths), name) for name in "ab"]
+    mixed = [mix_lengths(order, lengths[order]) for order in orders]
+    assert not torch.equal(*mixed)
+    spreads = [work.std() / work.mean() for work in map(work_of_sequences, (lengths[x] for x in (*orders, *mixed)))]
+    assert max(spreads[2:]) < 0.5 * min(spreads[:2])
+
+
+def work_of_sequences(lengths: torch.Tensor) -> torch.Tensor:
+    """Sums of squares of the documents in each sequence of 262,144 tokens."""
+    ends = lengths.cumsum(0)
+    count = int(ends[-1]) >> 18
+    bounds = torch.cat([ends[ends < count << 18], torch.arange(count + 1) << 18]).unique()
+    return torch.zeros(count).double().index_add_(0, bounds[:-1] >> 18, bounds.diff().double() ** 2)
 
 
 def test_split_of_one_document_is_refused() -> None:

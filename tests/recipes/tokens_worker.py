@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ringflash import huggingface, loss
 from ringflash.data import SampleOrder
+from ringflash.data.order import mix_lengths
 from ringflash.data.sequences import split
 from ringflash.lightning import CausalLM, ContextParallelStrategy, TokenData
 from ringflash.lightning.strategy import strategy_of
@@ -38,7 +39,9 @@ class Recorder(lightning.Callback):
 
     def __init__(self, folder: Path) -> None:
         documents = read_all(folder)
-        self.documents = [documents[i] for i in split(len(documents), HELD_OUT_PERCENT, SEED)[0]]
+        order, _ = split(len(documents), HELD_OUT_PERCENT, SEED)
+        order = mix_lengths(order, torch.tensor([len(documents[i]) for i in order]))
+        self.documents = [documents[i] for i in order]
         self.indices: list[int] = []
         self.wrong: list[str] = []
 
