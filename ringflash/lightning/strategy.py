@@ -308,9 +308,9 @@ def check_ties(module: nn.Module) -> Iterator[None]:
         for other in others:
             if module.get_parameter(other) is not module.get_parameter(first):
                 raise ValueError(
-                    f"{other} must lie in the unit of {first}, whose parameter it is, got another: sharded apart, each "
-                    "would be trained by itself; give both one parent with a forward that is sharded as a whole, or do "
-                    "not tie them."
+                    f"{other} must be in the unit of {first}, whose parameter it is, got another: sharded apart, each "
+                    "would be trained separately; give both one parent with a forward that is sharded as a whole, or "
+                    "do not tie them."
                 )
 
 

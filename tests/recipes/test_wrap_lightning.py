@@ -123,7 +123,7 @@ def test_comparison_leaves_no_trace(ranks: list[dict[str, Any]]) -> None:
     ("what", "beginning"),
     [
         ("misplaced", "model.blocks.0.attn must be given the q"),
-        ("tied", "head.weight must lie in the unit of model.embedding.weight, whose"),  # FSDP2 would part them
+        ("tied", "head.weight must be in the unit of model.embedding.weight, whose"),  # FSDP2 would part them
         ("unshifted", "token_loss must be given the labels of the whole sequence ([31] in its calls), got [30] over"),
         ("local_mean", "training_step's loss, averaged over the ring, must be that of the whole sequence ("),
         ("uncut", "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super"),
@@ -144,7 +144,7 @@ def test_batch_with_a_mask_is_refused() -> None:
     """As Hugging Face's collators make it."""
     module = type("Module", (SequenceSharding, lightning.LightningModule), {})()
     batch = dict.fromkeys(("input_ids", "labels", "attention_mask"), torch.zeros(1, 8, dtype=torch.int64))
-    with pytest.raises(ValueError, match="batch must have only input_ids, labels .*, got attention_mask, too; leave"):
+    with pytest.raises(ValueError, match="batch must have only input_ids, labels .*, got also attention_mask; leave"):
         module.shard_batch(batch, None)
 
 

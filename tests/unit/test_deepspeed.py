@@ -30,7 +30,7 @@ from ringflash.deepspeed.engine import _signature
         ({"sequence_parallel_size": 1}, "sequence_parallel_size must not be in the config, got 1"),
         ({"data_parallel_size": 2}, "data_parallel_size must not be in the config, got 2"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op must be 'mean', got 'sum'"),
-        ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled must be false, got true .each rank would draw"),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency.enabled must be false, got true .each rank"),
         ({"train_batch_size": 8}, "train_batch_size must not be in the config, got 8; DeepSpeed counts every rank"),
         ({"zero_optimisation": {"stage": 3}}, "keys that DeepSpeed reads, got zero_optimisation, .*zero_optimization"),
         ({"bf16": {"enabled": "auto"}}, "config must have values, got 'auto' for bf16.enabled, which transformers'"),

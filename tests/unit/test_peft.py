@@ -84,15 +84,15 @@ def test_refuses_adapters_that_change_more_than_layers(kind: str) -> None:
     model = build("qwen3")
     with_loss = huggingface.CausalLMWithLoss(model, None)
     adapted = peft.get_peft_model(model, config)
-    with pytest.raises(NotImplementedError, match=f"changes layers alone, such as LORA, got {kind}"):
+    with pytest.raises(NotImplementedError, match=f"only changes layers, such as LORA, got {kind}"):
         huggingface.set_group(adapted, None)
-    with pytest.raises(NotImplementedError, match=f"changes layers alone, such as LORA, got {kind}"):
+    with pytest.raises(NotImplementedError, match=f"only changes layers, such as LORA, got {kind}"):
         huggingface.CausalLMWithLoss(adapted, None)
     if kind in ("ADALORA", "LORA"):
         with_its_loss = huggingface.CausalLMWithLoss(build("qwen3"), None)
         around = peft.get_peft_model(with_its_loss, replace(config, task_type=None))
-        with pytest.raises(NotImplementedError, match=f"changes layers alone, such as LORA, got {kind}"):
+        with pytest.raises(NotImplementedError, match=f"only changes layers, such as LORA, got {kind}"):
             around(**huggingface.prepare_batch(tokens(), group=None))
     if model.__dict__.get("peft_config"):  # adapters in its layers
-        with pytest.raises(NotImplementedError, match=f"changes layers alone, such as LORA, got {kind}"):
+        with pytest.raises(NotImplementedError, match=f"only changes layers, such as LORA, got {kind}"):
             with_loss(**huggingface.prepare_batch(tokens(), group=None))

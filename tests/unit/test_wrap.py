@@ -61,7 +61,7 @@ def test_a_transformers_model_that_refuses_is_named() -> None:
     from transformers import BloomConfig, BloomModel
 
     bloom = BloomModel(BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=1))
-    with pytest.raises(NotImplementedError, match="got: BloomModel, whose layers attend by themselves; use another"):
+    with pytest.raises(NotImplementedError, match="got: BloomModel, whose layers do not follow attn_impl"):
         ringflash.wrap_attention(nn.ModuleDict({"lm": bloom}), None)
 
 
