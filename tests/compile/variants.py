@@ -2,7 +2,8 @@
 
 At head_dim 128 every choice meets every other. Elsewhere what a kernel begins with, what it ends with and its mask,
 which are different parts of its code, are not all crossed: a forward resumes and writes fp32 under one mask, a backward
-stores under one. fp16 and unmasked resumes are at head_dim 128 only, dk and dv in fp32 there and at 256.
+stores under one. fp16 and unmasked resumes are at head_dim 128 only, dk and dv in fp32 and the dq of a second hop
+there and at 256.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
         _backward(recorder, head_dim, mask, accumulate=False)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
+        _backward(recorder, head_dim, "band", deterministic=True, hops=2)
     for mask in ("band", "bounds"):
         _backward(recorder, head_dim, mask, deterministic=True)
 
@@ -139,6 +141,7 @@ def _backward(
     accumulate: bool = True,
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
+    hops: int = 1,
 ) -> None:
     words = [
         _label(head_dim),
@@ -157,6 +160,9 @@ def _backward(
     out_dtype = torch.float32 if accumulate else out_dtype or dtype
     dk, dv = (torch.empty(x.shape, dtype=out_dtype) for x in (k, v))
     run.add(k, v, _MASKS[mask], dk, dv, accumulate=accumulate)
+    for _ in range(1, hops):
+        recorder.variant = " ".join(word for word in (*words, "second hop") if word)
+        run.add(k, v, _MASKS[mask], dk, dv, accumulate=accumulate)
     run.finish()
 
 

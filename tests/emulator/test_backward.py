@@ -351,8 +351,8 @@ FAULTS_APART = {
     "Q is given back while dQ leaves": ("backward.queries", "    tma_store_wait(0)\n", ""),
     "proxy fence is missing": (
         "backward.queries",
-        "    fence_async_shared()\n    tma_reduce_add",
-        "    tma_reduce_add",
+        "    fence_async_shared()\n    if sm.ADD:",
+        "    if sm.ADD:",
     ),
     "phase of dO is inverted": (
         "backward.wide",

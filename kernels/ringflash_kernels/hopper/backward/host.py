@@ -1,6 +1,6 @@
 """Backward of attention on Hopper: dQ, dK and dV of one or several sets of keys.
 
-    preprocess   delta = rowsum(dout * out) - dlse, once; the fp32 dQ accumulator zeroed
+    preprocess   delta = rowsum(dout * out) - dlse, once; the fp32 dQ accumulator zeroed, if hops add to it
     add          one hop: P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - delta), dK = dS^T Q, dQ += dS K
     postprocess  dQ scaled and cast
 
@@ -66,7 +66,8 @@ class HopperBackward:
         out = out if out.stride(-1) == 1 else out.contiguous()
         self.has_separate_dq = deterministic or self.tiles.wide
         with device_guard(q.device):
-            self.stats, self.dq = preprocess(self.dout, out, lse, dlse, q.shape[-1])
+            self.stats, self.dq = preprocess(self.dout, out, lse, dlse, q.shape[-1], zeros=not self.has_separate_dq)
+        self._dq_is_written = not self.has_separate_dq
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views: dict[tuple[int, int], _Queries] = {}
 
@@ -108,8 +109,15 @@ class HopperBackward:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given, unit last stride."""
         out = place_of_dq(self.q, out)
         with device_guard(self.q.device):
-            postprocess(self.dq, out, self.softmax_scale)
+            postprocess(self.accumulated_dq(), out, self.softmax_scale)
         return out
+
+    def accumulated_dq(self) -> torch.Tensor:
+        """Return the sum so far, unscaled: (batch * num_heads, seqlen_q, head_dim), fp32, its columns interleaved."""
+        if not self._dq_is_written:
+            self.dq.zero_()
+            self._dq_is_written = True
+        return self.dq
 
     def _group(self, k: torch.Tensor, hop: HopRectangle) -> int:
         """Number of query heads that one CTA processes for a tile of keys: all that share the keys, or one.
@@ -191,7 +199,7 @@ class HopperBackward:
             )  # fmt: skip
 
     def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
-        """Launch the kernel that computes only dQ of a hop."""
+        """Launch the kernel that computes only dQ of a hop. The first hop stores dQ if it covers every query."""
         hop = hop_of(mask, k.device, transposed=True)  # queries and keys exchanged: its rows are the keys
         tiles, choices = self.tiles, self.tiles.queries
         batch, _, num_heads, head_dim = self.q.shape
@@ -200,20 +208,23 @@ class HopperBackward:
         num_tiles = -(-hop.num_keys // _HELD_QUERIES)
         num_works = num_tiles * batch * num_heads
         queries = self._queries(hop.k_start, hop.k_stop)
+        add = self._dq_is_written or hop.num_keys < self.q.shape[1]
+        dq = self.accumulated_dq() if add else self.dq
+        self._dq_is_written = True
         keys = [
             _piece_descriptors(cut(x, 1, (hop.q_start, hop.q_stop)), pieces, choices.block)
             for x, pieces in ((k, tiles.pieces), (v, tiles.value_pieces))
         ]
         _QUERIES(
-            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds), num_works,
+            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, add), num_works,
             *queries.q, *keys[0], *keys[1], *queries.dout,
-            block_descriptor(self.dq.flatten(0, 1), (64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
+            block_descriptor(dq, (1, 64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
             BLOCK=choices.block, SPLIT=tiles.pieces[0], REST=tiles.rest, VALUE_REST=tiles.value_rest,
             SLOTS=choices.slots, EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held,
-            BOUNDS=hop.has_bounds,
+            BOUNDS=hop.has_bounds, ADD=add,
         )  # fmt: skip
 
     def _bounds(self, hop: HopRectangle) -> tuple[torch.Tensor, torch.Tensor]:

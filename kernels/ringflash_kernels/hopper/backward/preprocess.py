@@ -1,7 +1,7 @@
 """Kernels of the backward before its first hop and after its last.
 
 preprocess   for every query row the pair (lse * log2(e), delta), delta = rowsum(dout * out) - dlse, and an fp32
-             accumulator of zeros for dQ. Rows that see nothing, and rows that pad a block, get lse = +inf, which
+             accumulator for dQ, zeros if asked. Rows that see nothing, and rows that pad a block, get lse = +inf, which
              makes their probabilities 0
 postprocess  the accumulator scaled and cast, its columns put back in order
 """
@@ -23,6 +23,7 @@ def _preprocess(
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head,
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
+    ZEROS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -49,8 +50,9 @@ def _preprocess(
     stats_at = stats_ptr + batch_head * 2 * padded_seqlen + row
     tl.store(stats_at, tl.where(empty, float("inf"), lse * 1.4426950408889634))
     tl.store(stats_at + padded_seqlen, tl.where(empty, 0.0, delta))
-    dq_at = (batch_head * seqlen + row[:, None]) * HEAD_DIM + column[None, :]
-    tl.store(dq_ptr + dq_at, tl.zeros([ROWS, COLUMNS], tl.float32), mask=loaded)
+    if ZEROS:
+        dq_at = (batch_head * seqlen + row[:, None]) * HEAD_DIM + column[None, :]
+        tl.store(dq_ptr + dq_at, tl.zeros([ROWS, COLUMNS], tl.float32), mask=loaded)
 
 
 @triton.jit
@@ -78,16 +80,23 @@ _PREPROCESS, _POSTPROCESS = (Launcher(kernel, specialised=True) for kernel in (_
 
 
 def preprocess(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, dlse: torch.Tensor | None, head_dim: int
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    head_dim: int,
+    *,
+    zeros: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the statistics of every query row and allocate the dQ accumulator.
 
     Args:
         dout, out: (batch, seqlen_q, num_heads, value_dim), unit last stride. lse, dlse: (batch, num_heads, seqlen_q).
         head_dim: head_dim of q, at least value_dim.
+        zeros: fill dq with zeros.
     Returns:
         stats: (batch * num_heads, 2, padded seqlen_q), fp32.
-        dq: (batch * num_heads, seqlen_q, head_dim), fp32, zeros.
+        dq: (batch * num_heads, seqlen_q, head_dim), fp32.
     """
     batch, seqlen, num_heads, value_dim = out.shape
     num_blocks = triton.cdiv(seqlen, ROWS)
@@ -96,11 +105,11 @@ def preprocess(
     has_dlse = dlse is not None
     dlse = lse if dlse is None else dlse
     _PREPROCESS(
-        (head_dim, value_dim, has_dlse), num_blocks * batch * num_heads,
+        (head_dim, value_dim, has_dlse, zeros), num_blocks * batch * num_heads,
         out, dout, lse, dlse, stats, dq, seqlen, num_blocks * ROWS, num_heads, num_blocks,
         *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=ROWS,
-        HAS_DLSE=has_dlse,
+        HAS_DLSE=has_dlse, ZEROS=zeros,
     )  # fmt: skip
     return stats, dq
 

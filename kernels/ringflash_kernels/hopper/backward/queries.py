@@ -1,6 +1,7 @@
 """Only dQ, in a fixed order: one CTA holds 128 queries and streams the keys past them.
 
-Each element of the dQ accumulator gets one addition per hop. In `backward_keys` the reduce-adds arrive in any order,
+Each element of the dQ accumulator is written once per hop: stored by the first, if that covers all queries, otherwise
+added to. In `backward_keys` the reduce-adds arrive in any order,
 one whole dQ block for every key tile. S and dP are computed a second time (7 products per tile instead of 5).
 `BackwardProblem` is read with queries and keys exchanged: its "keys" are the queries held, its "rows" the keys that
 are streamed.
@@ -20,6 +21,7 @@ from ringflash_kernels.hopper.compat import (
     named_barrier,
     tma_load,
     tma_reduce_add,
+    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -48,6 +50,7 @@ class QueryShared:
     EXP_UNDER_DP: gl.constexpr
     TURNS: gl.constexpr
     HELD: gl.constexpr
+    ADD: gl.constexpr
 
 
 @gluon.jit
@@ -93,7 +96,7 @@ def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         row, batch, head, kv_head = _tile_of(problem, index)
         start, stop, _full_start, _full_stop = problem.blocks(row)
-        if start < stop:
+        if (not sm.ADD) | (start < stop):
             full = sm.q_full.index(0)
             mbarrier.wait(sm.q_empty.index(0), (round & 1) ^ 1)
             mbarrier.expect(full, 2 * (nbytes + value_nbytes))
@@ -226,34 +229,37 @@ def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, ste
 
 
 @gluon.jit
-def _add_chunk(sm, dq_desc, x, row, column, buffer: gl.constexpr, W: gl.constexpr):
-    """Add half of a first piece of dQ, staged in this consumer's Q or dO; the previous chunk may still be in flight."""
+def _write_chunk(sm, dq_desc, x, at, column, buffer: gl.constexpr, W: gl.constexpr):
+    """Write half of a first piece of dQ, staged in this consumer's Q or dO; the previous chunk may be in flight."""
     N: gl.constexpr = sm.SPLIT // 2
     if buffer == 0:
-        staged = sm.q0.index(W)._reinterpret(gl.float32, [64, N], dq_desc.layout)
+        staged = sm.q0.index(W)._reinterpret(gl.float32, [1, 64, N], dq_desc.layout)
     else:
-        staged = sm.dout0.index(W)._reinterpret(gl.float32, [64, N], dq_desc.layout)
+        staged = sm.dout0.index(W)._reinterpret(gl.float32, [1, 64, N], dq_desc.layout)
     tma_store_wait(1)
-    staged.store(interleave(x, N))
+    staged.reshape([64, N]).store(interleave(x, N))
     fence_async_shared()
-    tma_reduce_add(dq_desc, [row, column], staged)
+    if sm.ADD:
+        tma_reduce_add(dq_desc, [at[0], at[1], column], staged)
+    else:
+        tma_store(dq_desc, [at[0], at[1], column], staged)
 
 
 @gluon.jit
-def _add_queries(sm, dq_desc, dq0, dq1, row, W: gl.constexpr):
-    """Add dQ of consumer W's 64 queries to the accumulator."""
+def _write_queries(sm, dq_desc, dq0, dq1, at, W: gl.constexpr):
+    """Add dQ of consumer W's 64 queries to the accumulator, or store it there."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     left, right = halves(dq0, C)
-    _add_chunk(sm, dq_desc, left, row, 0, 0, W)
-    _add_chunk(sm, dq_desc, right, row, C // 2, 1, W)
+    _write_chunk(sm, dq_desc, left, at, 0, 0, W)
+    _write_chunk(sm, dq_desc, right, at, C // 2, 1, W)
     if R == C:
         left, right = halves(dq1, R)
-        _add_chunk(sm, dq_desc, left, row, C, 0, W)
-        _add_chunk(sm, dq_desc, right, row, C + C // 2, 1, W)
+        _write_chunk(sm, dq_desc, left, at, C, 0, W)
+        _write_chunk(sm, dq_desc, right, at, C + C // 2, 1, W)
     elif R:
         gl.static_assert(R == C // 2)
-        _add_chunk(sm, dq_desc, dq1, row, C, 0, W)
+        _write_chunk(sm, dq_desc, dq1, at, C, 0, W)
     tma_store_wait(0)
 
 
@@ -271,7 +277,7 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         row, batch, head, kv_head = _tile_of(problem, index)
         start, stop, full_start, full_stop = problem.blocks(row)
-        if start < stop:
+        if (not sm.ADD) | (start < stop):
             batch_head = batch * problem.num_heads + head
             rows = row + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
             first_seen, stop_seen = problem.rows_seeing(rows)
@@ -294,7 +300,7 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
                     sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, step, block, masked, W
                 )
                 step += 1
-            _add_queries(sm, dq_desc, dq0, dq1, problem.dq_row(batch, head) + row + W * 64, W)
+            _write_queries(sm, dq_desc, dq0, dq1, [batch_head, problem.row_start + row + W * 64], W)
             mbarrier.arrive(sm.q_empty.index(0), count=1)
             round += 1
     if W == 0:
@@ -322,13 +328,13 @@ def backward_queries(
     stats_ptr, first_ptr, stop_ptr, stats_stride, row_start, dq_rows, num_rows, num_keys, num_heads, num_kv_heads,
     num_tiles, heads_together, num_works, first_shift, stop_shift, scale_log2, softmax_scale,
     BLOCK: gl.constexpr, SPLIT: gl.constexpr, REST: gl.constexpr, VALUE_REST: gl.constexpr, SLOTS: gl.constexpr,
-    EXP_UNDER_DP: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, BOUNDS: gl.constexpr,
+    EXP_UNDER_DP: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, BOUNDS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Only dQ; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
     The columns of Q and K are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns; those of
     dO and V are SPLIT and VALUE_REST. TURNS: the consumers issue their products alternately. HELD: columns of the first
-    piece of Q and dO that are kept in registers.
+    piece of Q and dO that are kept in registers. ADD: add to the accumulator instead of storing.
     """
     dtype: gl.constexpr = q0_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -357,7 +363,7 @@ def backward_queries(
         kv1 = kv0
     sm = QueryShared(
         q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, BLOCK, SPLIT, REST, VALUE_REST, SLOTS,
-        EXP_UNDER_DP, TURNS, HELD,
+        EXP_UNDER_DP, TURNS, HELD, ADD,
     )  # fmt: skip
     problem = BackwardProblem(
         gl.to_tensor(0), num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,

@@ -132,7 +132,7 @@ class _Dequantised:
 
     @property
     def dq(self) -> torch.Tensor:
-        return self._backward.dq
+        return self._backward.accumulated_dq()
 
     def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
         keys = KeyOperands(records, dk.shape[-1], self._lse, mode="bf16", softmax_scale=self.softmax_scale)
