@@ -429,21 +429,21 @@ def lane_sums(p, V: gl.constexpr):
 
 @gluon.jit
 def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexpr):
-    """Return P = exp(S - m), the new m (of S before scaling), the lanes' sums, and exp(old m - m).
+    """Return P = exp(S - m), the new m (of scaled S, base 2), the lanes' sums, and exp(old m - m).
 
     m is a row's maximum, up to a factor 2^SLACK in P: it rarely changes after the first blocks, nor is O rescaled.
     """
     if MASKED:
         s = hide(s, key, rows, V)
     SLACK: gl.constexpr = 8.0  # m may lag behind the maximum by 2^8, far from where P or l would lose bits
-    new_max = gl.maximum(row_max, gl.max(s, 1))
-    new_max = gl.where((new_max - row_max) * rows.scale > SLACK, new_max, row_max)
+    new_max = gl.maximum(row_max, gl.max(s, 1) * rows.scale)
+    new_max = gl.where(new_max - row_max > SLACK, new_max, row_max)
     if MASKED:
         finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
     else:
         finite_max = new_max
-    alpha = gl.exp2((row_max - finite_max) * rows.scale)
-    p = gl.exp2(s * rows.scale - (finite_max * rows.scale)[:, None])
+    alpha = gl.exp2(row_max - finite_max)
+    p = gl.exp2(s * rows.scale - finite_max[:, None])
     lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
     row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
     return p, new_max, row_sum, alpha
@@ -456,7 +456,7 @@ def normalizer(row_sum, row_max, rows, V: gl.constexpr):
     LN2: gl.constexpr = 0.6931471805599453
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
     inverse = gl.where(row_sum == 0, 0.0, 1.0 / row_sum)
-    return inverse, gl.where(row_sum == 0, float("-inf"), row_max * (rows.scale * LN2) + gl.log(row_sum))
+    return inverse, gl.where(row_sum == 0, float("-inf"), row_max * LN2 + gl.log(row_sum))
 
 
 @gluon.jit
