@@ -58,7 +58,7 @@ class Launch:
 
 @dataclass
 class Compiled:
-    """What came out of the compiler."""
+    """Result of a compilation."""
 
     name: str
     variant: str

@@ -25,7 +25,7 @@ class Instruction:
 
     @property
     def falls_through(self) -> bool:
-        """Whether the next instruction may follow."""
+        """Return whether the next instruction may follow."""
         conditional = self.predicate is not None or self.operands.startswith(("UP", "!UP", "P", "!P"))
         return self.name not in _NO_FALL_THROUGH or conditional
 
@@ -46,7 +46,7 @@ class Loop:
 
     @property
     def masked(self) -> bool:
-        """Whether every turn replaces scores by -inf: the selects share a basic block with the exponentials."""
+        """Return whether every turn replaces scores by -inf: the selects share a basic block with the exponentials."""
         return any(_count(block, "FSEL") >= _MANY and _count(block, "MUFU") >= _MANY for block in self.blocks)
 
     @property

@@ -1,4 +1,4 @@
-"""Where the compiler puts what a kernel allocates in shared memory.
+"""Places that the compiler gives to what a kernel allocates in shared memory.
 
 It gives the place of what is no longer used to something else. For an mbarrier that is wrong: the hardware keeps what
 it knows of an initialised one and may write it back, which it was seen to do when processes take turns on a GPU. Eight
@@ -32,7 +32,7 @@ class Allocation(NamedTuple):
 
 
 def allocations(ttgir: str, capability: int = 90) -> list[Allocation]:
-    """Of a compiled kernel's TTGIR, as triton's own passes place them; what warp_specialize hands over, as one byte."""
+    """Places in a compiled kernel's TTGIR, as triton's own passes choose them; captures of partitions as one byte."""
     context = ir.context()
     ir.load_dialects(context)
     nvidia.load_dialects(context)

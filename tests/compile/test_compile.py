@@ -80,7 +80,7 @@ class _Results:
 
 @pytest.fixture(scope="module")
 def compiled(request) -> _Results:
-    """What the selected tests need, compiling."""
+    """Compile what the selected tests need."""
     items = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
     launches = {x.key: x for item in items if (x := item.callspec.params.get("launch"))}
     return _Results(list(launches.values()))
@@ -114,13 +114,13 @@ def test_hopper_instructions(launch, compiled):
 
 @_of([launch for launch in LAUNCHES if launch not in ATTENTION])
 def test_tensors_pass_in_wide_pieces(launch, compiled):
-    """What only moves tensors does so by 16 bytes: one element at a time takes nine times as long."""
+    """Copies of 16 bytes: one element at a time takes nine times as long."""
     wide, single = _global_accesses(compiled[launch])
     assert wide and not single
 
 
 def _global_accesses(result: Compiled) -> tuple[int, int]:
-    """How many are of 16 bytes, and of one element in 16 bits."""
+    """Count the accesses of 16 bytes, and those of one element in 16 bits."""
     wide, single = (len(re.findall(rf"\b(?:LDG|STG)\.E\.{width}\b", result.sass)) for width in ("128", "U16"))
     return wide, single
 
@@ -144,7 +144,7 @@ def test_no_spills_where_nothing_is_masked(launch, compiled):
 
 
 def _overlaps(launch: Launch) -> bool:
-    """Whether a consumer's softmax is meant to run under its own products."""
+    """Return whether a consumer's softmax is meant to run under its own products."""
     return any(value.tiles.schedule == "overlap" for value in launch.constants.values() if hasattr(value, "tiles"))
 
 

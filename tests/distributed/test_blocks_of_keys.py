@@ -137,7 +137,7 @@ def test_blocks_in_turn_equal_dense(pool: Pool, memory: Memory) -> None:
 
 
 def hasty(slow: str, early: str) -> Callable[..., Later]:
-    """Of the blocks of one section, those of a lane are late, and something that needs them waits for others only."""
+    """Delay a lane's blocks of each section, while something that needs them waits for the others only."""
     late = lanes(slow)
 
     def run_in_lane(

@@ -212,7 +212,7 @@ def unless(skipped: int) -> Callable[..., None]:
 
 
 def late_copies(seconds: float) -> Callable[..., Later]:
-    """What travels last arrives late on all ranks but the first of a host."""
+    """Delay what travels last on all ranks but the first of a host."""
 
     def run_in_lane(
         self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False

@@ -64,7 +64,7 @@ def test_two_groups_at_once(pool: Pool) -> None:
 
 
 def wrong_mesh(ctx: Context) -> list[str]:
-    """What a mesh without a chosen axis is told, and one of other ranks."""
+    """Return the errors for a mesh without a chosen axis, and for one of other ranks."""
     axes = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("data", "context"))
     lower, upper = (DeviceMesh(ctx.device.type, ranks) for ranks in ([0, 1], [2, 3]))
     x, texts = torch.ones(1, 8, 2, 16), []
@@ -120,7 +120,7 @@ def test_shard_is_differentiable(pool: Pool) -> None:
 
 
 class MLP(torch.nn.Module):
-    """As transformers' models have them."""
+    """A gated MLP, as in transformers' models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def tiled_under_fsdp1(ctx: Context, use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_tiled_mlps_learn_under_fsdp1(pool: Pool, use_orig_params: bool) -> None:
-    """Which has views of a flat parameter in the place of theirs."""
+    """FSDP1 has views of a flat parameter in the place of the MLPs' own."""
     pool.run(tiled_under_fsdp1, use_orig_params, size=2)
 
 

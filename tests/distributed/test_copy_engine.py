@@ -113,7 +113,7 @@ def test_a_stage_is_free_when_its_next_section_begins(turns: int) -> None:
     [(1 << 15, 2, 2), (1 << 16, 2, 8), (1 << 17, 2, 5), (1 << 15, 8, 5), (1 << 16, 8, 2), (1 << 17, 8, 2)],
 )
 def test_stages(rows: int, ranks: int, stages: int) -> None:
-    """Of 8 KV heads of 128: more than two, in 1.25 GiB, where calls are long and their keys come at once."""
+    """Stages of 8 KV heads of 128: more than two, in 1.25 GiB, where calls are long and their keys come at once."""
     shape, keys = (1, rows, 8, 128), ranks * rows
     heads = _sections_of(shape, 32, keys, torch.bfloat16).backward
     assert sections.choose_num_gradient_buffers(shape, 32, keys, rows * keys // 2, torch.bfloat16, heads) == stages
@@ -224,7 +224,7 @@ def test_sections(
 
 
 def test_fewer_columns_are_a_shorter_call() -> None:
-    """Of as many tokens on two ranks."""
+    """The same tokens on two ranks, in 64 columns and in 128."""
     by_columns = [_sections_of((1, 8192, 8, dim), 32, 16384, torch.bfloat16).backward for dim in (64, 128)]
     assert by_columns == [(4, 4), (1, 6, 1)]
 
@@ -327,7 +327,7 @@ def numbers_unchecked() -> Iterator[None]:
 
 
 def verdict(ctx: Context, plant: str) -> str:
-    """What some calls say with one thing left out. A rank that finds a mistake goes on: the others wait for it."""
+    """Return errors of calls with one thing left out. A rank that finds a mistake goes on: the others wait for it."""
     found = "passed"
     transport._open.clear()
     with copy_engine(), one_head_a_section(), numbers_unchecked(), ExitStack() as patches:
@@ -349,7 +349,7 @@ def test_what_is_left_out_is_noticed(pool: Pool, plant: str) -> None:
 
 
 def messages_verdict(ctx: Context, early: bool) -> str:
-    """What calls over messages say whose keys arrive in a buffer that is still read, or when they should."""
+    """Return errors of calls over messages whose keys arrive in a buffer that is still read, or when they should."""
     found = "passed"
     with messages_by_heads(), taking_turns(True), ExitStack() as patches:
         if early:
@@ -384,7 +384,7 @@ def test_the_control_of_the_controls(pool: Pool, plant: str) -> None:
 
 
 def forwards_agree(ctx: Context, pulled: bool) -> bool:
-    """Whether calls in a row, on other values each, give what each gave before; rank 0 pulls late."""
+    """Return whether calls in a row, on other values each, give what each gave before; rank 0 pulls late."""
     torch.manual_seed(ctx.rank)
     q, *kv = (torch.randn(1, 8, 8, 16, dtype=torch.float64) for _ in range(9))
     transport._open.clear()

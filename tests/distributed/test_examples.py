@@ -23,7 +23,7 @@ group = weakref.ref(dist.group.WORLD)
 
 
 def run(code: str, folder: Path, num_ranks: int = 2) -> str:
-    """What a script prints, which is written to the folder."""
+    """Write a script to the folder and return what it prints."""
     script = folder / "script.py"
     script.write_text(code)
     return run_ranks(script, num_ranks=num_ranks)

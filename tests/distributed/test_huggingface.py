@@ -163,7 +163,7 @@ def test_gradient_checkpointing_changes_nothing(pool: Pool, kind: str, checkpoin
 
 
 def refusal(ctx: Context, fault: str) -> str:
-    """What this rank raises when the last rank alone, or all ranks, err."""
+    """Return what this rank raises when the last rank alone, or all ranks, err."""
     last, length = ctx.rank == ctx.size - 1, LENGTH // ctx.size
     other = fault == "another sequence on one rank" and last
     batch = huggingface.prepare_batch(tokens().flip(1) if other else tokens(), group=ctx.group)

@@ -59,7 +59,7 @@ PLANTS: dict[str, tuple[str, Callable]] = {
 
 
 def verdict(ctx: Context, plant: str | None, case: Case) -> str:
-    """What the comparison says with the mistake in place."""
+    """Return the comparison's verdict with the mistake in place."""
     target, replacement = PLANTS[plant] if plant else ("ringflash.attention.schedule.chunks", layout.chunks)
     _forget_schedules()
     try:

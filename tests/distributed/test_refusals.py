@@ -121,7 +121,7 @@ def test_a_call_of_gpus_is_compared_once(pool: Pool) -> None:
 
 
 def refused_the_second_time(ctx: Context) -> str:
-    """What is no call of a GPU is asked twice, of a group without gloo; then the last rank has an error."""
+    """Ask twice for what is no call of a GPU, of a group without gloo; then the last rank has an error."""
     with mock.patch.object(ringflash.comm.agreement, "backend_of", lambda *_: "nccl"):
         ringflash.comm.agreement.agree(ctx.group, {"checkpoint": "one"})
         error = ValueError("damaged meanwhile") if ctx.rank == ctx.size - 1 else None

@@ -1,4 +1,4 @@
-"""What is sent and computed: nothing that no query sees, K and V as one message, ahead of the kernel, in kept buffers.
+"""Messages and pairs: nothing that no query sees, K and V as one message, ahead of the kernel, in kept buffers.
 
 gloo, 2 to 4 CPU processes. The expectation is counted from visibility pair by pair, not from the schedule.
 """

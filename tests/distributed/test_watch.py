@@ -120,7 +120,7 @@ recorded: list[list[str]] = []
 
 
 def marks(ctx: Context, case: Case) -> list[list[str]]:
-    """Of the forward and the backward."""
+    """Return the marks of the forward and of the backward."""
     recorded.clear()
     with mock.patch("ringflash.attention.ring_of_hops.watching", Recorder):
         ring_check.check(ctx, case, 4)

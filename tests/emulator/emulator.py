@@ -47,7 +47,7 @@ __all__ = ["EmulationError", "Emulator", "TensorDescriptor"]
 
 
 class Kernel:
-    """What `gluon.jit` makes of a function: called from device code, or launched as `kernel[grid](...)`."""
+    """A function under `gluon.jit`: called from device code, or launched as `kernel[grid](...)`."""
 
     def __init__(self, emulator: Emulator, function) -> None:
         self.emulator, self.fn, self.__name__ = emulator, function, function.__name__

@@ -121,7 +121,7 @@ class Barrier:
         self._complete()
 
     def passed(self, parity: int) -> bool:
-        """Whether the phase of this parity has completed."""
+        """Return whether the phase of this parity has completed."""
         self._check_initialised()
         return self.phase % 2 != parity
 
@@ -139,7 +139,7 @@ class Barrier:
 
 
 class BarrierArray:
-    """What allocating mbarriers returns; `index` selects one."""
+    """Allocated mbarriers; `index` selects one."""
 
     def __init__(self, count: int, name: str) -> None:
         self.barriers = [Barrier(f"{name}[{i}]") for i in range(count)]
@@ -205,7 +205,7 @@ class TensorDescriptor:
 
 
 class Partition:
-    """What one partition of a thread block has outstanding: TMA stores, wgmmas and unfenced writes."""
+    """Outstanding work of one partition of a thread block: TMA stores, wgmmas and unfenced writes."""
 
     def __init__(self, block: Block, task: Task, num_threads: int) -> None:
         self.block, self.task, self.num_threads = block, task, num_threads

@@ -192,7 +192,7 @@ def test_gradient_at_any_address():
 
 @pytest.mark.parametrize("head_dim", [64, 192])
 def test_launches_are_on_the_device_of_the_tensors(monkeypatch, head_dim):
-    """Where another one is the current one, each of the kernels would read memory of a stranger."""
+    """If another device is the current one, each of the kernels would read memory of a stranger."""
     module, current, places = Emulator().load("backward.host"), [], []
     launcher = type(module._KEYS)
     launch = launcher.__call__
@@ -364,7 +364,7 @@ FAULTS_APART = {
 
 
 def _fails(fault: tuple[str, str, str], mask: Mask, shape: Shape) -> bool:
-    """Whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
+    """Return whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
     mask = Mask(mask.seqlen_q, mask.seqlen_k, mask.regions)  # keeps nothing that was made without the fault, or with
     for seed in range(3):
         try:
@@ -418,7 +418,7 @@ def test_sum_over_ranks(widths: tuple[int, int], ranks: tuple[int, ...]) -> None
 
 
 def test_sums_of_ranks_whose_offsets_pass_32_bits(tmp_path):
-    """As on 8 ranks from some ten million tokens on."""
+    """Offsets of 8 ranks from some ten million tokens on."""
     row = 2 * 2 * 64
     first, partials = 2**31 // row - 7, torch.randn(15, 2, 2 * 64)
     others = torch.from_file(str(tmp_path / "others"), shared=True, size=2**31 + 16 * row).view(-1, 2, 2 * 64)

@@ -249,7 +249,7 @@ FAULTS = {
 
 
 def _fails(fault: tuple[str, str, str], mask: Mask, head_dim: int) -> bool:
-    """Whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
+    """Return whether the comparison, or the emulator, sees the fault in one of a few interleavings."""
     mask = Mask(mask.seqlen_q, mask.seqlen_k, mask.regions)  # keeps nothing that was made without the fault, or with
     for seed in range(3):
         try:

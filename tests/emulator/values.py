@@ -69,7 +69,7 @@ _LONG_NAMES = {
 
 
 def poison(dtype: np.dtype) -> object:
-    """What undefined memory of a numpy `dtype` holds: NaN, or an integer far outside any index."""
+    """Content of undefined memory of a numpy `dtype`: NaN, or an integer far outside any index."""
     if dtype == np.bool_:
         return True
     if not np.issubdtype(dtype, np.integer):

@@ -39,7 +39,7 @@ FOR_EVER_S = 3600.0
 
 
 class Task(NamedTuple):
-    """What a rank is told."""
+    """A rank's instructions."""
 
     rank: int
     size: int
@@ -114,7 +114,7 @@ class Job:
 
 
 class _Forked:
-    """As Popen of a rank, with the imports already done (tests/helpers/forked.py)."""
+    """A rank with the imports already done (tests/helpers/forked.py), with Popen's methods."""
 
     def __init__(self, log: Path, task: Task) -> None:
         self._process = forked().Process(target=_be_rank, args=(log, task))  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ _PRELOADED = [
 
 
 def forked() -> ForkServerContext:
-    """As `multiprocessing.get_context`; all callers share one server, which the first process starts."""
+    """Return the context of `multiprocessing`; all callers share one server, which the first process starts."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context

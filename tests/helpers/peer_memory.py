@@ -249,7 +249,7 @@ class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]
         return in_turn
 
     def _await_turn(self) -> None:
-        """Which a piece of work keeps to its end: it may have several messages."""
+        """Wait for the turn, which a piece of work keeps to its end: it may have several messages."""
         with self.turn:
             assert self.turn.wait_for(lambda: self.begun == self.ticket.number, TIMEOUT_S), "a move never began"
 

@@ -28,7 +28,7 @@ Group = dist.ProcessGroup | None
 
 
 def right(group: Group, kind: str = "llama") -> Training:
-    """Nothing is wrong with it."""
+    """Plant no mistake."""
     model = build(kind)
     huggingface.set_group(model, group)
     return Training(huggingface.CausalLMWithLoss(model, group))
@@ -221,7 +221,7 @@ bounds_but_the_first_dropped = _with_bounds(lambda bounds: bounds[[0, 1, -1]])
 
 
 def other_weights_on_rank_1(group: Group) -> Training:
-    """As where every rank draws from a seed of its own."""
+    """Rank 1 has other weights, as if every rank drew from a seed of its own."""
     training = right(group)
     if group is not None and group.rank() == 1:
         training.module.get_submodule("model.model.layers.1.mlp.up_proj").weight.data *= 1.1
@@ -237,7 +237,7 @@ def other_step_on_rank_1(group: Group) -> Training:
 
 
 def other_last_norm(group: Group) -> Training:
-    """What is wrong lies between the layers and the head."""
+    """The norm between the layers and the head is wrong."""
     training = right(group)
     if group is not None:
         training.module.get_submodule("model.model.norm").variance_epsilon = 1e-4
@@ -412,7 +412,7 @@ class Listed(Bare):
 
 
 def documents_dropped_beside_a_list(group: Group) -> Training:
-    """What is listed ends before the attention begins."""
+    """The list of modules ends before the attention begins."""
     with seeded(0):
         return Training(Listed(group))
 

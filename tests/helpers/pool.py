@@ -34,7 +34,7 @@ GRACE_SECONDS = 10  # after one rank raised: the others either finish or are stu
 
 
 class Context(NamedTuple):
-    """What a body is told about its place."""
+    """A rank's place, for a body."""
 
     group: dist.ProcessGroup
     rank: int
@@ -66,7 +66,7 @@ class Pool:
     def run(
         self, body: Callable[..., Any], *args: Any, size: int | None = None, timeout_s: float | None = None
     ) -> list:
-        """What `body(context, *args)` returns on each of the first `size` ranks.
+        """Return what `body(context, *args)` returns on each of the first `size` ranks.
 
         Args:
             args: picklable; results must be too.

@@ -31,7 +31,7 @@ class Refusal(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one rank did: type and text of what it raised, batches of messages it posted, a good call after it."""
+    """A rank's reaction: type and text of what it raised, batches of messages it posted, a good call after it."""
 
     error: str
     text: str

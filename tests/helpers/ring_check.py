@@ -37,7 +37,7 @@ def check(ctx: Context, case: Case, chunk: int = 6, dtype: str = "float64", impl
 
 
 def measure(ctx: Context, case: Case, chunk: int, dtype: str, impl: str) -> list[Ratio]:
-    """What out, lse, dq, dk and dv of this rank spend of the tolerance, each of its two halves by itself."""
+    """Return what out, lse, dq, dk and dv of this rank spend of the tolerance, each of its two halves by itself."""
     whole = problem(case, 2 * ctx.size * chunk, getattr(torch, dtype), ctx.device)
     want = oracle(case, whole, chunk, torch.float64)
     baseline = None if dtype == "float64" else oracle(case, whole, chunk, whole.q.dtype)
@@ -48,7 +48,7 @@ def measure(ctx: Context, case: Case, chunk: int, dtype: str, impl: str) -> list
 
 
 def repeats_exactly(ctx: Context, case: Case, chunk: int, dtype: str, impl: str) -> bool:
-    """Whether two deterministic runs agree in every bit."""
+    """Return whether two deterministic runs agree in every bit."""
     whole = problem(case, 2 * ctx.size * chunk, getattr(torch, dtype), ctx.device)
     first, second = (run(ctx, case, whole, chunk, impl, deterministic=True) for _ in range(2))
     return all(torch.equal(first[name], second[name]) for name in first)

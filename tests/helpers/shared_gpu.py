@@ -16,12 +16,12 @@ from ringflash.comm.transport import peer_memory
 
 
 def num_gpus(num_ranks: int) -> int:
-    """How many are used: one a rank, or as many as have equally many ranks each."""
+    """Number of GPUs in use: one a rank, or as many as have equally many ranks each."""
     return math.gcd(num_ranks, torch.cuda.device_count()) if is_shared(num_ranks) else num_ranks
 
 
 def is_shared(num_ranks: int) -> bool:
-    """Whether this machine has fewer GPUs than ranks."""
+    """Return whether this machine has fewer GPUs than ranks."""
     return torch.cuda.device_count() < num_ranks
 
 

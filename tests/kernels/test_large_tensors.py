@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def is_roomy() -> bool:
-    """Whether the tensors fit."""
+    """Return whether the tensors fit."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return False
     return torch.cuda.get_device_properties().total_memory >= NEEDED_BYTES

@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class Setup(NamedTuple):
-    """What the options say."""
+    """Values of the options."""
 
     ranks: int
     impl: str
@@ -51,7 +51,7 @@ class Setup(NamedTuple):
 
     @property
     def patience(self) -> float:
-        """By how much limits of time grow."""
+        """Factor of all limits of time."""
         return 4.0 if self.shared else 1.0
 
 
@@ -70,7 +70,7 @@ class Table:
         return spent
 
     def worst(self) -> dict[str, dict[str, float | str]]:
-        """By tensor: the largest ratios of all cases and the case of the largest maximum."""
+        """Return by tensor the largest ratios of all cases and the case of the largest maximum."""
         result: dict[str, dict[str, float | str]] = {}
         for name in sorted({name for tensors in self.cases.values() for name in tensors}):
             held = {case: tensors[name] for case, tensors in self.cases.items() if name in tensors}

@@ -68,7 +68,7 @@ def rounding_ring(whole: Problem, case: Case, impl: str, size: int) -> Tensors:
 
 
 def measure(ctx: Context, case: Case, tokens: int, transport: str, dtype: str, impl: str) -> Found:
-    """What this rank's rows spend, by contender."""
+    """Return what this rank's rows spend, by contender."""
     chunk = tokens // (2 * ctx.size)
     whole = ring_check.problem(case, tokens, getattr(torch, dtype), ctx.device)
     contenders: dict[str, Callable[[], Tensors]] = {impl: lambda: on_one_device(whole, case, impl)}
@@ -94,7 +94,7 @@ def measure(ctx: Context, case: Case, tokens: int, transport: str, dtype: str, i
 
 
 def is_there(impl: str, whole: Problem) -> bool:
-    """Whether the kernel can be called here."""
+    """Return whether the kernel can be called here."""
     try:
         implementation(impl, *whole[:3])
     except NotImplementedError:

@@ -26,7 +26,7 @@ CHUNKS = (160, 96, 512)  # tokens
 
 
 def over_copy_engine(ctx: Context, cases: list[Case], dtype: str, impl: str) -> list[Ratio]:
-    """What every case spends of its budget."""
+    """Return what every case spends of its budget."""
     spent: list[Ratio] = []
     with mock.patch("ringflash.attention.plan.choose_transport", lambda *_: "copy_engine"):
         for number, case in enumerate(cases):

@@ -48,7 +48,7 @@ class Layer(NamedTuple):
     baseline: Tensors | None
 
     def options(self) -> dict:
-        """Of `ring_attention`."""
+        """Keywords of `ring_attention`."""
         num_tokens = self.want["out"].shape[1] * dist.get_world_size()
         bounds = self.case.cu_seqlens(num_tokens, self.chunk)
         return {
@@ -74,7 +74,7 @@ def layer(ctx: Context, case: Case, chunk: int, dtype: torch.dtype) -> Layer:
 
 
 def steps(ctx: Context, transport: str, hops: bool, setup: Setup) -> tuple[list[Ratio], bool]:
-    """What the tensors of all steps spend, and whether the collectives beside brought what they should."""
+    """Return what the tensors of all steps spend, and whether the collectives beside brought what they should."""
     draw = random.Random(7)
     dtype, backend = getattr(torch, setup.dtype), setup.backend
     layers = [layer(ctx, suited(x, setup.impl), n, dtype) for x in CASES for n in CHUNKS[backend]]

@@ -32,7 +32,7 @@ KNOWN_LSE = 1.16  # of its budget: sums of a million terms in fp32, without comp
 
 
 class Found(NamedTuple):
-    """Of one rank: what its samples spend, and what they would if the keys of one chunk were not seen."""
+    """Results of one rank: what its samples spend, and what they would if the keys of one chunk were not seen."""
 
     spent: list[Ratio]
     control: list[Ratio]

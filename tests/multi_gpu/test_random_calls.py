@@ -52,13 +52,13 @@ class Call:
     trains: bool
 
     def options(self) -> dict:
-        """Of `ring_attention`, but for the group and the kernel."""
+        """Keywords of `ring_attention`, but for the group and the kernel."""
         bounds = None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, dtype=torch.int32)
         names = "causal", "window_size", "softmax_scale", "layout", "return_lse", "deterministic", "transport"
         return {**{name: getattr(self, name) for name in names}, "cu_seqlens": bounds}
 
     def masks(self) -> dict:
-        """Of `dense.attention`."""
+        """Keywords of `dense.attention`."""
         return {name: getattr(self, name) for name in ("causal", "window_size", "softmax_scale", "cu_seqlens")}
 
 
@@ -113,7 +113,7 @@ def _call(chance: random.Random, size: int, setup: Setup) -> Call:
 
 
 def run(ctx: Context, seed: int, setup: Setup) -> list[Ratio]:
-    """What all calls of a seed spend of the tolerance on this rank."""
+    """Return what all calls of a seed spend of the tolerance on this rank."""
     calls, chance = draw(seed, ctx.size, setup), random.Random(-seed)
     started = []
     for call in calls:

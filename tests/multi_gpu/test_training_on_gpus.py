@@ -75,7 +75,7 @@ class Job:
         self._deadline = time.monotonic() + LIMIT_S * setup.patience
 
     def output(self) -> str:
-        """What the ranks have printed, once all have ended."""
+        """Output of the ranks, once all have ended."""
         if self._output is None:
             try:
                 self._output = self.ranks.finish(max(1.0, self._deadline - time.monotonic()))
@@ -85,7 +85,7 @@ class Job:
         return self._output
 
     def found(self, part: str) -> list[Found]:
-        """What each rank found in a part; fails where a rank found nothing."""
+        """Return what each rank found in a part; fail if a rank found nothing."""
         output = self.output()
         files = [self.out / f"{rank}.json" for rank in range(self.setup.ranks)]
         ranks = [json.loads(file.read_text()).get(part, {}) if file.exists() else {} for file in files]
@@ -100,7 +100,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def jobs(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]]:
-    """By name, those whose library is installed."""
+    """Jobs by name, if their library is installed."""
     names = ["lightning", "own", "memory"] + [
         name for name, needed in NEEDED.items() if importlib.util.find_spec(needed)
     ]
@@ -148,7 +148,7 @@ def test_offloading_changes_no_bit(jobs: dict[str, Job]) -> None:
 
 
 def test_drawn_parameters_are_those_of_one_process(jobs: dict[str, Job]) -> None:
-    """To the bit, on every rank."""
+    """Equal to the bit, on every rank."""
     ranks = jobs["memory"].found("drawn")
     assert all(rank["differences"] == {} for rank in ranks), ranks
     assert all(rank["sums"] == ranks[0]["sums"] for rank in ranks), ranks

@@ -56,7 +56,7 @@ Found = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """What the ranks are told.
+    """The ranks' instructions.
 
     Args:
         job: one of JOBS.
@@ -137,7 +137,7 @@ def plain_attention(
 def reference(
     task: Task, dtype: torch.dtype, dp_size: int, *, drawn_in: torch.dtype = torch.float32, plain: bool = True
 ) -> Step:
-    """Of the first step of data ranks, in one process."""
+    """Results of the first step of data ranks, in one process."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("plain", plain_attention)
@@ -170,12 +170,12 @@ def drawn_alone(task: Task, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def moved(x: Any, task: Task) -> Any:
-    """To the device, if it is a tensor."""
+    """Move it to the device, if it is a tensor."""
     return x.to(task.device) if isinstance(x, Tensor) else x
 
 
 def judged(got: Step, want: Step, baseline: Step | None, loss: float | None, dtype: torch.dtype) -> Found:
-    """What each quantity spends of its budget, and what the median gradient of half the size would."""
+    """Return what each quantity spends of its budget, and what the median gradient of half the size would."""
     if baseline is not None and dtype.itemsize < 4 and "weight" in got:  # an eps of a weight is more than its step
         start = want["start"]
         got, want, baseline = (
@@ -356,7 +356,7 @@ def with_deepspeed(task: Task, name: str, dtype: torch.dtype) -> Found:
 
 
 class WholeStep(lightning.Callback):
-    """Of DeepSpeed's one step: whole gradients before it and whole weights after it, on every rank."""
+    """DeepSpeed's one step: whole gradients before it and whole weights after it, on every rank."""
 
     def on_before_optimizer_step(self, trainer: lightning.Trainer, module: CausalLM, optimizer: Any) -> None:
         from tests.recipes.deepspeed_worker import gradients
@@ -446,7 +446,7 @@ def kernels(task: Task) -> Iterator[set[str]]:
 
 
 def attempt(task: Task, part: Callable[[], Found]) -> Found:
-    """What a part finds, or its traceback."""
+    """Return what a part finds, or its traceback."""
     start = time.monotonic()
     with kernels(task) as used:
         try:
@@ -465,7 +465,7 @@ def write(found: dict[str, Found], file: Path) -> None:
 
 
 def all_have_ended(task: Task, name: str) -> bool:
-    """Whether every rank comes to the end of a part soon."""
+    """Return whether every rank comes to the end of a part soon."""
     files = [Path(task.out, f"{rank}.json") for rank in range(dist_size())]
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What happens to machines, as callbacks of a run: `--trainer.callbacks+=tests.recipes.accidents.Crash`."""
+"""Accidents of machines, as callbacks of a run: `--trainer.callbacks+=tests.recipes.accidents.Crash`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checkpoints survive, on every rank of one launch; what each rank found goes to <out>/<rank>.json.
+"""Checkpoints and what they survive, on every rank of one launch; what each rank found goes to <out>/<rank>.json.
 
     torchrun --nproc_per_node 2 -m tests.recipes.checkpoint_worker <folder of texts> <out>
 
@@ -193,7 +193,7 @@ def early_signal(texts: str) -> list[int]:
 
 
 def fitting(trainer: lightning.Trainer, out: Path) -> dict[str, str]:
-    """What is said of a checkpoint, of one of parameters alone, and to models of other sizes."""
+    """Return what is said of a checkpoint, of one of parameters alone, and to models of other sizes."""
     path, weights, found = out / "afterwards.ckpt", out / "weights.ckpt", {}
     trainer.save_checkpoint(weights, weights_only=True)
     saved = saved_entries(path)

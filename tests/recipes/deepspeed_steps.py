@@ -88,7 +88,7 @@ def scheduled_rates(cp_size: int) -> list[float]:
 
 
 def unequal_batches(cp_size: int) -> str:
-    """What a data rank with a batch more than the other is told."""
+    """Return the error of a data rank with a batch more than the other."""
     strategy = DeepSpeedContextParallelStrategy(cp_size, config=config_of("zero1"))
     module = Line()
     module.train_dataloader = lambda: torch.utils.data.DataLoader(torch.randn(1 + strategy.dp_rank, 2))  # type: ignore
@@ -137,7 +137,7 @@ def made(kind: type[Line], seed: int = 0) -> Line:
 
 
 def batches_of(count: int) -> torch.Tensor:
-    """As many of one vector."""
+    """Return so many batches of one vector."""
     return torch.randn(count, 1, 2, generator=torch.Generator().manual_seed(1))
 
 
@@ -185,7 +185,7 @@ def stepping(name: str) -> dict[str, float]:
 
 
 def other_stage(name: str, path: Path) -> str:
-    """What a run at this stage is told of a checkpoint of another."""
+    """Return the error of a run at this stage about a checkpoint of another."""
     loader = DataLoader(batches_of(4), batch_size=None)
     try:
         short_trainer(DeepSpeedContextParallelStrategy(config=config_of(name))).fit(Line(), loader, ckpt_path=path)

@@ -142,7 +142,7 @@ def plainly(name: str, folder: str, mesh: DeviceMesh) -> tuple[Tensors, float]:
 
 
 def lightning_equals_plain(name: str, folder: str, mesh: DeviceMesh) -> dict[str, Any]:
-    """Whether the bits are the same, and how far the logged norm is from that of the gradient."""
+    """Return whether the bits are the same, and how far the logged norm is from that of the gradient."""
     ours, metrics = through_lightning(name, folder, mesh[CONTEXT_AXIS].size())
     theirs, norm = plainly(name, folder, mesh)
     equal = ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
@@ -159,7 +159,7 @@ def default_clipping() -> float:
 
 
 def refusals() -> dict[str, str]:
-    """What each wrong call is told; in the last, rank 0 alone is wrong, and in the one before, ranks differ."""
+    """Return the error of each wrong call; in the last, rank 0 alone is wrong, and in the one before, ranks differ."""
     model, config = nn.Linear(2, 2), config_of("zero1")
     first = dist.get_rank() == 0
     calls: dict[str, dict[str, Any]] = {

@@ -103,7 +103,7 @@ class Ranks:
             raise
 
     def finish(self, timeout_s: float) -> str:
-        """What they printed.
+        """Wait for the ranks and return what they printed.
 
         Raises:
             AssertionError: a rank failed, which ends the others, or no end in time; with the output.
@@ -130,12 +130,12 @@ class Ranks:
 def run_ranks(
     program: str | Path, *arguments: str | Path, num_ranks: int, timeout_s: float = 150.0, **environment: str
 ) -> str:
-    """What `Ranks` print until they end."""
+    """Start `Ranks` and return what they print."""
     return Ranks(program, *arguments, num_ranks=num_ranks, **environment).finish(timeout_s)
 
 
 def train(recipe: str | Path, *arguments: str | Path, num_ranks: int, **environment: str) -> str:
-    """As `run_ranks` of the command to which the launchers hand their arguments."""
+    """Run the command to which the launchers hand their arguments, as `run_ranks`."""
     command = ("recipes.lightning.train", "fit", "--config", recipe, *arguments)
     return run_ranks(*command, num_ranks=num_ranks, **environment)  # type: ignore[arg-type]
 

@@ -222,7 +222,7 @@ def replicated(folder: str, path: Path) -> dict[str, Any]:
 
 
 def precision(name: str, folder: str) -> dict[str, Any]:
-    """What a run in one of Lightning's precisions keeps its parameters in, and what it logs."""
+    """Return the dtypes of parameters in one of Lightning's precisions, and what the run logs."""
     module = CausalLM(CONFIG)
     recorder, _ = fit(module, folder, precision=name, gradient_clip_val=1.0)
     dtypes, frequencies = {str(p.dtype) for p in module.parameters()}, {str(x.dtype) for x in module.buffers()}
@@ -321,7 +321,7 @@ class Idle(lightning.LightningModule):
     """It would hang: nothing must reach its steps."""
 
     def configure_model(self) -> None:
-        """Nothing to shard."""
+        """Shard nothing."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         raise AssertionError("a batch came")
@@ -345,7 +345,7 @@ def uneven() -> list[str]:
 
 
 def mesh(folder: str) -> dict[str, Any]:
-    """Where this rank stands."""
+    """Return this rank's place."""
     limit = timedelta(seconds=1234)
     _, trainer = fit(CausalLM(CONFIG), folder, strategy=ContextParallelStrategy(CP_SIZE, timeout=limit))
     strategy = trainer.strategy

@@ -111,7 +111,7 @@ def test_recipe_of_experts_trains(folder: Path) -> None:
 def test_recipe_of_experts_is_planned_to_fit_an_h200(
     length: str, tile: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As docs/recipes.md says; a million tokens over eight GPUs in tiles alone."""
+    """docs/recipes.md has both: a million tokens over eight GPUs fit in tiles only."""
     recipes = [str(FOLDER / f"{name}.yaml") for name in ("qwen3_30b_a3b_pretrain", length)]
     assert ringflash(["plan", *recipes, "--model.memory.mlp_tile_tokens", str(tile), "--json"]) == 0
     assert round(json.loads(capsys.readouterr().out)["parameters"] / 1e9, 1) == 30.5

@@ -36,7 +36,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(ranks: list[dict[str, An
 
 
 def test_last_two_are_kept(ranks: list[dict[str, Any]]) -> None:
-    """Of five, with nothing else in the folder."""
+    """The last two of five, with nothing else in the folder."""
     for rank in ranks:
         assert rank["kept"] == ["epoch=0-step=4.ckpt", "epoch=0-step=5.ckpt"]
 
@@ -65,7 +65,6 @@ def test_last_whole_checkpoint_outlives_a_failed_one(ranks: list[dict[str, Any]]
 
 
 def test_folder_that_is_a_file_fails_all(ranks: list[dict[str, Any]]) -> None:
-    """As any folder that cannot be written to."""
     for rank in ranks:
         assert "was not written: NotADirectoryError on rank 0" in rank["failures"]["folder"]["error"]
 
@@ -121,7 +120,7 @@ def test_options_that_a_checkpoint_lacks_are_kept(ranks: list[dict[str, Any]]) -
 
 
 def test_hostile_pickle_is_refused(ranks: list[dict[str, Any]]) -> None:
-    """By the name of what it would call, without a call of it (seen in the output)."""
+    """The error names what it would call, and nothing is called (seen in the output)."""
     for rank in ranks:
         assert rank["hostile"].startswith("ValueError") and "posix.system" in rank["hostile"]
 
@@ -136,7 +135,7 @@ def test_replaced_checkpoint_has_its_name_back(tmp_path: Path) -> None:
 
 
 def test_the_newest_is_the_one_that_was_completed_last(tmp_path: Path) -> None:
-    """By the time that it holds: copied one by one, the oldest last. By their files where they hold none."""
+    """A checkpoint's own time counts, if it holds one: copies were made one by one, the oldest last."""
     for name, noted, copied in (("step=9", 30, 1), ("step=2", 40, 2), ("step=7", 10, 3)):
         checkpoint = tmp_path / f"{name}.ckpt"
         checkpoint.mkdir()

@@ -26,13 +26,13 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where DeepSpeed would put what it compiles."""
+    """The folder of what DeepSpeed compiles."""
     return tmp_path_factory.mktemp("compiled")
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest, compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    """What each rank found."""
+    """Results of each rank."""
     folder, out = write_text(tmp_path_factory.mktemp("text")), tmp_path_factory.mktemp("found")
     environment = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(compiled)}
     run_ranks("tests.recipes.deepspeed_worker", folder, out, str(CP_SIZE), num_ranks=request.param, **environment)
@@ -79,7 +79,7 @@ def test_lightning_equals_plain_deepspeed(ranks: list[Found], name: str) -> None
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_steps_are_those_of_the_trainer_and_of_the_module(ranks: list[Found], name: str) -> None:
-    """By hand: four backwards before each step, clipped. Accumulated by two: an epoch's third batch is a step, too.
+    """Four backwards by hand before each step, clipped; and accumulated by two: an epoch's third batch is a step, too.
 
     Each of up to four steps of fp32 rounds some ten times: gradients, their norm, the clipping, the update.
     """

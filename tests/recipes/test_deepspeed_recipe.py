@@ -31,13 +31,13 @@ def arguments(folder: Path, name: str, **flags: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this module's runs lie."""
+    """This module's folder of runs."""
     return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="module")
 def quickstart(folder: Path) -> tuple[str, dict[int, float]]:
-    """What the uninterrupted run prints, and its losses."""
+    """Output of the uninterrupted run, and its losses."""
     output = train(*arguments(folder, "quickstart"), num_ranks=2, DS_ACCELERATOR="cpu")
     return output, read_losses(newest_curve(folder / "quickstart"))
 
@@ -70,7 +70,7 @@ def test_resume_continues_exactly(folder: Path, quickstart: tuple[str, dict[int,
 
 
 def test_newest_checkpoint_is_found(folder: Path, quickstart: tuple[str, dict[int, float]]) -> None:
-    """By `--ckpt_path auto`, once all ranks have written; not one that a crash has cut short."""
+    """`--ckpt_path auto` finds it once all ranks have written; not one that a crash has cut short."""
     newest = newest_checkpoint(folder / "quickstart")
     assert newest is not None and newest.name == f"epoch=0-step={STEPS}.ckpt"
     cut_short = folder / "copied" / newest.name

@@ -33,13 +33,13 @@ def script(name: str, *path: str) -> str:
 
 
 def dry_run(*command: str | Path, **environment: str) -> str:
-    """What a launcher would run."""
+    """Return the command that a launcher would run."""
     return run(command, DRY_RUN="1", **environment)
 
 
 @pytest.mark.skipif(shutil.which("shellcheck", path=PATH) is None, reason="needs shellcheck")
 def test_scripts_pass_shellcheck() -> None:
-    """Those in files, and those in YAML."""
+    """Scripts in files, and those in YAML."""
     run(["shellcheck", "--external-sources", *SCRIPTS], PATH=PATH)
     for text in (script("kubernetes.yaml", "spec", "trainer", "args"), script("skypilot.yaml", "run")):
         check = ["shellcheck", "--shell=bash", "--exclude=SC2155,SC2164", "-"]
@@ -65,7 +65,7 @@ def test_schema_refuses_another_key() -> None:
 
 
 def test_skypilot_file_has_only_keys_of_a_task() -> None:
-    """Those that SkyPilot's reference names, of the types it names."""
+    """Keys that SkyPilot's reference names, of the types it names."""
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     types = {
         "name": str, "num_nodes": int, "resources": dict, "workdir": str, "envs": dict, "volumes": dict,
@@ -249,7 +249,7 @@ def test_launcher_returns_the_status_of_the_command() -> None:
 
 
 def test_signals_do_not_change_the_status() -> None:
-    """Of eight launchers that get one every 20 ms; waiting for a `sleep`, one in ten took the signal's for its own.
+    """Eight launchers get one every 20 ms; waiting for a `sleep`, one in ten took the signal's status for its own.
 
     bash itself may still die of one while it exits, for half a millisecond.
     """
@@ -371,7 +371,7 @@ def write_checkpoint(path: Path, *, age: int, parts: tuple[str, ...] = (".metada
 
 
 def test_newest_complete_checkpoint_of_all_versions_is_found(tmp_path: Path) -> None:
-    """By when it was completed; by its step where clocks are coarse; one in an older version may be the newest."""
+    """The time of completion counts, then the step, if clocks are coarse; one in an older version may be the newest."""
     assert newest_checkpoint(tmp_path / "none") is None
     write_checkpoint(tmp_path / "version_1/checkpoints/epoch=0-step=40.ckpt", age=9)
     write_checkpoint(tmp_path / "version_0/checkpoints/epoch=0-step=9.ckpt", age=5)

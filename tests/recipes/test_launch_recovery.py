@@ -47,13 +47,13 @@ def flags(folder: Path, name: str, accident: str | None = None) -> list[str | Pa
 
 
 def losses(folder: Path, version: int) -> dict[int, float]:
-    """Those of one version of a run."""
+    """Losses of one version of a run."""
     return read_losses(folder / f"version_{version}" / "metrics.csv")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this module's runs lie."""
+    """This module's folder of runs."""
     return tmp_path_factory.mktemp("runs")
 
 
@@ -121,7 +121,7 @@ def test_crash_in_the_middle_of_a_write(folder: Path, uninterrupted: dict[int, f
 
 
 def test_checkpoint_cut_short_is_passed_over(folder: Path, uninterrupted: dict[int, float]) -> None:
-    """As a file system that lost its end leaves it: the first run, with its last one damaged, continues before it."""
+    """A file system may lose a file's end: the first run, with its last checkpoint damaged, continues before it."""
     checkpoints = folder / "uninterrupted" / "version_0" / "checkpoints"
     last = checkpoints / f"epoch=0-step={STEPS}.ckpt"
     (last / "meta.pt").write_bytes((last / "meta.pt").read_bytes()[:-100])

@@ -89,7 +89,7 @@ def test_data_ranks_share_out_each_epoch() -> None:
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 def test_order_continues_on_another_number_of_data_ranks(dp_size: int) -> None:
-    """What one rank would draw after 6 samples is what 1, 2 or 3 draw from there."""
+    """1, 2 or 3 data ranks draw from there what one rank would draw after 6 samples."""
     one = take(SampleOrder(10, seed=5, dp_rank=0, dp_size=1, first=0), 18)
     ranks = [take(SampleOrder(10, seed=5, dp_rank=r, dp_size=dp_size, first=6), 12 // dp_size) for r in range(dp_size)]
     assert [ranks[i % dp_size][i // dp_size] for i in range(12)] == one[6:]
@@ -235,7 +235,7 @@ def test_hosts_that_torchrun_did_not_start_are_refused(
     ],
 )
 def test_sizes_fill_the_world(data: int | str, context: int | str, world: int, sizes: tuple[int, int]) -> None:
-    """What is "auto" is what the other leaves."""
+    """ "auto" is what the other size leaves."""
     assert mesh_sizes(data, context, world) == sizes
 
 

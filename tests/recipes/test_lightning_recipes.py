@@ -60,7 +60,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this module's runs lie."""
+    """This module's folder of runs."""
     return tmp_path_factory.mktemp("runs")
 
 

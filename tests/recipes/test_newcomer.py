@@ -74,7 +74,7 @@ def test_example(newcomer: Newcomer) -> None:
 
 @pytest.mark.parametrize("name", ["doctor", "verify", "plan", "bench"])
 def test_commands(newcomer: Newcomer, name: str) -> None:
-    """What README gives in angle brackets is filled in; nothing else is."""
+    """Only what README gives in angle brackets is filled in."""
     (newcomer.clone / "model").mkdir(exist_ok=True)
     (newcomer.clone / "model" / "config.json").write_text(json.dumps(MODEL))
     (command,) = re.findall(rf"^`(ringflash {name}[^`]*)`", README, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What a user without an optional package is told. One process."""
+"""Errors for a user without an optional package. One process."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_processes_write_the_files_of_one(tmp_path: Path) -> None:
 
 
 def test_hugging_face_tokenizer_marks_documents(tmp_path: Path, tokenizer: Path) -> None:
-    """Behind its bos and before its eos; a special token that the text spells out is text."""
+    """Tokens are between its bos and its eos; a special token that the text spells out is text."""
     path = write_jsonl(tmp_path / "a.jsonl", ["Text nichts.", "", "Text <s> nichts", "else"])
     header = prepare([path], tmp_path / "out", tokenizer=str(tokenizer))
     assert read_all(tmp_path / "out") == [[1, 3, 4, 5, 2], [1, 3, 6, 7, 8, 4, 2], [1, 0, 2]]
@@ -104,7 +104,7 @@ def test_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_are_documents(tmp_path: Path) -> None:
-    """Of the text column, over several row groups; empty ones are left out."""
+    """The text column, over several row groups; empty rows are left out."""
     pyarrow = pytest.importorskip("pyarrow", reason="the extra ringflash[parquet] is not installed")
     from pyarrow import parquet
 
@@ -167,12 +167,12 @@ def truncate(path: Path) -> None:
 
 
 def drop_entry(path: Path) -> None:
-    """As if killed between a shard and its entry."""
+    """Leave the folder as if killed between a shard and its entry."""
     path.with_suffix(".done.json").unlink()
 
 
 def cut_entry(path: Path) -> None:
-    """As a disk may leave it when the power fails."""
+    """Cut an entry as a disk may when the power fails."""
     path.with_suffix(".done.json").write_text("{")
 
 
@@ -212,7 +212,7 @@ def test_finished_folder_is_left_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [truncate, Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))])
 def test_finished_folder_is_made_whole_again(tmp_path: Path, harm: Callable[[Path], None]) -> None:
-    """What the errors of a harmed folder tell one to do."""
+    """The errors of a harmed folder say how."""
     inputs = write_inputs(tmp_path / "in")
     prepare([inputs], tmp_path / "out", shard_bytes=300)
     before = content(tmp_path / "out")
@@ -236,7 +236,7 @@ def test_links_are_what_their_names_say(tmp_path: Path) -> None:
 
 
 def test_suffixes_are_ends_of_names(tmp_path: Path) -> None:
-    """Of several parts, or without the dot."""
+    """Suffixes of several parts, or without the dot."""
     (tmp_path / "a.en.md").write_text("a")
     (tmp_path / "b.de.md").write_text("b")
     prepare([tmp_path], tmp_path / "out", suffixes=[".en.md"])

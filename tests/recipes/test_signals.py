@@ -17,7 +17,7 @@ from tests.recipes.signal_worker import PLACES, SIGNALLED
 
 @pytest.fixture(scope="module", params=[("lightning", 3), ("deepspeed", 2)], ids=str)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Results of each rank."""
     kind, num_ranks = request.param
     folder = tmp_path_factory.mktemp("signals")
     out = folder / "out"

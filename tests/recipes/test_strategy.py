@@ -20,7 +20,7 @@ WORLD_SIZE = 4
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Results of each rank."""
     folder, out = write_text(tmp_path_factory.mktemp("text")), tmp_path_factory.mktemp("found")
     run_ranks("tests.recipes.strategy_worker", folder, out, num_ranks=WORLD_SIZE)
     return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
@@ -69,7 +69,7 @@ def test_passkeys_are_judged_over_four_ranks_as_on_one(ranks: list[dict[str, Any
 
 
 def test_tokens_are_counted_with_the_time_they_took(ranks: list[dict[str, Any]]) -> None:
-    """By a clock of a second for each batch, of two sequences of 48: also where an evaluation has begun it anew."""
+    """A clock of a second for each batch, of two sequences of 48: also after an evaluation has begun it anew."""
     for rank in ranks:
         assert set(rank["progress"]["speeds"]) == {2 * 48.0}, rank["progress"]
 

@@ -23,7 +23,7 @@ DOCUMENTS = [[256, *((i * 31 + j * 7) % 256 for j in range(5 + i * 13 % 60))] fo
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each rank found, by "rank-of-ranks"."""
+    """Results of each rank, by "rank-of-ranks"."""
     folder, out = tmp_path_factory.mktemp("data") / "tokens", tmp_path_factory.mktemp("found")
     write_tokens(folder, DOCUMENTS, 15)
     write_tokens(folder.with_name("tokens-other"), [*DOCUMENTS[:-1], [1]], 15)

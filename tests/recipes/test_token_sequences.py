@@ -40,7 +40,7 @@ def token_files(documents: list[list[int]], per_shard: int = 3) -> Iterator[Toke
 def rank_sequences(
     files: TokenFiles, order: torch.Tensor, unit: int, cp_size: int, layout: str
 ) -> list[TokenSequences]:
-    """What each rank of a ring holds."""
+    """Sequences that each rank of a ring holds."""
     seqlen = 2 * cp_size * unit
     return [TokenSequences(files, order, seqlen, cp_size=cp_size, cp_rank=r, layout=layout) for r in range(cp_size)]
 
@@ -135,7 +135,7 @@ def test_every_epoch_has_an_order_of_its_own() -> None:
 def test_another_world_size_continues_the_same_order(
     documents: list[list[int]], unit: int, before: int, after: int, steps: int, seed: int
 ) -> None:
-    """So many steps on `before` data ranks, then `after` of them: the sequences that one rank would draw."""
+    """Some steps on `before` data ranks, then on `after`: the sequences that one rank would draw."""
     with token_files(documents) as files:
         sequences = TokenSequences(files, torch.arange(len(documents)), 2 * unit)
 
@@ -155,7 +155,7 @@ def test_another_world_size_continues_the_same_order(
 def test_rank_reads_its_chunks_and_one_token_more(
     documents: list[list[int]], unit: int, cp_size: int, layout: str
 ) -> None:
-    """What is asked of the files: no rank reads the whole sequence."""
+    """Reads of the files: no rank reads the whole sequence."""
     with token_files(documents) as files:
         read, counted = files.read, []
 

@@ -101,7 +101,7 @@ def test_a_module_of_ones_own_is_verified(reports: dict[str, Any]) -> None:
 
 
 def test_positions_of_the_shard_in_a_module_of_ones_own_are_named(reports: dict[str, Any]) -> None:
-    """By verify, before the check that the module brings along."""
+    """Verify finds them before the check that the module brings along."""
     report = reports["misplaced"]
     assert report["status"] == 1 and "layer outputs" in failed(report)
     assert "position 12 (chunk 1, held by rank 1)" in report["first_difference"]

@@ -90,7 +90,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def out(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks found."""
+    """Results of two ranks."""
     out = tmp_path_factory.mktemp("found")
     run_ranks("tests.recipes.weights_worker", folder, out, num_ranks=2)
     return out
@@ -103,7 +103,7 @@ def ranks(out: Path) -> list[dict[str, Any]]:
 
 
 def first_loss(model: nn.Module, folder: Path) -> float:
-    """Of the first sequence, by transformers' own attention in one process, a document at a time."""
+    """Loss of the first sequence by transformers' own attention in one process, a document at a time."""
     from recipes.lightning.text import is_held_out, text_files
 
     paths = [path for name, path in text_files(str(folder / "texts"), ".txt") if not is_held_out(name)]
@@ -189,7 +189,7 @@ def test_logits_are_those_of_from_pretrained(tmp_path: Path, family: str, option
 @pytest.mark.parametrize("published", [True, False], ids=["published", "own names"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_names_and_experts_one_by_one_are_read(tmp_path: Path, family: str, published: bool) -> None:
-    """What transformers converts as it loads: every tensor has the bits and the dtype that from_pretrained gives it."""
+    """Every tensor that transformers converts as it loads has the bits and the dtype that from_pretrained gives it."""
     from transformers import AutoModelForCausalLM
 
     saved = transformers_experts(family, torch.bfloat16)
@@ -237,7 +237,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As are tensors that transformers would cut, permute or transpose."""
+    """Tensors that transformers would cut, permute or transpose, too."""
     from transformers import conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter
 
@@ -306,7 +306,7 @@ def test_first_values_follow_the_models_rules() -> None:
 
 @pytest.mark.parametrize("named", ["lm_head.weight", "model.rotary_emb.inv_freq"])
 def test_values_that_no_rule_gives_are_refused(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What constructors give is lost on the meta device: a model would begin with what the memory held."""
+    """A constructor's values are lost on the meta device: a model would begin with what the memory held."""
     model = on_meta()
     left_out = type(model.get_submodule(named.rpartition(".")[0]))
     rules = type(model)._init_weights
@@ -321,7 +321,7 @@ def test_values_that_no_rule_gives_are_refused(named: str, monkeypatch: pytest.M
 
 
 def exported(checkpoint: Path, out: Path, *options: str) -> nn.Module:
-    """What transformers loads after the command."""
+    """Load with transformers what the command has written."""
     from transformers import AutoModelForCausalLM
 
     assert main([str(checkpoint), str(out), *options]) == 0

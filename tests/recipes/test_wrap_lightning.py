@@ -115,7 +115,7 @@ def test_sum_without_a_choice_is_refused() -> None:
 
 
 def test_comparison_leaves_no_trace(ranks: list[dict[str, Any]]) -> None:
-    """What the three steps have counted in a buffer and collected in a list."""
+    """Three steps have counted in a buffer and collected in a list, and nothing else has."""
     assert all(rank["counted"] == [3, [0, 1, 2]] for rank in ranks), ranks
 
 
@@ -141,7 +141,7 @@ def test_what_would_train_otherwise_is_refused(ranks: list[dict[str, Any]], what
 
 
 def test_batch_with_a_mask_is_refused() -> None:
-    """As Hugging Face's collators make it."""
+    """Hugging Face's collators make one."""
     module = type("Module", (SequenceSharding, lightning.LightningModule), {})()
     batch = dict.fromkeys(("input_ids", "labels", "attention_mask"), torch.zeros(1, 8, dtype=torch.int64))
     with pytest.raises(ValueError, match="batch must have only input_ids, labels .*, got also attention_mask; leave"):

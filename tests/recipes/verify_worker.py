@@ -53,7 +53,7 @@ class MissedLayer(CausalLM):
 
 
 def right(group: Any) -> CausalLM:
-    """Nothing is wrong with it."""
+    """A training without a mistake."""
     return CausalLM(CONFIG)
 
 
@@ -87,7 +87,7 @@ def misplaced(group: Any) -> Any:
 
 
 def verify(factory: str) -> dict[str, Any]:
-    """What the command says, with its exit status."""
+    """Return what the command says, with its exit status."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         status = main(

@@ -178,7 +178,7 @@ def manual_step(module: Any, batch: Any, batch_idx: int) -> None:
 
 
 def manual(kind: Any) -> tuple[dict[str, Any], list[Any]]:
-    """What it has trained, counted and collected."""
+    """Return what it has trained, counted and collected."""
     module = varied(kind, training_step=manual_step, automatic_optimization=False)
     module.model.register_buffer("seen", torch.zeros(()))
     module.losses = []
@@ -223,7 +223,7 @@ def compiled(kind: Any) -> dict[str, Any]:
 
 
 def refused(module: lightning.LightningModule, **options: Any) -> str:
-    """What is said of it before the first step."""
+    """Return the error before the first step."""
     try:
         train(module, devices=2, strategy=ContextParallelStrategy(), **options)
     except (ValueError, RuntimeError) as error:
@@ -232,7 +232,7 @@ def refused(module: lightning.LightningModule, **options: Any) -> str:
 
 
 def refusals(kind: Any) -> dict[str, str]:
-    """Of modules, batches and callbacks that would train something else."""
+    """Errors of modules, batches and callbacks that would train something else."""
     return {
         "misplaced": refused(varied(kind, positions=lambda self, tokens: torch.arange(tokens.shape[1]))),
         "tied": refused(tied(kind)), "unshifted": refused(varied(kind, step=unshifted)),

@@ -75,7 +75,7 @@ def test_a_row_that_is_gone_is_named_and_exits_with_1(tmp_path: Path, capsys: py
 
 
 def test_a_baseline_without_a_row_in_common_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing was compared, so nothing is known to be as fast as it was."""
+    """If nothing was compared, nothing is known to be as fast as it was."""
     old, new = (write(tmp_path / name, **{name: {"ringflash": 600}}) for name in ("old", "new"))
     assert main(["bench", str(new), "--baseline", str(old)]) == 2
     assert "must have rows of these results, got none in common" in capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_results_without_a_row_of_ours_are_named(tmp_path: Path, capsys: pytest.
 
 
 def test_a_stopped_command_is_no_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """By Ctrl-C, or by a reader that has ended, such as `head`: neither a traceback nor status 1."""
+    """Ctrl-C, or a reader that has ended, such as `head`: neither a traceback nor status 1."""
     monkeypatch.setattr(command, "read_results", Mock(side_effect=KeyboardInterrupt))
     assert main(["bench", str(COMMITTED)]) == 130
     assert capsys.readouterr().err == "interrupted\n"
@@ -187,7 +187,7 @@ def test_an_installation_without_the_benchmarks_is_refused(
 def test_results_of_an_earlier_run_are_not_shown_as_new(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the script finds no row of that name it writes nothing."""
+    """A script that finds no row of that name writes nothing."""
     out = write(tmp_path / "ring.json", a={"ringflash": 1})
     monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
     assert main(["bench", "ring", "--toy", "--rows", "causal$", "--out", str(out)]) == 2

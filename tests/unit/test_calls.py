@@ -1,4 +1,4 @@
-"""How the FlashAttention paths turn a mask into operator calls, against the operator's own window rules. CPU.
+"""Operator calls that the FlashAttention paths make of a mask, against the operator's own window rules. CPU.
 
 The operator itself needs a GPU (tests/multi_gpu). Here its rules are written out: windows are counted from the
 bottom right corner, a side of seqlen_k or more is open, and an open side beside a closed one becomes seqlen_k.
@@ -34,7 +34,7 @@ def operator(seqlen_q: int, seqlen_k: int, left: int, right: int, max_seqlen_k: 
 
 
 def covered(mask: Mask, batch: int = 1) -> torch.Tensor:
-    """How often the calls compute each pair."""
+    """Count how often the calls compute each pair."""
     count = torch.zeros(mask.seqlen_q, mask.seqlen_k, dtype=torch.int32)
     for call in calls(mask, batch):
         assert batch == 1 or not call.is_packed

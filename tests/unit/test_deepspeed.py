@@ -1,4 +1,4 @@
-"""What DeepSpeed's helper and strategy refuse before any process joins. CPU, one process; needs the extras."""
+"""Refusals of DeepSpeed's helper and strategy before any process joins. CPU, one process; needs the extras."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ringflash.deepspeed.engine import _signature
     ],
 )
 def test_configs_that_train_otherwise_are_refused(config: dict[str, Any], message: str) -> None:
-    """By the check, and by a strategy as soon as it is made; what DeepSpeed would ignore or fail for, too."""
+    """The check and a strategy refuse them as soon as it is made; what DeepSpeed would ignore or fail for, too."""
     with pytest.raises(ValueError, match=message):
         check(config, {})
     with pytest.raises(ValueError, match=message):

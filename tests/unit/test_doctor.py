@@ -42,7 +42,7 @@ HEALTHY: dict[str, Any] = {
 
 
 def said(**changed: Any) -> list[tuple[str, str, str]]:
-    """What is not ok about a healthy machine with these changes."""
+    """Return what is not ok about a healthy machine with these changes."""
     findings = judge({**HEALTHY, **changed})
     assert all(bool(x.remedy) == (x.level != "ok") for x in findings)
     return [(x.level, x.what, x.found) for x in findings if x.level != "ok"]
@@ -180,7 +180,7 @@ def test_command_exits_0_here_and_1_with_a_fault(
 
 
 def test_probes_try_a_kernel_and_a_ring(capsys: pytest.CaptureFixture[str]) -> None:
-    """As the user runs it, on CPUs: the reference kernel, and two gloo ranks."""
+    """The user's command on CPUs: the reference kernel, and two gloo ranks."""
     assert main(["doctor", "--json"]) == 0
     said = {x["what"]: x for x in json.loads(capsys.readouterr().out)["findings"]}
     assert said["kernel on cpu"]["found"].startswith("reference, error at 0.")
@@ -234,7 +234,7 @@ def test_a_result_is_found_among_the_logs() -> None:
 
 
 def test_processes_with_sessions_of_their_own_end_with_a_probe() -> None:
-    """As torchrun starts its ranks: one that hangs holds the pipe, and the GPU, until it is killed."""
+    """torchrun starts its ranks so: one that hangs holds the pipe, and the GPU, until it is killed."""
     rank = "import time; time.sleep(60)"
     launch = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True)"
     start = time.monotonic()

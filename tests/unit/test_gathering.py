@@ -1,4 +1,4 @@
-"""What a rank gathers where it reads the memory of the others, for random masks and layouts. CPU, one process."""
+"""Keys that a rank gathers from the others, for random masks and layouts. CPU, one process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
 
 
 def of_all(problem: Problem) -> list[Gathering]:
-    """Of every rank."""
+    """Return the gatherings of all ranks."""
     mask, cp_size, layout = problem
     return [gather(mask, cp_size, rank, layout) for rank in range(cp_size)]
 
@@ -100,7 +100,7 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
 
 
 def rows_of(found: Gathering) -> list[tuple[tuple[int, int], int]]:
-    """Where a rank has what it gathers, by owner and first row there."""
+    """Rows at which a rank has what it gathers, by owner and first row there."""
     return [((piece.owner, piece.start), piece.row) for piece in found.pieces]
 
 
@@ -111,7 +111,7 @@ def test_causal_zigzag_gathers_no_later_chunk() -> None:
 
 
 def test_a_window_gathers_what_it_sees() -> None:
-    """Of the chunk before its own a rank gathers the window, to a 64th of a chunk, and few rows more."""
+    """A rank gathers the window of the chunk before its own, to a 64th of a chunk, and few rows more."""
     ranks = of_all((SequenceMask(1 << 16, window_size=(300, 0)), 4, "zigzag"))
     assert [found.num_rows for found in ranks] == [16384 + 384, 16384 + 768, 16384 + 768, 16384 + 384]
     assert all(len(found.mask.regions) <= 2 for found in ranks)
@@ -126,7 +126,7 @@ def test_a_window_gathers_what_it_sees() -> None:
 @given(SHORT | LONG | problems((16,), (1, 2, 64)), st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_messages_of_two_ranks_pair_up(problem: Problem, turns: bool) -> None:
-    """What one rank sends to another comes in the order in which that one receives it: K/V there, gradients home."""
+    """One rank sends to another in the order in which that one receives: K/V there, gradients home."""
     mask, cp_size, layout = problem
     k, whole = torch.empty(2, mask.seqlen // cp_size, 3, 1), 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES
     with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", whole), mock.patch.object(buffers, "_storage", {}):
@@ -204,7 +204,7 @@ def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
 @example((SequenceMask(2048, cu_seqlens=(0, 929, 2048)), 16, "zigzag"), True)  # more come to rank 15 than any gathers
 @settings(max_examples=40, deadline=None)
 def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) -> None:
-    """By which calls are gathered by heads or not, on all ranks alike; of some documents more come home than go out."""
+    """The number by which all ranks alike choose to gather by heads; of some documents more come home than go out."""
     chosen = sections.Sections((1, 3), (1, 2, 1))
     ranks, whole = of_all(problem), 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES
     k = torch.empty(1, ranks[0].mask.seqlen_q, 4, 2, dtype=torch.bfloat16)

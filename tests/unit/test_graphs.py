@@ -1,4 +1,4 @@
-"""What CUDA graphs keep, and launches without triton's look at the arguments, with CUDA played by stand-ins."""
+"""Tensors that CUDA graphs keep, and launches without triton's look at the arguments, with CUDA played by stand-ins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Capture:
-    """Whether a graph is captured, as the test says."""
+    """A switch: a graph is captured if the test says so."""
 
     def __init__(self) -> None:
         self.on = False
@@ -64,7 +64,7 @@ def test_a_buffer_may_not_grow_in_a_capture(capture: Capture) -> None:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> SymmetricMemory:
-    """Of a group of one, its areas on the CPU."""
+    """The memory of a group of one, its areas on the CPU."""
     from torch.distributed import _symmetric_memory
 
     monkeypatch.setattr(_symmetric_memory, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
@@ -126,7 +126,7 @@ class Compiled:
 
 
 class Kernel:
-    """Of triton: compiles at every call."""
+    """A kernel of triton: compiles at every call."""
 
     params = tuple(SimpleNamespace(name=name) for name in ("x", "n", "BLOCK"))
 

@@ -1,4 +1,4 @@
-"""How the Hopper backward hands a mask to its kernels, replayed on the host against the dense mask; no GPU."""
+"""Masks as the Hopper backward hands them to its kernels, replayed on the host against the dense mask; no GPU."""
 
 import random
 
@@ -51,7 +51,7 @@ def test_documents(causal):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_two_bands(seed):
-    """What a zigzag shard sees of the keys of all ranks: no table of bounds."""
+    """A zigzag shard sees the keys of all ranks without a table of bounds."""
     pick = random.Random(seed)
     for _ in range(40):
         size, first = pick.randint(1, 9), pick.randint(0, 5)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels say of a machine that lacks something, before any launch. CPU."""
+"""Errors of the Hopper kernels on a machine that lacks something, before any launch. CPU."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_class_name_occurs_once() -> None:
     assert not {name: where for name, where in places.items() if len(where) > 1}
 
 
-@pytest.mark.parametrize("top", ["ringflash", "kernels", "recipes", "benchmarks"])
+@pytest.mark.parametrize("top", ["ringflash", "kernels", "recipes", "benchmarks", "tests"])
 def test_docstrings_open_with_a_verb_or_a_noun(top: str) -> None:
     """The first line of a docstring can be understood by itself (CONTRIBUTING.md, English)."""
     clause = re.compile(rf"(?:{OPENERS})\b")

@@ -42,7 +42,7 @@ def test_logits_and_gradients_equal_dense(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_autocast_over_fp32_parameters(name: str) -> None:
-    """As transformers' Trainer has it with bf16=True: no further from fp64 than twice what dense attention is."""
+    """transformers' Trainer runs so with bf16=True: no further from fp64 than twice what dense attention is."""
     ids = tokens(2)
     batch = huggingface.prepare_batch(ids, group=None)
     exact = build(name, "sdpa")(ids, use_cache=False).logits
@@ -186,7 +186,7 @@ def test_loss_of_scaled_logits_equals_that_of_the_models_own(kind: str) -> None:
 
 @pytest.mark.parametrize("name, padded", [*((name, False) for name in (*EXPERTS, "sinks")), ("mixtral", True)])
 def test_balancing_loss_of_the_routers_equals_the_models_own(name: str, padded: bool) -> None:
-    """Which transformers sums in fp32; padding is in neither, and neither has the labels that are given by default."""
+    """transformers sums it in fp32; neither has padding, nor the labels that are given by default."""
     ours, whole = (
         build(name, impl, output_router_logits=True, router_aux_loss_coef=2.0) for impl in ("ringflash", "sdpa")
     )
@@ -208,7 +208,7 @@ def test_balancing_loss_of_the_routers_equals_the_models_own(name: str, padded: 
 
 
 def test_a_copy_with_loss_is_of_its_class_and_mode() -> None:
-    """As a moving average, or a reference policy with a head of its own, is made of a model. The group is the same."""
+    """A moving average or a reference policy with a head of its own is such a copy. The group is the same."""
 
     class WithValues(huggingface.CausalLMWithLoss):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the Hugging Face plug refuses, in one process. CPU; needs the huggingface extra."""
+"""Refusals of the Hugging Face plug, in one process. CPU; needs the huggingface extra."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ def test_refuses_a_balancing_loss_of_no_known_form() -> None:
 
 
 def test_refuses_two_coefficients_of_a_balancing_loss() -> None:
-    """Which is meant? A model keeps what its configuration had when it was made."""
+    """A model keeps the one that its configuration had when it was made."""
     model = build("mixtral", output_router_logits=True)
     model.config.router_aux_loss_coef = 0.5
     with pytest.raises(ValueError, match=r"router_aux_loss_coef must be the same .*, got 0\.001 and 0\.5; set both"):

@@ -1,4 +1,4 @@
-"""Which rank holds which tokens, and padding that changes neither loss nor gradients. CPU, one process."""
+"""Tokens of each rank, and padding that changes neither loss nor gradients. CPU, one process."""
 
 from __future__ import annotations
 

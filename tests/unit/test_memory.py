@@ -95,7 +95,7 @@ def test_gradients_are_those_without(family: str) -> None:
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_in_tiles_have_the_same_gradients(family: str) -> None:
-    """Of each token's weights, too, by which routers learn; of DeepSeek's routers, which compute in fp32, to that."""
+    """Gradients of each token's weights, too, by which routers learn; DeepSeek's routers compute in fp32, to that."""
     want = step(model_with(Memory(), family))
     for memory in (Memory(mlp_tile_tokens=7), Memory("attention_kept", mlp_tile_tokens=1)):
         model = model_with(memory, family)
@@ -162,7 +162,7 @@ def doubled(forward: Any) -> Any:
     ("change", "products"), [("nothing", 2), ("a bias", 2), ("autocast", 2), ("a hook", 3), ("more after it", 4)]
 )
 def test_the_last_product_is_left_out_where_nothing_needs_it(change: str, products: int) -> None:
-    """Of three that a tile computes again. A hook sees it; what comes after it is found by trying, once."""
+    """The last of three that a tile computes again. A hook sees it; what comes after it is found by trying, once."""
     mlps = [
         model_with(memory, dtype=torch.float32 if change == "autocast" else torch.float64).get_submodule(
             "model.model.layers.0.mlp"
@@ -195,7 +195,7 @@ def test_the_last_product_is_left_out_where_nothing_needs_it(change: str, produc
 
 
 def test_parametrized_experts_are_refused_in_tiles() -> None:
-    """As LoRA on experts makes them: the backward of a tile would run without it."""
+    """LoRA on experts makes them: the backward of a tile would run without it."""
     model = model_with(Memory(mlp_tile_tokens=8), "qwen3_moe")
     experts = model.get_submodule("model.model.layers.0.mlp.experts")
     nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
@@ -236,7 +236,7 @@ def kept_bytes(memory: Memory, family: str = "llama", dtype: torch.dtype = torch
 
 
 def test_checkpointing_and_tiles_keep_less() -> None:
-    """What the outer hooks see: with checkpointing the layers' inputs, with tiles no tensor of the MLP's width."""
+    """The outer hooks see the layers' inputs with checkpointing, and with tiles no tensor of the MLP's width."""
     everything, tiled, inputs = (kept_bytes(m) for m in (Memory(), Memory(mlp_tile_tokens=8), Memory("full")))
     mlp = LAYERS * SEQLEN * 80 * 8  # one tensor of the MLP's width in each layer
     assert everything - tiled == 4 * mlp
@@ -413,7 +413,7 @@ def test_liger_replaces_layers_and_not_the_loss(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_liger_leaves_the_family_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By them transformers knows what to draw: with Liger's in their place experts kept what the memory held."""
+    """transformers knows by them what to draw: with Liger's in their place experts kept what the memory held."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe as family
 
     def apply(model: nn.Module) -> None:

@@ -37,11 +37,11 @@ class Queue:
             self.done += 1
 
     def wait_stream(self, other: Any) -> None:
-        """What runs on the CPU has run."""
+        """Return at once: what runs on the CPU has run."""
         assert isinstance(other, Current)
 
     def record_event(self) -> Event:
-        """Of what is in the queue by now."""
+        """Return an event behind what is in the queue by now."""
         return Event(self, len(self.work))
 
 
@@ -117,7 +117,7 @@ def network() -> nn.ModuleList:
 
 
 def loss_of(layers: nn.ModuleList, x: torch.Tensor, host: HostCopies | None) -> torch.Tensor:
-    """Of a forward with checkpoints."""
+    """Loss of a forward with checkpoints."""
     for layer in layers:
         with nullcontext() if host is None else host.hooks():
             x = x + checkpoint(layer, x, use_reentrant=False)
@@ -125,12 +125,12 @@ def loss_of(layers: nn.ModuleList, x: torch.Tensor, host: HostCopies | None) -> 
 
 
 def gradients(layers: nn.ModuleList) -> list[torch.Tensor]:
-    """Of every parameter."""
+    """Gradients of every parameter."""
     return [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]
 
 
 def test_late_copies_change_no_bit(cuda: StandIn) -> None:
-    """Of two steps, of a loss that goes back twice, and of two forwards before both backwards."""
+    """Two steps, a loss that goes back twice, and two forwards before both backwards."""
     x, host = torch.randn(6, 8, dtype=torch.float64), HostCopies()
     layers, other = network(), network()
     for _ in range(2):

@@ -43,7 +43,7 @@ def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_have_the_strides_that_compiled_code_expects(dtype: torch.dtype) -> None:
-    """Of heads-first q, k and v as well: inductor asserts what the operator's fake says."""
+    """inductor asserts what the operator's fake says, of heads-first q, k and v as well."""
     q, k, v = (x.detach().to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
     out, lse, *kept = operators.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True, 8)
     grads = operators.ring_attention_backward(out, None, q, k, v, out, lse, *kept, "", True, 0.25, *OPTIONS)
@@ -106,7 +106,7 @@ def test_kernels_are_given_what_tma_can_address() -> None:
 
 
 def forward_calls(policy: Any) -> tuple[int, dict[str, torch.Tensor]]:
-    """How often the kernel's forward runs in a checkpointed step, and the step's results."""
+    """Count the runs of the kernel's forward in a checkpointed step; return the step's results, too."""
     layer, x = Layer(), torch.ones(1, 16, 32, dtype=torch.float64).cumsum(1) / 16
     contexts = {} if policy is None else {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
 
@@ -136,7 +136,7 @@ def test_a_profiler_sees_the_operators() -> None:
 
 @pytest.mark.parametrize("options", [{"causal": "no"}, {"deterministic": "no"}], ids=str)
 def test_an_option_of_another_type_is_refused(options: dict[str, Any]) -> None:
-    """By the operator, which eager calls pass by; without it "no" was a causal mask."""
+    """The operator would refuse it, but eager calls pass by it: "no" was a causal mask."""
     with pytest.raises(RuntimeError, match="Expected a value of type 'bool'"):
         ringflash.ring_attention(*draw(), group=None, **options)
 
@@ -149,7 +149,7 @@ def test_integers_of_numpy_are_integers() -> None:
 
 
 def test_gradients_come_in_batches() -> None:
-    """As torch.autograd.functional.jacobian asks for them."""
+    """torch.autograd.functional.jacobian asks for them so."""
     inputs = draw()
     out = ringflash.ring_attention(*inputs, group=None)
     douts = torch.stack([torch.ones_like(out), torch.arange(float(out.numel())).view_as(out).to(out)])
@@ -180,7 +180,7 @@ def gradients(inputs: tuple[torch.Tensor, ...], **options: Any) -> tuple[torch.T
 
 
 def test_gradients_of_gradients_are_refused() -> None:
-    """What the backward does in place would be recorded, and differentiated wrongly."""
+    """The backward's work in place would be recorded, and differentiated wrongly."""
     q, k, v = draw()
     out = ringflash.ring_attention(q, k, v, group=None)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
@@ -232,7 +232,7 @@ def test_explain_names_kernel_and_work() -> None:
 
 
 def test_explain_speaks_of_the_tensors_that_kernels_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with strides that no kernel of ours can address are copied by the call, which then has the choice."""
+    """A call copies tensors with strides that no kernel of ours can address, and then has the choice."""
     given = []
     monkeypatch.setattr(plan, "choose_impl", lambda *x: given.append([y.stride(-1) for y in x]) or ("reference", ""))
     inputs = [x.transpose(1, 3).contiguous().transpose(1, 3) for x in draw(False)]
@@ -337,7 +337,7 @@ def test_transforms_of_functions_are_refused() -> None:
 
 
 def test_shapes_alone() -> None:
-    """As torch's own attention has them on the meta device."""
+    """torch's own attention has them on the meta device."""
     q, k, v = (x.detach().to("meta").requires_grad_() for x in draw())
     out = ringflash.ring_attention(q, k, v, group=None)
     out.sum().backward()

@@ -1,4 +1,4 @@
-"""Where the copy engine may run, from what ranks told one another, and what NCCL does elsewhere. One process."""
+"""Machines on which the copy engine may run, from what ranks told one another, and NCCL elsewhere. One process."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_the_memory_of_messages_lives_as_long_as_its_group() -> None:
 
 
 def test_all_ranks_choose_the_same_blocks() -> None:
-    """By what the rank with most keys would gather: of these documents ranks see different numbers of chunks."""
+    """The rank with most keys decides: of these documents ranks see different numbers of chunks."""
     mask = SequenceMask(1 << 16, True, (-1, -1), (0, 30000, 30001, 1 << 16))
     groups = [mock.Mock(**{"size.return_value": 4, "rank.return_value": rank}) for rank in range(4)]
     plans = [plan.CallPlan(mask, "reference", "", "nccl", 1.0, RingOptions(group)) for group in groups]

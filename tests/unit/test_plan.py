@@ -89,7 +89,7 @@ JOB = TrainingJob(model_of(QWEN3_8B)[0], 1 << 20, cp_size=8, mlp_tile_tokens=819
 
 
 def _runs(result: Any) -> list[dict[str, Any]]:
-    """Those of benchmarks/train_steps.py in a file of results."""
+    """Runs of benchmarks/train_steps.py in a file of results."""
     found = [result, *result.values()] if isinstance(result, dict) else []
     return [run for run in found if isinstance(run, dict) and {"steps", "ranks", "memory", "model"} <= run.keys()]
 
@@ -146,7 +146,7 @@ class Areas:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def make_transfer(self, *what: object) -> Callable[[], None]:
-        """Nothing is moved."""
+        """Move nothing."""
         return lambda: None
 
     def keep(self, key: object, areas: object, make: Callable[[], Any]) -> Any:
@@ -156,7 +156,7 @@ class Areas:
         work()
 
     def do_nothing(self, *_: object) -> None:
-        """Nothing is waited for."""
+        """Wait for nothing."""
 
     barrier = mark = wait = do_nothing
 
@@ -232,7 +232,7 @@ SETTLED = [  # of the first file one short step, the first of its run; of the ot
 
 
 def _waited_for_copies(run: dict[str, Any]) -> bool:
-    """Whether checkpoints left and came one at a time, with nothing beside them, as they did once."""
+    """Return whether checkpoints left and came one at a time, with nothing beside them, as they did once."""
     return run["memory"]["offload_checkpoints"] and ("document_tokens" not in run or "copies_not_hidden" in run)
 
 
@@ -392,7 +392,7 @@ def test_what_is_offloaded_must_fit_into_the_host() -> None:
 
 
 def test_flops_are_counted_by_hand() -> None:
-    """Of one GPU: 6 for each parameter that multiplies a token; 4 * head_dim for each pair a head sees."""
+    """FLOPs of one GPU: 6 for each parameter that multiplies a token; 4 * head_dim for each pair a head sees."""
     job = TrainingJob(model_of(small("llama"))[0], 256, cp_size=2)
     matrices = 2 * (64 * 128 * 2 + 64 * 32 * 2 + 3 * 64 * 160) + 100 * 64
     assert linear_flops(job) == 6 * matrices * 128
@@ -485,7 +485,7 @@ def test_first_keys_and_last_gradients_have_no_kernel_beside_them() -> None:
 
 
 def test_keys_that_take_longer_than_their_kernel_are_exposed() -> None:
-    """Of few pairs: all of it but what kernels of seven sections take."""
+    """All keys of few pairs, but for what kernels of seven sections take."""
     sparse = replace(JOB, visible_fraction=1e-9)
     assert exposed(sparse) == pytest.approx(8 * exposed(JOB), rel=1e-3)
 
@@ -782,7 +782,7 @@ def _of_one_layer(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], *options: str) -> Any:
-    """What the command says of a configuration."""
+    """Return what the command says of a configuration."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     main(["plan", str(tmp_path), "--seqlen", "128k", "--gpus", "8", "--json", *options])
     return json.loads(capsys.readouterr().out)

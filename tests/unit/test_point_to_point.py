@@ -1,4 +1,4 @@
-"""How messages are posted: one coalesced batch on NCCL, sends before receives, nothing without a peer. CPU."""
+"""Posted messages: one coalesced batch on NCCL, sends before receives, nothing without a peer. CPU."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "she
 
 
 def unsafe(source: str, name: str = "x.py") -> list[str]:
-    """What in a module loads files in ways that can run code."""
+    """Calls in a module that load files in ways that can run code."""
     tree = ast.parse(source)
     found = [f"import {x}" for x in _imports(tree) & PICKLES if name != "ringflash/safe_files.py"]
     calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call)]
@@ -166,7 +166,7 @@ def _imports(tree: ast.AST) -> set[str]:
 
 
 def _name(call: ast.Call) -> str:
-    """As written, with the usual short forms of torch.distributed.checkpoint."""
+    """The call's name as written, with the usual short forms of torch.distributed.checkpoint."""
     name = ast.unparse(call.func).replace("torch.distributed.checkpoint.", "dcp.")
     return name.rpartition(".")[2] if name.endswith(("FileSystemReader", *CHECKS)) else name
 

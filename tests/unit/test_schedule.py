@@ -19,7 +19,7 @@ from tests.helpers import dense
 
 @pytest.fixture(scope="module", autouse=True)
 def three_zigzags() -> Iterator[None]:
-    """Of a striped sequence: chunks of a few tokens in a sequence that a dense mask can be drawn of."""
+    """Chunks of a few tokens of a striped sequence, of which a dense mask can be drawn."""
     with mock.patch.dict(layouts._ZIGZAGS, striped=3):
         yield
     for cached in (active_steps, build, gather):
@@ -42,7 +42,7 @@ def problems(
 
 
 def schedules(mask: SequenceMask, cp_size: int, layout: str) -> list[Schedule]:
-    """Of every rank."""
+    """Return the schedules of all ranks."""
     return [build(mask, cp_size, rank, layout) for rank in range(cp_size)]
 
 

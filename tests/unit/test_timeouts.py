@@ -1,4 +1,4 @@
-"""How long ranks wait: `set_timeout`, else the process group's own timeout, and never less than 600 s. One process."""
+"""Timeouts of ranks: `set_timeout`, else the process group's own, and never less than 600 s. One process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ringflash verify` expects of a layer's mask, and that right models of many kinds meet it. One process."""
+"""Expectations of `ringflash verify` for a layer's mask, and right models of many kinds that meet it. One process."""
 
 from __future__ import annotations
 

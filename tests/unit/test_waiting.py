@@ -1,4 +1,4 @@
-"""What a rank waits for in its rings: counted while it is asked for, by the callback too. One process on the CPU."""
+"""Waits of a rank in its rings: counted while they are asked for, by the callback too. One process on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the watch calls a stall, what it says of it on which rank, and what it leaves alone. One process, no real time.
+"""Stalls by the watch, its report of each rank, and what it leaves alone. One process, no real time.
 
 The ranks of a group are watches side by side with one clock and one store; tokens end when the test says so.
 """
@@ -41,7 +41,7 @@ class Token:
 
 
 class Group:
-    """As a process group; `store` is None once it was destroyed."""
+    """A process group; `store` is None once it was destroyed."""
 
     _device_types = ()
 
@@ -146,7 +146,7 @@ def finish(*calls: list[Token]) -> None:
 
 
 def stalled_world() -> World:
-    """Of four ranks: 0 waits in a section of its second call, 1 made one call, 2 waits to begin, 3 died."""
+    """Make four ranks: 0 waits in a section of its second call, 1 made one call, 2 waits to begin, 3 died."""
     world = World(4)
     for rank in world.ranks[:3]:
         finish(rank.issue(2))
@@ -452,7 +452,7 @@ def test_a_device_may_fail_between_two_places() -> None:
 
 
 def broken_world() -> tuple[World, list[Messages]]:
-    """Of four ranks over NCCL: 3 died, which only the connections of 0 and 1 show; all wait in a call."""
+    """Make four ranks over NCCL: 3 died, which only the connections of 0 and 1 show; all wait in a call."""
     world = World(4)
     channels = [rank.over_nccl() for rank in world.ranks]
     world.living.pop()

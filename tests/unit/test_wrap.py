@@ -1,4 +1,4 @@
-"""What wrapping refuses before anything runs, what it leaves as it was, and a module that never attends. CPU."""
+"""Refusals of wrapping before anything runs, what it leaves as it was, and a module that never attends. CPU."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_what_is_not_wrapped_is_left_alone() -> None:
 
 
 def test_a_ring_is_copied_with_its_group() -> None:
-    """As a moving average of the weights copies a model; a process group itself cannot be."""
+    """A moving average of the weights copies a model; a process group itself cannot be."""
     model: Any = own.build(own.Bound)
     model.ring.group = group = torch.distributed.ProcessGroup(torch.distributed.HashStore(), 0, 2)
     duplicate = copy.deepcopy(model)
@@ -114,7 +114,7 @@ def test_autocast_reaches_the_attention() -> None:
 
 
 def test_layers_compiled_one_by_one_share_their_code() -> None:
-    """As they did before they were wrapped: torch gives up after 8 compilations, and the rest would run eagerly."""
+    """Wrapped layers do, as before: torch gives up after 8 compilations, and the rest would run eagerly."""
     from torch._dynamo.testing import CompileCounter
 
     model: Any = ringflash.wrap_attention(own.build(own.Model, rotary=True, is_causal=True), None)
