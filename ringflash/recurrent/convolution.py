@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ringflash.recurrent.stretch import Stretch, gather_ranks
+from ringflash.recurrent.messages import states_before
+from ringflash.recurrent.stretch import Stretch
 
 
 def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, stretch: Stretch) -> Tensor:
@@ -35,11 +36,7 @@ def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, stretch
 
 def _halo(x: Tensor, size: int, stretch: Stretch) -> Tensor:
     """Return the `size` tokens before the shard, zeros for those of other documents."""
-    assert stretch.group is not None
-    tails = gather_ranks(x[..., -size:], stretch.group)  # of whole shards, if they are shorter
-    count = tails.shape[-1]
-    zeros = torch.zeros_like(tails[0, ..., :1]).expand(*x.shape[:2], size)
-    tokens = torch.cat([zeros, *tails[1:]], -1)
-    end = size + stretch.group.rank() * count
+    tails = states_before(x[..., -size:], stretch.group)  # of whole shards, if they are shorter
+    zeros = x.new_zeros(*x.shape[:2], size)
     foreign = torch.arange(size, device=x.device) < size - stretch.before
-    return tokens[..., end - size : end].masked_fill(foreign, 0)
+    return torch.cat([zeros, *tails], -1)[..., -size:].masked_fill(foreign, 0)

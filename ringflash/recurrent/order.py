@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ringflash.comm.group import Group, resolve
+from ringflash.recurrent.messages import swap
 from ringflash.sequence.layout import chunks
 
 Bounds = tuple[int, ...] | None
@@ -69,18 +70,24 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, plan: _Plan, back: bool) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.call = group, plan, back
-        rows = x.transpose(0, 1)
-        if back:
-            rows = rows.index_select(0, plan.inverse)
-        rows, moved = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
-        arriving, leaving = (plan.sent, plan.received) if back else (plan.received, plan.sent)
-        dist.all_to_all_single(moved, rows, list(arriving), list(leaving), group=group)
-        if not back:
-            moved = moved.index_select(0, plan.order)
-        return moved.transpose(0, 1)
+        return _move(x, group, plan, back, "forward")
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         group, plan, back = ctx.call
-        return _Exchange.apply(grad, group, plan, not back), None, None, None
+        return _move(grad, group, plan, not back, "backward"), None, None, None
+
+
+def _move(x: Tensor, group: dist.ProcessGroup, plan: _Plan, back: bool, way: str) -> Tensor:
+    rows = x.transpose(0, 1)
+    if back:
+        rows = rows.index_select(0, plan.inverse)
+    rows, moved = rows.contiguous(), torch.empty_like(rows, memory_format=torch.contiguous_format)
+    arriving, leaving = (plan.sent, plan.received) if back else (plan.received, plan.sent)
+    received, sent = moved.split(arriving), rows.split(leaving)
+    received[group.rank()].copy_(sent[group.rank()])
+    swap(sent, received, group, "tokens of a recurrent layer", way)
+    if not back:
+        moved = moved.index_select(0, plan.order)
+    return moved.transpose(0, 1)

@@ -1,8 +1,8 @@
 """Recurrences over a sharded sequence: the gated delta rule, and the scan of Mamba-2.
 
 A recurrence is linear in its state: from initial state S a rank ends with A S + B, and its outputs are those from an
-empty state plus a term linear in S. Each rank computes A, B and both outputs in a single run. An all-gather of (A, B)
-lets each rank compute its own S.
+empty state plus a term linear in S. Each rank computes A, B and both outputs in a single run, and sends (A, B) to all
+later ranks, which compute their own S.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
-from ringflash.recurrent.stretch import Stretch, gather_ranks
+from ringflash.recurrent.messages import states_before
+from ringflash.recurrent.stretch import Stretch
 
 
 def delta_rule(
@@ -62,7 +63,7 @@ def delta_rule(
         out, state = rule(**piece, initial_state=None, output_final_state=True, **options)
         outs.append(out)
     assert state is not None
-    known = gather_ranks(pad(state, (0, key_dim + value_dim - state.shape[-1])), stretch.group)
+    known = states_before(pad(state, (0, key_dim + value_dim - state.shape[-1])), stretch.group)
     arriving = known[0, ..., :value_dim]
     for rank in stretch.previous:
         own, transition = known[rank + 1].split([value_dim, key_dim], -1)
@@ -114,7 +115,7 @@ def mamba2_scan(
         rows = slice(*stretch.pieces[0])
         state = results[-1][1]
         decay = (dt[:, rows] * A.to(dtype)).cumsum(1)
-        known = gather_ranks(torch.cat([state.flatten(2), decay[:, -1, :, None].exp().to(state)], -1), stretch.group)
+        known = states_before(torch.cat([state.flatten(2), decay[:, -1, :, None].exp().to(state)], -1), stretch.group)
         arriving = known[0, ..., :-1]
         for rank in stretch.previous:
             arriving = known[rank + 1, ..., -1:] * arriving + known[rank + 1, ..., :-1]

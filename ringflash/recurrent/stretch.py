@@ -1,14 +1,11 @@
-"""The contiguous tokens of a rank, and the exchange of small tensors with all ranks."""
+"""The contiguous tokens of a rank."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ringflash.comm.group import Group, resolve
 
@@ -49,31 +46,3 @@ class Stretch(NamedTuple):
             return range(0)
         rank, length = self.group.rank(), self.pieces[-1][1]
         return range(rank - -(-self.before // length), rank)
-
-
-def gather_ranks(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the tensors of all ranks, stacked, behind a zero: row r + 1 is that of rank r.
-
-    Differentiable, if the objective is the sum of the ranks' losses. Every rank must use the result, if only the zero,
-    because the backward is a collective call.
-    """
-    rows = x[None] if group is None else cast(Tensor, _GatherRanks.apply(x, group))
-    return torch.cat([torch.zeros_like(rows[:1]), rows])
-
-
-class _GatherRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
-        ctx.group = group
-        x = x.contiguous()
-        rows = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(rows, x, group=group)
-        return torch.stack(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-        grad = grad.contiguous()
-        received = torch.empty_like(grad)
-        dist.all_to_all_single(received, grad, group=ctx.group)
-        return received.sum(0), None

@@ -6,11 +6,14 @@ import os
 import re
 import time
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import ringflash
+from ringflash import recurrent
 from ringflash.comm import agreement
 from ringflash_kernels import reference
 from tests.helpers import ring_check
@@ -53,6 +56,36 @@ def test_the_others_end_with_the_name_of_the_rank(pool: Pool, fault: str, direct
         assert f"rank {rank} raised" in text
     assert f"rank {VICTIM} over gloo did not finish within {SECONDS} s (" in text
     assert re.search(rf"d?K/d?V of step \d of rank [02] (to|from) rank {VICTIM} over gloo", text)
+
+
+def scan(ctx: Context, fault: str) -> None:
+    """Run a recurrence over the ranks; the victim dies in its own, or stalls before the backward."""
+    ringflash.set_timeout(SECONDS)
+    q, k, v = torch.ones(3, 1, 4, 2, 3, requires_grad=True)
+
+    def rule(value: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if fault == "dies":
+            os._exit(3) if ctx.rank == VICTIM else time.sleep(1)  # its peers then meet a closed connection
+        return value, value.new_ones(1, 2, 3, 6) + value.mean()
+
+    options = {"g": torch.zeros(1, 4, 2), "beta": torch.ones(1, 4, 2)}
+    out = recurrent.delta_rule(rule, q, k, v, stretch=recurrent.Stretch.of(4, ctx.group), **options)
+    if ctx.rank == VICTIM:
+        time.sleep(600)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("fault", ["dies", "stalls"])
+def test_a_scan_ends_with_the_name_of_the_rank(pool: Pool, fault: str) -> None:
+    with pytest.raises(WorkerError) as error:
+        pool.run(scan, fault, size=3, timeout_s=60)
+    text = str(error.value)
+    for rank in (0, 2):
+        assert f"rank {rank} raised" in text
+        verb = "begin" if fault == "dies" else "finish"
+        assert re.search(
+            rf"states of a recurrent layer of rank {rank} (to|from) rank {VICTIM} over gloo did not {verb}", text
+        )
 
 
 def compare_late(ctx: Context) -> list[list[int]]:

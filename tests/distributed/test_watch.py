@@ -12,8 +12,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from ringflash.attention.sections import Sections
+from ringflash.recurrent.messages import states_before
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.faulty_job import GOOD_STEPS, Job
@@ -158,3 +160,17 @@ def test_keys_gathered_by_messages_say_which_section_is_waited_for(pool: Pool) -
         assert forward == ["forward", "for its device to begin", "for section 0", "for section 1", "issued"]
         gradients = "for the gradients of section 0"
         assert backward == ["backward", "for its device to begin", "for section 0", gradients, "issued"]
+
+
+def marks_of_states(ctx: Context) -> list[list[str]]:
+    recorded.clear()
+    with mock.patch("ringflash.recurrent.messages.watching", Recorder):
+        x = torch.ones(2, 3, requires_grad=True)
+        states_before(x, ctx.group).sum().backward()
+    return recorded
+
+
+def test_a_recurrent_layer_says_that_it_waits_for_states(pool: Pool) -> None:
+    for forward, backward in pool.run(marks_of_states, size=3):
+        assert forward == ["forward", "for states of a recurrent layer", "issued"]
+        assert backward == ["backward", "for gradients of states of a recurrent layer", "issued"]

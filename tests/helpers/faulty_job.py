@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import ringflash
+from ringflash.recurrent.messages import states_before
 from ringflash_kernels import reference
 from tests.helpers import shared_gpu
 from tests.helpers.forked import forked
@@ -35,6 +36,7 @@ from tests.helpers.ring_check import by_hops
 from tests.recipes.launching import ROOT
 
 GOOD_STEPS = 3
+RECURRENT = "recurrent"  # in place of a transport: states of a recurrence, over NCCL
 FOR_EVER_S = 3600.0
 
 
@@ -228,6 +230,11 @@ class _Step:
         )
 
     def __call__(self) -> torch.Tensor:
+        if self.task.transport == RECURRENT:
+            q = self.qkv[0]
+            out = q + states_before(q.sum(1), dist.group.WORLD).sum(0)[:, None]
+            torch.autograd.grad(out, q, torch.ones_like(out))
+            return out.detach()
         by_default = self.device.type == "cpu" and self.task.transport == "copy_engine"  # refused there by name
         transport = "auto" if by_default else self.task.transport
         out = ringflash.ring_attention(

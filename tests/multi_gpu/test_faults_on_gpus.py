@@ -1,8 +1,8 @@
 """A rank that dies, raises or sleeps ends the others with an error that names it. Two GPUs or more.
 
-Over the copy engine and NCCL, there by heads and by hops. Ranks are processes of their own, since they end. All jobs
-run at once on the same GPUs: each of them mostly waits. Three have no fault, a watch that looks all the time, captured
-calls, and calls under way while something else is captured.
+Over the copy engine and NCCL, there by heads, by hops and for states of recurrent layers. Ranks are processes of their
+own, since they end. All jobs run at once on the same GPUs: each of them mostly waits. Three have no fault, a watch that
+looks all the time, captured calls, and calls under way while something else is captured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.faulty_job import GOOD_STEPS, Job
+from tests.helpers.faulty_job import GOOD_STEPS, RECURRENT, Job
 from tests.multi_gpu.conftest import Setup
 
 pytestmark = pytest.mark.multi_gpu
@@ -24,10 +24,11 @@ PLACES = {  # where a rank waits for one that has not begun
     "copy_engine": "for all ranks to begin",
     "nccl": "for section 0",
     HOPS: r"for K/V of step \d+ from rank \d+( and to rank \d+)?",
+    RECURRENT: "for states of a recurrent layer",
 }
 FAULTS = [(way, fault) for fault in ("raises", "dies", "sleeps") for way in ("nccl", "copy_engine")]
-FAULTS += [(HOPS, "sleeps")]
-HEALTHY = [(way, "none") for way in PLACES]
+FAULTS += [(HOPS, "sleeps"), (RECURRENT, "dies")]
+HEALTHY = [(way, "none") for way in PLACES if way != RECURRENT]
 CALL = 2 * GOOD_STEPS + 1  # forward and backward of the good steps, then the one that the victim does not make
 
 Ends = dict[tuple[str, str], tuple[list[int | None], list[str]]]
@@ -62,14 +63,14 @@ def test_the_others_end_with_the_name_of_the_rank(ends: Ends, way: str, fault: s
     silent = (
         "does not answer: it has died" if fault != "sleeps" else f"has not begun call {CALL} (its last, backward call"
     )
-    transport = way.removesuffix(" by hops")
+    transport = "nccl" if way in (HOPS, RECURRENT) else way
     for rank, text in enumerate(texts):
         assert f"rank {rank} has done {GOOD_STEPS} steps" in text, shown
         if rank == 1:
             continue
         limit, waited = f"made no progress for {TIMEOUT_S:.0f} s: rank 0 has", r"has been waiting \d+ s"
         if "lost the connection to a rank" in text:  # NCCL between hosts says itself that a peer is gone
-            assert way == "nccl" and fault != "sleeps", shown
+            assert way in ("nccl", RECURRENT) and fault != "sleeps", shown
             limit, waited = "lost the connection to a rank: rank 0 ", rf"({waited}|lost NCCL \(.*\) while waiting)"
         assert f"ring attention over {transport} {limit}" in text, shown
         assert re.search(rf"rank {rank} {waited} {PLACES[way]} in forward call {CALL}; ", text), shown

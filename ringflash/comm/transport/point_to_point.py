@@ -53,10 +53,13 @@ class Pending:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
             except RuntimeError as cause:
                 limit = f" within {self._timeout.total_seconds():.0f} s" if self._timeout else ""
-                raise RuntimeError(
-                    f"{what} did not finish{limit} ({cause}); the peer has died or stalled, see its log "
-                    "(ringflash.set_timeout raises the limit)."
-                ) from cause
+                raise _peer_error(f"{what} did not finish{limit}", cause) from cause
+
+
+def _peer_error(event: str, cause: RuntimeError) -> RuntimeError:
+    return RuntimeError(
+        f"{event} ({cause}); the peer has died or stalled, see its log (ringflash.set_timeout raises the limit)."
+    )
 
 
 def check_capture() -> None:
@@ -137,7 +140,7 @@ class PointToPoint:
 
     def _post(self, todo: list[tuple[Callable[[], dist.Work], str]], messages: list[Message]) -> Pending:
         if self.name == "gloo":
-            return Pending([(start(), what) for start, what in todo], timeout(self.group))
+            return Pending([(_started(start, what), what) for start, what in todo], timeout(self.group))
         if not todo:
             return Pending([])
         device = messages[0].tensor.device
@@ -155,6 +158,13 @@ class PointToPoint:
         own, peer = self.rank_in_group(self.rank), self.rank_in_group(rank)
         name = f"{what} of rank {own} {way} rank {peer} over {self.name}"
         return functools.partial(operation, [tensor], peer, _TAG), name
+
+
+def _started(start: Callable[[], dist.Work], what: str) -> dist.Work:
+    try:
+        return start()
+    except RuntimeError as cause:  # the peer has closed the connection
+        raise _peer_error(f"{what} did not begin", cause) from cause
 
 
 def set_comm_sms(num_sms: int) -> None:

@@ -121,6 +121,7 @@ class Watchdog:
         with self._lock:
             groups = list(self._watched.items())
         groups = [(transport, watched) for transport, watched in groups if watched.board.is_open()]
+        groups.sort(key=lambda group: not group[1].queue.calls)  # of a group's transports, the one that waits answers
         serials = [serial for _, watched in groups if (serial := self._poll_group(watched, now)) is not None]
         for transport, watched in groups:
             queue = watched.queue

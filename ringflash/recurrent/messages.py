@@ -1,0 +1,71 @@
+"""Messages between the ranks of a recurrent layer, with their names in errors and in the watchdog's reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ringflash.comm.transport import Message, PointToPoint, message_transport, open_transport
+from ringflash.comm.wait_timer import waiting
+from ringflash.comm.watchdog import watching
+
+
+def swap(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup, what: str, way: str) -> None:
+    """Send sent[r] to each other rank r, and write what it sends to received[r]. A collective call.
+
+    Args:
+        sent, received: contiguous; empty if there is nothing to send or receive. Those of this rank are not read.
+        what: name of the messages in errors.
+        way: "forward" or "backward".
+    Raises:
+        RuntimeError: over gloo, a peer has died or stalled; over NCCL the watchdog reports it.
+    """
+    rank, device = group.rank(), received[0].device
+    channel = cast(PointToPoint, open_transport(message_transport(device), group))
+    lists = [
+        [Message(x, peer, what) for peer, x in enumerate(part) if peer != rank and x.numel()]
+        for part in (sent, received)
+    ]
+    with watching(channel, way, device) as call, waiting(device):
+        channel.post(*lists).wait()
+        call.mark("for {}", what)
+
+
+def states_before(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the tensors of all previous ranks, stacked, behind a zero: row r + 1 is that of rank r.
+
+    Differentiable, if the objective is the sum of the ranks' losses. Every rank must use the result, if only the zero,
+    because the backward is a collective call.
+    """
+    return torch.zeros_like(x[None]) if group is None else cast(Tensor, _StatesBefore.apply(x, group))
+
+
+class _StatesBefore(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.group, x = group, x.contiguous()
+        rows = x.new_zeros(group.rank() + 1, *x.shape)
+        nothing = x.new_empty(0)
+        later = group.size() - group.rank() - 1
+        swap(
+            [nothing] * (group.rank() + 1) + [x] * later, [*rows[1:], *[nothing] * (later + 1)], group,
+            "states of a recurrent layer", "forward",
+        )  # fmt: skip
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+        grad, rank = grad.contiguous(), ctx.group.rank()
+        nothing = grad.new_empty(0)
+        arriving = grad.new_empty(ctx.group.size() - rank - 1, *grad.shape[1:])
+        swap(
+            [*grad[1:], *[nothing] * (len(arriving) + 1)], [nothing] * (rank + 1) + list(arriving), ctx.group,
+            "gradients of states of a recurrent layer", "backward",
+        )  # fmt: skip
+        return arriving.sum(0), None
