@@ -135,13 +135,23 @@ def _validate_accelerator(original: Callable[..., Any], self: Any, accelerator: 
 
 
 def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
-    """Put models on the ring, before they are sharded."""
+    """Put models on the ring, before they are sharded; check that ZeRO averages over all ranks."""
     import torch
 
-    for x in args if ring_size(self.parallelism_config) > 1 else ():
+    if ring_size(self.parallelism_config) == 1:
+        return original(self, *args, **options)
+    for x in args:
         if isinstance(x, torch.nn.Module):
             _put_on_ring(self, x)
-    return original(self, *args, **options)
+    prepared = original(self, *args, **options)
+    if self.distributed_type == "DEEPSPEED" and self.deepspeed_engine_wrapped is not None:
+        from ringflash.deepspeed import engine, refusals
+
+        # accelerate counts every rank as a sample in train_batch_size, as DeepSpeed does
+        config = {name: x for name, x in self.deepspeed_config.items() if name != "train_batch_size"}
+        refusals.check(config, {})
+        engine.check_engine(self.deepspeed_engine_wrapped.engine)
+    return prepared
 
 
 def prepare_model(

@@ -87,7 +87,7 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
         raise error
     skip_shared_memory_op()
     made = deepspeed.initialize(model=model, config={"gradient_clipping": 0.0, **content}, **keywords)
-    _check_engine(made[0])
+    check_engine(made[0])
     _separate_backwards(made[0])
     return made
 
@@ -126,7 +126,7 @@ def _separate_backwards(engine: Any) -> None:
     engine.backward = begun
 
 
-def _check_engine(engine: Any) -> None:
+def check_engine(engine: Any) -> None:
     """Check that an engine averages over all ranks: DeepSpeed reuses the groups of an earlier engine."""
     averaged, world_size = engine.seq_dp_world_size, dist.get_world_size()
     if averaged != world_size or engine.sequence_parallel_size != 1:

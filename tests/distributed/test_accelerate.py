@@ -68,6 +68,27 @@ def assert_alike(ring: dict[str, Any], one: dict[str, Any]) -> None:
         torch.testing.assert_close(got, one["parameters"][key], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_with_zero_is_that_of_one_process(pool: Pool, stage: int, tmp_path: Path) -> None:
+    """Two rings of two, two batches; stage 3 shards every parameter."""
+    pytest.importorskip("deepspeed")
+    config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    for spent in pool.run(trainer.step_with_zero, str(tmp_path), config):
+        assert spent["step"][0] <= 1, spent
+
+
+def zero_refused(ctx: Context, folder: str) -> None:
+    for key, value in (("gradient_allreduce_op", "sum"), ("sequence_parallel_size", 2)):
+        with pytest.raises(ValueError, match=f"{key} must "):
+            trainer.step_with_zero(ctx, folder, {"zero_optimization": {"stage": 1}, key: value})
+
+
+def test_settings_of_zero_that_do_not_average_are_refused(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    pool.run(zero_refused, str(tmp_path))
+
+
 def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     """Return the error of each wrong use on this rank, or "none"; good calls follow."""
     import transformers

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 
 from tests.helpers import models
+from tests.helpers.one_step import one_process, worst
 from tests.helpers.pool import Context
 
 
@@ -45,6 +47,7 @@ def join(ctx: Context) -> None:
     on_cpu = str(ctx.device.type == "cpu").lower()
     os.environ.update({name: str(x) for name, x in place.items()} | {"ACCELERATE_USE_CPU": on_cpu})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # never dialled: the workers have joined
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
 
@@ -110,6 +113,56 @@ def train(
     logged = [{k: x[k] for k in ("loss", "grad_norm", "eval_loss") if k in x} for x in trainer.state.log_history]
     saved = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return {"logged": [x for x in logged if x], "parameters": {k: x.clone() for k, x in saved.items()}}
+
+
+def step_with_zero(ctx: Context, folder: str, config: dict[str, Any]) -> dict[str, tuple[float, str]]:
+    """The parts of their budgets that one step of two batches spends in fp32, with DeepSpeed's ZeRO.
+
+    The norm of the gradients is below the clipping, which would hide their scale.
+
+    Args:
+        config: of DeepSpeed.
+    """
+    from accelerate import DistributedType, ParallelismConfig, PartialState
+    from deepspeed.utils import safe_get_full_fp32_param
+    from transformers import Trainer, TrainingArguments
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from ringflash.deepspeed.engine import skip_shared_memory_op
+
+    register()
+    skip_shared_memory_op()
+    join(ctx)
+    on_gpus = mock.patch.object(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU))
+    cpu = {"ACCELERATE_USE_CPU": "false", "ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
+    with mock.patch.dict(os.environ, cpu), on_gpus:  # accelerate leaves DeepSpeed out on CPUs
+        model: Any = models.build("llama", "sdpa").float()
+        rows = sequences(4)
+        batch, known = right_padded(rows), {"clipping": 5.0, "learning_rate": 0.5}
+        steps = [one_process(model, plain_loss, [batch], x, **known) for x in (torch.float64, torch.float32)]
+        arguments = TrainingArguments(
+            folder, parallelism_config=ParallelismConfig(cp_backend="ringflash", cp_size=2, dp_replicate_size=2),
+            deepspeed={"zero_allow_untested_optimizer": True, **config, "train_micro_batch_size_per_gpu": "auto"},
+            max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=2, optim="sgd", learning_rate=0.5,
+            lr_scheduler_type="constant", max_grad_norm=5.0, save_strategy="no", report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        try:
+            trainer = Trainer(model, arguments, right_padded, train_dataset=rows)
+            trainer.train()
+        finally:
+            unset_hf_deepspeed_config()
+        moved = {}
+        for name, p in trainer.model.named_parameters():
+            whole = safe_get_full_fp32_param(p)
+            moved[name] = (p if whole is None else whole).detach().double() - steps[0]["start"][name]
+        want, low = ({name: x.double() - step["start"][name] for name, x in step["weight"].items()} for step in steps)
+        return worst({"step": moved}, {"step": want}, {"step": {name: x.float() for name, x in low.items()}})
+
+
+def plain_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean over all labels of a batch, padded on the right."""
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 def tokenizer() -> Any:
