@@ -1,6 +1,6 @@
 """Functions of the package ring-flash-attention (`import ring_flash_attn`), computed by ringflash.
 
-    sys.modules["ring_flash_attn"] = ringflash.compat.ring_flash_attn    # before the first import of it
+    ringflash.compat.ring_flash_attn.install()    # before the first import of ring_flash_attn
 
 Arguments, layouts of the shards and results are that package's; its kernels are not needed. Differences:
 
@@ -12,45 +12,69 @@ Arguments, layouts of the shards and results are that package's; its kernels are
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringflash.attention.api import attend
+from ringflash.attention.inputs import autocast, differentiate_alike
 from ringflash.attention.options import RingOptions
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
+from ringflash.huggingface.validation import find_static_error
 
+_FORMS = ("", "_kvpacked", "_qkvpacked")
+_PER_DOCUMENT = (
+    "get shards cut across the packed sequence, got shards cut within each document; use "
+    "llama3_flash_attn_varlen_func, or ringflash.ring_attention with cu_seqlens."
+)
+_STRIPES = (
+    "get shards of one of ringflash's layouts, got single tokens in turn; use zigzag_ring_flash_attn_func, or "
+    "ringflash.ring_attention with layout='striped'."
+)
+_REFUSED = {
+    f"{stem}{form}_func": reason
+    for stem, reason in (
+        ("ring_flash_attn_varlen", _PER_DOCUMENT),
+        ("zigzag_ring_flash_attn_varlen", _PER_DOCUMENT),
+        ("stripe_flash_attn", _STRIPES),
+    )
+    for form in _FORMS
+}
 __all__ = [
-    "llama3_flash_attn_prepare_cu_seqlens",
-    "llama3_flash_attn_varlen_func",
-    "llama3_flash_attn_varlen_kvpacked_func",
-    "llama3_flash_attn_varlen_qkvpacked_func",
-    "ring_flash_attn_func",
-    "ring_flash_attn_kvpacked_func",
-    "ring_flash_attn_qkvpacked_func",
-    "ring_flash_attn_varlen_func",
-    "ring_flash_attn_varlen_kvpacked_func",
-    "ring_flash_attn_varlen_qkvpacked_func",
-    "stripe_flash_attn_func",
-    "stripe_flash_attn_kvpacked_func",
-    "stripe_flash_attn_qkvpacked_func",
-    "substitute_hf_flash_attn",
-    "update_ring_flash_attn_params",
-    "zigzag_ring_flash_attn_func",
-    "zigzag_ring_flash_attn_kvpacked_func",
-    "zigzag_ring_flash_attn_qkvpacked_func",
-    "zigzag_ring_flash_attn_varlen_func",
-    "zigzag_ring_flash_attn_varlen_kvpacked_func",
-    "zigzag_ring_flash_attn_varlen_qkvpacked_func",
+    f"{stem}{form}_func"
+    for stem in ("ring_flash_attn", "zigzag_ring_flash_attn", "llama3_flash_attn_varlen")
+    for form in _FORMS
 ]
+__all__ += ["llama3_flash_attn_prepare_cu_seqlens", "substitute_hf_flash_attn", "update_ring_flash_attn_params"]
+__all__ += ["use_ring_attn", *_REFUSED]
+_MODULES = (  # of the package, from which its users import
+    "adapters", "adapters.hf_adapter", "llama3_flash_attn_varlen", "ring_flash_attn", "zigzag_ring_flash_attn",
+)  # fmt: skip
 
 DATA_PARAMS: dict[str, Any] = {}  # of the present batch, as `update_ring_flash_attn_params` left them
+_in_use = True  # what `use_ring_attn` has said
+
+
+def install() -> None:
+    """Make imports of ring_flash_attn, and of those of its modules that others import from, lead to this module.
+
+    Raises:
+        RuntimeError: the package itself has been imported before.
+    """
+    here = sys.modules[__name__]
+    names = ("ring_flash_attn", *(f"ring_flash_attn.{name}" for name in _MODULES))
+    if loaded := [name for name in names if sys.modules.get(name, here) is not here]:
+        raise RuntimeError(
+            f"install must be called before ring_flash_attn is imported, got {loaded} imported; call it first."
+        )
+    sys.modules.update(dict.fromkeys(names, here))
 
 
 def ring_flash_attn_func(
@@ -204,68 +228,100 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
     DATA_PARAMS.update(zip(names, llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, size), strict=True))
 
 
-def ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
-    """Call `ring_flash_attn_func` with kv, (batch, seqlen_local, 2, num_kv_heads, head_dim)."""
-    return ring_flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], *options, **named)
+def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
+    """Make transformers models with attn_implementation="flash_attention_2" attend over the ring, all of them.
+
+    A rank holds the r-th of cp_size equal parts of packed documents under a causal mask: those of the last
+    `update_ring_flash_attn_params`. `ringflash.huggingface` does this for one model, and checks more of it.
+
+    Args:
+        heads_k_stride: as for `llama3_flash_attn_varlen_func`.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    group = _resolve(process_group)
+    current: Any = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    within = getattr(current, "_within", current)
+
+    def attend_over_ring(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        s_aux: None = None,
+        **named: Any,
+    ) -> tuple[Tensor, None]:
+        if not _in_use:
+            return within(
+                module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
+                sliding_window=sliding_window, is_causal=is_causal, s_aux=s_aux, **named,
+            )  # fmt: skip
+        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        named |= {"attention_mask": attention_mask, "s_aux": s_aux}
+        error = find_static_error(module, query, key, dropout, sliding_window, causal, named)
+        if len(query) != 1 or not causal or not DATA_PARAMS:
+            error = error or ValueError(
+                "query must be one row of packed documents under a causal mask, which update_ring_flash_attn_params "
+                f"has told, got {len(query)} rows, causal={causal} and documents {'told' if DATA_PARAMS else 'untold'}."
+            )
+        if error is not None:
+            agree(group, {}, error)  # other ranks may have gone on
+            raise error
+        q, k, v = (x[0].transpose(0, 1) for x in differentiate_alike(*map(autocast, (query, key, value))))
+        out = llama3_flash_attn_varlen_func(
+            q, k, v, **DATA_PARAMS, heads_k_stride=heads_k_stride, softmax_scale=scaling, causal=True,
+            window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0), group=group,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out[None], None
+
+    attend_over_ring._within = within  # type: ignore[attr-defined]
+    ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = attend_over_ring
 
 
-def ring_flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
-    """Call `ring_flash_attn_func` with qkv, (batch, seqlen_local, 3, num_heads, head_dim)."""
-    return ring_flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *options, **named)
+def use_ring_attn(flag: bool) -> None:
+    """Turn the attention that `substitute_hf_flash_attn` put in place off, as for generation, or on again."""
+    global _in_use
+    _in_use = flag
 
 
-def zigzag_ring_flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
-    """Call `zigzag_ring_flash_attn_func` with kv, (batch, seqlen_local, 2, num_kv_heads, head_dim)."""
-    return zigzag_ring_flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], *options, **named)
+def _packed_forms(function: Callable[..., Any], dim: int) -> list[Callable[..., Any]]:
+    """Return the function for q and kv, and for qkv, which are stacked in dimension `dim`."""
+
+    def kvpacked(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
+        return function(q, *kv.unbind(dim), *options, **named)
+
+    def qkvpacked(qkv: Tensor, *options: Any, **named: Any) -> Any:
+        return function(*qkv.unbind(dim), *options, **named)
+
+    return [kvpacked, qkvpacked]
 
 
-def zigzag_ring_flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
-    """Call `zigzag_ring_flash_attn_func` with qkv, (batch, seqlen_local, 3, num_heads, head_dim)."""
-    return zigzag_ring_flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], *options, **named)
+ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _packed_forms(ring_flash_attn_func, 2)
+zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = _packed_forms(
+    zigzag_ring_flash_attn_func, 2
+)
+llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func = _packed_forms(
+    llama3_flash_attn_varlen_func, 1
+)
 
 
-def llama3_flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Any:
-    """Call `llama3_flash_attn_varlen_func` with kv, (total_tokens_local, 2, num_kv_heads, head_dim)."""
-    return llama3_flash_attn_varlen_func(q, kv[:, 0], kv[:, 1], *options, **named)
-
-
-def llama3_flash_attn_varlen_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Any:
-    """Call `llama3_flash_attn_varlen_func` with qkv, (total_tokens_local, 3, num_heads, head_dim)."""
-    return llama3_flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], *options, **named)
-
-
-def _refused(name: str, reason: str) -> Any:
-    """Return a function that raises NotImplementedError, which every rank that calls it does."""
+def __getattr__(name: str) -> Any:
+    """Return a function that raises NotImplementedError, or this module for the name of one of the package's."""
+    if name in ("adapters", "hf_adapter"):
+        return sys.modules[__name__]
+    if name not in _REFUSED:
+        raise AttributeError(f"ring_flash_attn has no {name!r} in ringflash.compat.")
 
     def refuse(*args: Any, **named: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} must {reason}")
+        raise NotImplementedError(f"{name} must {_REFUSED[name]}")
 
-    refuse.__name__ = refuse.__qualname__ = name
     return refuse
-
-
-_PER_DOCUMENT = (
-    "get shards cut across the packed sequence, got shards cut within each document; use "
-    "llama3_flash_attn_varlen_func, or ringflash.ring_attention with cu_seqlens."
-)
-_STRIPES = (
-    "get shards of one of ringflash's layouts, got single tokens in turn; use zigzag_ring_flash_attn_func, or "
-    "ringflash.ring_attention with layout='striped'."
-)
-ring_flash_attn_varlen_func = _refused("ring_flash_attn_varlen_func", _PER_DOCUMENT)
-ring_flash_attn_varlen_kvpacked_func = _refused("ring_flash_attn_varlen_kvpacked_func", _PER_DOCUMENT)
-ring_flash_attn_varlen_qkvpacked_func = _refused("ring_flash_attn_varlen_qkvpacked_func", _PER_DOCUMENT)
-zigzag_ring_flash_attn_varlen_func = _refused("zigzag_ring_flash_attn_varlen_func", _PER_DOCUMENT)
-zigzag_ring_flash_attn_varlen_kvpacked_func = _refused("zigzag_ring_flash_attn_varlen_kvpacked_func", _PER_DOCUMENT)
-zigzag_ring_flash_attn_varlen_qkvpacked_func = _refused("zigzag_ring_flash_attn_varlen_qkvpacked_func", _PER_DOCUMENT)
-stripe_flash_attn_func = _refused("stripe_flash_attn_func", _STRIPES)
-stripe_flash_attn_kvpacked_func = _refused("stripe_flash_attn_kvpacked_func", _STRIPES)
-stripe_flash_attn_qkvpacked_func = _refused("stripe_flash_attn_qkvpacked_func", _STRIPES)
-substitute_hf_flash_attn = _refused(
-    "substitute_hf_flash_attn",
-    "get the model whose attention it replaces, got only a group; build the model with attn_implementation='ringflash' "
-    "and call ringflash.huggingface.set_group on it.",
-)
 
 
 class _Prepared(NamedTuple):

@@ -6,13 +6,17 @@ gloo, 2 CPU processes, fp64.
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ringflash.compat import ring_flash_attn as names
-from tests.helpers import dense
+from tests.helpers import dense, models
 from tests.helpers.pool import Context, Pool
 from tests.helpers.tolerance import assert_close
 
@@ -182,17 +186,71 @@ def test_a_missing_group_and_a_length_that_does_not_divide_are_refused() -> None
 
 def imported_by_its_own_name(ctx: Context) -> None:
     """Default arguments run, over the default group of four ranks."""
-    from importlib import import_module
-
-    sys.modules["ring_flash_attn"] = names
+    modules = dict(sys.modules)
+    names.install()
+    names.install()  # may be called again
     try:
-        function = import_module("ring_flash_attn").ring_flash_attn_func
+        from ring_flash_attn import ring_flash_attn_func, stripe_flash_attn_func  # type: ignore[import-not-found]
+        from ring_flash_attn.adapters.hf_adapter import DATA_PARAMS, use_ring_attn  # type: ignore[import-not-found]
+        from ring_flash_attn.zigzag_ring_flash_attn import zigzag_ring_flash_attn_func  # type: ignore[import-not-found]
+        import ring_flash_attn.adapters.hf_adapter as adapter  # type: ignore[import-not-found]  # isort: skip
     finally:
-        del sys.modules["ring_flash_attn"]
+        for name in set(sys.modules) - set(modules):
+            if name.startswith("ring_flash_attn"):
+                del sys.modules[name]
+    assert (DATA_PARAMS, use_ring_attn) == (names.DATA_PARAMS, names.use_ring_attn) and adapter is names
+    assert zigzag_ring_flash_attn_func is names.zigzag_ring_flash_attn_func and callable(stripe_flash_attn_func)
     whole = problem(2, 1)
-    out = function(*(part(whole[x], ctx, False) for x in "qkv"))
+    out = ring_flash_attn_func(*(part(whole[x], ctx, False) for x in "qkv"))
     assert_close({"out": out}, {"out": part(dense.attention(**whole, causal=False)["out"], ctx, False)})
 
 
 def test_the_package_s_name_leads_here(pool: Pool) -> None:
     pool.run(imported_by_its_own_name, size=4)
+
+
+def test_install_is_refused_after_the_package() -> None:
+    with mock.patch.dict(sys.modules, {"ring_flash_attn": ModuleType("ring_flash_attn")}):
+        with pytest.raises(RuntimeError, match="install must be called before ring_flash_attn is imported, got"):
+            names.install()
+
+
+def substituted(ctx: Context, bounds: list[int]) -> dict[str, Any]:
+    """Compare a model whose flash attention is ours with dense attention; return errors of wrong calls, by name."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    names.substitute_hf_flash_attn(ctx.group, heads_k_stride=1)
+    names.substitute_hf_flash_attn(ctx.group, heads_k_stride=2)
+    try:
+        model: Any = models.build("qwen3_window", "sdpa", sliding_window=16)
+        alone: Any = models.build("qwen3_window", "sdpa", sliding_window=16)
+        model.config._attn_implementation = "flash_attention_2"
+        ids, pairs = models.tokens(), list(pairwise(bounds))
+        positions = torch.cat([torch.arange(stop - start) for start, stop in pairs])[None]
+        shard = {"input_ids": part(ids, ctx, False), "position_ids": part(positions, ctx, False), "use_cache": False}
+        names.DATA_PARAMS.clear()
+        wrong = {"untold": {}, "mask": {"attention_mask": torch.zeros(1, 12, dtype=torch.int64)}}
+        errors = {}
+        for name, changes in wrong.items():
+            with pytest.raises((ValueError, NotImplementedError)) as error:
+                model(**shard | changes)
+            errors[name] = str(error.value)
+            names.update_ring_flash_attn_params(torch.tensor(bounds, dtype=torch.int32), ctx.group)
+        logits = model(**shard).logits
+        whole = torch.cat([alone(ids[:, start:stop], use_cache=False).logits for start, stop in pairs], 1)
+        torch.testing.assert_close(logits, part(whole, ctx, False), rtol=1e-9, atol=1e-12)
+        (logits**2).sum().backward()
+        (whole**2).sum().backward()
+        for got, want in zip(model.parameters(), alone.parameters(), strict=True):
+            dist.all_reduce(got.grad, group=ctx.group)
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-9, atol=1e-9 * float(want.grad.abs().max()))
+        return errors
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+
+
+def test_flash_attention_of_transformers_models_is_substituted(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    for errors in pool.run(substituted, [0, 7, 8, 24], size=2):
+        assert errors["untold"].startswith("query must be one row of packed documents under a causal mask, which")
+        assert errors["mask"].startswith("attention_mask must")
