@@ -93,7 +93,7 @@ def set_group(
     if not modules:
         raise ValueError(
             f"model must have attention layers that follow attn_implementation, got none in {type(model).__name__}; "
-            "pass the whole model, or use one that has."
+            "pass the whole model; for one of recurrent layers only, build on ringflash.recurrent."
         )
     check_adapters(model)
     base = find_base(model, modules[0])

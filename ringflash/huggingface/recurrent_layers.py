@@ -56,7 +56,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     call = dict(kwargs)
     hidden: Tensor = call.pop("hidden_states") if "hidden_states" in call else args[0]
     mask, cu_seqlens, checksum = (call.pop(name, None) for name in ("attention_mask", "cu_seqlens", "checksum"))
-    cache = call.pop("cache_params", None)
+    cache, _ = call.pop("cache_params", None), call.pop("position_embeddings", None)  # Zamba2 passes the attention's
     error, bounds = _find_error({"past_key_values": cache, **call}, hidden, options, cu_seqlens)
     inputs: ForwardInputs = module._ringflash_given  # type: ignore[assignment]
     if inputs.first_layer == f"{type(module).__name__} {module.layer_idx}":

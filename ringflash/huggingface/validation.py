@@ -40,7 +40,7 @@ _REMEDIES = {
 RECURRENT_LAYERS = {
     "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
     "KimiLinearDeltaAttention", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "FalconH1Mixer",
-    "Lfm2ShortConv",
+    "Lfm2ShortConv", "Zamba2MambaMixer",
 }  # fmt: skip
 _KINDS = ("full_attention", "sliding_attention", "attention")
 _RECURRENT_KINDS = ("linear_attention", "hybrid", "conv", "mlp", "moe")  # and those of models with such layers
@@ -168,7 +168,7 @@ def check_model(base: nn.Module) -> None:
         if mixes and module not in ordered:
             raise NotImplementedError(
                 f"{name} must treat tokens one by one, got {type(module).__name__}, which would end with the shard; "
-                f"use a model whose tokens meet in attention or in {', '.join(sorted(RECURRENT_LAYERS))} only."
+                "use a model with attention, Mamba-2 layers, gated delta rules or LFM2's convolutions (docs/hybrid.md)."
             )
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise NotImplementedError(

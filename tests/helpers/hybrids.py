@@ -58,6 +58,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class, and changes of TINY
         },
     ),
     "falcon_h1": ("FalconH1ForCausalLM", MAMBA | {"mamba_d_ssm": 32}),
+    "zamba2": (
+        "Zamba2ForCausalLM",
+        {
+            "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_d_state": 6,
+            "mamba_headdim": 8, "n_mamba_heads": 4, "mamba_ngroups": 2, "chunk_size": 4, "num_mem_blocks": 1,
+            "use_mem_rope": True, "use_shared_attention_adapter": True, "adapter_rank": 4, "num_key_value_heads": 4,
+        },
+    ),
     "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "conv", "full_attention"], "block_multiple_of": 8}),
 }  # fmt: skip
 

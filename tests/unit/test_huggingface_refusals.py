@@ -87,6 +87,7 @@ HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 MAMBA = {"attn_layer_offset": 1, "attn_layer_period": 2, "num_experts": 1}
 WRONG_ON_A_SHARD = {
     "a convolution": ("jamba", MAMBA, r"layers\.0\.mamba\.conv1d must treat tokens one by one, got Conv1d"),
+    "no attention": ("mamba2", {"num_heads": 8, "head_dim": 8}, "got none in Mamba2ForCausalLM; .*ringflash.recurrent"),
     "a recurrence": ("minimax", HYBRID, "layer_types must be .* got 'linear_attention'"),
     "no position_ids": ("bart", {"d_model": 32, "decoder_attention_heads": 4}, "take position_ids, got BartDecoder"),
     "both directions": ("gemma", {"use_bidirectional_attention": True}, "attention must be unset, got True, which"),
@@ -103,7 +104,7 @@ def test_refuses_models_that_are_wrong_on_a_shard_whatever_attention_does(case: 
     with torch.device("meta"):
         config = AutoConfig.for_model(kind, **TINY | changes)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="ringflash")
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises((NotImplementedError, ValueError), match=message):
         huggingface.set_group(model, None)
 
 

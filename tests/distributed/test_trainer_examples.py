@@ -1,0 +1,121 @@
+"""Examples of docs/accelerate.md, and those of docs/rl.md with TRL, run as printed on two CPU processes over gloo.
+
+The first one by the command of its first line; the others on workers that have begun. Qwen3-0.6B is a tiny model in a
+folder of that name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers import trainer
+from tests.helpers.examples import ROOT, example
+from tests.helpers.pool import Context, Pool
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+
+def printed(ctx: Context, code: str, folder: str) -> str:
+    """What a script prints that a worker runs."""
+    trainer.join(ctx)
+    os.chdir(folder)
+    with redirect_stdout(StringIO()) as text:
+        exec(compile(code, "script.py", "exec"), {"__name__": "__main__"})
+    return text.getvalue()
+
+
+def run(code: str, folder: Path, size: int = 2) -> list[str]:
+    """What each rank prints; the workers are new ones, since a process registers the backend once."""
+    pool = Pool(size)
+    try:
+        return pool.run(printed, code, str(folder), timeout_s=120)
+    finally:
+        pool.close()
+
+
+def launch(code: str, folder: Path) -> str:
+    """What a script prints, started by the command in its first line."""
+    (folder / "trainer.py").write_text(code)
+    words = code.splitlines()[0].partition("run by: accelerate launch ")[2].split()
+    command = [sys.executable, "-m", "accelerate.commands.launch", *words]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_trainer_started_by_accelerate_is_that_of_one_process(tmp_path: Path) -> None:
+    """Losses, gradient norms and the evaluations, to the four digits that Trainer prints; a step takes two batches.
+
+    The last batch of an epoch has one sequence for two.
+    """
+    code = example("docs/accelerate.md", "# trainer.py").replace("range(16)", "range(15)")
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    (alone,) = run(code.replace("cp_size=2", "cp_size=1"), folders[0], 1)
+    one, two = (
+        re.findall(r"'(loss|grad_norm|eval_loss)': '([\d.]+)'", text) for text in (alone, launch(code, folders[1]))
+    )
+    steps = ["loss", "grad_norm"]
+    assert [name for name, _ in one] == [*steps * 4, "eval_loss", *steps * 2, "eval_loss"]
+    assert one == two
+    assert (folders[1] / "runs/trainer/checkpoint-6/model.safetensors").is_file()
+
+
+def test_a_loop_is_that_of_one_process(tmp_path: Path) -> None:
+    code = example("docs/accelerate.md", "# loop.py")
+    (one,) = run(code.replace("cp_size=2", "cp_size=1"), tmp_path, 1)
+    assert one.count("loss 5.") == 4
+    assert run(code, tmp_path) == [one, ""]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """With a model, its tokenizer, and texts."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = trainer.tokenizer()
+    config = Qwen3Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=len(tokenizer), pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    for part in (Qwen3ForCausalLM(config), tokenizer):
+        part.save_pretrained(tmp_path / "Qwen/Qwen3-0.6B")
+    lines = [json.dumps({"text": "a ring of ranks holds a sequence " * (1 + i)}) for i in range(6)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    yield tmp_path
+
+
+def has_learned(checkpoint: Path, folder: Path) -> bool:
+    """Whether the weights of a checkpoint are finite, and not those of the start."""
+    start, end = (load_file(path / "model.safetensors") for path in (folder / "Qwen/Qwen3-0.6B", checkpoint))
+    assert all(x.isfinite().all() for x in end.values())
+    return any(not torch.equal(end[name].float(), x.float()) for name, x in start.items())
+
+
+def test_trl_fine_tunes(folder: Path) -> None:
+    """Six documents in one packed row, three times."""
+    pytest.importorskip("trl")
+    run(example("docs/accelerate.md", "# sft.py"), folder)
+    assert has_learned(folder / "runs/sft/checkpoint-3", folder)
+
+
+def test_trl_learns_from_rewards(folder: Path) -> None:
+    pytest.importorskip("trl")
+    run(example("docs/rl.md", "# grpo.py"), folder)
+    assert has_learned(folder / "runs/grpo/checkpoint-2", folder)
