@@ -1,6 +1,7 @@
-"""Examples of the documents, run as printed on two CPU processes over gloo; the README's is in test_newcomer.py.
+"""Examples of the documents, run as printed on two CPU processes over gloo.
 
-The ranks are forked with the imports already done (tests/recipes/launching.py): torchrun would take most of the time.
+The README's is in test_newcomer.py, those of Trainer and TRL are in test_trainer_examples.py. The ranks are forked
+with the imports already done (tests/recipes/launching.py): torchrun would take most of the time.
 """
 
 from __future__ import annotations
@@ -57,23 +58,3 @@ def test_deepspeed_learns(tmp_path: Path) -> None:
     printed = run(example("docs/deepspeed.md", "# zero.py"), tmp_path)
     losses = [float(x) for x in re.findall(r"rank 0: loss ([0-9.]+)", printed)]
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2], printed
-
-
-def test_trainer_is_that_of_one_process(tmp_path: Path) -> None:
-    """Losses, gradient norms and the evaluations, to the four digits that Trainer prints; a step takes two batches.
-
-    The last batch of an epoch has one sequence for two.
-    """
-    pytest.importorskip("accelerate")
-    code = example("docs/accelerate.md", "# trainer.py").replace("range(16)", "range(15)")
-    printed = []
-    for size in (1, 2):
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        sized = code.replace("cp_size=2", f"cp_size={size}").replace('"runs/trainer"', repr(str(folder / "runs")))
-        printed.append(run(sized, folder, size))
-    one, two = (re.findall(r"'(loss|grad_norm|eval_loss)': '([\d.]+)'", text) for text in printed)
-    steps = ["loss", "grad_norm"]
-    assert [name for name, _ in one] == [*steps * 4, "eval_loss", *steps * 2, "eval_loss"]
-    assert one == two
-    assert (tmp_path / "2/runs/checkpoint-6/model.safetensors").is_file()
