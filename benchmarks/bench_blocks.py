@@ -3,8 +3,7 @@
     python benchmarks/bench_blocks.py [--json results.json]          (one Hopper GPU, half a minute)
 
 A call runs as it would over NCCL, with its copies and sums, but nothing is sent: K/V are random numbers. The first rank
-of a zigzag has the shortest rows for a kernel to work on: half of its tokens see all keys, the others few. The last
-tiles of a block of a backward run beside the first ones of the next, unless it is "one block at a time".
+of a zigzag has the shortest rows for a kernel to work on: half of its tokens see all keys, the others few.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
-from unittest import mock
 
 import torch
 
@@ -24,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 from benchmarks.environment import describe  # noqa: E402
-from ringflash.attention import gather_by_heads, schedule, sections  # noqa: E402
+from ringflash.attention import schedule, sections  # noqa: E402
 from ringflash.attention.gather_by_heads import HeadGather  # noqa: E402
 from ringflash.attention.schedule import Gathering  # noqa: E402
 from ringflash.comm.transport import MessageMemory, Pending, PointToPoint, buffers  # noqa: E402
@@ -56,18 +54,14 @@ def measure(tokens: int, rank: int) -> dict[str, Any]:
         shape, NUM_HEADS, whole.capacity, whole.arriving, whole.pairs, cp_size, torch.bfloat16, "nccl"
     )
     blocks = schedule.gather_blocks(mask, cp_size, rank, "zigzag", sizes)
-    calls = {
-        "in blocks": call(blocks, rank),
-        "one block at a time": call(blocks, rank),
-        "by sections": call((whole,), rank),
-    }
+    calls = {"in blocks": call(blocks, rank), "by sections": call((whole,), rank)}
     q, dout = (torch.randn(1, tokens, NUM_HEADS, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
     k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))
     samples: dict[str, list[tuple[float, float]]] = {way: [] for way in calls}
     for _ in range(1 + ROUNDS):  # the first allocates, and is left out
         for way, attention in calls.items():
             for _ in range(2):  # a sample follows one of its own way: a cool GPU is a fifth faster
-                seconds = sample(attention, dout, q, k, v, apart="one" in way)
+                seconds = sample(attention, dout, q, k, v)
             samples[way].append(seconds)
         fill_buffers()
     flops = 4 * NUM_HEADS * HEAD_DIM * whole.mask.num_visible / 1e12
@@ -97,13 +91,11 @@ def fill_buffers() -> None:
             storage.view(torch.bfloat16).normal_()
 
 
-def sample(attention: HeadGather, *inputs: torch.Tensor, apart: bool) -> tuple[float, float]:
-    """Return the seconds of a forward and a backward; `apart`: blocks of a backward do not overlap."""
+def sample(attention: HeadGather, *inputs: torch.Tensor) -> tuple[float, float]:
+    """Return the seconds of a forward and a backward."""
     dout, q, k, v = inputs
-    together = gather_by_heads.adds_concurrently
-    with mock.patch.object(gather_by_heads, "adds_concurrently", (lambda *_: False) if apart else together):
-        out, forward = timed(lambda: attention.forward(q, k, v))
-        _, backward = timed(lambda: attention.backward(dout, None, q, k, v, *out))
+    out, forward = timed(lambda: attention.forward(q, k, v))
+    _, backward = timed(lambda: attention.backward(dout, None, q, k, v, *out))
     return forward, backward
 
 

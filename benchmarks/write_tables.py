@@ -49,6 +49,8 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("documents"):
         yield "docs/masks.md", name, documents_table(result)
         yield "docs/data.md", "steps_of_documents", steps_of_documents_table(result)
+    for name, result in _of_results("blocks_1x*"):
+        yield "docs/decisions/0011-blocks-of-keys.md", name, blocks_table(result)
     for name, result in _of_results("fp8_training_*"):
         yield "docs/fp8.md", name, fp8_losses_table(result)
         yield "docs/fp8.md", f"{name}_layers", fp8_layers_table(result)
@@ -98,6 +100,20 @@ def beside_table(result: dict) -> str:
         rows.append(f"| {shape} | {contender} | {means} |")
     head = [f"| case | | {' | '.join(f'`{x}`' for x in BESIDE)} |", "|---" * (2 + len(BESIDE)) + "|"]
     return "\n".join([_source_of_cases(result), "", *head, *rows])
+
+
+def blocks_table(result: dict) -> str:
+    """Tabulate the TFLOP/s of a rank's kernels, forward / backward, in blocks of keys and by sections."""
+    ways = [way for way in result["rows"][0] if way not in ("tokens", "rank", "blocks")]
+    rows = []
+    for row in result["rows"]:
+        speeds = (f"{row[way]['forward']:.0f} / {row[way]['backward']:.0f}" for way in ways)
+        place = "middle" if row["rank"] else "first"
+        rows.append(f"| {row['tokens'] // 1024}k | {place} | {' | '.join(speeds)} |")
+    about = result["environment"]
+    source = f"`{about['command']}` on {about['device']}, torch {about['torch']}, commit {about['commit']}."
+    head = [f"| tokens a GPU | rank | {' | '.join(ways)} |", "|---" * (2 + len(ways)) + "|"]
+    return "\n".join([source, "", *head, *rows])
 
 
 def errors_table(result: dict) -> str:

@@ -182,12 +182,6 @@ def begin_backward(
     return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic, **options)
 
 
-def adds_concurrently(impl: str, head_dim: int, deterministic: bool) -> bool:
-    """Return True if calls of `BackwardPass.add` with different keys may run at the same time."""
-    answer = getattr(_module(impl), "adds_concurrently", None)
-    return answer is not None and not deterministic and answer(head_dim)
-
-
 def rounds(impl: str) -> bool:
     """Return True if an implementation rounds to e4m3.
 

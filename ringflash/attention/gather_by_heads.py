@@ -41,14 +41,7 @@ from ringflash.comm.transport.peer_memory import PeerMemory
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
-from ringflash_kernels.api import (
-    BackwardPass,
-    adds_concurrently,
-    begin_backward,
-    implementation,
-    out_shape,
-    state_dtype,
-)
+from ringflash_kernels.api import BackwardPass, begin_backward, implementation, out_shape, state_dtype
 
 T = TypeVar("T")
 
@@ -161,7 +154,6 @@ class UnitWork:
     """
 
     way = ""
-    concurrent = False  # kernels of adjacent blocks of one section may run at the same time
 
     def __init__(self, call: HeadGather, gathered: GatheredKV, q: torch.Tensor) -> None:
         self.call, self.gathered, self.q = call, gathered, q
@@ -252,7 +244,6 @@ class BackwardUnits(UnitWork):
         self.returned, self.grads = returned, grads
         self.dout, self.dlse, self.out, self.lse, self.row_max = saved
         self.passes: dict[int, BackwardPass] = {}
-        self.concurrent = len(gathered.heads) == 1 and adds_concurrently(call.impl, q.shape[-1], call.deterministic)
 
     def begin(self, section: int) -> None:
         """Compute the row sums of dO and O, and make fp32 zeros for dQ."""
@@ -285,9 +276,8 @@ class BackwardUnits(UnitWork):
 
 
 def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool) -> None:
-    """Compute all units, in two concurrent lanes, each as soon as its K/V have arrived.
+    """Compute all units, those of two sections in two concurrent lanes, each as soon as its K/V have arrived.
 
-    A lane is for every second section. If there is one, the blocks of a backward take turns, since they only add to dQ.
     Small kernels before and after the kernel of a unit run in urgent lanes; they would otherwise queue behind all
     tiles of the next unit. A section of a backward begins when the section before the previous one has ended. No
     other section waits for the last two, so their dQ is cast in their own lanes.
@@ -309,18 +299,18 @@ def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool)
     following = iter(gathered.travelling)
     arrived = gathered.pull(next(following), start, computed)  # before the kernel of this rank's own keys
     for index, unit in enumerate(units):
-        lane = "odd" if (index if work.concurrent else unit.section) % 2 else "even"
+        lane = "odd" if unit.section % 2 else "even"
         needed = [start if unit.stage is None else arrived, *work.call.queries]
         if isinstance(work, BackwardUnits):
             if unit.block == 0:
                 after = [start, *work.call.queries, *([ends[unit.section - 2]] if unit.section > 1 else [])]
-                begun = memory.run_in_lane("begin", partial(work.begin, unit.section), after, urgent=True)
-            needed += [begun, *work.returned.freed(index, ended)]
+                needed.append(memory.run_in_lane("begin", partial(work.begin, unit.section), after, urgent=True))
+            needed += work.returned.freed(index, ended)
         if index == len(units) - 1:  # before the last kernel, which may leave no SM to the barrier
             pulled = gathered.all_pulled(number)
         after = [start, *(computed[-1:] if in_order else [])]
         computed.append(memory.run_in_lane(lane, partial(work.compute, index, *needed), after))
-        lanes[lane], ready = computed[-1], computed[-2 if work.concurrent else -1 :]
+        lanes[lane] = computed[-1]
         watched.reach(computed[-1], "for {}", gathered.name(unit))
         if unit.stage is None:
             continue
@@ -330,12 +320,12 @@ def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool)
         if isinstance(work, BackwardUnits):
             final = unit.block == last_block
             end = work.finish if final and unit.section < last_section - 1 else work.return_gradients
-            ended.append(memory.run_in_lane("end", partial(end, index), ready, urgent=True))
+            ended.append(memory.run_in_lane("end", partial(end, index), computed[-1:], urgent=True))
             watched.reach(ended[-1], "for the gradients of {}", gathered.name(unit))
             if final:
                 ends[unit.section] = ended[-1]
             if final and unit.section >= last_section - 1:
-                finished.append(memory.run_in_lane(lane, partial(work.finish_queries, unit.section), ready))
+                finished.append(memory.run_in_lane(lane, partial(work.finish_queries, unit.section), []))
     if has_barriers:
         watched.reach(pulled, "for all ranks to have their keys")
     tokens = [pulled]

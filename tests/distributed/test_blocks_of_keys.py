@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from threading import Lock
 from typing import Any
 from unittest import mock
 
@@ -23,7 +22,6 @@ from ringflash.attention.sections import Sections
 from ringflash.comm import call_numbers, transport
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Token
-from ringflash_kernels import reference
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, single_cases
 from tests.helpers.peer_memory import DELAY_S, Later, SharedMemory, copy_engine, messages_by_heads
@@ -108,47 +106,6 @@ def lanes(*slow: str) -> Callable[..., Later]:
     return run_in_lane
 
 
-@contextmanager
-def blocks_take_turns() -> Iterator[None]:
-    """Blocks of one section are added at the same time, as kernels that only add to dQ are; here one by one."""
-    lock, add = Lock(), reference.ReferenceBackward.add
-
-    def locked(*args: Any, **options: Any) -> None:
-        with lock:
-            add(*args, **options)
-
-    with (
-        mock.patch.object(reference, "adds_concurrently", lambda head_dim: True, create=True),
-        mock.patch.object(reference.ReferenceBackward, "add", locked),
-    ):
-        yield
-
-
-def check_turns(ctx: Context, memory: Memory) -> None:
-    with memory(), blocks_take_turns():
-        for number, case in enumerate(CASES[::2]):
-            with in_blocks(1 + number % 2, lambda count: (count,)):
-                ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
-
-
-@pytest.mark.parametrize("memory", [messages_by_heads, copy_engine])
-def test_blocks_in_turn_equal_dense(pool: Pool, memory: Memory) -> None:
-    pool.run(check_turns, memory)
-
-
-def hasty(slow: str, early: str) -> Callable[..., Later]:
-    """Delay a lane's blocks of each section, while something that needs them waits for the others only."""
-    late = lanes(slow)
-
-    def run_in_lane(
-        self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False
-    ) -> Later:
-        name = getattr(getattr(work, "func", work), "__name__", "")
-        return late(self, lane, work, after[1:] if name == early else after, urgent=urgent)
-
-    return run_in_lane
-
-
 _PULL, _RUN_IN_LANE, _KEYS = gathered_buffers.GatheredKV.pull, SharedMemory.run_in_lane, ("even", "odd")
 _LANES, _BUFFERS = "tests.helpers.peer_memory.SharedMemory.run_in_lane", "ringflash.attention.gathered_buffers"
 PLANTS: dict[str, dict[str, Any]] = {
@@ -159,22 +116,14 @@ PLANTS: dict[str, dict[str, Any]] = {
     "buffer of gradients in use": {f"{_BUFFERS}.GradientReturn.freed": lambda *_: [], _LANES: lanes("end")},
     "sums of each section": {f"{_BUFFERS}.buffer": one_sum},
 }
-TURNS = {
-    "nothing of blocks": {_LANES: lanes("even")},
-    "own keys before other gradients": {_LANES: hasty("even", "return_gradients")},
-    "blocks of the other lane before dQ": {_LANES: hasty("odd", "finish_queries")},
-}
 
 
 def verdict(ctx: Context, plant: str) -> str:
     """Return what calls say with one wait left out. A rank that finds a mistake goes on: the others wait for it."""
     found = "passed"
     transport._open.clear()
-    one_section: Any = (lambda count: (count,),) if plant in TURNS else ()
-    with copy_engine(), in_blocks(1, *one_section), ExitStack() as patches:
-        if plant in TURNS:
-            patches.enter_context(blocks_take_turns())
-        for target, replacement in {**PLANTS, **TURNS}[plant].items():
+    with copy_engine(), in_blocks(1), ExitStack() as patches:
+        for target, replacement in PLANTS[plant].items():
             patches.enter_context(mock.patch(target, replacement))
         patches.enter_context(mock.patch.object(call_numbers, "check", lambda *_: None))  # would notice some, too
         for number in range(3):  # other values from call to call, in the same buffers
@@ -187,7 +136,7 @@ def verdict(ctx: Context, plant: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("plant", [*PLANTS, *TURNS])
+@pytest.mark.parametrize("plant", PLANTS)
 def test_what_is_left_out_is_noticed(pool: Pool, plant: str) -> None:
     verdicts = pool.run(verdict, plant, size=3)
     if plant.startswith("nothing"):

@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 
 
 def printed(ctx: Context, code: str, folder: str) -> str:
-    """What a script prints that a worker runs."""
+    """Return what a script prints if a worker runs it."""
     trainer.join(ctx)
     os.chdir(folder)
     with redirect_stdout(StringIO()) as text:
@@ -38,7 +38,7 @@ def printed(ctx: Context, code: str, folder: str) -> str:
 
 
 def run(code: str, folder: Path, size: int = 2) -> list[str]:
-    """What each rank prints; the workers are new ones, since a process registers the backend once."""
+    """Return what each rank prints; the workers are new ones, since a process registers the backend once."""
     pool = Pool(size)
     try:
         return pool.run(printed, code, str(folder), timeout_s=120)
@@ -47,7 +47,7 @@ def run(code: str, folder: Path, size: int = 2) -> list[str]:
 
 
 def launch(code: str, folder: Path) -> str:
-    """What a script prints, started by the command in its first line."""
+    """Return what a script prints, started by the command in its first line."""
     (folder / "trainer.py").write_text(code)
     words = code.splitlines()[0].partition("run by: accelerate launch ")[2].split()
     command = [sys.executable, "-m", "accelerate.commands.launch", *words]
@@ -102,7 +102,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def has_learned(checkpoint: Path, folder: Path) -> bool:
-    """Whether the weights of a checkpoint are finite, and not those of the start."""
+    """Return True if the weights of a checkpoint are finite and differ from those of the start."""
     start, end = (load_file(path / "model.safetensors") for path in (folder / "Qwen/Qwen3-0.6B", checkpoint))
     assert all(x.isfinite().all() for x in end.values())
     return any(not torch.equal(end[name].float(), x.float()) for name, x in start.items())

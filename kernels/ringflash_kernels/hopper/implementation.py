@@ -52,11 +52,6 @@ def begin_backward(*args: Any, **kwargs: Any) -> Any:
     return host.HopperBackward(*args, **kwargs)
 
 
-def adds_concurrently(head_dim: int) -> bool:
-    """See `api.adds_concurrently`: dQ is summed by TMA's reduce-add, except for wide heads."""
-    return head_dim <= 128
-
-
 def publish(*args: Any) -> None:
     """See `api.publish`."""
     from ringflash_kernels.hopper import gather_scatter
