@@ -51,6 +51,12 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/data.md", "steps_of_documents", steps_of_documents_table(result)
     for name, result in _of_results("blocks_1x*"):
         yield "docs/decisions/0011-blocks-of-keys.md", name, blocks_table(result)
+    for name, result in _of_results("fp8_forward_1x*"):
+        yield "docs/fp8.md", name, fp8_kernel_table(result)
+    for name, result in _of_results("fp8_forward_variants_*"):
+        yield "docs/decisions/fp8.md", name, fp8_variants_table(result)
+    for name, result in _of_results("fp8_errors_*"):
+        yield "docs/fp8.md", name, fp8_errors_table(result)
     for name, result in _of_results("fp8_training_*"):
         yield "docs/fp8.md", name, fp8_losses_table(result)
         yield "docs/fp8.md", f"{name}_layers", fp8_layers_table(result)
@@ -171,6 +177,47 @@ def ring_table(result: dict) -> str:
     )
     head = [f"| | pass | ideal, ms | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
     return "\n".join([source, "", *head, *rows])
+
+
+def fp8_kernel_table(result: dict) -> str:
+    """Tabulate the TFLOP/s of the FP8 forward, by itself and with the quantiser, beside the bf16 kernel's."""
+    about = result["environment"]
+    source = f"`{about['command']}` on {about['device']}, torch {about['torch']}, triton {about['triton']}, "
+    head = ["| query / KV heads, tokens | FP8 | with quantiser | bf16 | FP8 / bf16 |", "|---|---|---|---|---|"]
+    rows = []
+    for row in result["results"]:
+        fp8, whole, bf16 = (row["tflops"][f"ringflash{x}"] for x in (" FP8", " FP8 with quantiser", ""))
+        rows.append(f"| {row['row']} | {fp8:.0f} | {whole:.0f} | {bf16:.0f} | {fp8 / bf16:.2f} |")
+    return "\n".join([f"{source}commit {about['commit']}; TFLOP/s.", "", *head, *rows])
+
+
+def fp8_variants_table(result: dict) -> str:
+    """Tabulate the median TFLOP/s of trial variants of the FP8 forward, run by run."""
+    about = result["environment"]
+    lines = [f"{about['command'].capitalize()}, {about['device']}; TFLOP/s. {about['note'].capitalize()}."]
+    for run in (1, 2):
+        found = {row["row"]: row["tflops"] for row in result["rows"] if row["run"] == run and "tflops" in row}
+        lines += ["", f"| run {run} | {' | '.join(found)} |", "|---" * (1 + len(found)) + "|"]
+        for name in dict.fromkeys(name for tflops in found.values() for name in tflops):
+            figures = (f"{tflops[name]:.0f}" if name in tflops else "" for tflops in found.values())
+            lines.append(f"| {name} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def fp8_errors_table(result: dict) -> str:
+    """Tabulate the errors of FP8 attention by head_dim and kind of numbers, of `benchmarks/fp8_errors.py`."""
+    names = ("out", "dq", "dk", "dv")
+    lines = [
+        f"`{result['command']}`, {result['impl']}, {result['seqlen']:,} tokens, causal, commit {result['commit']}.",
+        "",
+        f"| head_dim, numbers | {' | '.join(f'`{name}`' for name in names)} | `out`, rms | `lse`, rms / largest |",
+        "|---" * (3 + len(names)) + "|",
+    ]
+    for case in result["cases"]:
+        errors = " | ".join(f"{case[name]:.1%}" for name in names)
+        lse = f"{case['lse_rms']:.1e} / {case['lse_max']:.2f}"
+        lines.append(f"| {case['head_dim']}, {case['numbers']} | {errors} | {case['out_rms']:.1e} | {lse} |")
+    return "\n".join(lines)
 
 
 def fp8_losses_table(result: dict) -> str:

@@ -10,8 +10,10 @@ q, k and v are rounded to e4m3 by blocks of rows, the probabilities block by blo
     records    a block of 128 keys of one head in one piece of memory: k, v and their scales. This is what travels.
 
 P is rounded relative to the largest score m of its row *within the block of keys*: P' = 2^(s - m + OFFSET), between
-2^-10 and 2^OFFSET. So a key that outweighs all others flushes those of its own block only, and P' too has the same bits
+2^-7 and 2^OFFSET. So a key that outweighs all others flushes those of its own block only, and P' too has the same bits
 on every rank. The sum over a block is scaled by 2^m and by the scale of v when it is added to O, in fp32.
+
+P' is rounded in the logarithm, see `rounded_powers`, and out and lse are divided by and made of sums of the rounded P'.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ HEAD_DIMS = (64, 128, 256)
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 OFFSET = 8.0  # P of a block's largest score is 2^OFFSET, which e4m3 holds exactly, and smaller ones keep more bits
+CENTRE = -0.45  # added to the bits of P', so that its error has a mean of 0.0006
 SMALLEST_EXPONENT = -60  # of a scale; a block of zeros has this one
 TAIL_BYTES = 128  # of a record, behind k and v: their scales in fp32, then zeros
 
@@ -313,15 +316,25 @@ def _attend(
     """Return out (batch, rows, num_heads, head_dim) and lse of scores in units of log 2, -inf where hidden."""
     scores = scores.unflatten(-1, (-1, BLOCK_K))  # batch, kv head, group, row, block, key
     largest = scores.amax(-1, keepdim=True)
-    p = torch.exp2(scores - torch.where(largest == -math.inf, 0.0, largest) + OFFSET)
+    p = rounded_powers(scores - torch.where(largest == -math.inf, 0.0, largest) + OFFSET)
     top = largest.amax(-2, keepdim=True)
     weights = torch.where(largest == -math.inf, 0.0, torch.exp2(largest - top))
     total = (p * weights).sum((-1, -2))
-    rounded = p.float().clamp(max=LARGEST).to(E4M3).double() * weights * v_scales[:, :, None, None, :, None]
-    out = _weighted_values(rounded.flatten(-2), v8, visible)
+    out = _weighted_values((p * weights * v_scales[:, :, None, None, :, None]).flatten(-2), v8, visible)
     empty = total == 0
     lse = ((top.flatten(-3) - OFFSET) * math.log(2.0) + total.log()).masked_fill(empty, -math.inf)
     return (out / total.masked_fill(empty, 1.0).permute(0, 3, 1, 2).unsqueeze(-1)).flatten(2, 3), lse.flatten(1, 2)
+
+
+def rounded_powers(x: torch.Tensor) -> torch.Tensor:
+    """Return 2^x in e4m3 by its bits: 8 (x + 7) + CENTRE, rounded to an integer; 0 below 2^-6.9.
+
+    The bits of an e4m3 number, as an integer, are eight times its binary logarithm plus 56, exactly at powers of two and
+    up to 0.7 more between them. So no exponential is computed. The error is 3.1% in the root mean square and at most 8%;
+    of 2^x rounded to the nearest number it is 2.6% and 6%.
+    """
+    bits = (8 * (x + 7) + CENTRE).clamp(min=0).round().nan_to_num(nan=127)
+    return bits.to(torch.uint8).view(E4M3).to(x.dtype)
 
 
 def _weighted_values(p: torch.Tensor, v8: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

@@ -46,8 +46,11 @@ class Loop:
 
     @property
     def masked(self) -> bool:
-        """Return whether every turn replaces scores by -inf: the selects share a basic block with the exponentials."""
-        return any(_count(block, "FSEL") >= _MANY and _count(block, "MUFU") >= _MANY for block in self.blocks)
+        """Return whether every turn replaces scores by -inf: the selects share a block with exponentials or maxima."""
+        return any(
+            _count(block, "FSEL") >= _MANY and any(_count(block, name) >= _MANY for name in ("MUFU", "FMNMX", "VIMNMX3"))
+            for block in self.blocks
+        )
 
     @property
     def spills(self) -> int:
@@ -60,7 +63,7 @@ class Loop:
         return sum(_count(block, "LDL") + _count(block, "STL") for block in unmasked)
 
 
-_MANY = 16  # selects or exponentials that a thread needs for a tile of scores, at least
+_MANY = 16  # selects, exponentials or maxima that a thread needs for a tile of scores, at least
 
 
 def _count(block: tuple[Instruction, ...], name: str) -> int:

@@ -28,6 +28,7 @@ from tests.emulator.values import (
     integer,
     is_float,
     numpy_dtype,
+    poison,
     reduce_sum,
     result_dtype,
     truth,
@@ -215,7 +216,30 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return _float_function(np.exp2)(args[0])
     if "vote.sync.any" in asm and "mul.f32" in asm:  # scale_unless_one
         return args[0] * args[1]
+    if "cvt.rn.relu.f16x2.f32" in asm and "prmt.b32" in asm:
+        return _e4m3_of_bits(args[0])
+    if "max.s32" in asm and "vote.sync.any" in asm:
+        return _largest_of_rows(args[0])
+    if asm == "mul.rn.f32 $0, $1, $2;":
+        return args[0] * args[1]
     raise NotImplementedError(f"the emulator does not know the instruction {asm!r}")
+
+
+def _e4m3_of_bits(x: Tensor) -> Tensor:
+    """The low byte of each number in fp16, negative ones as 0; the device's NaN is all ones."""
+    bits = np.maximum(x.data, 0).astype(np.float16).view(np.uint16)
+    bits = np.where(np.isnan(x.data), 0x7FFF, bits) & 0xFF
+    return Tensor(bits.astype(np.uint8).view(numpy_dtype(real_gl.float8e4nv)), real_gl.float8e4nv)
+
+
+def _largest_of_rows(bits: Tensor) -> Tensor:
+    """The largest of each lane's columns of a row, where the lane's first register is; elsewhere nothing defined."""
+    rows, columns = bits.shape
+    lanes = bits.data.reshape(rows, columns // 8, 4, 2)
+    top = lanes.max((1, 3))
+    result = np.full(lanes.shape, poison(bits.data.dtype), bits.data.dtype)
+    result[:, 0, :, 0] = np.where(top < 0, lanes.min((1, 3)), top)
+    return Tensor(result.reshape(rows, columns), bits.dtype)
 
 
 def _float_function(function):

@@ -44,10 +44,13 @@ def rms(x: torch.Tensor) -> float:
 
 
 def check(out: torch.Tensor, lse: torch.Tensor, exact: torch.Tensor, exact_lse: torch.Tensor) -> None:
-    """Require 1% of out (a fifth of the rounding error) and 2e-3 of lse of the specification's values."""
-    assert out.isfinite().all()
+    """Require 1% of out (a fifth of the rounding error) and 2e-3 of lse of the specification's, in the mean square.
+
+    In the mean: where scores differ in the last bits, a key's P' can be the neighbouring number in e4m3, 6 to 12% off.
+    """
+    assert out.isfinite().all() and torch.equal(lse.isfinite(), exact_lse.isfinite())
     assert rms(out.float() - exact) <= 1e-2 * rms(exact)
-    torch.testing.assert_close(lse, exact_lse, rtol=0, atol=2e-3)
+    assert rms((lse - exact_lse).nan_to_num()) <= 2e-3
 
 
 @pytest.mark.parametrize("for_backward", [False, True])
@@ -101,6 +104,26 @@ def test_a_long_row_keeps_its_sum(head_dim: int) -> None:
     out, _ = attention_forward(q, k, v + 1, impl="hopper_fp8", out=torch.empty(q.shape, device="cuda"))
     exact, _ = attention_forward(q, k, v + 1, impl="reference_fp8", out=torch.empty(q.shape, device="cuda"))
     assert rms(out - exact) <= 1e-3 * rms(exact)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_scores_below_zero(head_dim: int) -> None:
+    """Row maxima are found among integers, which order negative numbers backwards."""
+    q, k, v = draw(500, 500, head_dim)
+    q[..., 0], k[..., 0] = 3.0, -2.0 * head_dim**0.5  # scores of -6, and normal numbers
+    exact = attention_forward(q, k, v, impl="reference_fp8", causal=True, out=torch.empty(q.shape, device="cuda"))
+    check(*attention_forward(q, k, v, impl="hopper_fp8", causal=True), *exact)
+
+
+def test_nan_stays_in_the_rows_that_see_it() -> None:
+    q, k, v = draw(300, 300, 64)
+    q[0, 3, 1, 5] = k[1, 150, 0, 7] = math.nan
+    out, lse = attention_forward(q, k, v, impl="hopper_fp8", causal=True)
+    broken = torch.zeros(2, 4, 300, dtype=torch.bool, device="cuda")
+    broken[0, 1, 3] = broken[1, :2, 150:] = True
+    assert torch.equal(lse.isnan(), broken)
+    assert torch.equal(out.isnan().all(-1).transpose(1, 2), broken)
+    assert torch.equal(out.isnan().any(-1).transpose(1, 2), broken)
 
 
 def test_a_million_equal_keys() -> None:

@@ -53,6 +53,15 @@ def test_scales_are_the_smallest_powers_of_two(largest: float, scale: float) -> 
     assert fp8_reference.power_of_two(torch.tensor([largest])).item() == scale
 
 
+def test_powers_are_right_in_the_mean() -> None:
+    x = torch.linspace(-6, 8, 100_001, dtype=torch.float64)
+    errors = fp8_reference.rounded_powers(x) * torch.exp2(-x) - 1
+    assert errors.mean().abs() < 1e-3 and errors.square().mean().sqrt() < 0.0316 and errors.abs().max() < 0.08
+    ends = torch.tensor([-math.inf, -7.0, 8.0, math.nan], dtype=torch.float64)
+    assert fp8_reference.rounded_powers(ends)[:3].tolist() == [0, 0, 256]
+    assert fp8_reference.rounded_powers(ends)[3].isnan()
+
+
 @pytest.mark.parametrize("for_backward", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_records_hold_what_was_rounded(head_dim: int, for_backward: bool) -> None:

@@ -25,9 +25,11 @@ from triton.language.core import _aggregate
 __all__ = [
     "TensorDescriptor",
     "aggregate",
+    "e4m3_of_bits",
     "fence_async_shared",
     "gl",
     "gluon",
+    "largest_of_rows",
     "mbarrier",
     "named_barrier",
     "scale_unless_one",
@@ -35,6 +37,7 @@ __all__ = [
     "tma_reduce_add",
     "tma_store",
     "tma_store_wait",
+    "unfused_product",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -111,3 +114,76 @@ def scale_unless_one(x, factor, COUNT: gl.constexpr):
     asm: gl.constexpr = _scaling(COUNT)[0]
     held: gl.constexpr = _scaling(COUNT)[1]
     return gl.inline_asm_elementwise(asm, held, [x, factor], gl.float32, is_pure=True, pack=COUNT)
+
+
+@gluon.jit
+def e4m3_of_bits(x):
+    """Return numbers in e4m3 whose bits are max(x, 0) * 2^24, rounded to integers; NaN stays NaN.
+
+    In fp16, numbers below 2^-13 are multiples of 2^-24, and their bits are the multiple.
+
+    Args:
+        x: fp32; four registers of a thread become one.
+    """
+    asm: gl.constexpr = """{
+        .reg .b32 low, high;
+        cvt.rn.relu.f16x2.f32 low, $2, $1;
+        cvt.rn.relu.f16x2.f32 high, $4, $3;
+        prmt.b32 $0, low, high, 0x6420;
+    }"""
+    return gl.inline_asm_elementwise(asm, "=r,f,f,f,f", [x], gl.float8e4nv, is_pure=True, pack=4)
+
+
+@gluon.jit
+def unfused_product(x, y):
+    """Return x * y by an instruction of its own, after which y needs no register."""
+    y = y.broadcast_to(x.shape)
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], gl.float32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _largest(count):
+    """Return assembly that finds the largest register of each row, 32 bits as integers, by instructions of three.
+
+    Integers order floats that are not negative, and NaN above them; if a row has none, its largest is the least integer.
+    """
+    rows = [[f"${count + i}" for i in range(count) if i % 4 // 2 == row] for row in (0, 1)]
+
+    def chain(operation, row, result):
+        first, *others = rows[row]
+        return f"mov.b32 {result}, {first};" + "".join(f"{operation}.s32 {result}, {result}, {x};" for x in others)
+
+    asm = f"""{{
+        .reg .b32 a, b, c, d;
+        .reg .pred any;
+        {chain("max", 0, "a")}
+        {chain("max", 1, "b")}
+        min.s32 c, a, b;
+        setp.lt.s32 any, c, 0;
+        vote.sync.any.pred any, any, 0xffffffff;
+        @!any bra end_of_largest;
+        .reg .pred first, second;
+        {chain("min", 0, "c")}
+        {chain("min", 1, "d")}
+        setp.lt.s32 first, a, 0;
+        setp.lt.s32 second, b, 0;
+        selp.b32 a, c, a, first;
+        selp.b32 b, d, b, second;
+        end_of_largest:
+        mov.b32 $0, a;
+        mov.b32 $2, b;
+    }}"""
+    return asm, ",".join(["=r"] * count + ["r"] * count)
+
+
+@gluon.jit
+def largest_of_rows(x, COUNT: gl.constexpr):
+    """Return each thread's largest number of a row in its first register of the row; the other registers are undefined.
+
+    Args:
+        x: an accumulator of wgmma, COUNT fp32 registers per thread.
+    """
+    asm: gl.constexpr = _largest(COUNT)[0]
+    held: gl.constexpr = _largest(COUNT)[1]
+    bits = gl.inline_asm_elementwise(asm, held, [x.to(gl.int32, bitcast=True)], gl.int32, is_pure=True, pack=COUNT)
+    return bits.to(gl.float32, bitcast=True)

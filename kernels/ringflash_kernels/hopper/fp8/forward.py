@@ -2,8 +2,10 @@
 
 Q (64 rows), K and V (records of 128 keys) are e4m3, P too; scores, O and the softmax are fp32. What differs from bf16:
 
-    scales     those of Q and K go into the factor of exp2, that of V into the factor of a block's P V
-    P          is relative to the largest score of its row in the block: P' = exp2(s - m + OFFSET)
+    scales     those of Q and K go into the factor of the scores, that of V into the factor of a block's P V
+    P          is relative to the largest score of its row in the block: P' = 2^(s - m + OFFSET), rounded in the
+               logarithm. The bits of P' are then linear in s: a multiplication and a conversion, no exponential.
+    row sums   those of the rounded P', by tensor cores: a product with ones
     P V        V comes transposed with the keys of every 16 in such an order that the registers of S hold the operand.
                Tensor cores add e4m3 products up with 13 bits of significand: at a million equal keys they would return
                1/64 of the sum. So they sum one block only, which is added to O in fp32.
@@ -21,15 +23,19 @@ from typing import NamedTuple
 import torch
 
 from ringflash_kernels.api import device_guard
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, OFFSET, TAIL_BYTES, Rows
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, CENTRE, OFFSET, TAIL_BYTES, Rows
 from ringflash_kernels.hopper.compat import (
     TensorDescriptor,
+    e4m3_of_bits,
+    fence_async_shared,
     gl,
     gluon,
+    largest_of_rows,
     mbarrier,
     named_barrier,
     tma_load,
     tma_store_wait,
+    unfused_product,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -52,7 +58,6 @@ from ringflash_kernels.hopper.forward.kernel import (
     decode,
     hide,
     key_of,
-    lane_sums,
     load_q,
     load_state,
     make_barriers,
@@ -79,6 +84,8 @@ from ringflash_kernels.mask import Mask
 
 _LN2 = math.log(2.0)
 _OFFSET = gl.constexpr(OFFSET)
+_TOP_BITS = gl.constexpr((8 * (OFFSET + 7) + CENTRE) * 2.0**-24)  # of P' = 2^OFFSET, as `e4m3_of_bits` takes them
+_BITS_PER_OCTAVE = gl.constexpr(8 * 2.0**-24)
 _TAIL = gl.constexpr(TAIL_BYTES // 4)  # numbers in the tail of a record
 
 
@@ -102,6 +109,11 @@ class Fp8Variant:
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.tiles.block_n, 32])
 
     @property
+    def sum_layout(self) -> gl.NVMMADistributedLayout:
+        """Registers that hold the row sums of a block, in each of eight columns."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
+
+    @property
     def acc_layouts(self) -> tuple[gl.NVMMADistributedLayout, ...]:
         """Registers that hold O of one warpgroup, for each part of the head."""
         return tuple(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32]) for columns in self.tiles.parts)
@@ -114,8 +126,22 @@ class Fp8Shared(NamedTuple):
     k: tuple
     v: tuple
     tails: object
+    ones: object
     stage: object
     ticket: object
+
+
+class WarpgroupRows(NamedTuple):
+    """Query rows of a warpgroup: Q, the first row, the factor of its scores, and what says which keys a row sees.
+
+    Masked blocks find the keys of each row anew: registers that held them would be missing in all others.
+    """
+
+    q: tuple
+    first: int
+    scale: float
+    problem: Problem
+    pointers: Pointers
 
 
 class QScales(NamedTuple):
@@ -203,16 +229,49 @@ def scale_of(tails, index, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, reference, row_sum, key, rows, factor, MASKED: gl.constexpr, V: gl.constexpr):
-    """P' = 2^(s - m + OFFSET), the new reference of O, lanes' sums, and the factors of the O before and of P' V.
+def hidden(s, key, rows, V: gl.constexpr):
+    """S with -inf where a row does not see the key."""
+    BM: gl.constexpr = V.tiles.block_m
+    index = rows.first + gl.arange(0, BM, layout=gl.SliceLayout(1, V.score_layout))
+    start, stop = visible_keys(index, rows.problem, rows.pointers, V)
+    return hide(s, key, QueryRows(rows.q, start, stop, rows.scale), V)
+
+
+@gluon.jit
+def every_other(x):
+    """The elements 0, 2, 4 ... of the last dimension of three."""
+    HALF: gl.constexpr = x.shape[2] // 2
+    first, _ = x.reshape([x.shape[0], x.shape[1], HALF, 2]).split()
+    return first
+
+
+@gluon.jit
+def largest(s, V: gl.constexpr):
+    """The largest score of every row in the block, before scaling."""
+    BM: gl.constexpr = V.tiles.block_m
+    EIGHTS: gl.constexpr = V.tiles.block_n // 8
+    layout: gl.constexpr = gl.SliceLayout(1, V.score_layout)
+    if V.tiles.max_of_three:
+        tops = largest_of_rows(s, 4 * EIGHTS).reshape([BM, EIGHTS, 4, 2]).permute([0, 2, 1, 3])
+        tops = tops.reshape([BM, 4, 2 * EIGHTS])
+        tops = every_other(every_other(every_other(every_other(every_other(tops)))))  # of 32 registers, the first
+        result = gl.convert_layout(gl.max(tops.reshape([BM, 4]), 1), layout, assert_trivial=True)
+    else:
+        result = gl.max(s, 1)
+    return result
+
+
+@gluon.jit
+def softmax(s, reference, key, rows, factor, MASKED: gl.constexpr, V: gl.constexpr):
+    """Return P' as `e4m3_of_bits` takes it, the new reference of O, and the factors of the O before and of P' V.
 
     m is a row's largest score in this block, in log2 units. The reference lags behind it by up to 2^SLACK: it moves
     rarely after the first blocks, and so does O.
     """
     if MASKED:
-        s = hide(s, key, rows, V)
+        s = hidden(s, key, rows, V)
     SLACK: gl.constexpr = V.slack
-    block_max = gl.max(s, 1) * factor
+    block_max = largest(s, V) * factor
     new = gl.where(block_max - reference > SLACK, block_max, reference)
     if MASKED:
         finite_max = gl.where(block_max == float("-inf"), 0.0, block_max)
@@ -220,57 +279,78 @@ def softmax(s, reference, row_sum, key, rows, factor, MASKED: gl.constexpr, V: g
     else:
         finite_max = block_max
         finite_new = new
-    p = gl.exp2(s * factor - (finite_max - _OFFSET)[:, None])
-    alpha = gl.exp2(reference - finite_new)
-    beta = gl.exp2(block_max - finite_new)
-    lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
-    alpha_of_lanes = gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None]
-    beta_of_lanes = gl.convert_layout(beta, lane_layout, assert_trivial=True)[:, None]
-    return p, new, row_sum * alpha_of_lanes + lane_sums(p, V) * beta_of_lanes, alpha, beta
+    bits = s * (factor * _BITS_PER_OCTAVE) + (_TOP_BITS - finite_max * _BITS_PER_OCTAVE)[:, None]
+    return bits, new, gl.exp2(reference - finite_new), gl.exp2(block_max - finite_new)
 
 
 @gluon.jit
 def normalizer(row_sum, reference, V: gl.constexpr):
-    """1 / l and lse of every row, from the lanes' sums; NaN stays NaN."""
+    """1 / l and lse of every row; NaN stays NaN."""
     S_LAYOUT: gl.constexpr = V.score_layout
     LN2: gl.constexpr = 0.6931471805599453
-    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
+    row_sum = gl.convert_layout(gl.max(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
     inverse = gl.where(row_sum == 0, 0.0, 1.0 / row_sum)
     return inverse, gl.where(row_sum == 0, float("-inf"), (reference - _OFFSET) * LN2 + gl.log(row_sum))
 
 
 @gluon.jit
-def operand(p, V: gl.constexpr):
+def operand(bits, V: gl.constexpr):
     """P' as wgmma takes it from registers. V's keys are stored in the order that makes this a change of names only."""
     BM: gl.constexpr = V.tiles.block_m
     BN: gl.constexpr = V.tiles.block_n
     layout: gl.constexpr = gl.DotOperandLayout(0, V.acc_layouts[0], 4)
-    p = p.to(gl.float8e4nv).reshape([BM, BN // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([BM, BN])
-    return gl.convert_layout(p, layout, assert_trivial=True)
+    bits = bits.reshape([BM, BN // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([BM, BN])
+    return e4m3_of_bits(gl.convert_layout(bits, layout, assert_trivial=True))
 
 
 @gluon.jit
-def with_block(acc, factor, p, v, PART: gl.constexpr, V: gl.constexpr):
-    """One part of O, plus P' V of a block times the factor of each row."""
-    layout: gl.constexpr = V.acc_layouts[PART]
+def times_values(p, v, PART: gl.constexpr, V: gl.constexpr):
+    """Issue one part of P' V of a block."""
     BM: gl.constexpr = V.tiles.block_m
     columns: gl.constexpr = V.tiles.parts[PART]
+    layout: gl.constexpr = V.acc_layouts[PART]
     zeros = gl.zeros([BM, columns], gl.float32, layout)
-    product = warpgroup_mma(p, v[PART].permute((1, 0)), zeros, use_acc=False, is_async=True)
-    product = warpgroup_mma_wait(0, deps=(product,))
+    return warpgroup_mma(p, v[PART].permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def times_ones(p, ones, V: gl.constexpr):
+    """Issue the row sums of P' of a block."""
+    BM: gl.constexpr = V.tiles.block_m
+    layout: gl.constexpr = V.sum_layout
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, layout, 4), assert_trivial=True)
+    return warpgroup_mma(p, ones.permute((1, 0)), gl.zeros([BM, 8], gl.float32, layout), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def with_block(acc, factor, product, PART: gl.constexpr, V: gl.constexpr):
+    """One part of O, plus P' V of a block times the factor of each row."""
+    layout: gl.constexpr = V.acc_layouts[PART]
     return acc[PART] + product * gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None]
 
 
 @gluon.jit
-def add_values(acc, factor, p, v, V: gl.constexpr):
-    """O += P' V, one part after another: registers hold the product of one only."""
-    p = operand(p, V)
-    first = with_block(acc, factor, p, v, 0, V)
+def of_lanes(factor, row_sum):
+    """A factor of rows, for their sums."""
+    layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+    return gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def add_values(acc, row_sum, beta, v_scale, bits, v, ones, V: gl.constexpr):
+    """O += P' V and the row sums, one part after another: registers hold the product of one only."""
+    BM: gl.constexpr = V.tiles.block_m
+    p = operand(bits, V)
+    product, sums = warpgroup_mma_wait(0, deps=(times_values(p, v, 0, V), times_ones(p, ones, V)))
+    sums, _ = sums.reshape([BM, 4, 2]).split()  # two equal columns in each of four lanes
+    row_sum += gl.convert_layout(sums, row_sum.type.layout, assert_trivial=True) * of_lanes(beta, row_sum)
+    first = with_block(acc, beta * v_scale, product, 0, V)
     if len(V.tiles.parts) == 2:
-        parts = (first, with_block(acc, factor, p, v, 1, V))
+        product = warpgroup_mma_wait(0, deps=(times_values(p, v, 1, V),))
+        parts = (first, with_block(acc, beta * v_scale, product, 1, V))
     else:
         parts = (first,)
-    return parts
+    return parts, row_sum
 
 
 @gluon.jit
@@ -320,11 +400,13 @@ def step(
     v_scale = scale_of(shared.tails, index, 1)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
-    p, reference, row_sum, alpha, beta = softmax(s, reference, row_sum, key_of(tile, i, V), rows, factor, MASKED, V)
+    bits, reference, alpha, beta = softmax(s, reference, key_of(tile, i, V), rows, factor, MASKED, V)
     acc = rescaled(acc, alpha, V)
+    row_sum = unfused_product(row_sum, of_lanes(alpha, row_sum))
     mbarrier.wait(barriers.v_full.index(index), phase)
     take_turn(kv, W, V)
-    acc = add_values(acc, beta * v_scale, p, record_matrices(tiles_at(shared.v, index, V), V), V)
+    v = record_matrices(tiles_at(shared.v, index, V), V)
+    acc, row_sum = add_values(acc, row_sum, beta, v_scale, bits, v, shared.ones, V)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
     return acc, reference, row_sum, kv + 1
 
@@ -382,14 +464,13 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
         row_index = row + gl.arange(0, BM, layout=row_layout)
         batch, head = tile.batch.to(gl.int64), tile.head.to(gl.int64)
         lse_of_head = pointers.lse + batch * problem.lse_stride_b + head * problem.lse_stride_h
-        start, stop = visible_keys(row_index, problem, pointers, V)
         if V.resume:
             old_lse = gl.load(lse_of_head + row_index, mask=row_index < problem.seqlen_q, other=float("-inf"))
             load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, V)
         q_block = gl.minimum(row, problem.seqlen_q - 1) // BM
         q_scale = gl.load(q_scales.first + batch * q_scales.stride_b + head * q_scales.stride_h + q_block)
         q_empty = barriers.q_empty.index(W)
-        rows = QueryRows(matrices(q_tiles(shared, W, V), V), start, stop, q_scale * problem.scale)
+        rows = WarpgroupRows(matrices(q_tiles(shared, W, V), V), row, q_scale * problem.scale, problem, pointers)
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
@@ -418,6 +499,18 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
 
 
 @gluon.jit
+def tile_of_ones(V: gl.constexpr):
+    """The second operand of row sums. Its bits: ptxas 12.8 leaves half of the bytes undefined if it converts 1.0."""
+    BN: gl.constexpr = V.tiles.block_n
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    registers: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    ones = gl.allocate_shared_memory(gl.float8e4nv, [8, BN], layout)
+    ones.store(gl.full([8, BN], 0x38, gl.int8, registers).to(gl.float8e4nv, bitcast=True))
+    fence_async_shared()
+    return ones
+
+
+@gluon.jit
 def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, V: gl.constexpr):
     """Shared memory of a program."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
@@ -430,7 +523,7 @@ def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, V: gl.constexp
     v_ring = ring_of(pair(v_desc, v_desc, V), STAGES, V)
     tails = gl.allocate_shared_memory(gl.float32, [STAGES] + tail_desc.block_shape, tail_desc.layout)
     ticket = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Fp8Shared(q_ring, k_ring, v_ring, tails, stage, ticket)
+    return Fp8Shared(q_ring, k_ring, v_ring, tails, tile_of_ones(V), stage, ticket)
 
 
 @gluon.jit(

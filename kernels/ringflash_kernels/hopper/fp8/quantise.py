@@ -43,19 +43,20 @@ def _groups_layout(head_dim, num_warps):
 
 @gluon.constexpr_function
 def _keys_layout(head_dim, num_warps):
-    """Sixteen keys of some columns in a thread, columns first; eight lanes hold a column of 128 keys."""
-    columns = min(8, head_dim // (4 * num_warps))
-    registers = [[0, i] for i in (1, 2, 4) if i < columns] + [[i, 0] for i in (1, 2, 4, 8)]
-    lanes = [[16, 0], [32, 0], [64, 0], [0, columns], [0, 2 * columns]]
-    warps = [[0, 4 * columns << i] for i in range(num_warps.bit_length() - 1)]
+    """Eight columns of eight or sixteen keys in a thread, which are adjacent in KEY_ORDER."""
+    keys = [[1, 0], [8, 0], [2, 0], [4, 0], [16, 0], [32, 0], [64, 0]]  # by bits of the place in the record
+    held = 3 if head_dim == 16 * num_warps else 4
+    registers = [[0, 1], [0, 2], [0, 4]] + keys[:held]
+    lanes = keys[held:] + [[0, 8 << i] for i in range(held - 2)]
+    warps = [[0, head_dim // num_warps << i] for i in range(num_warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [128, head_dim])
 
 
 @gluon.constexpr_function
 def _places_layout(head_dim, num_warps):
     """The same threads' (columns, keys), keys first."""
-    columns = min(8, head_dim // (4 * num_warps))
-    return gl.BlockedLayout([columns, 16], [4, 8], [num_warps, 1], [1, 0])
+    keys = 8 if head_dim == 16 * num_warps else 16
+    return gl.BlockedLayout([8, keys], [keys // 4, 128 // keys], [num_warps, 1], [1, 0])
 
 
 @gluon.jit
