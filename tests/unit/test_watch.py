@@ -316,7 +316,7 @@ def test_later_calls_of_another_group_hide_no_stall() -> None:
 
 @pytest.mark.parametrize("seconds", range(3))
 def test_of_two_transports_of_a_group_one_that_waits_answers(seconds: int) -> None:
-    """As of attention over the copy engine, and recurrent layers over NCCL; whichever asks the store first."""
+    """Attention over the copy engine, and recurrent layers over NCCL; whichever asks the store first."""
     world = World(3)
     for rank in world.ranks:
         finish(rank.issue(1))
