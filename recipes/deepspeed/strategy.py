@@ -276,7 +276,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
             self.deepspeed_engine.optimizer._restore_from_bit16_weights = lambda: None
 
     def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> tuple[Any, Any]:
-        """The engine and its optimizer, past the checks of `initialize`."""
+        """Return the engine of `initialize`, and its optimizer."""
         engine, wrapped, _, _ = initialize(
             model=model, config=self.config, optimizer=optimizer, lr_scheduler=lr_scheduler,
             args=argparse.Namespace(device_rank=self.root_device.index), dist_init_required=False,

@@ -21,8 +21,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from recipes.lightning.progress import Progress
+from recipes.lightning.resume import SameCheckpoint, newest_checkpoint
 from ringflash.lightning import CausalLM
-from ringflash.lightning.checkpoints import ModelCheckpoint, SameCheckpoint, newest_checkpoint
+from ringflash.lightning.checkpoints import ModelCheckpoint
 from ringflash.lightning.data import SequenceData
 
 # Replaces the usage of hundreds of flags, which would hide the error below it.

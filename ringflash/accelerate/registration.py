@@ -119,7 +119,8 @@ def build_device_mesh(original: Callable[..., Any], self: Any, device_type: str)
         raise ValueError(
             f"dp_replicate_size * dp_shard_size * cp_size must be the number of processes ({processes}), got "
             f"{self.dp_replicate_size} * {self.dp_shard_size} * {self.cp_size}; start a multiple of cp_size "
-            "processes, and set dp_replicate_size (DDP, ZeRO) or dp_shard_size (FSDP) to the number of rings."
+            "processes (accelerate launch --multi_gpu --num_processes N, on CPUs too), and set dp_replicate_size (DDP, "
+            "ZeRO) or dp_shard_size (FSDP) to the number of rings."
         )
     with _with_cp_axis(self):
         return original(self, device_type)

@@ -58,8 +58,10 @@ def read_rows(
                 "documents with position_ids."
             )
     is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
-    _check_mask(is_token, left_padding)
-    starts = _document_starts(is_token, position_ids, attention_mask is not None)
+    begins = is_token & ~is_token.roll(1, 1)
+    begins[:, 0] = is_token[:, 0]
+    _check_mask(begins, left_padding)
+    starts = _document_starts(is_token, begins, position_ids, attention_mask is not None)
     if bounds is not None:
         starts = _compare(bounds, starts, position_ids is not None)
     padded = not bool(is_token.all())
@@ -75,10 +77,8 @@ def read_rows(
     return BatchRows(input_ids.flatten()[places][None], labels.flatten()[places][None], cu_seqlens, places)
 
 
-def _check_mask(is_token: Tensor, left_padding: bool) -> None:
-    begins = is_token & ~is_token.roll(1, 1)
-    begins[:, 0] = is_token[:, 0]
-    if not bool(is_token.any()) or bool((begins.sum(1) > 1).any()):
+def _check_mask(begins: Tensor, left_padding: bool) -> None:
+    if not bool(begins.any()) or bool((begins.sum(1) > 1).any()):
         raise ValueError(
             "attention_mask must be 1 on one interval of each row, got a row with holes or no token at all; pack "
             "documents with position_ids, without an attention_mask."
@@ -90,26 +90,28 @@ def _check_mask(is_token: Tensor, left_padding: bool) -> None:
         )
 
 
-def _document_starts(is_token: Tensor, position_ids: Tensor | None, masked: bool) -> Tensor:
-    """Return a mask of the first token of each document: (batch, seqlen), bool."""
-    starts = is_token & ~is_token.roll(1, 1)
-    starts[:, 0] = is_token[:, 0]
+def _document_starts(is_token: Tensor, begins: Tensor, position_ids: Tensor | None, masked: bool) -> Tensor:
+    """Return a mask of the first token of each document: (batch, seqlen), bool.
+
+    Args:
+        begins: mask of the first token of each row.
+    """
     if position_ids is None:
-        return starts
+        return begins
     if position_ids.dim() != 2 or position_ids.shape[1] != is_token.shape[1]:
         raise ValueError(
             f"position_ids must be (batch, {is_token.shape[1]}), got {tuple(position_ids.shape)}; leave them out."
         )
     positions = position_ids.expand(is_token.shape)
     jumps = positions[:, 1:] != positions[:, :-1] + 1
-    resets = starts.clone()
+    resets = begins.clone()
     resets[:, 1:] |= jumps & is_token[:, 1:]
     if bool((positions[resets] != 0).any()):
         raise ValueError(
             "position_ids must count from 0 in each document, got a document that starts elsewhere; leave them out for "
             "one document per row."
         )
-    if masked and bool((resets & ~starts).any()):
+    if masked and bool((resets & ~begins).any()):
         raise ValueError(
             "attention_mask must be left out where position_ids begin anew within a row, got both, which transformers' "
             "attentions read differently; use a collator that flattens (DataCollatorWithFlattening, padding_free)."

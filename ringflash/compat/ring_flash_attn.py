@@ -63,7 +63,7 @@ _in_use = True  # what `use_ring_attn` has said
 
 
 def install() -> None:
-    """Make imports of ring_flash_attn, and of those of its modules that others import from, lead to this module.
+    """Make `import ring_flash_attn`, and imports of the modules of that package, lead to this module.
 
     Raises:
         RuntimeError: the package itself has been imported before.
@@ -168,10 +168,10 @@ def llama3_flash_attn_varlen_func(
     Raises:
         NotImplementedError, ValueError: on every rank.
     """
-    prepared = getattr(cu_seqlens_q, "_ringflash", None)
-    ranges = (max_seqlen_q, max_seqlen_k, local_k_slice)
-    error = _find_problem(prepared, cu_seqlens_q, cu_seqlens_k, ranges, causal, group)
-    error = error or _check_stride(heads_k_stride, k)
+    size, rank = RingOptions(_resolve(group)).place
+    given = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, causal, rank, size)
+    prepared: _Prepared | None = getattr(cu_seqlens_q, "_ringflash", None)
+    error = _find_problem(prepared, cu_seqlens_q, given) or _check_stride(heads_k_stride, k)
     result = _attend(
         "contiguous", q[None], k[None], v[None], dropout_p, softmax_scale, causal, window_size, alibi_slopes,
         deterministic, return_attn_probs, group, prepared and prepared.bounds, error,
@@ -211,9 +211,9 @@ def llama3_flash_attn_prepare_cu_seqlens(
     bounds_k = [0, *(bound - first for bound in inner), last - first]
     cu_seqlens_q, cu_seqlens_k = (cu_seqlens.new_tensor(x) for x in (bounds_q, bounds_k))
     ranges = (_longest(bounds_q), _longest(bounds_k), slice(first, last))
-    whole = torch.tensor(bounds, dtype=torch.int32)
     versions = (cu_seqlens_q._version, cu_seqlens_k._version)
-    cu_seqlens_q._ringflash = _Prepared(whole, causal, (rank, world_size), cu_seqlens_k, versions, ranges)  # type: ignore[attr-defined]
+    given = (cu_seqlens_k, *ranges, causal, rank, world_size)
+    cu_seqlens_q._ringflash = _Prepared(torch.tensor(bounds, dtype=torch.int32), versions, given)  # type: ignore[attr-defined]
     return cu_seqlens_q, cu_seqlens_k, *ranges
 
 
@@ -285,7 +285,7 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
 
 
 def use_ring_attn(flag: bool) -> None:
-    """Turn the attention that `substitute_hf_flash_attn` put in place off, as for generation, or on again."""
+    """Switch the attention of `substitute_hf_flash_attn` off, as for generation, or on again."""
     global _in_use
     _in_use = flag
 
@@ -325,14 +325,14 @@ def __getattr__(name: str) -> Any:
 
 
 class _Prepared(NamedTuple):
-    """Arguments of `llama3_flash_attn_varlen_func` as they were prepared, and the bounds of the whole sequence."""
+    """The bounds of the whole sequence, and what else `llama3_flash_attn_varlen_func` must be given with them."""
 
     bounds: Tensor
-    causal: bool
-    place: tuple[int, int]
-    cu_seqlens_k: Tensor
-    versions: tuple[int, int]
-    ranges: tuple[int, int, slice]
+    versions: tuple[int, int]  # of cu_seqlens_q and cu_seqlens_k, which count writes
+    given: tuple[Any, ...]
+
+
+_GIVEN = ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice", "causal", "rank", "world_size")
 
 
 def _attend(
@@ -377,32 +377,18 @@ def _resolve(group: Group) -> dist.ProcessGroup | None:
     return resolve(dist.group.WORLD if group is None else group)
 
 
-def _find_problem(
-    prepared: _Prepared | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    ranges: tuple[int, int, slice],
-    causal: bool,
-    group: Group,
-) -> Exception | None:
+def _find_problem(prepared: _Prepared | None, cu_seqlens_q: Tensor, given: tuple[Any, ...]) -> Exception | None:
     """Return the error of arguments that are not those that were prepared for this rank and mask, if any."""
-    if prepared is None or prepared.versions != (cu_seqlens_q._version, cu_seqlens_k._version):
-        return ValueError(
-            "cu_seqlens_q must be the tensor that llama3_flash_attn_prepare_cu_seqlens of ringflash returned, got a "
-            "copy, one that was written to, or another; pass it on as it is."
-        )
-    if cu_seqlens_k is not prepared.cu_seqlens_k or ranges != prepared.ranges:
-        return ValueError(
-            "cu_seqlens_k, max_seqlen_q, max_seqlen_k and local_k_slice must be those prepared with cu_seqlens_q, got "
-            f"others ({ranges}, not {prepared.ranges}); pass on what llama3_flash_attn_prepare_cu_seqlens returned."
-        )
-    size, rank = RingOptions(_resolve(group)).place
-    if (causal, rank, size) != (prepared.causal, *prepared.place):
-        return ValueError(
-            f"causal, rank and world_size must be those of the preparation {(prepared.causal, *prepared.place)}, got "
-            f"{(causal, rank, size)}; pass the same to llama3_flash_attn_prepare_cu_seqlens."
-        )
-    return None
+    wrong = ["cu_seqlens_q"]
+    if prepared is not None and prepared.versions == (cu_seqlens_q._version, given[0]._version):
+        pairs = zip(_GIVEN, given, prepared.given, strict=True)
+        wrong = [name for name, x, y in pairs if x is not y and (isinstance(x, Tensor) or x != y)]
+    if not wrong:
+        return None
+    return ValueError(
+        f"{', '.join(wrong)} must be what llama3_flash_attn_prepare_cu_seqlens of ringflash was given or returned, got "
+        "a copy, a tensor that was written to, or another; pass on the same."
+    )
 
 
 def _check_stride(heads_k_stride: int, k: Tensor) -> Exception | None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ringflash.lightning.checkpoints import CheckpointWriter, check_folders, check_local, older_checkpoints
+from ringflash.lightning.checkpoints import CheckpointWriter, check_folders, check_local
 from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.safe_files import check_together
@@ -194,7 +194,8 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of this model, on all ranks or none, if it is undamaged and holds only data.
 
-        Automatic resume (`SameCheckpoint`) uses the previous checkpoint instead of a damaged one.
+        A damaged checkpoint is replaced by the newest undamaged one of those that a callback names in
+        `older_checkpoints(path)`, as the recipes' automatic resume does.
 
         Args:
             weights_only: applies to a single file; a directory is always read as data only.
@@ -206,7 +207,8 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         weights_only = True if weights_only is None else weights_only
         if not path.is_dir():
             return super().load_checkpoint(path, weights_only=weights_only)
-        older = older_checkpoints(self._trainer, path) if self.is_global_zero else []
+        callbacks: list[Any] = [x for x in self._trainer.callbacks if hasattr(x, "older_checkpoints")]
+        older = callbacks[0].older_checkpoints(path) if callbacks and self.is_global_zero else []
         path = self._first_undamaged([path, *self.broadcast(older)])
         found = saved_entries(path)
         assert self.lightning_module is not None and self.model is not None

@@ -35,6 +35,10 @@ BACKWARD = [x for x in ATTENTION if x.name.startswith("backward")]
 # Where ptxas has not been brought to avoid spills in the path of an unmasked tile: the variant, and the most
 # instructions a consumer spends on them. Reported as expected failures; lower a number, or drop a line, as they go.
 KNOWN_SPILLS = {
+    # K and V in registers, which is 2% faster with these.
+    "backward_keys hd96 bfloat16 band": 4,
+    "backward_keys hd96 bfloat16 band store": 1,
+    "backward_keys hd96 bfloat16 bounds": 1,
     "backward_keys hd128 bfloat16 band": 4,
     "backward_keys hd128 bfloat16 band store": 4,
     "backward_keys hd128 bfloat16 band store fp32 out": 4,

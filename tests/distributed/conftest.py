@@ -17,3 +17,11 @@ def pool() -> Iterator[Pool]:
     pool = Pool(MAX_RANKS, backend="gloo")
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[Pool]:
+    """One worker, the only one of its job: accelerate asks torch how many there are."""
+    pool = Pool(1)
+    yield pool
+    pool.close()

@@ -6,7 +6,7 @@ gloo, 4 CPU processes, fp64; needs the accelerate extra.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,6 @@ from tests.helpers.pool import Context, Pool
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Pool]:
-    """One worker, the only one of its job: accelerate asks torch how many there are."""
-    pool = Pool(1)
-    yield pool
-    pool.close()
 
 
 LAYERS = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}

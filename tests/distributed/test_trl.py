@@ -6,7 +6,6 @@ differ by fp32's epsilon in each update, whose norm is that of the clipped gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,6 @@ from tests.helpers import trainer
 from tests.helpers.pool import Pool
 
 pytest.importorskip("trl")
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Pool]:
-    """One worker, the only one of its job: accelerate asks torch how many there are."""
-    pool = Pool(1)
-    yield pool
-    pool.close()
 
 
 UPDATES = 2 * 0.5 * 0.05  # steps, learning rate, norm

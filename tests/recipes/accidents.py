@@ -11,8 +11,8 @@ from typing import Any
 import lightning
 from torch.distributed.checkpoint import FileSystemWriter
 
+from recipes.lightning.resume import newest_checkpoint
 from ringflash.lightning import StopOnSignal
-from ringflash.lightning.checkpoints import newest_checkpoint
 
 STEP = 3  # after which it happens: one past a checkpoint
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemWriter
 
+from recipes.lightning.resume import SameCheckpoint, complete_checkpoints, is_complete
 from recipes.lightning.text import TextData
 from ringflash.lightning import CausalLM, ContextParallelStrategy, StopOnSignal
-from ringflash.lightning.checkpoints import SameCheckpoint, complete_checkpoints, is_complete
 from ringflash.lightning.module import empty_model
 from ringflash.lightning.strategy import check_fits, saved_entries
 from tests.recipes.strategy_worker import CONFIG

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from recipes.lightning.resume import SameCheckpoint
 from recipes.lightning.text import TextData
-from ringflash.lightning.checkpoints import SameCheckpoint
 
 
 def tell(call: Callable[[], object]) -> None:

@@ -18,9 +18,9 @@ import lightning
 import torch
 import torch.distributed as dist
 
+from recipes.lightning.resume import is_complete
 from recipes.lightning.text import TextData
 from ringflash.lightning import CausalLM, ContextParallelStrategy
-from ringflash.lightning.checkpoints import is_complete
 from tests.recipes.strategy_worker import CONFIG
 
 PLACES = ("forward", "backward", "optimizer", "validation", "checkpointing")

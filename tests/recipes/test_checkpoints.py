@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from recipes.lightning.resume import leftovers, newest_checkpoint
 from ringflash.lightning import ContextParallelStrategy
-from ringflash.lightning.checkpoints import COMPLETE, WRITTEN_AT, leftovers, newest_checkpoint
+from ringflash.lightning.checkpoints import COMPLETE, WRITTEN_AT
 from tests.recipes.launching import run_ranks, write_text
 
 WORLD_SIZE = 2
@@ -96,7 +97,7 @@ def test_checkpoint_of_another_model_is_refused(ranks: list[dict[str, Any]]) -> 
         assert found["num_hidden_layers=2"] == "none"
         assert "input_layernorm.weight of shape (32,) in it and none here, and 8 more" in found["num_hidden_layers=1"]
         assert "down_proj.weight of shape (32, 48) in it and (32, 64) here, and 5 more" in found["intermediate_size=64"]
-        assert "must have the optimizer's state to be continued, got parameters alone" in found["weights"]
+        assert "must have the optimizer's state to be continued, got only parameters" in found["weights"]
 
 
 def test_damaged_tensor_is_named(ranks: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recipes.lightning.compare import newest_curve, read_losses
-from ringflash.lightning.checkpoints import newest_checkpoint
+from recipes.lightning.resume import newest_checkpoint
 from tests.recipes.launching import ROOT, run, train, write_text
 from tests.recipes.test_lightning_recipes import SCALED_DOWN
 

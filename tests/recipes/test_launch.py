@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ringflash.lightning.checkpoints import newest_checkpoint
+from recipes.lightning.resume import newest_checkpoint
 from tests.recipes.launching import ROOT, run, run_ranks, write_text
 
 LAUNCH = ROOT / "launch"

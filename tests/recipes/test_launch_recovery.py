@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from recipes.lightning.compare import read_losses
-from ringflash.lightning.checkpoints import is_complete, newest_checkpoint
+from recipes.lightning.resume import is_complete, newest_checkpoint
 from tests.recipes.accidents import STEP
 from tests.recipes.launching import PARTS, ROOT, run, train, write_text
 

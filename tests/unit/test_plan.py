@@ -24,6 +24,8 @@ from benchmarks.train_steps import document_bounds
 from ringflash import huggingface
 from ringflash.attention.gather_by_heads import ForwardUnits
 from ringflash.attention.gathered_buffers import GatheredKV, GradientReturn
+from ringflash.attention.inputs import evened
+from ringflash.attention.operands import Operands
 from ringflash.attention.options import RingOptions
 from ringflash.attention.plan import CallPlan
 from ringflash.attention.schedule import build
@@ -163,29 +165,44 @@ class Areas:
 
 def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     """Bytes of a rank's areas and buffers, made without memory."""
-    shape, heads = (1, job.local_tokens, job.model.num_kv_heads, job.model.head_dim), job.model.num_heads
-    q = torch.empty(*shape[:2], heads, shape[3], dtype=torch.bfloat16, device="meta")
-    k, name = torch.empty(shape, dtype=torch.bfloat16, device="meta"), "copy_engine" if turns == 2 else "nccl"
+    model, name = job.model, "copy_engine" if turns == 2 else "nccl"
+    widths = (
+        (model.num_heads, model.head_dim),
+        (model.num_kv_heads, model.head_dim),
+        (model.num_kv_heads, model.value_dim),
+    )
+    q, k, v = (torch.empty(1, job.local_tokens, *x, dtype=torch.bfloat16, device="meta") for x in widths)
+    out = q[..., : model.value_dim]
     group = mock.Mock(**{"size.return_value": job.cp_size, "rank.return_value": rank})
-    call = CallPlan(SequenceMask(job.seqlen), "reference", "", name, 1.0, RingOptions(group))
-    areas, blocks = Areas(rank, turns), call.gathers(q, k, name)
-    chosen = choose_sections(k.shape, heads, max(block.capacity for block in blocks), k.dtype, len(blocks))
+    impl = "reference" if job.fp8_backward is None else "reference_fp8"
+    call = CallPlan(SequenceMask(job.seqlen), impl, "", name, 1.0, RingOptions(group))
+    areas, blocks = Areas(rank, turns), call.gathers(q, evened(k, v), name)
+    operands = Operands.of(k, v, rounded=job.fp8_backward is not None, for_backward=True)
+    keys = max(block.capacity for block in blocks)
     release_buffers()
-    for sections in chosen:
-        gathered = GatheredKV(areas, blocks, k, heads, sections)  # type: ignore[arg-type]
+    for sections in choose_sections(evened(k, v).shape, model.num_heads, keys, operands.dtype, len(blocks)):
+        gathered = GatheredKV(areas, blocks, k, model.num_heads, sections, operands)  # type: ignore[arg-type]
     GradientReturn(gathered, k)
-    carrying = mock.Mock(blocks=blocks, impl="reference", memory=None)
-    ForwardUnits(carrying, gathered, q, q, q.new_empty((), dtype=torch.float32), None)
+    carrying = mock.Mock(blocks=blocks, impl=impl, memory=None)
+    ForwardUnits(carrying, gathered, q, out, q.new_empty((), dtype=torch.float32), None)
     held = sum(areas.sizes.values()) + buffer_bytes()
     release_buffers()
     return held
 
 
+IN_FP8 = replace(JOB, fp8_backward="fp8")
+NARROW_VALUES = replace(JOB, model=replace(JOB.model, head_dim=192, value_dim=128))
+
+
 @pytest.mark.parametrize("seqlen", [1 << 12, 1 << 17, 1 << 18, 1 << 19, 1 << 20], ids=str)
-@pytest.mark.parametrize("cp_size", [2, 4, 8])
-def test_transport_buffers_are_those_that_gather_by_heads(seqlen: int, cp_size: int) -> None:
+@pytest.mark.parametrize(
+    ("job", "cp_size"),
+    [(JOB, 2), (JOB, 4), (JOB, 8), (IN_FP8, 4), (NARROW_VALUES, 4)],
+    ids=["2", "4", "8", "4, FP8", "4, narrow values"],
+)
+def test_transport_buffers_are_those_that_gather_by_heads(job: TrainingJob, seqlen: int, cp_size: int) -> None:
     """On the rank with most, from one section of all heads to sections that take turns; copy engine and NCCL."""
-    job = replace(JOB, seqlen=seqlen, cp_size=cp_size)
+    job = replace(job, seqlen=seqlen, cp_size=cp_size)
     for one_host, turns in ((True, 2), (False, 3)):
         held = max(gathered_bytes(job, rank, turns) for rank in range(cp_size))
         assert transport_bytes(replace(job, one_host=one_host)) == held
@@ -196,6 +213,10 @@ def test_transport_buffers_are_those_that_gather_by_heads(seqlen: int, cp_size: 
 )
 def test_transport_buffers_are_those_of_blocks(seqlen: int, cp_size: int, gib: int) -> None:
     """Buffers of many ranks, and of keys for which one block would need more than 12 GiB: up to 36 for 8M tokens."""
+    for job in (IN_FP8, NARROW_VALUES) if cp_size == 16 else ():
+        job = replace(job, seqlen=seqlen, cp_size=cp_size)
+        held = max(gathered_bytes(job, rank, 3) for rank in range(cp_size))
+        assert transport_bytes(job) == held
     job = replace(JOB, seqlen=seqlen, cp_size=cp_size)
     held = max(gathered_bytes(job, rank, 3) for rank in range(0, cp_size, max(1, cp_size // 8)))
     assert transport_bytes(job) == held

@@ -100,7 +100,7 @@ def test_positions_of_the_shard_are_suspected_only_where_they_differ_from_global
     assert "what else the layer has at cp=N" in layer_hint("layers.0", 7, probes, place, False)
 
 
-@pytest.mark.parametrize(("everywhere", "where"), [(False, "at cp=N alone"), (True, "at cp=1 as well")])
+@pytest.mark.parametrize(("everywhere", "where"), [(False, "only at cp=N"), (True, "at cp=1 as well")])
 def test_what_is_not_finite_is_no_mask_that_is_dropped(everywhere: bool, where: str) -> None:
     """NaN differs from itself, and would seem to be reached by every token."""
     baseline = observation(torch.bfloat16)

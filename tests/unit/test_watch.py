@@ -314,6 +314,23 @@ def test_later_calls_of_another_group_hide_no_stall() -> None:
     assert "rank 0 has been waiting 600 s" in rank.watch.stalled
 
 
+@pytest.mark.parametrize("seconds", range(3))
+def test_of_two_transports_of_a_group_one_that_waits_answers(seconds: int) -> None:
+    """Attention over the copy engine, and recurrent layers over NCCL; whichever asks the store first."""
+    world = World(3)
+    for rank in world.ranks:
+        finish(rank.issue(1))
+    world.run(3 + seconds)
+    world.living.pop()
+    messages = [rank.over_nccl() for rank in world.living]
+    for rank, channel in zip(world.living, messages, strict=True):
+        rank.issue(1, memory=channel)
+        world.run(10)
+    world.run(TIMEOUT_S)
+    for rank in world.living:
+        assert "rank 1 has been waiting" in rank.watch.stalled and "has not begun call" not in rank.watch.stalled
+
+
 def test_a_store_that_is_gone_ends_nobody() -> None:
     world = World(2)
     gone = mock.Mock(**{"clone.side_effect": RuntimeError("connection reset\nframe #0")})

@@ -121,7 +121,6 @@ class Watchdog:
         with self._lock:
             groups = list(self._watched.items())
         groups = [(transport, watched) for transport, watched in groups if watched.board.is_open()]
-        groups.sort(key=lambda group: not group[1].queue.calls)  # of a group's transports, the one that waits answers
         serials = [serial for _, watched in groups if (serial := self._poll_group(watched, now)) is not None]
         for transport, watched in groups:
             queue = watched.queue
@@ -134,7 +133,9 @@ class Watchdog:
             if not watched.lost and queue.is_stalled(now):
                 return self._report(watched, now)
             if queue.is_quiet(now) and (why := watched.board.asked(now)):
-                return self._report(watched, now, why)
+                # Of a group's transports, one that waits answers.
+                waiting = (other for t, other in groups if t.group is transport.group and other.queue.calls)
+                return self._report(next(waiting, watched), now, why)
         self._last_poll = self.clock()
 
     def _poll_group(self, watched: WatchedGroup, now: float) -> int | None:

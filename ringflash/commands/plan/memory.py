@@ -132,7 +132,7 @@ def attention_work_bytes(job: TrainingJob) -> int:
     model, summed = rail.model, rail.model.q_size
     if rail.cp_size > 1:
         summed = sum(buffer_heads(sections_at_a_time(rail).backward)) * model.q_size // model.num_kv_heads
-    return rail.local_tokens * (summed * FP32 + 2 * model.q_size * BF16 + 2 * model.kv_size * BF16)
+    return rail.local_tokens * (summed * FP32 + (model.q_size + model.out_size + 2 * model.kv_size) * BF16)
 
 
 def transport_bytes(job: TrainingJob) -> int:
@@ -162,8 +162,9 @@ def _exchange_bytes(job: TrainingJob) -> int:
         Part(1, job.local_tokens, heads, model.head_dim, torch.bfloat16)
         for heads in (model.num_heads, model.num_kv_heads)
     )
+    out, v = (x._replace(width=model.value_dim) for x in (q, k))
     lse = q._replace(width=1, dtype=torch.float32)
-    return 2 * area_bytes(ranks, (k, k, lse, q, q, q)) + area_bytes(ranks, (q, k, k))
+    return 2 * area_bytes(ranks, (k, v, lse, q, out, out)) + area_bytes(ranks, (q, k, v))
 
 
 def host_bytes(job: TrainingJob) -> int:
@@ -176,21 +177,21 @@ def block_sizes(job: TrainingJob) -> tuple[int, ...]:
     """Return the numbers of ranks whose keys are gathered at a time."""
     arriving, name = job.seqlen - job.local_tokens, "copy_engine" if job.one_host else "nccl"
     return choose_blocks(
-        _shape(job), job.model.num_heads, job.seqlen, arriving, _pairs(job), job.cp_size, torch.bfloat16, name
+        _shape(job), job.model.num_heads, job.seqlen, arriving, _pairs(job), job.cp_size, _travelling_dtype(job), name
     )
 
 
 def _keys_in_blocks(job: TrainingJob, buffers: int) -> int:
     """Return the buffer bytes of the zigzag rank with most, in blocks."""
     sizes, heads = block_sizes(job), sections_at_a_time(job).backward
-    line = 2 * job.local_tokens * job.model.head_dim
-    state = sum(buffer_heads(heads)) * (1 + job.model.num_heads / job.model.num_kv_heads / 2)
-    moving = _moving_lines(job.cp_size, sizes, heads, buffers)
-    return HEADER_BYTES + int(line * (job.model.num_kv_heads * BF16 + state * FP32 + moving))
+    model, line = job.model, 2 * job.local_tokens * job.model.kv_dim
+    state = sum(buffer_heads(heads)) * (1 + model.num_heads / model.num_kv_heads * model.value_dim / model.kv_dim / 2)
+    moving = _moving_lines(job.cp_size, sizes, heads, buffers, key_bytes(job))
+    return HEADER_BYTES + int(line * (model.num_kv_heads * key_bytes(job) + state * FP32 + moving))
 
 
 @lru_cache(maxsize=256)
-def _moving_lines(cp_size: int, sizes: tuple[int, ...], heads: tuple[int, ...], buffers: int) -> float:
+def _moving_lines(cp_size: int, sizes: tuple[int, ...], heads: tuple[int, ...], buffers: int, width: float) -> float:
     """Return the bytes of the buffers of units for each key of a rank and number of a head, on the rank with most.
 
     A rank sees one of the two chunks of an earlier rank, and both chunks of a later rank. A later rank sees one of this
@@ -207,7 +208,7 @@ def _moving_lines(cp_size: int, sizes: tuple[int, ...], heads: tuple[int, ...], 
         return [stop - start + max(0, stop - max(start, first)) for start, stop in pairwise(ends)]
 
     return buffer(seen(0), 2) * FP32 + max(
-        buffer(seen(rank + 1), buffers) * BF16 + buffer(seen(cp_size - rank), 1) * FP32
+        buffer(seen(rank + 1), buffers) * width + buffer(seen(cp_size - rank), 1) * FP32
         for rank in range(0, cp_size, max(1, cp_size // 64))
     )
 
@@ -215,21 +216,30 @@ def _moving_lines(cp_size: int, sizes: tuple[int, ...], heads: tuple[int, ...], 
 def _gathered_keys(job: TrainingJob, rank: int, buffers: int) -> int:
     """Return the buffer bytes of a zigzag rank: rank 0 gathers most keys, the last rank receives most gradients."""
     chunks, seen, returning = 2 * job.cp_size, 2 * job.cp_size - rank, job.cp_size - 1 + rank
-    head = 2 * job.seqlen * job.model.head_dim
+    head = 2 * job.seqlen * job.model.kv_dim
     sections, keys = sections_at_a_time(job), head * job.model.num_kv_heads
-    if not fits_unbuffered(_shape(job), job.seqlen, torch.bfloat16):
+    if not fits_unbuffered(_shape(job), job.seqlen, _travelling_dtype(job)):
         keys = keys // job.cp_size + sum(shared_buffer_heads(sections, buffers)) * head * seen // chunks
     turns = choose_num_gradient_buffers(
-        _shape(job), job.model.num_heads, job.seqlen, _pairs(job), torch.bfloat16, sections.backward
+        _shape(job), job.model.num_heads, job.seqlen, _pairs(job), _travelling_dtype(job), sections.backward
     )
     stages = sum(buffer_heads(sections.backward, turns))
     gradients = stages * head + max(sections.backward) * head * returning // chunks
-    return HEADER_BYTES + keys * BF16 + gradients * FP32
+    return HEADER_BYTES + int(keys * key_bytes(job)) + gradients * FP32
 
 
 def sections_at_a_time(job: TrainingJob) -> Sections:
     """Return the numbers of KV heads that are gathered at a time."""
-    return choose_sections(_shape(job), job.model.num_heads, job.seqlen, torch.bfloat16, len(block_sizes(job)))
+    return choose_sections(_shape(job), job.model.num_heads, job.seqlen, _travelling_dtype(job), len(block_sizes(job)))
+
+
+def key_bytes(job: TrainingJob) -> float:
+    """Return the bytes of a number of K or V on its way; in FP8 a key and its value have a byte of scales in common."""
+    return BF16 if job.fp8_backward is None else 1 + 1 / (2 * job.model.kv_dim)
+
+
+def _travelling_dtype(job: TrainingJob) -> torch.dtype:
+    return torch.bfloat16 if job.fp8_backward is None else torch.uint8
 
 
 def _pairs(job: TrainingJob) -> int:
@@ -238,8 +248,8 @@ def _pairs(job: TrainingJob) -> int:
 
 
 def _shape(job: TrainingJob) -> tuple[int, ...]:
-    """Return the shape of a rank's K."""
-    return 1, job.local_tokens, job.model.num_kv_heads, job.model.head_dim
+    """Return the shape of half of a rank's K and V."""
+    return 1, job.local_tokens, job.model.num_kv_heads, job.model.kv_dim
 
 
 def _checkpoints(job: TrainingJob) -> int:
@@ -256,7 +266,7 @@ def _weight_bytes(job: TrainingJob) -> int:
 
 def _attention_kept(job: TrainingJob) -> int:
     """Return the bytes of one layer's out and lse."""
-    return job.local_tokens * (job.model.q_size * BF16 + job.model.num_heads * FP32)
+    return job.local_tokens * (job.model.out_size * BF16 + job.model.num_heads * FP32)
 
 
 def _norm_bytes(job: TrainingJob) -> int:

@@ -37,7 +37,8 @@ class ReadShape:
     """Sizes of a decoder, whose layers may differ.
 
     Args:
-        head_dim: head_dim of keys; values count as wide, which is too much for those that are not padded to it.
+        head_dim: head_dim of queries and keys.
+        value_dim: head_dim of values as they travel: that of keys, unless kernels take narrower ones.
         parameters: of the whole model, including all experts.
         layer_parameters: of the largest layer.
         expert_parameters: of all experts of the largest layer.
@@ -58,6 +59,7 @@ class ReadShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     vocab_size: int
     parameters: int
     layer_parameters: int
@@ -78,9 +80,19 @@ class ReadShape:
         return self.num_heads * self.head_dim
 
     @property
+    def out_size(self) -> int:
+        """Number of features of attention's output."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Half the columns of K and V of a head."""
+        return (self.head_dim + self.value_dim) // 2
+
+    @property
     def kv_size(self) -> int:
-        """Number of features of all key heads, and of as many values."""
-        return self.num_kv_heads * self.head_dim
+        """Half the number of features of all keys and values."""
+        return self.num_kv_heads * self.kv_dim
 
 
 def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
@@ -103,7 +115,7 @@ def read_shape(model: Any) -> ReadShape:
             "differ in width or hold parameters that are no matrices; no plan counts them."
         )
     try:
-        kept, executed, (kv_heads, head_dim), passed = trace_layers(model)
+        kept, executed, (kv_heads, head_dim, value_dim), passed = trace_layers(model)
         fused = _trace_with_liger(model) if config.model_type in _WITH_LIGER else None
     except NotImplementedError:  # ringflash's refusal of the model
         raise
@@ -123,6 +135,7 @@ def read_shape(model: Any) -> ReadShape:
         num_heads=config.num_attention_heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
+        value_dim=value_dim,
         vocab_size=config.vocab_size,
         parameters=total,
         layer_parameters=_size(largest),

@@ -10,7 +10,7 @@ from math import gcd
 
 from ringflash.attention.sections import order_units
 from ringflash.commands.plan.job import Machine, Rates, TrainingJob
-from ringflash.commands.plan.memory import BF16, FP32, block_sizes, layer_input_bytes, sections_at_a_time
+from ringflash.commands.plan.memory import BF16, FP32, block_sizes, key_bytes, layer_input_bytes, sections_at_a_time
 
 _LOGIT_BYTES = 14  # traffic of the loss per logit: bf16, fp32 logarithm and gradient, read and written
 
@@ -37,7 +37,7 @@ class StepTime:
 def step_time(job: TrainingJob, machine: Machine) -> StepTime:
     """Return the time of a step at the rates of the machine."""
     peak, rates = machine.gpu.peak_tflops * 1e12, machine.rates
-    padded = job.model.q_size / job.model.mean_size
+    padded = (job.model.q_size + job.model.out_size) / 2 / job.model.mean_size
     forward_rate, backward_rate = _attention_rates(job, rates)
     forward = padded * attention_flops(job) / (peak * forward_rate)
     backward = 2.5 * padded * attention_flops(job) / (peak * backward_rate)
@@ -117,15 +117,17 @@ def _ring_exposed(job: TrainingJob, machine: Machine, forward: float, backward: 
         return 0.0
     layers, job = job.model.num_layers, job.on(machine)
     rail, flat = job.rail, job.exchanging == 1
-    keys = 2 * (rail.seqlen - rail.local_tokens) * rail.model.kv_size * BF16  # rank 0 sees those of all others
-    gradients = keys * FP32 // BF16  # the last rank owns what all others see
+    numbers = 2 * (rail.seqlen - rail.local_tokens) * rail.model.kv_size  # rank 0 sees those of all others
+    keys, gradients = numbers * key_bytes(rail), numbers * FP32  # the last rank owns what all others see
     arrive, leave = (_seconds_moved(rail, machine, num_bytes, flat=flat) for num_bytes in (keys, gradients))
     sections, blocks = sections_at_a_time(rail), block_sizes(rail)
-    q, k = (_exchange_seconds(job, machine, size) for size in (rail.model.q_size, rail.model.kv_size))
+    q, out, k = (
+        _exchange_seconds(job, machine, x) for x in (rail.model.q_size, rail.model.out_size, rail.model.kv_size)
+    )
     exposed = 0.0
     for kernels, heads, returned, queries, results in (
-        (forward / layers, sections.forward, 0.0, q, q),
-        (backward / layers, sections.backward, leave, 3 * q, q + 2 * k),
+        (forward / layers, sections.forward, 0.0, q, out),
+        (backward / layers, sections.backward, leave, q + 2 * out, q + 2 * k),
     ):
         end = pipeline_seconds(heads, blocks, arrive, returned, kernels, queries)
         exposed += 2 * k + end - kernels + results

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from ringflash.attention.inputs import pad_values
 from ringflash.huggingface.attention_function import apply_sinks
 from ringflash.huggingface.validation import find_static_error
 from ringflash.memory.tiles import modules_to_tile
@@ -63,12 +63,12 @@ class ModelTrace(NamedTuple):
     """Results of a traced step.
 
     layers: saved bytes of each layer.  multiplied: parameters that multiply a token in plain (ungrouped) matmuls.
-    keys: the largest (KV heads, head_dim) of an attention.  passed: memory traffic between the matmuls.
+    keys: the largest (KV heads, head_dim, that of values) of an attention.  passed: memory traffic between matmuls.
     """
 
     layers: list[SavedBytes]
     multiplied: float
-    keys: tuple[int, int]
+    keys: tuple[int, int, int]
     passed: Traffic
 
 
@@ -109,7 +109,7 @@ def trace_layers(model: nn.Module) -> ModelTrace:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    keys: list[tuple[int, int]] = []
+    keys: list[tuple[int, int, int]] = []
     AttentionInterface.register(_NAME, partial(_attention, keys))
     AttentionMaskInterface.register(_NAME, lambda **_: None)
     body: Any = model.get_submodule("model")
@@ -268,7 +268,10 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        out, lse = (
+            q.new_empty(*q.shape[:3], v.shape[3]),
+            q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32),
+        )
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
 
@@ -278,7 +281,7 @@ class _StandIn(torch.autograd.Function):
 
 
 def _attention(
-    keys: list[tuple[int, int]],
+    keys: list[tuple[int, int, int]],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -294,9 +297,8 @@ def _attention(
     error = find_static_error(module, query, key, dropout, sliding_window, True, kwargs, s_aux)
     if error is not None:
         raise error
-    keys.append((key.shape[1], key.shape[3]))
-    width, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
-    value = pad(value, (0, missing)) if missing else value  # pad copies even for 0
+    width, value = value.shape[-1], pad_values(key, value)
+    keys.append((key.shape[1], key.shape[3], value.shape[3]))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = _StandIn.apply(q, k, v)
     out = out if s_aux is None else apply_sinks((out, lse), s_aux)

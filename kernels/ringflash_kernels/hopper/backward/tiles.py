@@ -36,7 +36,7 @@ class BackwardTiles:
         block_n: keys of a CTA: 128 in `backward_keys`, 64 in `backward_wide`. A step is 64 queries in both.
         queries: tiles of the separate kernel for dQ.
         stages: buffers of Q and of dO.
-        kv_in_registers: K and V are kept as register operands (`backward_keys`).
+        kv_in_registers: the first pieces of K and V are kept as register operands (`backward_keys`).
         turn_before_exp: the other consumer may start a step before this one's exp, not after it (`backward_keys`).
         held: columns of the first piece of K and V that are kept in registers (`backward_wide`).
         narrow: columns of V, dO and dV, a power of two, if they are fewer than those of Q and K.
@@ -80,7 +80,7 @@ class BackwardTiles:
 BACKWARD_TILES = {
     # Shared-memory bandwidth limits head_dim 64 unless K and V come from registers (375 against 516 TFLOP/s).
     64: BackwardTiles((64,), 128, QueryTiles(4, 128), kv_in_registers=True, turn_before_exp=True),
-    96: BackwardTiles((64, 32), 128, QueryTiles(4, 128)),
+    96: BackwardTiles((64, 32), 128, QueryTiles(4, 128), kv_in_registers=True),
     # Two consumers of 64 keys: dK and dV take 128 of a thread's 240 registers; more keys or queries spill.
     128: BackwardTiles((128,), 128, QueryTiles(4, 128)),
     # dK and dV of 64 keys take 96 or 128 registers each, so each consumer holds one of them. Every step would add a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
 
@@ -129,7 +130,7 @@ def build_launch(
     k, v = cut(k, 1, keys), cut(v, 1, keys)
     tiles = forward_tiles(q.shape[3], v.shape[3])
     assert tiles is not None
-    variant = _variant(tiles, kind, acc is not None)
+    variant = _variant(tiles, kind, acc is not None, out.dtype)
     if kind == "bounds":
         table = tile_table(mask, q.device, variant.tiles.rows, rows)
     batch, seqlen_q, num_heads, head_dim = q.shape
@@ -173,7 +174,9 @@ def settle(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None, rows:
 
 
 @functools.cache
-def _variant(tiles: ForwardTiles, mask: str, resume: bool) -> ForwardVariant:
+def _variant(tiles: ForwardTiles, mask: str, resume: bool, out_dtype: torch.dtype) -> ForwardVariant:
+    if tiles.stages_of_16_bits and not resume and out_dtype != torch.float32:
+        tiles = replace(tiles, num_stages=tiles.stages_of_16_bits)
     return ForwardVariant(tiles, mask, resume)
 
 

@@ -18,6 +18,7 @@ class ForwardTiles:
         num_warpgroups: consumer warpgroups, each with `block_m` query rows.
         block_n: keys of one K/V stage.
         num_stages: K/V stages in shared memory.
+        stages_of_16_bits: the same for results of 16 bits that continue no state; they leave more room.
         schedule: what runs under the softmax of a key block.
             "overlap"  the warpgroup's own products of the blocks before and after
             "sequence" products of the other warpgroups, as it happens; takes the fewest registers
@@ -37,6 +38,7 @@ class ForwardTiles:
     rescale_late: bool = False
     aligned: bool = False
     narrow: int = 0
+    stages_of_16_bits: int | None = None
 
     @property
     def value_parts(self) -> tuple[int, ...]:
@@ -70,8 +72,8 @@ FORWARD_TILES = {
     # wgmma of 32 columns is slow, but less so than 32 columns of padding.
     96: ForwardTiles((64, 32), num_warpgroups=3, block_n=128, num_stages=2, schedule="sequence"),
     128: ForwardTiles((128,), num_warpgroups=2, block_n=128, num_stages=2, rescale_late=True),
-    # 128 keys would need 240 KB.
-    192: ForwardTiles((128, 64), num_warpgroups=2, block_n=64, num_stages=2),
+    # 128 keys would need 240 KB. Of two blocks of 64, V arrives late.
+    192: ForwardTiles((128, 64), num_warpgroups=2, block_n=64, num_stages=2, stages_of_16_bits=3),
     # Q 64 KB and two stages of 64 KB leave no room: results leave through Q.
     256: ForwardTiles((128, 128), num_warpgroups=2, block_n=64, num_stages=2, rescale_late=True, stage_in_q=True),
 }
