@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.environment import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-QUOTE = re.compile(r"[\w.,+%-]+<!-- (\w+)::(.+?)::([^:]+) -->")
+QUOTE = re.compile(r"[\w.,+%-]+<!-- (\w+)::(.+?)::([^:]+?) -->")
 
 
 def quoted(text: str) -> str:

@@ -47,10 +47,9 @@ class Loop:
     @property
     def masked(self) -> bool:
         """Return whether every turn replaces scores by -inf: the selects share a block with exponentials or maxima."""
-        return any(
-            _count(block, "FSEL") >= _MANY and any(_count(block, name) >= _MANY for name in ("MUFU", "FMNMX", "VIMNMX3"))
-            for block in self.blocks
-        )
+        names = ("MUFU", "FMNMX", "VIMNMX3")
+        selecting = [block for block in self.blocks if _count(block, "FSEL") >= _MANY]
+        return any(_count(block, name) >= _MANY for block in selecting for name in names)
 
     @property
     def spills(self) -> int:

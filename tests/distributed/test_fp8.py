@@ -77,7 +77,8 @@ def check_all(ctx: Context, cases: list[Case], chunk: int, path: str, fp8_backwa
         for case in cases:
             got, alone = compared(ctx, case, chunk, fp8_backward)
             # With "fp8" the scales of dK and dV follow from the queries of the rank.
-            if chunk % ALIGNED == 0 and fp8_backward != "fp8":
+            # In stripes, 64 rows of q share a scale that are not neighbours in one process.
+            if chunk % ALIGNED == 0 and fp8_backward != "fp8" and case.layout != "striped":
                 assert_same_operands(got, alone, exact=("out", "lse") if path.startswith("heads") else ())
 
 
@@ -107,7 +108,7 @@ def test_operands_have_the_same_bits_on_every_rank(pool: Pool, path: str) -> Non
 def test_a_window_begins_inside_of_a_chunk(pool: Pool) -> None:
     """At a multiple of 128 keys, so that out and lse still have the bits of one process."""
     case = replace(MASKS[0], window="left", layout="contiguous")
-    pool.run(check_all, [case, replace(case, layout="striped")], 2 * ALIGNED, "heads", size=2)
+    pool.run(check_all, [case, replace(case, layout="zigzag")], 2 * ALIGNED, "heads", size=2)
 
 
 @pytest.mark.parametrize("path", ["hops", "heads"])

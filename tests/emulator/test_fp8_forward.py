@@ -44,7 +44,8 @@ def _check(got, exact) -> None:
     (out, lse), (exact_out, exact_lse) = (tuple(x.float() for x in pair) for pair in (got, exact))
     assert torch.equal(lse.isinf(), exact_lse.isinf())
     rounding = 2**-23 if got[0].dtype == torch.float32 else 2**-8
-    for x, y, close in ((out.transpose(1, 2), exact_out.transpose(1, 2), rounding), (lse[..., None], exact_lse[..., None], 0)):
+    pairs = (out.transpose(1, 2), exact_out.transpose(1, 2), rounding), (lse[..., None], exact_lse[..., None], 0)
+    for x, y, close in pairs:
         error = (x - y).nan_to_num().abs().amax(-1)
         size = y.masked_fill(y.isinf(), 0.0).abs().amax(-1)
         assert (error > close * size + 2e-6 + 1e-6 * size).double().mean() <= 0.02

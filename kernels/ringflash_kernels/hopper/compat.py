@@ -145,7 +145,7 @@ def unfused_product(x, y):
 def _largest(count):
     """Return assembly that finds the largest register of each row, 32 bits as integers, by instructions of three.
 
-    Integers order floats that are not negative, and NaN above them; if a row has none, its largest is the least integer.
+    Integers order floats that are not negative, with NaN above them; of negative ones the least integer is the largest.
     """
     rows = [[f"${count + i}" for i in range(count) if i % 4 // 2 == row] for row in (0, 1)]
 
