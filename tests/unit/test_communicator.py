@@ -23,7 +23,7 @@ for backend, own_end in (("gloo", False), ("gloo", True), ("fake", False)):
 
 
 def test_gloo_ends_before_the_interpreter() -> None:
-    """Whether its user has ended it or not; another backend is left to its own ways."""
+    """The user may have ended it before; another backend is left to its own ways."""
     ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "left: False\nleft: False\nleft: True\n"), ended.stderr[-2000:]
 
