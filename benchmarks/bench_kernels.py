@@ -129,8 +129,8 @@ class Contender(NamedTuple):
     build: dict[str, Callable[[Inputs], Run | None]]  # by pass: forward, backward
 
 
-def ours() -> Contender:
-    """This package's Hopper kernels."""
+def ours(deterministic: bool = False) -> Contender:
+    """This package's Hopper kernels; with `deterministic` only their backward."""
     from ringflash_kernels.hopper.backward.host import HopperBackward
     from ringflash_kernels.hopper.forward.host import forward
 
@@ -147,12 +147,14 @@ def ours() -> Contender:
         forward(x.q, x.k, x.v, x.mask, x.scale, out=out, lse=x.lse)
 
         def run() -> torch.Tensor:
-            backward = HopperBackward(x.dout, x.q, out, x.lse, softmax_scale=x.scale)
+            backward = HopperBackward(x.dout, x.q, out, x.lse, softmax_scale=x.scale, deterministic=deterministic)
             backward.add(x.k, x.v, x.mask, dk, dv, accumulate=False)
             return backward.finish()
 
         return run
 
+    if deterministic:
+        return Contender("ringflash, deterministic", {"backward": build_backward})
     return Contender("ringflash", {"forward": build_forward, "backward": build_backward})
 
 
@@ -271,6 +273,7 @@ def contenders() -> Iterator[Contender]:
     """Return the contenders that can be imported."""
     makers: dict[str, Callable[[], Contender]] = {
         "ours": ours,
+        "ours, deterministic": lambda: ours(deterministic=True),
         "ours_without_state": ours_without_state,
         "ours_in_fp8": lambda: ours_in_fp8(with_quantiser=False),
         "ours_in_fp8, quantiser": lambda: ours_in_fp8(with_quantiser=True),

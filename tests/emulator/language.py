@@ -214,6 +214,17 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return named_barrier(args[0], int(barrier[2]), int(barrier[3]), barrier[1] == "arrive")
     if re.fullmatch(r"\s*ex2\.approx(\.ftz)?\.f32 \$0, \$1;\s*", asm):
         return _float_function(np.exp2)(args[0])
+    if asm.startswith("cp.async.bulk.wait_group 0;"):  # tma_store_complete
+        memory.tma_store_complete()
+        return args[0]
+    if asm.startswith("st.release.gpu"):  # publish
+        store(*args)
+        return args[1]
+    if "ld.acquire.gpu" in asm:  # wait_for
+        pointer, number = args
+        waits_for = _Lazy(lambda: f"{number} in global memory, where {pointer.load()} is")
+        current_partition().pause(lambda: truth(pointer.load() == number), waits_for)
+        return number
     if "vote.sync.any" in asm and "mul.f32" in asm:  # scale_unless_one
         return args[0] * args[1]
     if "cvt.rn.relu.f16x2.f32" in asm and "prmt.b32" in asm:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -204,12 +205,25 @@ class TensorDescriptor:
         self._array[inside] = self._array[inside] + block[within] if reduce else block[within]
 
 
+class Landing:
+    """A write to global memory that happens once, at some later moment."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write, self.done = write, False
+
+    def __call__(self) -> None:
+        if not self.done:
+            self.done = True
+            self._write()
+
+
 class Partition:
     """Outstanding work of one partition of a thread block: TMA stores, wgmmas and unfenced writes."""
 
     def __init__(self, block: Block, task: Task, num_threads: int) -> None:
         self.block, self.task, self.num_threads = block, task, num_threads
         self.stores: list = []  # functions that read the source and return one that writes it
+        self.landing: list[Landing] = []  # writes of stores that have read their source
         self.mmas: list = []  # accumulators in flight, oldest first
         self.unfenced: list[SharedMemory] = []
 
@@ -224,7 +238,9 @@ class Partition:
     def finish_store_reads(self, pendings: int) -> None:
         """Let all but the last `pendings` TMA stores read their source; they land in global memory later."""
         while len(self.stores) > pendings:
-            self.block.scheduler.launch_async(self.stores.pop(0)())
+            self.landing = [landing for landing in self.landing if not landing.done]
+            self.landing.append(Landing(self.stores.pop(0)()))
+            self.block.scheduler.launch_async(self.landing[-1])
 
     def check_finished(self) -> None:
         if self.stores:
@@ -291,3 +307,12 @@ def tma_store_wait(pendings=0) -> None:
     partition = current_partition()
     partition.pause()
     partition.finish_store_reads(integer(pendings))
+
+
+def tma_store_complete() -> None:
+    """Wait until every store of this partition has landed."""
+    partition = current_partition()
+    partition.pause()
+    partition.finish_store_reads(0)
+    for landing in partition.landing:
+        landing()

@@ -160,21 +160,26 @@ def test_only_ds_is_rounded_on_the_way_to_dk(head_dim):
     assert errors[0] <= 1.05 * errors[1], errors
 
 
-@pytest.mark.parametrize("head_dim, deterministic", [(64, False), (96, True), (192, False), (256, True)])
-def test_hops_add_up(head_dim, deterministic):
-    """Keys in three hops give the gradients of one call."""
+def _hops(head_dim: int, deterministic: bool, emulator: Emulator):
+    """Gradients of keys in three hops, of the oracle, and of the baseline."""
     mask, shape = Mask.band(200, 300, causal=True), Shape(head_dim)
     q, k, v, dout = inputs(mask, shape)
     exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, dout=dout)
     out, lse = exact["out"].to(shape.dtype), exact["lse"].float()
-    module = Emulator().load("backward.host")
+    module = emulator.load("backward.host")
     run = module.HopperBackward(dout, q, out, lse, softmax_scale=shape.scale, deterministic=deterministic)
     dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
     for start, stop in ((0, 70), (70, 230), (230, 300)):
         hop = Mask.of(200, stop - start, [Region(0, 200, 0, stop - start, upper=100 - start)])
         run.add(*(x[:, start:stop] for x in (k, v)), hop, dk[:, start:stop], dv[:, start:stop])
     got = {"dq": run.finish(), "dk": dk, "dv": dv}
-    assert_close(got, {n: exact[n] for n in got}, {n: baseline[n] for n in got}, num_chunks=2)
+    return got, {n: exact[n] for n in got}, {n: baseline[n] for n in got}
+
+
+@pytest.mark.parametrize("head_dim, deterministic", [(64, False), (96, True), (192, False), (256, True)])
+def test_hops_add_up(head_dim, deterministic):
+    """Keys in three hops give the gradients of one call."""
+    assert_close(*_hops(head_dim, deterministic, Emulator()), num_chunks=2)
 
 
 def test_gradient_at_any_address():
@@ -248,20 +253,45 @@ def test_tiles_that_begin_where_the_others_are(mask, head_dim):
     assert_close(*got, num_chunks=_chunks(MASKS[mask]))
 
 
+def _bits(mask: Mask, shape: Shape, emulator: Emulator) -> list[torch.Tensor]:
+    """The fp32 sums of a deterministic pass over its first 130 keys, then over `mask`."""
+    q, k, v, dout = inputs(mask, shape)
+    lse = torch.full((shape.batch, shape.num_heads, mask.seqlen_q), 5.0)
+    run = emulator.load("backward.host").HopperBackward(
+        dout, q, dout, lse, softmax_scale=shape.scale, deterministic=True
+    )
+    dk, dv = torch.zeros(k.shape), torch.zeros(v.shape)
+    run.add(*(x[:, :130] for x in (k, v)), Mask.full(mask.seqlen_q, 130), *(x[:, :130] for x in (dk, dv)))
+    run.add(k, v, mask, dk, dv)
+    return [run.accumulated_dq(), dk, dv]
+
+
+def _repeats(mask: Mask, shape: Shape, faults: tuple = ()) -> bool:
+    """True if interleavings and orders of reductions leave the bits as they are."""
+    mask = Mask(mask.seqlen_q, mask.seqlen_k, mask.regions)  # keeps nothing that was made with a fault
+    first, *others = (_bits(mask, shape, Emulator(seed, resident=4, faults=faults)) for seed in range(3))
+    return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
 @pytest.mark.parametrize(
     "head_dim, mask",
-    [(64, "causal, ragged"), (96, "documents"), (128, "wide window"), (192, "window"), (256, "documents")],
+    [
+        (64, _CAUSAL),
+        (64, _GAP),
+        (64, MASKS["window to both sides"]),
+        (96, MASKS["documents"]),
+        (96, MASKS["rectangle inside"]),
+        (128, MASKS["wide window"]),
+        (128, MASKS["zigzag chunks before all keys"]),
+        (192, MASKS["window"]),
+        (256, MASKS["documents"]),
+    ],
 )
 def test_deterministic(head_dim, mask):
     """Equal bits for every interleaving and order of reductions, and within the budget."""
-    runs = [
-        _gradients(MASKS[mask], Shape(head_dim, 4, 2), emulator=Emulator(seed, resident=3), deterministic=True)
-        for seed in range(3)
-    ]
-    assert_close(*runs[0], num_chunks=2)
-    for other in runs[1:]:
-        for name, gradient in runs[0][0].items():
-            assert torch.equal(gradient, other[0][name]), name
+    shape = Shape(head_dim, 4, 2)
+    assert_close(*_gradients(mask, shape, deterministic=True), num_chunks=2)
+    assert _repeats(mask, shape)
 
 
 def _far_apart(tmp_path, emulator: Emulator | None = None):
@@ -349,17 +379,26 @@ FAULTS_APART = {
     "an arrival is missing": ("backward.queries", "mbarrier.arrive(sm.empty.index(v_slot), count=1)", "pass"),
     "dQ is staged over what leaves": ("backward.queries", "    tma_store_wait(1)\n", ""),
     "Q is given back while dQ leaves": ("backward.queries", "    tma_store_wait(0)\n", ""),
-    "proxy fence is missing": (
-        "backward.queries",
-        "    fence_async_shared()\n    if sm.ADD:",
-        "    if sm.ADD:",
-    ),
+    "proxy fence is missing": ("backward.queries", "    fence_async_shared()\n    if sm.ADD:", "    if sm.ADD:"),
     "phase of dO is inverted": (
         "backward.wide",
         "(sm.dout_full.index(slot), parity)",
         "(sm.dout_full.index(slot), parity ^ 1)",
     ),
     "K is given back while dK leaves": ("backward.wide", "tma_store_wait(0)", "pass"),
+}
+
+
+# The same for additions to dQ in a fixed order: bits differ, or the emulator raises.
+FAULTS_IN_ORDER = {
+    "nobody waits for the previous tile": ("backward.keys", "order.wait_for_tile(previous, head, block)", "pass"),
+    "launches share numbers": ("backward.host", "self._next_number += num_tiles", "pass"),
+    "dK is staged over what leaves": (
+        "backward.keys",
+        "for ahead in gl.static_range(sm.DQ_BUFFERS)",
+        "for ahead in ()",
+    ),
+    "phase of dQ is inverted": ("backward.keys", "parity = step // WRITERS & 1", "parity = ~(step // WRITERS) & 1"),
 }
 
 
@@ -382,6 +421,20 @@ def test_planted_faults_are_caught(fault):
 @pytest.mark.parametrize("fault", FAULTS_APART.values(), ids=FAULTS_APART.keys())
 def test_planted_faults_are_caught_with_dq_apart(fault):
     assert any(_fails(fault, MASKS[name], Shape(192)) for name in ("wide window", "window", "causal, ragged"))
+
+
+# Several tiles for each block; the second block sees some before and two after a gap.
+_MANY_TILES = Mask.full(70, 600), Mask.of(130, 700, [Region(0, 70, 0, 290), Region(70, 130, 520, 700)])
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS_IN_ORDER.values()], ids=["none", *FAULTS_IN_ORDER.keys()])
+def test_planted_faults_are_caught_in_order(fault):
+    faults = () if fault is None else (fault,)
+    try:
+        equal = all(_repeats(mask, Shape(), faults) for mask in _MANY_TILES)
+    except EmulationError:
+        equal = False
+    assert equal is (fault is None)
 
 
 @pytest.mark.parametrize(

@@ -200,11 +200,7 @@ def test_random_problems(seed):
 
 # A fault in the mask, and one in each kind of synchronisation: (module, source text, what replaces it).
 FAULTS = {
-    "a key too many": (
-        "forward.kernel",
-        "keys[None, :] < rows.stop[:, None]",
-        "keys[None, :] <= rows.stop[:, None]",
-    ),
+    "a key too many": ("forward.kernel", "keys[None, :] < rows.stop[:, None]", "keys[None, :] <= rows.stop[:, None]"),
     "a key too many on the left": (
         "forward.kernel",
         "keys[None, :] >= rows.start[:, None]",

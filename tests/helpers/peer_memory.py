@@ -199,7 +199,7 @@ def _until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise RuntimeError(f"{what} must come within {TIMEOUT_S:.0f} s, got nothing; a peer died or waits too.")
-        time.sleep(0.0001)
+        time.sleep(0.0005)
 
 
 class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]

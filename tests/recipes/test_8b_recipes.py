@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import yaml
 from recipes.lightning.compare import newest_curve, read_losses
 from ringflash.commands.cli import main as ringflash
 from ringflash.commands.plan.command import lay_over
-from ringflash.commands.plan.read import model_of
+from tests.helpers.plans import read_once  # noqa: F401, a fixture
 from tests.helpers.tokens import write_tokens
 from tests.recipes.launching import ROOT, train
 
@@ -52,15 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plans of a model's lengths read it once."""
-    monkeypatch.setattr("ringflash.commands.plan.command.model_of", lambda config: _model_of(json.dumps(config)))
-
-
-@cache
-def _model_of(config: str) -> Any:
-    return model_of(json.loads(config))
+pytestmark = pytest.mark.usefixtures("read_once")
 
 
 @pytest.mark.parametrize(

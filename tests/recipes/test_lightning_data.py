@@ -181,11 +181,7 @@ def test_model_without_some_of_the_tokens_is_refused(config: dict, got: int) -> 
         ({"max_epochs": 3}, 1, "max_epochs must be -1 without limit_train_batches, got 3: .* no end; give max_steps"),
         ({"max_epochs": 1000, "limit_train_batches": 0.5}, 1, "max_epochs must be -1 without limit_train_batches"),
         ({"_val_check_time_interval": 600.0}, 1, "val_check_interval must be a number of batches .*, got 600 s; give"),
-        (
-            {"limit_train_batches": 3},
-            1,
-            r"limit_train_batches must be a multiple of accumulate_grad\w+ \(2\)",
-        ),
+        ({"limit_train_batches": 3}, 1, r"limit_train_batches must be a multiple of accumulate_grad\w+ \(2\)"),
     ],
 )
 def test_trainers_that_would_not_do_as_told_are_refused(options: dict, dp_size: int, message: str) -> None:

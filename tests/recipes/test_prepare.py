@@ -281,13 +281,7 @@ def test_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["plan.json"]  # nothing half written takes room
 
 
-BAD_LINES = [
-    b'{"text": "a"',
-    b'{"text": "\xff"}',
-    b'{"body": 1}',
-    b'{"text": null}',
-    b'{"text": "\\ud800"}',
-]
+BAD_LINES = [b'{"text": "a"', b'{"text": "\xff"}', b'{"body": 1}', b'{"text": null}', b'{"text": "\\ud800"}']
 
 
 @pytest.mark.parametrize(("shard_bytes", "depth"), [(20, 999), (1 << 20, 99999)])

@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.device_time import IDLE
 from benchmarks.train_steps import Step, StepTimes, line, plans, schedule
 from ringflash.commands.cli import main as ringflash
-from ringflash.commands.plan.read import model_of
 from ringflash.flops import MatmulSizes, training_flops
 from ringflash.memory import Memory
+from tests.helpers.plans import model_of, read_once  # noqa: F401, a fixture
 from tests.recipes.launching import ROOT, run_ranks
 from tests.recipes.test_8b_recipes import SMALL
 
@@ -72,6 +72,7 @@ def test_a_trace_without_a_device_is_all_idle() -> None:
     assert times._trace is None
 
 
+@pytest.mark.usefixtures("read_once")
 @pytest.mark.parametrize(("name", "tile"), [("qwen3_8b", 8192), ("qwen3_30b_a3b", 0)])
 def test_plans_are_those_of_the_command(name: str, tile: int, capsys: pytest.CaptureFixture[str]) -> None:
     """For a GPU that it knows; of others and of other precisions there are none."""

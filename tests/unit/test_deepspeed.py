@@ -35,10 +35,7 @@ from ringflash.deepspeed.engine import _signature
         ({"zero_optimisation": {"stage": 3}}, "keys that DeepSpeed reads, got zero_optimisation, .*zero_optimization"),
         ({"bf16": {"enabled": "auto"}}, "config must have values, got 'auto' for bf16.enabled, which transformers'"),
         ({"bf16": True}, "config must be one that DeepSpeed takes, got TypeError: .* must be a mapping, not bool"),
-        (
-            {"zero_optimization": {"stge": 3}},
-            "config must be one that DeepSpeed takes, got ValidationErr.*\n.*stge",
-        ),
+        ({"zero_optimization": {"stge": 3}}, "config must be one that DeepSpeed takes, got ValidationErr.*\n.*stge"),
     ],
 )
 def test_configs_that_train_otherwise_are_refused(config: dict[str, Any], message: str) -> None:
@@ -117,10 +114,7 @@ def test_precision_has_one_place_with_lightning(precision: str, key: str) -> Non
         (None, "config must be a dictionary or a JSON file, got .*ds.json: .* No such file"),
         ("{,}", "config must be a dictionary or a JSON file, got .*ds.json: Expecting"),
         ("[1]", "config must be an object of JSON, got list"),
-        (
-            '{"bf16": {}, "bf16": {}}',
-            "config must be a dictionary or a JSON file, .*: bf16 is there more than once",
-        ),
+        ('{"bf16": {}, "bf16": {}}', "config must be a dictionary or a JSON file, .*: bf16 is there more than once"),
         ("{}", "config_params must be None, got dict, which DeepSpeed ignores"),
     ],
 )

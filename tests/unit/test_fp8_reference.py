@@ -108,8 +108,9 @@ def test_what_is_not_finite_stays_in_its_row(broken: float) -> None:
     assert torch.equal(lse[0, 0].isnan(), seen >= 100) and torch.equal(out[0, :, 0].isnan().all(-1), seen >= 100)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("head_dim", "most"), [(64, 1.6e-2), (128, 9.3e-3), (256, 7.7e-3)])
+@pytest.mark.parametrize(
+    ("head_dim", "most", "causal"), [(64, 1.6e-2, True), (128, 9.3e-3, False), (128, 9.3e-3, True), (256, 7.7e-3, True)]
+)
 def test_error_beside_exact_attention(head_dim: int, most: float, causal: bool) -> None:
     """On normal numbers 6% of what is returned; on FlashAttention-3's outliers its published class of error."""
     for kind, bound in ((False, None), (True, most)):

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,6 @@ from ringflash.comm.call_numbers import NO_NUMBER
 from ringflash.comm.transport.buffers import buffer_bytes, release_buffers
 from ringflash.comm.watchdog import Unwatched
 from ringflash.commands.cli import main
-from ringflash.commands.plan import read
 from ringflash.commands.plan.command import visible_fraction
 from ringflash.commands.plan.job import GIB, GPUS, Machine, TrainingJob
 from ringflash.commands.plan.memory import (
@@ -50,7 +48,6 @@ from ringflash.commands.plan.memory import (
     transport_bytes,
     worst_moment,
 )  # fmt: skip
-from ringflash.commands.plan.read import ReadShape
 from ringflash.commands.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence, total_bytes
 from ringflash.commands.plan.timing import attention_flops, linear_flops, pipeline_seconds, step_time
 from ringflash.commands.plan.trace import TrafficCounter
@@ -58,6 +55,7 @@ from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from ringflash.sequence.mask import SequenceMask
+from tests.helpers.plans import model_of, read_once  # noqa: F401, a fixture
 from tests.recipes.launching import ROOT
 
 SMALL = {
@@ -71,22 +69,7 @@ QWEN3_8B = {
 HOST = Machine(GPUS["H200"], 8)
 
 
-@cache
-def _model_of(config: str) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
-    return read.model_of(json.loads(config))
-
-
-def model_of(config: dict[str, Any]) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
-    """Read a model as the plan does, once for each configuration."""
-    return _model_of(json.dumps(config))
-
-
-@pytest.fixture(autouse=True)
-def _read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command reads a model that another test has read from memory."""
-    monkeypatch.setattr("ringflash.commands.plan.command.model_of", model_of)
-
-
+pytestmark = pytest.mark.usefixtures("read_once")
 JOB = TrainingJob(model_of(QWEN3_8B)[0], 1 << 20, cp_size=8, mlp_tile_tokens=8192)
 
 

@@ -155,10 +155,7 @@ def test_a_refusal_is_about_the_kernel_that_was_asked_for(problem: Exception) ->
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            {"dout": torch.zeros(2, 12, 4, 16)},
-            r"dout must be .* in torch.float64, got .* in torch.float32; pass",
-        ),
+        ({"dout": torch.zeros(2, 12, 4, 16)}, r"dout must be .* in torch.float64, got .* in torch.float32; pass"),
         ({"dout": torch.zeros(2, 12, 1, 16).double()}, r"dout must be .*, got \(2, 12, 1, 16\) in .*; pass"),
         ({"out": torch.zeros(2, 1, 4, 16).double()}, "out must be .*, got .*; pass"),
         ({"lse": torch.zeros(2, 1, 12).double()}, r"lse must be \(2, 4, 12\) in .*, got \(2, 1, 12\) in .*; pass"),

@@ -27,11 +27,7 @@ def test_made_up_trace() -> None:
         event(copy, "Memcpy PtoP (Device -> Device)", 30, 40),
         event(range_, "ringflash::backward_step0", 60, 90),
     ]
-    assert hops(trace) == [
-        Hop("forward", 0, 10, 0, 0),
-        Hop("forward", 1, 30, 6, 4),
-        Hop("backward", 0, 30, 0, 0),
-    ]
+    assert hops(trace) == [Hop("forward", 0, 10, 0, 0), Hop("forward", 1, 30, 6, 4), Hop("backward", 0, 30, 0, 0)]
 
 
 def test_timeline_names_what_the_device_did() -> None:

@@ -32,12 +32,15 @@ __all__ = [
     "largest_of_rows",
     "mbarrier",
     "named_barrier",
+    "publish",
     "scale_unless_one",
     "tma_load",
     "tma_reduce_add",
     "tma_store",
+    "tma_store_complete",
     "tma_store_wait",
     "unfused_product",
+    "wait_for",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -68,6 +71,36 @@ def tma_reduce_add(desc, coord, smem, _semantic=None):
     """Add a tile of shared memory to global memory (triton has the operation, but no Python name for it before 3.8)."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)
+
+
+@gluon.jit
+def tma_store_complete(token):
+    """Wait until this warp's TMA stores and reductions are in global memory, not only read as by `tma_store_wait`."""
+    asm: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [token], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def publish(pointer, number):
+    """Store a number in global memory, by one warp: who reads it by `wait_for` sees what this warp has seen."""
+    asm: gl.constexpr = "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;"
+    gl.inline_asm_elementwise(asm, "=r,l,r", [pointer, number], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for(pointer, number):
+    """Wait until `publish` has stored `number`, by one warp; its later TMA stores and reductions come after."""
+    asm: gl.constexpr = """{
+        .reg .pred other;
+        .reg .b32 found;
+        again:
+        ld.acquire.gpu.global.b32 found, [$1];
+        setp.ne.b32 other, found, $2;
+        @other bra again;
+        fence.proxy.async.global;
+        mov.b32 $0, found;
+    }"""
+    gl.inline_asm_elementwise(asm, "=r,l,r", [pointer, number], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

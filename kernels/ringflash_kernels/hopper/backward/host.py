@@ -31,6 +31,9 @@ _FAR = 1 << 29  # an open side of a band
 _MANY_TILES = 192  # enough tiles of unequal length, longest first, to keep the SMs busy to the end
 # Q and dO of the heads that run concurrently should stay in L2 (50 MB) with their dQ; larger sections measured slower.
 _L2_BYTES_PER_SECTION = 16 * 2**20
+# In a fixed order, tiles of one head wait for one another, and more heads run concurrently. Of more than 16, each would
+# have too few tiles at a time to read the same Q and dO.
+_ORDERED_ROWS_PER_SECTION, _ORDERED_HEADS_PER_SECTION = 2**18, 16
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
@@ -43,8 +46,8 @@ class HopperBackward:
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim), dout and out as wide as v.
         lse, dlse: (batch, num_heads, seqlen_q), fp32.
-        deterministic: repeat a call with equal bits: dQ is computed by a second kernel, which wide heads use in any
-            case, and one CTA sums the heads of a group.
+        deterministic: repeat a call with equal bits: the key tiles add to dQ in a fixed order (that of wide heads has
+            one in any case), and one CTA sums the heads of a group.
     Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
     """
 
@@ -64,12 +67,19 @@ class HopperBackward:
         # A gradient may be expanded (that of a sum has stride 0) or a misaligned view: then TMA needs a copy.
         self.dout = dout if misaligned(dout) is None else dout.clone(memory_format=torch.contiguous_format)
         out = out if out.stride(-1) == 1 else out.contiguous()
-        self.has_separate_dq = deterministic or self.tiles.wide
         with device_guard(q.device):
-            self.stats, self.dq = preprocess(self.dout, out, lse, dlse, q.shape[-1], zeros=not self.has_separate_dq)
-        self._dq_is_written = not self.has_separate_dq
+            self.stats, self.dq = preprocess(self.dout, out, lse, dlse, q.shape[-1], zeros=not self.tiles.wide)
+        self._dq_is_written = not self.tiles.wide
         self.clock = q.new_empty(1, dtype=torch.int32)
+        if self.ordered:
+            self.numbers = q.new_zeros(self.dq.shape[0], self.stats.shape[2] // 64, dtype=torch.int32)
+            self._next_number = 1
         self._views: dict[tuple[int, int], _Queries] = {}
+
+    @property
+    def ordered(self) -> bool:
+        """True if the additions to dQ of `backward_keys` have a fixed order."""
+        return self.deterministic and not self.tiles.wide
 
     def add(
         self,
@@ -102,7 +112,7 @@ class HopperBackward:
         if hop.num_rows:
             with device_guard(k.device):
                 self._add_keys(k, v, mask, hop, group, dk, dv, accumulate)
-                if self.has_separate_dq:
+                if self.tiles.wide:
                     self._add_queries(k, v, mask)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -135,13 +145,18 @@ class HopperBackward:
         separate = -(-works * group // SMS) * (steps + STEPS_OF_A_TILE)
         return group if grouped < separate else 1
 
-    def _section(self, num_heads: int, num_rows: int) -> int:
-        """Largest divisor of num_heads for which two operands of num_rows rows fit their share of L2, or 1."""
+    def _section(self, num_heads: int, num_rows: int, group: int = 1) -> int:
+        """Largest divisor of num_heads for which two operands of num_rows rows fit their share of L2, or 1.
+
+        In a fixed order of additions to dQ more of them may run concurrently; each is a group of `group` heads.
+        """
         limit = _L2_BYTES_PER_SECTION // (num_rows * self.tiles.columns * self.q.element_size())
+        if self.ordered:
+            limit = max(limit, min(_ORDERED_HEADS_PER_SECTION, _ORDERED_ROWS_PER_SECTION // (num_rows * group)))
         return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
 
     def _in_step(self, hop: HopRectangle, group: int) -> bool:
-        """True if CTAs should be at the same query block at a time; never with `deterministic`."""
+        """True if CTAs should be at the same query block at a time; with `deterministic` the order sees to it."""
         return (
             not self.deterministic
             and hop.num_rows * (self.q.shape[3] * 4 + self.tiles.columns * 2) * group > IN_STEP_BYTES
@@ -161,7 +176,7 @@ class HopperBackward:
         """Launch the kernel of dK and dV of a hop, which also computes dQ unless dQ has a separate kernel."""
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
         num_groups = batch * num_heads // group
-        heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows)
+        heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows, group)
         num_tiles = -(-hop.num_keys // tiles.block_n)
         num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
@@ -171,20 +186,20 @@ class HopperBackward:
             k.shape[2], num_tiles, heads_together, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
             int(self._in_step(hop, group)), self.clock,
-            self.softmax_scale * math.log2(math.e), self.softmax_scale,
         )  # fmt: skip
+        scales = self.softmax_scale * math.log2(math.e), self.softmax_scale
         pieces = (tiles.pieces, tiles.value_pieces)
         loads = [_piece_descriptors(x, columns) for x, columns in zip(keys[:2], pieces, strict=True)]
         choices = dict(
             SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
         )  # fmt: skip
-        variant = (head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, self.has_separate_dq, accumulate)
+        variant = (head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, self.ordered, accumulate)
         if tiles.wide:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
             _WIDE(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
-                *scalars, VALUE_REST=tiles.value_rest, HELD=tiles.held, **choices,
+                *scalars, *scales, VALUE_REST=tiles.value_rest, HELD=tiles.held, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
@@ -192,9 +207,10 @@ class HopperBackward:
             _KEYS(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
-                *scalars,
-                # Without dQ in the loop ptxas (12.8) overwrites K's registers: wrong dK and dV.
-                KV_IN_REGISTERS=tiles.kv_in_registers and not self.has_separate_dq, WITH_DQ=not self.has_separate_dq,
+                *scalars, *self._order(num_tiles), *scales,
+                # In a fixed order head_dim 96 has only run without: ptxas (12.8) has lost such registers before.
+                KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
+                ORDERED=self.ordered, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
                 TURN_BEFORE_EXP=tiles.turn_before_exp, **choices,
             )  # fmt: skip
 
@@ -212,7 +228,7 @@ class HopperBackward:
         dq = self.accumulated_dq() if add else self.dq
         self._dq_is_written = True
         keys = [
-            _piece_descriptors(cut(x, 1, (hop.q_start, hop.q_stop)), pieces, choices.block)
+            _piece_descriptors(cut(x, 1, (hop.q_start, hop.q_stop)), pieces)
             for x, pieces in ((k, tiles.pieces), (v, tiles.value_pieces))
         ]
         _QUERIES(
@@ -222,10 +238,18 @@ class HopperBackward:
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
-            BLOCK=choices.block, SPLIT=tiles.pieces[0], REST=tiles.rest, VALUE_REST=tiles.value_rest,
+            SPLIT=tiles.pieces[0], REST=tiles.rest, VALUE_REST=tiles.value_rest,
             SLOTS=choices.slots, EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held,
             BOUNDS=hop.has_bounds, ADD=add,
         )  # fmt: skip
+
+    def _order(self, num_tiles: int) -> tuple[torch.Tensor, int, int]:
+        """Return the arguments of `DqOrder` for a launch; those that are not read if any order will do."""
+        if not self.ordered:
+            return self.clock, 0, 0
+        first = self._next_number
+        self._next_number += num_tiles
+        return self.numbers, self.numbers.shape[1], first
 
     def _bounds(self, hop: HopRectangle) -> tuple[torch.Tensor, torch.Tensor]:
         """Tensors for the kernels' pointers to bounds; any two tensors if the hop has none, as neither is read then."""
@@ -378,9 +402,9 @@ def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return _described(x, (batch, heads, seqlen, head_dim), (of_batch, of_head, of_row), (1, 1, rows, columns))
 
 
-def _piece_descriptors(x: torch.Tensor, columns: tuple[int, ...], rows: int = 64) -> _Pieces:
-    """Descriptors of `rows` rows of one head of x, one for each piece of its columns."""
-    return _padded([row_tile(x, rows, n) for n in columns])
+def _piece_descriptors(x: torch.Tensor, columns: tuple[int, ...]) -> _Pieces:
+    """Descriptors of 64 rows of one head of x, one for each piece of its columns."""
+    return _padded([row_tile(x, 64, n) for n in columns])
 
 
 def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:

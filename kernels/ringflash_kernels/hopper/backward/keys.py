@@ -8,8 +8,13 @@ The consumers alternate: one may start a step when the other has its S or, for s
 so that one computes exp while the other feeds the tensor cores. Without that rule, chance in the instruction schedule
 decides between lockstep and alternation (a difference of 15% at head_dim 64). dQ leaves by TMA reduce-add, unscaled,
 in fp32, its columns permuted within 32 (see `interleave`; the postprocess kernel undoes it).
+
+The consumers issue these reductions, in any order between CTAs. If ORDERED, three more warps do (`order.py` has the
+order): each takes every third block, since to see that the previous tile has added its dQ, to add and to announce it
+takes longer than a step. Two or three buffers of dQ let the consumers go on meanwhile.
 """
 
+from ringflash_kernels.hopper.backward.order import DqOrder
 from ringflash_kernels.hopper.backward.problem import (
     NUMBER,
     BackwardProblem,
@@ -29,10 +34,13 @@ from ringflash_kernels.hopper.compat import (
     tma_load,
     tma_reduce_add,
     tma_store,
+    tma_store_complete,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+WRITERS = gl.constexpr(3)  # as many warps as a warpgroup has beside the producer
 
 
 @aggregate
@@ -57,13 +65,39 @@ class KeyShared:
     q_empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
     begin: gl.shared_memory_descriptor
+    dq0_buffers: gl.shared_memory_descriptor
+    dq1_buffers: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
+    dq_empty: gl.shared_memory_descriptor
     SPLIT: gl.constexpr
     REST: gl.constexpr
     STAGES: gl.constexpr
     KV_IN_REGISTERS: gl.constexpr
     TURN_BEFORE_EXP: gl.constexpr
-    WITH_DQ: gl.constexpr
+    ORDERED: gl.constexpr
+    DQ_BUFFERS: gl.constexpr
     ACCUMULATE: gl.constexpr
+
+
+@gluon.jit
+def _load_queries(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, batch, head, block, step):
+    """Load Q, dO and their statistics of a block once both consumers have released the buffer."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.REST
+    nbytes: gl.constexpr = q0_desc.block_type.nbytes + (q1_desc.block_type.nbytes if R else 0)
+    row = block * 64
+    slot, parity = slot_of(step, sm.STAGES)
+    full = sm.q_full.index(slot)
+    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+    mbarrier.expect(full, 2 * nbytes + stats_desc.block_type.nbytes)
+    tma_load(q0_desc, [batch, head, row, 0], full, sm.q0.index(slot))
+    if R:
+        tma_load(q1_desc, [batch, head, row, C], full, sm.q1.index(slot))
+    stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
+    tma_load(stats_desc, stats_coord, full, sm.stats.index(slot))
+    tma_load(dout0_desc, [batch, head, row, 0], full, sm.dout0.index(slot))
+    if R:
+        tma_load(dout1_desc, [batch, head, row, C], full, sm.dout1.index(slot))
 
 
 @gluon.jit
@@ -76,7 +110,7 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        start, stop, _full_start, _full_stop = problem.blocks(key)
+        start, stop, full_start, full_stop = problem.blocks(key)
         # Also for tiles that no query sees: their zeros are written from the buffers of V.
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
@@ -94,31 +128,36 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
             mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
             mbarrier.arrive(sm.q_full.index(slot), count=1)
             step += 1
-        block = start
-        for g in range(problem.group):
-            head = first_head + g
-            if start < stop:
-                block = problem.meeting_block(block, start, stop)
+        if sm.ORDERED:
+            g = 0
+            block = stop - 1
+            for _ in range((stop - start) * problem.group):
                 slot, parity = slot_of(step, sm.STAGES)
                 mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                send_number(sm.begin.index(slot), block)
-            for _ in range(start, stop):
-                row = block * 64
-                slot, parity = slot_of(step, sm.STAGES)
-                full = sm.q_full.index(slot)
-                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                mbarrier.expect(full, 2 * nbytes + stats_desc.block_type.nbytes)
-                tma_load(q0_desc, [batch, head, row, 0], full, sm.q0.index(slot))
-                if R:
-                    tma_load(q1_desc, [batch, head, row, C], full, sm.q1.index(slot))
-                stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
-                tma_load(stats_desc, stats_coord, full, sm.stats.index(slot))
-                tma_load(dout0_desc, [batch, head, row, 0], full, sm.dout0.index(slot))
-                if R:
-                    tma_load(dout1_desc, [batch, head, row, C], full, sm.dout1.index(slot))
-                block = problem.next_block(block, start, stop)
+                masked = (block < full_start) | (block >= full_stop)
+                send_number(sm.begin.index(slot), block * 2 + masked.to(gl.int32))
+                _load_queries(
+                    sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc,
+                    batch, first_head + g, block, step,
+                )  # fmt: skip
                 step += 1
-                problem.tick(step)
+                g, block = problem.descend(g, block)
+        else:
+            block = start
+            for g in range(problem.group):
+                if start < stop:
+                    block = problem.meeting_block(block, start, stop)
+                    slot, parity = slot_of(step, sm.STAGES)
+                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                    send_number(sm.begin.index(slot), block)
+                for _ in range(start, stop):
+                    _load_queries(
+                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc,
+                        batch, first_head + g, block, step,
+                    )  # fmt: skip
+                    block = problem.next_block(block, start, stop)
+                    step += 1
+                    problem.tick(step)
 
 
 @gluon.jit
@@ -167,8 +206,21 @@ def dq_staging(sm, W: gl.constexpr):
 
 
 @gluon.jit
+def _staging(sm, buffer, W: gl.constexpr):
+    """Return one of the buffers in which consumer W stages its columns of dQ if ORDERED."""
+    if W == 0:
+        staged = sm.dq0_buffers.index(buffer)
+    else:
+        staged = sm.dq1_buffers.index(buffer)
+    return staged
+
+
+@gluon.jit
 def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W: gl.constexpr):
-    """Process one block of queries: P, dV, dS and dK of this block, and dQ of the previous one, at `dq_row`."""
+    """Process one block of queries: P, dV, dS and dK of this block, and dQ of the previous one, at `dq_row`.
+
+    If ORDERED, the producer says which block it is and whether it is masked, and the writers know where dQ goes.
+    """
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -191,6 +243,9 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         dout1 = sm.dout1.index(slot).reshape([64, R])
 
     # S^T = K Q^T and dP^T = V dO^T
+    if sm.ORDERED:
+        buffer, buffer_parity = slot_of(step - 1, sm.DQ_BUFFERS)
+        mbarrier.wait(sm.dq_empty.index(buffer * 2 + W), buffer_parity ^ 1)
     take_turn(step, W)
     mbarrier.wait(sm.q_full.index(slot), parity)
     s = warpgroup_mma(k, q0.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -205,6 +260,10 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     s = warpgroup_mma_wait(2 if R else 1, deps=(s,))
     if sm.TURN_BEFORE_EXP:
         pass_turn(step, W)
+    if sm.ORDERED:
+        number = receive_number(sm.begin.index(slot))
+        block = number >> 1
+        masked = (number & 1) != 0
     if masked:  # a second, masked loop would make ptxas spill in the first
         rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
         if problem.BOUNDS:
@@ -220,17 +279,13 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         pass_turn(step, W)
 
     # dV += P^T dO, dQ of the previous block; this wait also keeps ptxas from moving exp past the wgmma wait
-    if sm.WITH_DQ:
-        mbarrier.wait(sm.ds_full.index(last), last_parity)
-    else:
-        mbarrier.wait(sm.q_full.index(slot), parity)
+    mbarrier.wait(sm.ds_full.index(last), last_parity)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     dv0 = warpgroup_mma(p0, dout0, dv0, is_async=True)
     if R:
         p1 = gl.convert_layout(p_bits, operand1)
         dv1 = warpgroup_mma(p1, dout1, dv1, is_async=True)
-    if sm.WITH_DQ:
-        dq = dq_mma(sm, last, W)
+    dq = dq_mma(sm, last, W)
 
     # dS = P (dP - delta), dK += dS^T Q
     ds = (p * (dp - delta)).to(dtype)
@@ -239,14 +294,19 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     if R:
         ds1 = gl.convert_layout(ds, operand1)
         dk1 = warpgroup_mma(ds1, q1, dk1, is_async=True)
-    if sm.WITH_DQ:
+    if sm.ORDERED:
+        staged = _staging(sm, buffer, W)
+    else:
         staged = dq_staging(sm, W)
         tma_store_wait(0)
-        sm.ds.index(current * 2 + W).store(ds)
-        dq = warpgroup_mma_wait(2 if R else 1, deps=(dq,))
-        staged.store(interleave(dq, staged.shape[1]))
-        fence_async_shared()
-        mbarrier.arrive(sm.ds_full.index(current), count=1)
+    sm.ds.index(current * 2 + W).store(ds)
+    dq = warpgroup_mma_wait(2 if R else 1, deps=(dq,))
+    staged.store(interleave(dq, staged.shape[1]))
+    fence_async_shared()
+    mbarrier.arrive(sm.ds_full.index(current), count=1)
+    if sm.ORDERED:
+        mbarrier.arrive(sm.dq_full.index((step - 1) % WRITERS * 2 + W), count=1)
+    else:
         tma_reduce_add(dq_desc, [dq_row, (C // 2 if R == 0 else C) * W], staged)
     if R:
         dk0, dk1, ds0, ds1, dv0, dv1, p0, p1 = warpgroup_mma_wait(0, deps=(dk0, dk1, ds0, ds1, dv0, dv1, p0, p1))
@@ -269,6 +329,80 @@ def last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
     fence_async_shared()
     tma_reduce_add(dq_desc, [dq_row, (sm.SPLIT // 2 if sm.REST == 0 else sm.SPLIT) * W], staged)
     tma_store_wait(0)
+
+
+@gluon.jit
+def _stage_last_dq(sm, step, W: gl.constexpr):
+    """Compute dQ of a tile's last block for its writer, and wait until the writers have read all that is staged."""
+    last, parity = slot_of(step - 1, 2)
+    mbarrier.wait(sm.ds_full.index(last), parity)
+    dq = dq_mma(sm, last, W)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    buffer, buffer_parity = slot_of(step - 1, sm.DQ_BUFFERS)
+    staged = _staging(sm, buffer, W)
+    mbarrier.wait(sm.dq_empty.index(buffer * 2 + W), buffer_parity ^ 1)
+    staged.store(interleave(dq, staged.shape[1]))
+    fence_async_shared()
+    mbarrier.arrive(sm.dq_full.index((step - 1) % WRITERS * 2 + W), count=1)
+    for ahead in gl.static_range(sm.DQ_BUFFERS):  # dK leaves from the same buffers
+        buffer, buffer_parity = slot_of(step + ahead, sm.DQ_BUFFERS)
+        mbarrier.wait(sm.dq_empty.index(buffer * 2 + W), buffer_parity ^ 1)
+
+
+@gluon.jit
+def _add_in_order(sm, problem, order, dq0_desc, dq1_desc, WRITER: gl.constexpr):
+    """Writer: add dQ of every third block, each after the previous tile that sees the block has added its own."""
+    column: gl.constexpr = sm.SPLIT if sm.REST else sm.SPLIT // 2
+    step = 0
+    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+        key, batch, first_head, _kv_head = problem.work(index)
+        start, stop, _full_start, _full_stop = problem.blocks(key)
+        if start < stop:
+            tile = key // problem.BLOCK_N
+            previous, previous_start, previous_stop = order.previous(problem, tile)
+            if step % WRITERS == WRITER:  # dQ of the block of zeros: nobody adds it
+                buffer, _parity = slot_of(step, sm.DQ_BUFFERS)
+                for W in gl.static_range(2):
+                    mbarrier.wait(sm.dq_full.index(WRITER * 2 + W), step // WRITERS & 1)
+                    mbarrier.arrive(sm.dq_empty.index(buffer * 2 + W), count=1)
+            step += 1
+            g = 0
+            block = stop - 1
+            for _ in range((stop - start) * problem.group):
+                if step % WRITERS == WRITER:
+                    head = batch * problem.num_heads + first_head + g
+                    if (previous_start <= block) & (block < previous_stop):
+                        order.wait_for_tile(previous, head, block)
+                    row = problem.dq_row(batch, first_head + g) + block * 64
+                    buffer, _parity = slot_of(step, sm.DQ_BUFFERS)
+                    parity = step // WRITERS & 1
+                    mbarrier.wait(sm.dq_full.index(WRITER * 2), parity)
+                    tma_reduce_add(dq0_desc, [row, 0], _staging(sm, buffer, 0))
+                    mbarrier.wait(sm.dq_full.index(WRITER * 2 + 1), parity)
+                    tma_reduce_add(dq1_desc, [row, column], _staging(sm, buffer, 1))
+                    tma_store_wait(1)
+                    mbarrier.arrive(sm.dq_empty.index(buffer * 2), count=1)
+                    tma_store_wait(0)
+                    mbarrier.arrive(sm.dq_empty.index(buffer * 2 + 1), count=1)
+                    tma_store_complete(step)
+                    order.publish_tile(tile, head, block)
+                step += 1
+                g, block = problem.descend(g, block)
+
+
+@gluon.jit
+def _add_first(sm, problem, order, dq0_desc, dq1_desc):
+    _add_in_order(sm, problem, order, dq0_desc, dq1_desc, 0)
+
+
+@gluon.jit
+def _add_second(sm, problem, order, dq0_desc, dq1_desc):
+    _add_in_order(sm, problem, order, dq0_desc, dq1_desc, 1)
+
+
+@gluon.jit
+def _add_third(sm, problem, order, dq0_desc, dq1_desc):
+    _add_in_order(sm, problem, order, dq0_desc, dq1_desc, 2)
 
 
 @gluon.jit
@@ -366,10 +500,9 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
             slot, parity = slot_of(step, sm.STAGES)
             mbarrier.wait(sm.q_full.index(slot), parity)
             mbarrier.arrive(sm.q_empty.index(slot), count=1)
-            if sm.WITH_DQ:
-                sm.ds.index((step & 1) * 2 + W).store(gl.zeros([64, 64], sm.ds.dtype, s_layout))
-                fence_async_shared()
-                mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
+            sm.ds.index((step & 1) * 2 + W).store(gl.zeros([64, 64], sm.ds.dtype, s_layout))
+            fence_async_shared()
+            mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
             step += 1
             if sm.KV_IN_REGISTERS:  # at head_dim 64 shared-memory bandwidth is the limit
                 k = sm.k0.index(W).reshape([64, C]).load(operand)
@@ -381,22 +514,29 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                 seen = problem.rows_seeing(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)))
             else:
                 seen = (0, 0)
-            head_row = problem.dq_row(batch, first_head)
-            dq_row = head_row + start * 64
-            for _g in range(problem.group):
-                slot, parity = slot_of(step, sm.STAGES)
-                mbarrier.wait(sm.q_full.index(slot), parity)
-                block = receive_number(sm.begin.index(slot))
-                for _ in range(start, stop):
-                    masked = (block < full_start) | (block >= full_stop)
+            if sm.ORDERED:
+                for _ in range((stop - start) * problem.group):
                     dk0, dk1, dv0, dv1 = _step(
-                        sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W
+                        sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, 0, key, seen, False, 0, W
                     )
                     step += 1
-                    dq_row = head_row + block * 64
-                    block = problem.next_block(block, start, stop)
-                head_row += problem.dq_rows
-            if sm.WITH_DQ:
+                _stage_last_dq(sm, step, W)
+            else:
+                head_row = problem.dq_row(batch, first_head)
+                dq_row = head_row + start * 64
+                for _g in range(problem.group):
+                    slot, parity = slot_of(step, sm.STAGES)
+                    mbarrier.wait(sm.q_full.index(slot), parity)
+                    block = receive_number(sm.begin.index(slot))
+                    for _ in range(start, stop):
+                        masked = (block < full_start) | (block >= full_stop)
+                        dk0, dk1, dv0, dv1 = _step(
+                            sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W
+                        )
+                        step += 1
+                        dq_row = head_row + block * 64
+                        block = problem.next_block(block, start, stop)
+                    head_row += problem.dq_rows
                 last_dq(sm, dq_desc, step, dq_row, W)
         if (not sm.ACCUMULATE) | (start < stop):
             coord = [batch, kv_head, key + W * 64]
@@ -427,17 +567,18 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
     do_not_specialize=[
         "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
         "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
-        "stop_shift", "in_step", "clock_ptr",
+        "stop_shift", "in_step", "clock_ptr", "numbers_ptr", "num_blocks", "first_number",
     ]
 )  # fmt: skip
 def backward_keys(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dq0_desc, dq1_desc,
     dk0_desc, dk1_desc, dv0_desc, dv1_desc,
     first_ptr, stop_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles,
-    heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, scale_log2,
-    softmax_scale,
+    heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr,
+    numbers_ptr, num_blocks, first_number, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
-    TURN_BEFORE_EXP: gl.constexpr, BOUNDS: gl.constexpr, WITH_DQ: gl.constexpr, ACCUMULATE: gl.constexpr,
+    TURN_BEFORE_EXP: gl.constexpr, BOUNDS: gl.constexpr, ORDERED: gl.constexpr, DQ_BUFFERS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
@@ -455,14 +596,21 @@ def backward_keys(
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
-    if WITH_DQ:
-        ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-        for i in gl.static_range(2):
-            mbarrier.init(ds_full.index(i), count=2)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+    if ORDERED:
+        dq_full = gl.allocate_shared_memory(gl.int64, [2 * WRITERS, 1], barrier)
+        dq_empty = gl.allocate_shared_memory(gl.int64, [2 * DQ_BUFFERS, 1], barrier)
+        for i in gl.static_range(2 * WRITERS):
+            mbarrier.init(dq_full.index(i), count=1)
+        for i in gl.static_range(2 * DQ_BUFFERS):
+            mbarrier.init(dq_empty.index(i), count=1)
     else:
         # Not an unused pair: the compiler would reuse its memory for Q, but the hardware may still write to an
         # initialised barrier, which it does when a time slice ends.
-        ds_full = q_full
+        dq_full = ds_full
+        dq_empty = ds_full
     begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
     q0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout)
     dout0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], dout0_desc.layout)
@@ -480,13 +628,15 @@ def backward_keys(
         k1 = k0
         v1 = v0
         dq1_columns = dq0_desc
+    dq0_buffers = gl.allocate_shared_memory(gl.float32, [DQ_BUFFERS] + dq0_desc.block_type.shape, dq0_desc.layout)
+    dq1_buffers = gl.allocate_shared_memory(gl.float32, [DQ_BUFFERS] + dq1_columns.block_type.shape, dq1_columns.layout)
     sm = KeyShared(
         q0, q1, dout0, dout1, k0, k1, v0, v1,
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
-        gl.allocate_shared_memory(gl.float32, dq0_desc.block_type.shape, dq0_desc.layout),
-        gl.allocate_shared_memory(gl.float32, dq1_columns.block_type.shape, dq1_columns.layout), kv_full, kv_empty,
-        q_full, q_empty, ds_full, begin, SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_BEFORE_EXP, WITH_DQ, ACCUMULATE,
+        dq0_buffers.index(0), dq1_buffers.index(0), kv_full, kv_empty,
+        q_full, q_empty, ds_full, begin, dq0_buffers, dq1_buffers, dq_full, dq_empty,
+        SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_BEFORE_EXP, ORDERED, DQ_BUFFERS, ACCUMULATE,
     )  # fmt: skip
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
@@ -494,15 +644,28 @@ def backward_keys(
         scale_log2, softmax_scale, BOUNDS, 64, 2 * 64,
     )  # fmt: skip
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
-            (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
-            (
-                _load,
-                (sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    load_args = (sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc)
+    if ORDERED:
+        order = DqOrder(numbers_ptr, num_blocks, first_number)
+        gl.warp_specialize(
+            [
+                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
+                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
+                (_load, load_args),
+                (_add_first, (sm, problem, order, dq0_desc, dq1_columns)),
+                (_add_second, (sm, problem, order, dq0_desc, dq1_columns)),
+                (_add_third, (sm, problem, order, dq0_desc, dq1_columns)),
+            ],
+            [4, 1, 1, 1, 1],
+            [240, 24, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
+                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
+                (_load, load_args),
+            ],
+            [4, 1],
+            [240, 24],
+        )

@@ -180,3 +180,9 @@ class BackwardProblem:
     def next_block(self, block, start, stop):
         """Return the block after `block` in that round."""
         return gl.where(block + 1 == stop, start, block + 1)
+
+    @gluon.jit
+    def descend(self, g, block):
+        """Return the step after head g of the group at `block`, if the blocks go from the last to the first."""
+        last = g + 1 == self.group
+        return gl.where(last, 0, g + 1), gl.where(last, block - 1, block)

@@ -1,8 +1,7 @@
-"""Only dQ, in a fixed order: one CTA holds 128 queries and streams the keys past them.
+"""Only dQ, of wide heads, in a fixed order: one CTA holds 128 queries and streams the keys past them.
 
 Each element of the dQ accumulator is written once per hop: stored by the first, if that covers all queries, otherwise
-added to. In `backward_keys` the reduce-adds arrive in any order,
-one whole dQ block for every key tile. S and dP are computed a second time (7 products per tile instead of 5).
+added to. S and dP are computed a second time (7 products per tile instead of 5).
 `BackwardProblem` is read with queries and keys exchanged: its "keys" are the queries held, its "rows" the keys that
 are streamed.
 
@@ -30,7 +29,7 @@ from ringflash_kernels.hopper.compat import (
 
 @aggregate
 class QueryShared:
-    """Shared memory of a CTA, operands in one or two pieces of columns, and compile-time choices for every role."""
+    """Shared memory of a CTA, operands in pieces of columns, and compile-time choices for every role."""
 
     q0: gl.shared_memory_descriptor
     q1: gl.shared_memory_descriptor
@@ -42,7 +41,6 @@ class QueryShared:
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    BLOCK: gl.constexpr
     SPLIT: gl.constexpr
     REST: gl.constexpr
     VALUE_REST: gl.constexpr
@@ -89,7 +87,7 @@ def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     VR: gl.constexpr = sm.VALUE_REST
-    nbytes: gl.constexpr = q0_desc.block_type.nbytes + (q1_desc.block_type.nbytes if R else 0)
+    nbytes: gl.constexpr = q0_desc.block_type.nbytes + q1_desc.block_type.nbytes
     value_nbytes: gl.constexpr = dout0_desc.block_type.nbytes + (dout1_desc.block_type.nbytes if VR else 0)
     step = 0
     round = 0
@@ -104,13 +102,12 @@ def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k
                 at = row + half * 64
                 tma_load(q0_desc, [batch, head, at, 0], full, sm.q0.index(half))
                 tma_load(dout0_desc, [batch, head, at, 0], full, sm.dout0.index(half))
-                if R:
-                    tma_load(q1_desc, [batch, head, at, C], full, sm.q1.index(half))
+                tma_load(q1_desc, [batch, head, at, C], full, sm.q1.index(half))
                 if VR:
                     tma_load(dout1_desc, [batch, head, at, C], full, sm.dout1.index(half))
             round += 1
         for block in range(start, stop):
-            coord = [batch, kv_head, block * sm.BLOCK]
+            coord = [batch, kv_head, block * 64]
             k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
             if sm.EXP_UNDER_DP:
                 _load_block(sm, k0_desc, k1_desc, coord, k_slot, k_parity, R)
@@ -139,7 +136,7 @@ def _pass_turn(sm, token, W: gl.constexpr):
 def _register_operand(sm, piece, W: gl.constexpr):
     """Load the first HELD columns of Q or dO as a register operand: then only the keys are read from shared memory."""
     if sm.HELD:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.BLOCK, 16])
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
         part = piece.index(W).reshape([64, sm.SPLIT]).slice(0, sm.HELD, dim=1)
         held = part.load(gl.DotOperandLayout(0, layout, 2))
     else:
@@ -150,14 +147,13 @@ def _register_operand(sm, piece, W: gl.constexpr):
 @gluon.jit
 def _product(sm, held, piece0, piece1, slot, parity, R: gl.constexpr, W: gl.constexpr):
     """Issue S (of Q and K in `slot`) or dP (of dO and V) of consumer W's queries."""
-    N: gl.constexpr = sm.BLOCK
     C: gl.constexpr = sm.SPLIT
     H: gl.constexpr = sm.HELD
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     mbarrier.wait(sm.full.index(slot), parity)
-    x = gl.zeros([64, N], gl.float32, layout)
+    x = gl.zeros([64, 64], gl.float32, layout)
     rows = piece0.index(W).reshape([64, C])
-    keys = sm.kv0.index(slot).reshape([N, C])
+    keys = sm.kv0.index(slot).reshape([64, C])
     if H:
         x = warpgroup_mma(held, keys.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
         keys = keys.slice(H, C - H, dim=1)
@@ -165,7 +161,7 @@ def _product(sm, held, piece0, piece1, slot, parity, R: gl.constexpr, W: gl.cons
     else:
         x = warpgroup_mma(rows, keys.permute((1, 0)), x, use_acc=False, is_async=True)
     if R:
-        last = sm.kv1.index(slot).reshape([N, R]).permute((1, 0))
+        last = sm.kv1.index(slot).reshape([64, R]).permute((1, 0))
         x = warpgroup_mma(piece1.index(W).reshape([64, R]), last, x, is_async=True)
     return x
 
@@ -173,10 +169,9 @@ def _product(sm, held, piece0, piece1, slot, parity, R: gl.constexpr, W: gl.cons
 @gluon.jit
 def _probabilities(sm, problem, s, lse, first, stop, block, masked):
     """Return P = exp(S - lse)."""
-    N: gl.constexpr = sm.BLOCK
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     if masked:  # a second, masked loop would make ptxas spill in the first
-        keys = block * N + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        keys = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
         s = gl.where(problem.within(keys, first, stop), s, float("-inf"))
     return gl.exp2(s * problem.scale_log2 - lse[:, None])
 
@@ -184,19 +179,15 @@ def _probabilities(sm, problem, s, lse, first, stop, block, masked):
 @gluon.jit
 def _add_product(sm, ds, dq0, dq1, slot):
     """Compute dQ += dS K and release the buffer of K."""
-    N: gl.constexpr = sm.BLOCK
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     ds0 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout0, 2))
-    dq0 = warpgroup_mma(ds0, sm.kv0.index(slot).reshape([N, C]), dq0, is_async=True)
-    if R:
-        layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
-        ds1 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout1, 2))
-        dq1 = warpgroup_mma(ds1, sm.kv1.index(slot).reshape([N, R]), dq1, is_async=True)
-        dq0, dq1, ds0, ds1 = warpgroup_mma_wait(0, deps=(dq0, dq1, ds0, ds1))
-    else:
-        dq0, ds0 = warpgroup_mma_wait(0, deps=(dq0, ds0))
+    dq0 = warpgroup_mma(ds0, sm.kv0.index(slot).reshape([64, C]), dq0, is_async=True)
+    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+    ds1 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout1, 2))
+    dq1 = warpgroup_mma(ds1, sm.kv1.index(slot).reshape([64, R]), dq1, is_async=True)
+    dq0, dq1, ds0, ds1 = warpgroup_mma_wait(0, deps=(dq0, dq1, ds0, ds1))
     mbarrier.arrive(sm.empty.index(slot), count=1)
     return dq0, dq1
 
@@ -257,7 +248,7 @@ def _write_queries(sm, dq_desc, dq0, dq1, at, W: gl.constexpr):
         left, right = halves(dq1, R)
         _write_chunk(sm, dq_desc, left, at, C, 0, W)
         _write_chunk(sm, dq_desc, right, at, C + C // 2, 1, W)
-    elif R:
+    else:
         gl.static_assert(R == C // 2)
         _write_chunk(sm, dq_desc, dq1, at, C, 0, W)
     tma_store_wait(0)
@@ -268,7 +259,7 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
     """Consumer W: compute dQ of 64 queries of every tile."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.BLOCK, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     step = 0
     round = 0
@@ -286,11 +277,8 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
             lse = gl.load(stats + rows, mask=inside, other=float("inf"))
             delta = gl.load(stats + stats_stride + rows, mask=inside, other=0.0)
             dq0 = gl.zeros([64, C], gl.float32, layout0)
-            if R:
-                layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
-                dq1 = gl.zeros([64, R], gl.float32, layout1)
-            else:
-                dq1 = 0
+            layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
+            dq1 = gl.zeros([64, R], gl.float32, layout1)
             mbarrier.wait(sm.q_full.index(0), round & 1)
             q = _register_operand(sm, sm.q0, W)
             dout = _register_operand(sm, sm.dout0, W)
@@ -327,14 +315,14 @@ def backward_queries(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, dq_desc,
     stats_ptr, first_ptr, stop_ptr, stats_stride, row_start, dq_rows, num_rows, num_keys, num_heads, num_kv_heads,
     num_tiles, heads_together, num_works, first_shift, stop_shift, scale_log2, softmax_scale,
-    BLOCK: gl.constexpr, SPLIT: gl.constexpr, REST: gl.constexpr, VALUE_REST: gl.constexpr, SLOTS: gl.constexpr,
+    SPLIT: gl.constexpr, REST: gl.constexpr, VALUE_REST: gl.constexpr, SLOTS: gl.constexpr,
     EXP_UNDER_DP: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, BOUNDS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Only dQ; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
-    The columns of Q and K are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns; those of
-    dO and V are SPLIT and VALUE_REST. TURNS: the consumers issue their products alternately. HELD: columns of the first
-    piece of Q and dO that are kept in registers. ADD: add to the accumulator instead of storing.
+    The columns of Q and K are two pieces, of SPLIT and REST columns; those of dO and V are SPLIT and VALUE_REST, which
+    may be 0. TURNS: the consumers issue their products alternately. HELD: columns of the first piece of Q and dO that
+    are kept in registers. ADD: add to the accumulator instead of storing.
     """
     dtype: gl.constexpr = q0_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -349,20 +337,15 @@ def backward_queries(
         mbarrier.init(empty.index(i), count=2)
     q0 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, SPLIT], q0_desc.layout)
     dout0 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, SPLIT], dout0_desc.layout)
-    kv0 = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK, SPLIT], k0_desc.layout)
-    if REST:
-        q1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], q1_desc.layout)
-        if VALUE_REST:
-            dout1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, VALUE_REST], dout1_desc.layout)
-        else:
-            dout1 = dout0
-        kv1 = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK, REST], k1_desc.layout)
+    kv0 = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, 64, SPLIT], k0_desc.layout)
+    q1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, REST], q1_desc.layout)
+    if VALUE_REST:
+        dout1 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, VALUE_REST], dout1_desc.layout)
     else:
-        q1 = q0
         dout1 = dout0
-        kv1 = kv0
+    kv1 = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, 64, REST], k1_desc.layout)
     sm = QueryShared(
-        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, BLOCK, SPLIT, REST, VALUE_REST, SLOTS,
+        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, SPLIT, REST, VALUE_REST, SLOTS,
         EXP_UNDER_DP, TURNS, HELD, ADD,
     )  # fmt: skip
     problem = BackwardProblem(
@@ -370,7 +353,7 @@ def backward_queries(
         num_works, gl.to_tensor(1),
         first_shift, num_rows, num_rows, stop_shift,  # one band: no second one, which would begin at `split`
         gl.to_tensor(0), first_ptr,  # no clock
-        first_ptr, stop_ptr, scale_log2, softmax_scale, BOUNDS, BLOCK, 2 * 64,
+        first_ptr, stop_ptr, scale_log2, softmax_scale, BOUNDS, 64, 2 * 64,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(

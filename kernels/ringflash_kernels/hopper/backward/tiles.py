@@ -10,18 +10,16 @@ STEPS_OF_A_TILE = 10  # cost of entering and leaving a tile, in blocks of querie
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Tile shapes of `backward_queries`, which computes dQ; a CTA holds 128 queries.
+    """Tile shapes of `backward_queries`, which computes dQ of wide heads; a CTA holds 128 queries, a step is 64 keys.
 
     Args:
         slots: buffers that K and V share.
-        block: keys of a step.
         exp_under_dp: exp runs while dP is in flight, instead of after both products.
         turns: a consumer issues its products only after the other consumer's have finished.
         held: columns of the first piece of Q and dO that are kept in registers.
     """
 
     slots: int
-    block: int
     exp_under_dp: bool = False
     turns: bool = True
     held: int = 0
@@ -34,20 +32,22 @@ class BackwardTiles:
     Args:
         pieces: columns of the tiles, in one piece or two, since tiles are powers of two.
         block_n: keys of a CTA: 128 in `backward_keys`, 64 in `backward_wide`. A step is 64 queries in both.
-        queries: tiles of the separate kernel for dQ.
+        queries: tiles of the separate kernel for dQ, which only wide heads have.
         stages: buffers of Q and of dO.
         kv_in_registers: the first pieces of K and V are kept as register operands (`backward_keys`).
         turn_before_exp: the other consumer may start a step before this one's exp, not after it (`backward_keys`).
+        dq_buffers: buffers of dQ if the additions to dQ have a fixed order (`backward_keys`).
         held: columns of the first piece of K and V that are kept in registers (`backward_wide`).
         narrow: columns of V, dO and dV, a power of two, if they are fewer than those of Q and K.
     """
 
     pieces: tuple[int, ...]
     block_n: int
-    queries: QueryTiles
+    queries: QueryTiles | None = None
     stages: int = 2
     kv_in_registers: bool = False
     turn_before_exp: bool = False
+    dq_buffers: int = 3
     held: int = 0
     narrow: int = 0
 
@@ -73,27 +73,27 @@ class BackwardTiles:
 
     @property
     def wide(self) -> bool:
-        """True if the consumers divide the work by product instead of by keys, and dQ always has a separate kernel."""
+        """True if the consumers divide the work by product instead of by keys, and dQ has a separate kernel."""
         return self.block_n == 64
 
 
 BACKWARD_TILES = {
     # Shared-memory bandwidth limits head_dim 64 unless K and V come from registers (375 against 516 TFLOP/s).
-    64: BackwardTiles((64,), 128, QueryTiles(4, 128), kv_in_registers=True, turn_before_exp=True),
-    96: BackwardTiles((64, 32), 128, QueryTiles(4, 128), kv_in_registers=True),
+    64: BackwardTiles((64,), 128, kv_in_registers=True, turn_before_exp=True),
+    96: BackwardTiles((64, 32), 128, kv_in_registers=True),
     # Two consumers of 64 keys: dK and dV take 128 of a thread's 240 registers; more keys or queries spill.
-    128: BackwardTiles((128,), 128, QueryTiles(4, 128)),
+    128: BackwardTiles((128,), 128, dq_buffers=2),  # a third does not fit into shared memory
     # dK and dV of 64 keys take 96 or 128 registers each, so each consumer holds one of them. Every step would add a
     # whole dQ block for half the products of head_dim 128: a separate kernel costs two more products and is faster.
-    192: BackwardTiles((128, 64), 64, QueryTiles(5, 64, exp_under_dp=True, held=64), held=128),
+    192: BackwardTiles((128, 64), 64, QueryTiles(5, exp_under_dp=True, held=64), held=128),
     # Q and dO of 128 queries leave room for three blocks of 64 keys.
-    256: BackwardTiles((128, 128), 64, QueryTiles(3, 64, turns=False), held=64),
+    256: BackwardTiles((128, 128), 64, QueryTiles(3, turns=False), held=64),
 }
 
 NARROW_BACKWARD_TILES = {
     # Latent attention: the products of each consumer of `backward_wide` have 320 columns.
     (192, 128): BackwardTiles(
-        (128, 64), 64, QueryTiles(5, 64, exp_under_dp=True, turns=False, held=64), stages=3, held=128, narrow=128
+        (128, 64), 64, QueryTiles(5, exp_under_dp=True, turns=False, held=64), stages=3, held=128, narrow=128
     ),
 }
 

@@ -1,0 +1,31 @@
+"""Models as `ringflash plan` reads them, each once in a process: that of 30 billion parameters takes seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+
+from ringflash.commands.plan import read
+
+Read = tuple[read.ReadShape, list[Any]]
+
+
+@cache
+def _model_of(config: str) -> Read:
+    return read.model_of(json.loads(config))
+
+
+def model_of(config: Mapping[str, Any]) -> Read:
+    """Read a model as the plan does."""
+    return _model_of(json.dumps(config))
+
+
+@pytest.fixture
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command and benchmarks/train_steps.py read a model once."""
+    monkeypatch.setattr("ringflash.commands.plan.command.model_of", model_of)
+    monkeypatch.setattr("benchmarks.train_steps.model_of", model_of)
