@@ -44,13 +44,15 @@ def rms(x: torch.Tensor) -> float:
 
 
 def check(out: torch.Tensor, lse: torch.Tensor, exact: torch.Tensor, exact_lse: torch.Tensor) -> None:
-    """Require 1% of out (a fifth of the rounding error) and 2e-3 of lse of the specification's, in the mean square.
+    """Require the specification's out to 1%, a fifth of the rounding error, and its lse to 5e-3, without a bias of 1e-3.
 
-    In the mean: where scores differ in the last bits, a key's P' can be the neighbouring number in e4m3, 6 to 12% off.
+    In the root mean square: where scores differ in the last bits, P' of a key can be the neighbouring number in e4m3,
+    6 to 12% off. lse is made of the rounded P'; their error by itself is 3.1%.
     """
     assert out.isfinite().all() and torch.equal(lse.isfinite(), exact_lse.isfinite())
     assert rms(out.float() - exact) <= 1e-2 * rms(exact)
-    assert rms((lse - exact_lse).nan_to_num()) <= 2e-3
+    error = (lse - exact_lse).nan_to_num()
+    assert rms(error) <= 5e-3 and error.double().mean().abs() <= 1e-3
 
 
 @pytest.mark.parametrize("for_backward", [False, True])
