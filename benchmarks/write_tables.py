@@ -41,6 +41,8 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/measurements.md", name, kernel_table(result)
     for name, result in _of_results("ring_*"):
         yield "docs/measurements.md", name, ring_table(result)
+    for name, result in _of_results("ring_documents_*"):
+        yield "docs/masks.md", name, ring_documents_table(result)
     for name, result in _of_results("training_*"):
         if name.startswith("training_whole"):
             yield "docs/measurements.md", name, steps_tables(result)
@@ -218,6 +220,28 @@ def fp8_errors_table(result: dict) -> str:
         lse = f"{case['lse_rms']:.1e} / {case['lse_max']:.2f}"
         lines.append(f"| {case['head_dim']}, {case['numbers']} | {errors} | {case['out_rms']:.1e} | {lse} |")
     return "\n".join(lines)
+
+
+def ring_documents_table(result: dict) -> str:
+    """Tabulate the percentage of the ideal for packed documents by layout and transport: forward / both passes."""
+    names = [
+        f"ringflash, {transport}{layout}"
+        for transport in ("copy_engine", "nccl")
+        for layout in ("", ", striped", ", balanced")
+    ]
+    rows: dict[str, list[list[str]]] = {}
+    for row in result["results"]:
+        mix = row["row"].split(", ")[-1].partition(" of ")[2] or "128 to 32k"
+        rows.setdefault(mix, []).append(
+            [f"{row['percent'][name]:.0f}" if name in row["percent"] else "" for name in names]
+        )
+    head = [
+        "| tokens of a document | copy engine: zigzag | striped | balanced | NCCL: zigzag | striped | balanced |",
+        "|---" * (1 + len(names)) + "|",
+    ]
+    lines = [f"| {mix} | {' | '.join(map(' / '.join, zip(*passes, strict=True)))} |" for mix, passes in rows.items()]
+    about = result["environment"]
+    return "\n".join([f"{about['device']}, commit {about['commit']}.", "", *head, *lines])
 
 
 def fp8_losses_table(result: dict) -> str:
