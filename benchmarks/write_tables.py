@@ -229,17 +229,18 @@ def ring_documents_table(result: dict) -> str:
         for transport in ("copy_engine", "nccl")
         for layout in ("", ", striped", ", balanced")
     ]
-    rows: dict[str, list[list[str]]] = {}
+    rows: dict[str, dict[str, list[str]]] = {}
     for row in result["results"]:
-        mix = row["row"].split(", ")[-1].partition(" of ")[2] or "128 to 32k"
-        rows.setdefault(mix, []).append(
-            [f"{row['percent'][name]:.0f}" if name in row["percent"] else "" for name in names]
-        )
+        cells = rows.setdefault(row["row"].split(", ")[-1].partition(" of ")[2] or "128 to 32k", {})
+        for name, percent in row["percent"].items():
+            cells.setdefault(name, []).append(f"{percent:.0f}")
     head = [
         "| tokens of a document | copy engine: zigzag | striped | balanced | NCCL: zigzag | striped | balanced |",
         "|---" * (1 + len(names)) + "|",
     ]
-    lines = [f"| {mix} | {' | '.join(map(' / '.join, zip(*passes, strict=True)))} |" for mix, passes in rows.items()]
+    lines = [
+        f"| {mix} | {' | '.join(' / '.join(cells.get(name, [])) for name in names)} |" for mix, cells in rows.items()
+    ]
     about = result["environment"]
     return "\n".join([f"{about['device']}, commit {about['commit']}.", "", *head, *lines])
 

@@ -96,6 +96,20 @@ def test_diff_of_wrapping_is_that_of_the_readme() -> None:
     assert shown[0] in (ROOT / "docs" / "wrapping.md").read_text()
 
 
+def test_rings_over_documents_are_written_by_layout() -> None:
+    """Forward / both passes; a contender that is missing leaves its cell empty."""
+    zigzag, balanced = "ringflash, copy_engine", "ringflash, nccl, balanced"
+    rows = [
+        {"row": f"8 tokens a rank, 4/2 heads of 64, {kind}", "pass": name, "percent": {zigzag: 80.6, **more}}
+        for kind, more in (("documents", {balanced: 97.4}), ("documents of 1k to 16k", {}))
+        for name in ("forward", "forward + backward")
+    ]
+    about = {"device": "2 x H", "commit": "abc"}
+    lines = write_tables.ring_documents_table({"environment": about, "results": rows}).splitlines()
+    assert lines[4] == "| 128 to 32k | 81 / 81 |  |  |  |  | 97 / 97 |"
+    assert lines[5] == "| 1k to 16k | 81 / 81 |  |  |  |  |  |"
+
+
 def test_links_lead_to_files() -> None:
     missing = [
         f"{page.relative_to(ROOT)}: {target}"
