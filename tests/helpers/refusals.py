@@ -120,20 +120,36 @@ def _cut(length: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
 SAME = "all ranks of the group must make the same call, got "
 
 REFUSALS: dict[str, Refusal] = {
-    "length": Refusal("ValueError", r"seqlen must be divisible by 2 \* cp_size .*pad to", _tensors(_cut(7))),
-    "empty": Refusal("ValueError", "q must not be empty", _tensors(_cut(0))),
-    "dimensions": Refusal("ValueError", r"q must be \(batch, seqlen", _tensors(lambda name, x: x[0])),
-    "integers": Refusal("ValueError", "q must be floating point", _tensors(lambda name, x: x.long())),
-    "heads": Refusal("ValueError", "num_heads must be a multiple", lambda c, a: a.update(q=a["q"][:, :, :3])),
-    "kv_shapes": Refusal("ValueError", "v must have the shape of k", lambda c, a: a.update(v=a["v"][:, :, :1])),
-    "head_dims": Refusal("ValueError", "k must have batch and head_dim", lambda c, a: a.update(q=a["q"][..., :8])),
-    "kv_length": Refusal(
-        "ValueError", "k must have the local sequence length", lambda c, a: a.update(q=a["q"][:, :4].contiguous())
+    "length": Refusal("ValueError", r"seqlen must be divisible by 2 \* cp_size .*, got .*; pad to", _tensors(_cut(7))),
+    "empty": Refusal("ValueError", "q must not be empty, got .*; every rank", _tensors(_cut(0))),
+    "dimensions": Refusal(
+        "ValueError", r"q must be \(batch, .*, got \(8, 4, 16\); add", _tensors(lambda name, x: x[0])
     ),
-    "dtypes": Refusal("ValueError", "must share one dtype", lambda c, a: a.update(k=a["k"].half())),
-    "devices": Refusal("ValueError", "must share one device", _another_device),
+    "integers": Refusal(
+        "ValueError", "q must be floating point, got torch.int64; cast", _tensors(lambda name, x: x.long())
+    ),
+    "heads": Refusal(
+        "ValueError", r"be a multiple of num_kv_heads \(2\), got 3; repeat", lambda c, a: a.update(q=a["q"][:, :, :3])
+    ),
+    "kv_shapes": Refusal(
+        "ValueError", "v must have the shape of k .*got .*; slice or pad", lambda c, a: a.update(v=a["v"][:, :, :1])
+    ),
+    "head_dims": Refusal(
+        "ValueError", r"head_dim of q \(1, 8\), got \(1, 16\); expand", lambda c, a: a.update(q=a["q"][..., :8])
+    ),
+    "kv_length": Refusal(
+        "ValueError",
+        r"k must have the local sequence length of q \(4\), got 8; shard",
+        lambda c, a: a.update(q=a["q"][:, :4].contiguous()),
+    ),
+    "dtypes": Refusal(
+        "ValueError", "must share one dtype, got .*; move or cast", lambda c, a: a.update(k=a["k"].half())
+    ),
+    "devices": Refusal("ValueError", "must share one device, got .*; move or cast", _another_device),
     "requires_grad": Refusal(
-        "ValueError", "must all require grad or none", lambda c, a: a.update(q=a["q"].requires_grad_())
+        "ValueError",
+        "must all require grad or none of them, got q alone; call",
+        lambda c, a: a.update(q=a["q"].requires_grad_()),
     ),
     "scale": Refusal("ValueError", "softmax_scale must be positive and finite, got 0.0", _set(softmax_scale=0.0)),
     "scale_no_number": Refusal("ValueError", "positive and finite, got nan; leave", _set(softmax_scale=float("nan"))),
@@ -148,10 +164,12 @@ REFUSALS: dict[str, Refusal] = {
         "must be a number, .*multiply q by it",
         _last_rank(_set(softmax_scale=torch.ones((), requires_grad=True))),
     ),
-    "window": Refusal("ValueError", "window_size must be", _set(window_size=(-2, 0))),
+    "window": Refusal(
+        "ValueError", r"window_size must be \(left, right\).*got \(-2, 0\); a", _set(window_size=(-2, 0))
+    ),
     "window_length": Refusal("ValueError", "window_size must be", _set(window_size=(1, 2, 3))),
-    "layout": Refusal("ValueError", "layout must be one of", _set(layout="braided")),
-    "impl": Refusal("ValueError", "impl must be", _set(impl="flash9")),
+    "layout": Refusal("ValueError", "layout must be one of .*got 'braided'; zigzag", _set(layout="braided")),
+    "impl": Refusal("ValueError", "impl must be 'auto' or one of .*got 'flash9'; 'auto'", _set(impl="flash9")),
     "impl_dtype": Refusal(
         "NotImplementedError", r"dtype torch.float32 .*use one of \['reference'\]", _set(impl="flash2")
     ),
@@ -163,15 +181,19 @@ REFUSALS: dict[str, Refusal] = {
         r"head_dim 12 .*use one of \['reference'\]",
         lambda c, a: a.update({x: a[x][..., :12].bfloat16().contiguous() for x in "qkv"}, impl="flash2"),
     ),
-    "transport": Refusal("ValueError", "transport must be", _set(transport="pigeon")),
+    "transport": Refusal("ValueError", "transport must be 'auto' or .*got 'pigeon'; 'auto'", _set(transport="pigeon")),
     "other_transport": Refusal("NotImplementedError", "transport must carry tensors on", _other_transport),
     "cu_seqlens_start": Refusal("ValueError", "cu_seqlens must start at 0", _cu_seqlens(lambda n: [1, n])),
     "cu_seqlens_single": Refusal("ValueError", "cu_seqlens must start at 0 and hold two", _cu_seqlens(lambda n: [0])),
     "cu_seqlens_order": Refusal("ValueError", "cu_seqlens must ascend", _cu_seqlens(lambda n: [0, 5, 4, n])),
     "cu_seqlens_empty": Refusal("ValueError", "cu_seqlens must ascend", _cu_seqlens(lambda n: [0, 5, 5, n])),
-    "cu_seqlens_local": Refusal("ValueError", "must end at the global sequence", _cu_seqlens(lambda n: [0, LENGTH])),
+    "cu_seqlens_local": Refusal(
+        "ValueError", r"end at the global .*\(\d+\), got 8; give", _cu_seqlens(lambda n: [0, LENGTH])
+    ),
     "cu_seqlens_long": Refusal("ValueError", "must end at the global sequence", _cu_seqlens(lambda n: [0, n + 1])),
-    "cu_seqlens_dtype": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: [0, n], torch.int64)),
+    "cu_seqlens_dtype": Refusal(
+        "ValueError", "be 1-D int32, got 1-D torch.int64; pass", _cu_seqlens(lambda n: [0, n], torch.int64)
+    ),
     "cu_seqlens_scalar": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: n)),
     "cu_seqlens_matrix": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: [[0, n]] * 9)),
     "cu_seqlens_batch": Refusal("ValueError", "batch must be 1 with cu_seqlens", _batch_of_documents),
