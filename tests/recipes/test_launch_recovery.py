@@ -18,30 +18,17 @@ from recipes.lightning.compare import read_losses
 from recipes.lightning.resume import is_complete, newest_checkpoint
 from tests.recipes.accidents import STEP
 from tests.recipes.launching import PARTS, ROOT, run, train, write_text
+from tests.recipes.test_lightning_recipes import RECIPE, SCALED_DOWN
 
 STEPS = 6
-RECIPE = ROOT / "recipes" / "lightning" / "quickstart.yaml"
-
-SCALED_DOWN = {
-    "trainer.max_steps": STEPS,
-    "trainer.num_sanity_val_steps": 0,
-    "trainer.limit_val_batches": 0,
-    "checkpoint.every_n_train_steps": 2,
-    "checkpoint.save_top_k": -1,
-    "data.seqlen": 96,
-    "data.suffix": ".txt",
-    "data.num_eval_sequences": 2,
-    "model.model.hidden_size": 32,
-    "model.model.intermediate_size": 48,
-    "model.model.num_hidden_layers": 2,
-}
+FLAGS = {**SCALED_DOWN, "trainer.max_steps": STEPS, "trainer.num_sanity_val_steps": 0, "trainer.limit_val_batches": 0}
 SRUN = '#!/usr/bin/env bash\nwhile [[ $1 != launch/* ]]; do shift; done\nSLURM_NODEID=0 exec "$@"\n'
 SCONTROL = '#!/usr/bin/env bash\necho "scontrol $*"\n'
 
 
 def flags(folder: Path, name: str, accident: str | None = None) -> list[str | Path]:
     """The recipe on the folder's text, with its results in the folder, and what happens to it."""
-    values = {**SCALED_DOWN, "output_dir": folder / name, "data.folder": write_text(folder / "text")}
+    values = {**FLAGS, "output_dir": folder / name, "data.folder": write_text(folder / "text")}
     happens = [f"--trainer.callbacks+=tests.recipes.accidents.{accident}"] if accident else []
     return [RECIPE, *(f"--{key}={value}" for key, value in values.items()), *happens]
 

@@ -19,7 +19,7 @@ from recipes.lightning.train import _loggers, main
 from tests.recipes.launching import PARTS, ROOT, interrupt, run, train, write_text
 
 RTOL_FP64 = 1e-11
-RECIPES = [ROOT / "recipes" / "lightning" / "quickstart.yaml"]
+RECIPE = ROOT / "recipes" / "lightning" / "quickstart.yaml"
 STEPS = 4
 
 SCALED_DOWN = {
@@ -38,17 +38,17 @@ SCALED_DOWN = {
 }
 
 
-def arguments(recipe: Path, folder: Path, name: str, **flags: object) -> list[str | Path]:
+def arguments(folder: Path, name: str, **flags: object) -> list[str | Path]:
     """The recipe on the folder's text, scaled down, with its results in the folder."""
     flags = {**SCALED_DOWN, "output_dir": folder / name, "data.folder": write_text(folder / "text"), **flags}
-    return [recipe, *(f"--{key}={value}" for key, value in flags.items())]
+    return [RECIPE, *(f"--{key}={value}" for key, value in flags.items())]
 
 
 class Run:
     """One run of a recipe: what it printed, and where its results are."""
 
-    def __init__(self, recipe: Path, folder: Path, name: str, num_ranks: int, **flags: object) -> None:
-        self.output = train(*arguments(recipe, folder, name, **flags), num_ranks=num_ranks)
+    def __init__(self, folder: Path, name: str, num_ranks: int, **flags: object) -> None:
+        self.output = train(*arguments(folder, name, **flags), num_ranks=num_ranks)
         self.results = newest_curve(folder / name).parent
         self.losses = read_losses(newest_curve(folder / name))
 
@@ -64,16 +64,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-@pytest.fixture(scope="module", params=RECIPES, ids=lambda recipe: recipe.stem)
-def recipe(request: pytest.FixtureRequest) -> Path:
-    """Each recipe in turn."""
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def two_ranks(recipe: Path, folder: Path) -> Run:
+def two_ranks(folder: Path) -> Run:
     """The uninterrupted run that the others are compared with."""
-    return Run(recipe, folder, f"{recipe.stem}-two", 2)
+    return Run(folder, "two", 2)
 
 
 def test_recipe_trains(two_ranks: Run) -> None:
@@ -106,29 +100,27 @@ def test_recipe_writes_its_results(two_ranks: Run) -> None:
         assert parts == PARTS
 
 
-def test_resume_continues_exactly(recipe: Path, folder: Path, two_ranks: Run) -> None:
+def test_resume_continues_exactly(folder: Path, two_ranks: Run) -> None:
     """The same bits as without the interruption."""
-    resumed = Run(recipe, folder, f"{recipe.stem}-resumed", 2, ckpt_path=two_ranks.checkpoint(2))
+    resumed = Run(folder, "resumed", 2, ckpt_path=two_ranks.checkpoint(2))
     assert resumed.losses == {step: two_ranks.losses[step] for step in (2, 3)}
 
 
-def test_resume_continues_on_another_number_of_ranks(recipe: Path, folder: Path, two_ranks: Run) -> None:
+def test_resume_continues_on_another_number_of_ranks(folder: Path, two_ranks: Run) -> None:
     """The same sequences and the same state; one rank sums in another order."""
-    resumed = Run(recipe, folder, f"{recipe.stem}-resumed-on-one", 1, ckpt_path=two_ranks.checkpoint(2))
+    resumed = Run(folder, "resumed-on-one", 1, ckpt_path=two_ranks.checkpoint(2))
     difference, count = largest_difference(resumed.losses, two_ranks.losses)
     assert count == 2 and difference <= RTOL_FP64 * max(two_ranks.losses.values())
 
 
 @pytest.mark.parametrize("every_n_epochs", ["null", 1])
-def test_checkpoints_are_judged_by_the_evaluation_of_their_step(
-    recipe: Path, folder: Path, every_n_epochs: object
-) -> None:
+def test_checkpoints_are_judged_by_the_evaluation_of_their_step(folder: Path, every_n_epochs: object) -> None:
     """A save is due at every step, an evaluation comes after every second: no checkpoint has another step's loss."""
     monitor = {"checkpoint.monitor": "eval_loss/held_out", "checkpoint.mode": "min"}
     epochs = {"checkpoint.every_n_train_steps": 1, "trainer.check_val_every_n_epoch": every_n_epochs}
     if every_n_epochs != "null":
         epochs |= {"trainer.limit_train_batches": 2, "trainer.val_check_interval": 1.0, "trainer.max_epochs": -1}
-    run = Run(recipe, folder, f"{recipe.stem}-judged-{every_n_epochs}", 1, **monitor, **epochs)
+    run = Run(folder, f"judged-{every_n_epochs}", 1, **monitor, **epochs)
     with (run.results / "metrics.csv").open(newline="") as file:
         rows = [(int(row["step"]) + 1, float(x)) for row in csv.DictReader(file) if (x := row["eval_loss/held_out"])]
     state = torch.load(run.checkpoint(STEPS) / "meta.pt", weights_only=True)["callbacks"]
@@ -137,13 +129,13 @@ def test_checkpoints_are_judged_by_the_evaluation_of_their_step(
     assert judged == pytest.approx(dict(rows[1:])) and sorted(judged) == [2, STEPS]
 
 
-def test_signal_ends_a_run_with_a_checkpoint(recipe: Path, folder: Path) -> None:
+def test_signal_ends_a_run_with_a_checkpoint(folder: Path) -> None:
     """Sent SIGTERM, both ranks finish a step with all its batches, write their parts, and evaluate no more.
 
     The place in the data is that of the step.
     """
-    name, endless = f"{recipe.stem}-interrupted", {"trainer.max_steps": 10**6, "trainer.val_check_interval": 10**6}
-    given = arguments(recipe, folder, name, **endless, **{"trainer.accumulate_grad_batches": 8})
+    name, endless = "interrupted", {"trainer.max_steps": 10**6, "trainer.val_check_interval": 10**6}
+    given = arguments(folder, name, **endless, **{"trainer.accumulate_grad_batches": 8})
     output = interrupt(["launch/local.sh", *given], after="step      3 ", NPROC="2")
     assert output.count("loss over fixed sequences") == 1  # before the first step
     (checkpoint,) = (folder / name / "version_0").glob("interrupted-step=*.ckpt")
@@ -152,13 +144,13 @@ def test_signal_ends_a_run_with_a_checkpoint(recipe: Path, folder: Path) -> None
     assert meta["global_step"] == meta["TextData"]["num_consumed"] / 8 == int(checkpoint.stem.rpartition("=")[2])
 
 
-def test_run_without_loggers_goes_on_below_its_output_dir(recipe: Path, folder: Path) -> None:
+def test_run_without_loggers_goes_on_below_its_output_dir(folder: Path) -> None:
     """Its checkpoints lie there, not where it was started; the second start meets what the first has written."""
-    name, output_dir = f"{recipe.stem}-without-loggers", folder / f"{recipe.stem}-without-loggers"
+    name, output_dir = "without-loggers", folder / "without-loggers"
     quick = {"loggers": "[]", "checkpoint.every_n_train_steps": 1, "trainer.limit_val_batches": 0}
     for steps in (1, 2):
         flags = {**quick, "trainer.max_steps": steps, "ckpt_path": "auto"}
-        train(*arguments(recipe, folder, name, **flags), num_ranks=1)
+        train(*arguments(folder, name, **flags), num_ranks=1)
     assert sorted(x.name for x in output_dir.iterdir()) == ["checkpoints", "config.yaml"]
     assert sorted(x.name for x in (output_dir / "checkpoints").iterdir()) == [
         "epoch=0-step=1.ckpt",
@@ -168,10 +160,10 @@ def test_run_without_loggers_goes_on_below_its_output_dir(recipe: Path, folder: 
 
 
 @pytest.mark.parametrize("strategy", ["lightning", "deepspeed"])
-def test_bucket_is_refused(recipe: Path, folder: Path, strategy: str) -> None:
+def test_bucket_is_refused(folder: Path, strategy: str) -> None:
     """Before the first step: checkpoints would lie in a folder memory: of this machine, and none in the bucket."""
-    name = f"{recipe.stem}-bucket-{strategy}"
-    given = arguments(recipe, folder, name, **{"checkpoint.dirpath": "memory://bucket/run"})
+    name = f"bucket-{strategy}"
+    given = arguments(folder, name, **{"checkpoint.dirpath": "memory://bucket/run"})
     if strategy == "deepspeed":
         given[1:1] = ["--config", ROOT / "recipes" / "deepspeed" / "quickstart.yaml", "--trainer.plugins=null"]
     with pytest.raises(AssertionError) as failed:
@@ -180,10 +172,10 @@ def test_bucket_is_refused(recipe: Path, folder: Path, strategy: str) -> None:
     assert "step      1 " not in str(failed.value) and not (ROOT / "memory:").exists()
 
 
-def test_last_checkpoint_of_a_run_that_has_none_is_refused(recipe: Path, folder: Path) -> None:
+def test_last_checkpoint_of_a_run_that_has_none_is_refused(folder: Path) -> None:
     """Lightning looks for it in the new version's own folder, finds none, warns, and starts from nothing."""
     with pytest.raises(ValueError, match="ckpt_path must be auto or a checkpoint .*, got last, .*; give auto"):
-        main(["fit", "--config", *map(str, arguments(recipe, folder, "last", ckpt_path="last"))])
+        main(["fit", "--config", *map(str, arguments(folder, "last", ckpt_path="last"))])
 
 
 def test_run_without_a_curve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,48 +187,24 @@ def test_run_without_a_curve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mistyped_flag_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     """Usage of every flag, on every rank, would hide it."""
     with pytest.raises(SystemExit, match="2"):
-        main(["fit", "--config", str(RECIPES[0]), "--trainer.maxsteps", "3"])
+        main(["fit", "--config", str(RECIPE), "--trainer.maxsteps", "3"])
     said = capsys.readouterr().err
     assert "maxsteps" in said and len(said.splitlines()) < 10
 
 
-def test_one_rank_has_the_losses_of_two(recipe: Path, folder: Path, two_ranks: Run) -> None:
+def test_one_rank_has_the_losses_of_two(folder: Path, two_ranks: Run) -> None:
     """Context parallelism changes how a loss is computed, not the loss."""
-    one_rank = Run(recipe, folder, f"{recipe.stem}-one", 1)
+    one_rank = Run(folder, "one", 1)
     difference, count = largest_difference(one_rank.losses, two_ranks.losses)
     assert count == STEPS and difference <= RTOL_FP64 * max(two_ranks.losses.values())
     shown = run(["bash", "-c", '"$PYTHON" -m recipes.lightning.compare "$@"', "-", one_rank.results, two_ranks.results])
     assert f"losses of the {STEPS} steps that both have differ by {difference:.2e} at most" in shown
 
 
-def test_dry_run_prints_the_command_and_runs_nothing(recipe: Path, folder: Path) -> None:
-    """The environment and one torchrun command, with the flags handed on."""
-    output_dir = folder / "dry run"
-    shown = run(["launch/local.sh", "--dry-run", recipe, "--output_dir", output_dir], NPROC="3")
-    assert "torch.distributed.run --standalone --nproc_per_node 3 -m recipes.lightning.train fit" in shown
-    assert f"--config {recipe}" in shown
-    assert "OMP_NUM_THREADS=1" in shown and r"--output_dir" in shown and r"dry\ run" in shown
-    assert shown.count("\n") == 1 and not output_dir.exists()
-
-
-def test_every_key_is_commented(recipe: Path) -> None:
-    """A recipe reads as a filled-in form: what has a value has a comment."""
-    for line in recipe.read_text().splitlines():
-        key, _, value = line.partition("#")[0].strip().removeprefix("- ").partition(":")
-        if value.strip() and key != "class_path":
-            assert "# " in line, line
-
-
 def test_curves_without_a_common_step_are_refused() -> None:
     """There is nothing to compare."""
     with pytest.raises(ValueError, match="curves must share a step, got 1 and 1 steps apart; train both from step 0"):
         largest_difference({0: 1.0}, {1: 1.0})
-
-
-def test_run_without_a_curve_is_refused(tmp_path: Path) -> None:
-    """The message names the folder."""
-    with pytest.raises(ValueError, match=f"run must hold version_N/metrics.csv, got none in {tmp_path}"):
-        newest_curve(tmp_path)
 
 
 def test_wandb_is_refused_where_it_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
