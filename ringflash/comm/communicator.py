@@ -12,7 +12,10 @@ import gc
 import itertools
 import os
 import sys
+import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -67,8 +70,9 @@ def _end_gloo() -> None:
     """End the threads of gloo, torch's own included, while the interpreter still runs.
 
     A thread of gloo holds the tensors of an operation for a moment after a rank has its result. If it frees them while
-    the interpreter shuts down, the whole process aborts ("terminate called without an active exception", in 1 of 12
-    processes that end right after a collective), and torchrun reports a successful run as failed.
+    the interpreter shuts down, the whole process aborts ("terminate called without an active exception", in 1 of 9
+    processes that end right after a collective), and torchrun reports a successful run as failed. Threads of a group
+    that a user's variable keeps alive do not end, so they are waited for until they sleep.
     """
     if os.getpid() != _process:
         return
@@ -76,6 +80,20 @@ def _end_gloo() -> None:
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
     gc.collect()  # free groups in reference cycles, such as a trainer and its module
+    deadline = time.monotonic() + 1.0
+    time.sleep(0.01)  # lets a thread that waits for the interpreter go on
+    while _gloo_works() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _gloo_works() -> bool:
+    """Return True if a thread of gloo is running; False also where the system does not list threads in /proc."""
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended
+            name, _, state = stat.read_text().partition("(")[2].rpartition(")")
+            if "gloo" in name and state.split()[0] != "S":
+                return True
+    return False
 
 
 @atexit.register  # after `_end_gloo`, and so called before it
