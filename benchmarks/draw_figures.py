@@ -38,11 +38,10 @@ def figures() -> dict[str, str]:
     drawn["ring_8xh200.svg"] = ring_beside_peers([*_results("ring_8xh200"), *_results("ring_8xh200_32k")])
     for path in sorted(RESULTS.glob("timeline_*.json")):
         drawn[f"{path.stem}.svg"] = measured_timeline(json.loads(path.read_text()))
-    for path in sorted(RESULTS.glob("kernels_*.json")):
-        results = json.loads(path.read_text())["results"]
-        for direction in dict.fromkeys(row["pass"] for row in results):
-            chosen = [row for row in results if row["pass"] == direction]
-            drawn[f"{path.stem}_{direction}.svg"] = by_length(chosen, direction)
+    results = _results("kernels_h200")
+    for direction in dict.fromkeys(row["pass"] for row in results):
+        chosen = [row for row in results if row["pass"] == direction]
+        drawn[f"kernels_h200_{direction}.svg"] = by_length(chosen, direction)
     return drawn
 
 

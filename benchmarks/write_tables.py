@@ -39,6 +39,8 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/measurements.md", name, errors_table(result)
     for name, result in _of_results("kernels_*"):
         yield "docs/measurements.md", name, kernel_table(result)
+        if any("ringflash FP8" in row["tflops"] for row in result["results"]):
+            yield "docs/fp8.md", f"{name}_fp8", fp8_kernel_tables(result)
     for name, result in _of_results("ring_*"):
         yield "docs/measurements.md", name, ring_table(result)
     for name, result in _of_results("ring_documents_*"):
@@ -53,8 +55,6 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/data.md", "steps_of_documents", steps_of_documents_table(result)
     for name, result in _of_results("blocks_1x*"):
         yield "docs/decisions/0011-blocks-of-keys.md", name, blocks_table(result)
-    for name, result in _of_results("fp8_forward_1x*"):
-        yield "docs/fp8.md", name, fp8_kernel_table(result)
     for name, result in _of_results("fp8_forward_variants_*"):
         yield "docs/decisions/fp8.md", name, fp8_variants_table(result)
     for name, result in _of_results("fp8_errors_*"):
@@ -181,16 +181,26 @@ def ring_table(result: dict) -> str:
     return "\n".join([source, "", *head, *rows])
 
 
-def fp8_kernel_table(result: dict) -> str:
-    """Tabulate the TFLOP/s of the FP8 forward, by itself and with the quantiser, beside the bf16 kernel's."""
+def fp8_kernel_tables(result: dict) -> str:
+    """Tabulate the TFLOP/s of FP8 beside the bf16 kernel: forward with and without the quantiser, backward."""
     about = result["environment"]
-    source = f"`{about['command']}` on {about['device']}, torch {about['torch']}, triton {about['triton']}, "
-    head = ["| query / KV heads, tokens | FP8 | with quantiser | bf16 | FP8 / bf16 |", "|---|---|---|---|---|"]
-    rows = []
-    for row in result["results"]:
-        fp8, whole, bf16 = (row["tflops"][f"ringflash{x}"] for x in (" FP8", " FP8 with quantiser", ""))
-        rows.append(f"| {row['row']} | {fp8:.0f} | {whole:.0f} | {bf16:.0f} | {fp8 / bf16:.2f} |")
-    return "\n".join([f"{source}commit {about['commit']}; TFLOP/s.", "", *head, *rows])
+    lines = [
+        f"`{about['command']}` on {about['device']}, torch {about['torch']}, triton {about['triton']}, "
+        f"commit {about['commit']}; TFLOP/s, in brackets relative to bf16."
+    ]
+    passes = {
+        "forward": {"FP8": "ringflash FP8", "with quantiser": "ringflash FP8 with quantiser"},
+        "backward": {f'`"{x}"`': f"ringflash FP8, {x}" for x in ("bf16", "fp8_scores", "fp8")},
+    }
+    for name, columns in passes.items():
+        lines += ["", f"| {name} | bf16 kernel | {' | '.join(columns)} |", "|---" * (2 + len(columns)) + "|"]
+        for row in result["results"]:
+            tflops = row["tflops"]
+            if row["pass"] == name and any(x in tflops for x in columns.values()):
+                bf16 = tflops["ringflash"]
+                cells = (f"{tflops[x]:.0f} ({tflops[x] / bf16:.2f})" if x in tflops else "" for x in columns.values())
+                lines.append(f"| {row['row']} | {bf16:.0f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def fp8_variants_table(result: dict) -> str:
