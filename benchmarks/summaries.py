@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.quotes import RESULTS
 
 PEERS = ("flash-attn-4", "cuDNN")
+H100 = ("kernels_hd128_1xh100", "kernels_other_heads_1xh100")
 COPY_ENGINE, GRAPH, NCCL = "ringflash, copy_engine", "ringflash, copy_engine, CUDA graph", "ringflash, nccl"
 PASSES = ("forward", "forward + backward")
 AIMS = {  # percent of the ideal on eight GPUs: forward, both passes
@@ -59,14 +60,20 @@ def _limited(ratio: float) -> str:
 
 
 def kernels() -> str:
-    """Tabulate the geometric mean and the minimum of our speed relative to the peers, by head_dim."""
+    """Tabulate the geometric mean and the minimum of our speed relative to the peers, by card and head_dim."""
     rows = []
-    for label, passes in _compared().items():
-        cells = [f"{_mean(x, peer):.2f} ({_least(x, peer):.2f})" for x in passes.values() for peer in PEERS]
-        rows.append([label, f"{len(passes['forward'])}", *cells])
-    head = ["head_dim", "rows", *(f"{x} / {peer}" for x in ("forward", "backward") for peer in PEERS)]
-    commit = _load("kernels_h200")["environment"]["commit"]
-    return f"One H200, commit {commit}; geometric mean, in brackets the least row:\n\n" + _table(head, rows)
+    for names in (("kernels_h200",), H100):
+        about = _load(names[0])["environment"]
+        card = about["device"].removeprefix("1 x NVIDIA ").partition(" ")[0]
+        for label, passes in _compared(*names).items():
+            cells = [
+                f"{_mean(passes[x], peer):.2f} ({_least(passes[x], peer):.2f})" if x in passes else ""
+                for x in ("forward", "backward")
+                for peer in PEERS
+            ]
+            rows.append([f"{card}, {about['commit']}", label, f"{len(passes['forward'])}", *cells])
+    head = ["card, commit", "head_dim", "rows", *(f"{x} / {peer}" for x in ("forward", "backward") for peer in PEERS)]
+    return "Geometric mean, in brackets the least row:\n\n" + _table(head, rows)
 
 
 def kernels_line() -> str:
@@ -74,16 +81,16 @@ def kernels_line() -> str:
     means = [
         f"{label}: {_mean(passes['forward'], PEERS[0]):.2f} / {_mean(passes['backward'], PEERS[0]):.2f} "
         f"({len(passes['forward'])} rows)"
-        for label, passes in _compared().items()
+        for label, passes in _compared("kernels_h200").items()
         if "tokens" not in label
     ]
     return f"head_dim {'; '.join(means)}. Commit {_load('kernels_h200')['environment']['commit']}."
 
 
-def _compared() -> dict[str, dict[str, list[dict]]]:
-    """Collect the TFLOP/s of the rows on which peers were timed, by head_dim and pass."""
+def _compared(*names: str) -> dict[str, dict[str, list[dict]]]:
+    """Collect the TFLOP/s of the rows of results on which peers were timed, by head_dim and pass."""
     groups: dict[str, dict[str, list[dict]]] = {}
-    for row in _load("kernels_h200")["results"]:
+    for row in (row for name in names for row in _load(name)["results"]):
         if PEERS[0] in row["tflops"]:
             head_dim, tokens, *_ = row["row"].removeprefix("hd").split()
             label = f"{head_dim}, {tokens} tokens" if tokens in ("1k", "2k") else head_dim
@@ -105,7 +112,7 @@ def _least(rows: list[dict], peer: str) -> float:
 
 def kernel_aims() -> str:
     """Tabulate the aims of the kernels and the results."""
-    groups = _compared()
+    groups = _compared("kernels_h200")
     rows = {
         row["row"]: row["tflops"]["ringflash"] for row in _load("kernels_h200")["results"] if row["pass"] != "forward"
     }
