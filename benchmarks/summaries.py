@@ -31,6 +31,7 @@ CASES = {
     "multi_gpu_copy_engine_2ranks_1xh200": "`hopper`, head_dim 96 to 256, copy engine, two ranks on one H200",
     "multi_gpu_million_4ranks_1xh200": "`hopper`, 1,048,576 tokens, four ranks on one H200",
     "multi_gpu_random_2xh200": "`hopper`, random calls, two H200s",
+    "multi_gpu_by_host_4ranks_1xh100": "`hopper`, `by_host` and `ulysses`, four ranks on one H100",
     "multi_gpu_flash2_4ranks_1xh200": "`flash2`, four ranks on one H200",
     "multi_gpu_flash2_fp16_4ranks_1xh200": "`flash2`, four ranks on one H200",
 }
@@ -52,7 +53,7 @@ def errors(names: Iterable[str] = tuple(CASES)) -> str:
 
 def errors_in_short() -> str:
     """Tabulate the largest errors, without the rows of similar machines and dtypes."""
-    return errors(name for name in CASES if not any(x in name for x in ("4xh200", "_fp16_", "copy_engine")))
+    return errors(name for name in CASES if not any(x in name for x in ("4xh200", "_fp16_", "copy_engine", "by_host")))
 
 
 def _limited(ratio: float) -> str:
