@@ -1,4 +1,4 @@
-"""Conversion of text to token files, in parallel; a run that was killed goes on when it is started again.
+"""Conversion of text to token files, in parallel; a run that was killed continues when it is started again.
 
     plan.json         checksum of the inputs and options; a run with others is refused
     00000.bin         a finished shard: it gets this name only once it is complete

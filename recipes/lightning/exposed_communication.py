@@ -37,7 +37,7 @@ class ExposedCommunication(lightning.Callback):
 
     def __init__(self, every_n_steps: int = 10) -> None:
         if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}; 10 costs nothing to speak of.")
+            raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}; 10 is the default.")
         self.every_n_steps = every_n_steps
         self.milliseconds: float | None = None  # of the last measured batch
         self.ranks: list[RankTime] = []  # of the last measured batch, by rank

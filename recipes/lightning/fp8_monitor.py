@@ -38,12 +38,12 @@ class Fp8Monitor(lightning.Callback):
         self._calls: _RoundingOfCalls | None = None
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
-        """Start to watch if this step is due."""
+        """Start watching if this step is due."""
         if trainer.global_step % self.every_n_steps == 0:
             self._calls = self._stack.enter_context(_RoundingOfCalls(self.num_tokens))
 
     def on_before_backward(self, *_: Any) -> None:
-        """Stop to watch: the backward of checkpointed layers repeats their calls."""
+        """Stop watching: the backward of checkpointed layers repeats their calls."""
         self._stack.close()
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
@@ -63,7 +63,7 @@ class Fp8Monitor(lightning.Callback):
         pl_module.log_dict({f"fp8/{name}": x for name, x in zip(found[0], worst.tolist(), strict=True)})
 
     def on_exception(self, *_: Any) -> None:
-        """Stop to watch."""
+        """Stop watching."""
         self._calls = None
         self._stack.close()
 

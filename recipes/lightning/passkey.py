@@ -60,7 +60,7 @@ class Passkey(lightning.Callback):
         seed: int = 0,
     ) -> None:
         if not depths or not all(0 <= depth <= 1 for depth in depths):
-            raise ValueError(f"depths must be parts from 0 to 1, got {list(depths)}; 0.5 is the middle.")
+            raise ValueError(f"depths must be fractions from 0 to 1, got {list(depths)}; 0.5 is the middle.")
         if num_keys < 1 or num_digits < 1:
             raise ValueError(f"num_keys and num_digits must be 1 or more, got {num_keys} and {num_digits}; raise them.")
         self.depths, self.num_keys, self.num_digits, self.seed = tuple(depths), num_keys, num_digits, seed

@@ -1,4 +1,4 @@
-"""Search for the checkpoint from which an interrupted run goes on (`--ckpt_path auto`)."""
+"""Search for the checkpoint from which an interrupted run continues (`--ckpt_path auto`)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class SameCheckpoint(lightning.Callback):
                 shutil.rmtree(path, ignore_errors=True)
 
     def older_checkpoints(self, path: Path) -> list[Path]:
-        """Return the checkpoints, newest first, with which the strategy goes on if the one at `path` is damaged."""
+        """Return the checkpoints, newest first, with which the strategy continues if the one at `path` is damaged."""
         if self.output_dir is None or self.ckpt_path != path:
             return []
         found = complete_checkpoints(self.output_dir)

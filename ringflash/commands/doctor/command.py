@@ -150,7 +150,7 @@ def _between_hosts(found: dict[str, Any], error: str, ring: dict[str, Any]) -> I
     hosts, lanes = ring["hosts"], ring["lanes"]
     what = f"ring over {len(hosts)} hosts"
     if error:
-        yield fault(what, error, "NCCL_DEBUG=INFO names what it uses; NCCL_SOCKET_IFNAME, NCCL_IB_HCA (docs/hosts.md)")
+        yield fault(what, error, "NCCL_DEBUG=INFO names what it uses; NCCL_SOCKET_IFNAME, NCCL_IB_HCA (docs/launch.md)")
         return
     who = f"{lanes} GPUs of each host at once" if lanes > 1 else "one GPU of each host"
     remedy = "a 100 Gb/s NIC gives 12: NCCL_IB_HCA, GPUDirect RDMA (docs/hosts.md)"

@@ -34,7 +34,7 @@ _RECIPE_KEYS = {  # keys that are also flags, as in training: key, help
     "model.memory.checkpointing": "what a layer keeps: none, attention_kept or full (docs/memory.md)",
     "model.memory.offload_checkpoints": "keep checkpoints on the host",
     "model.memory.mlp_tile_tokens": "tokens whose MLP is computed at a time, 0 is all",
-    "model.memory.liger": "count Liger's kernels; auto counts as true",
+    "model.memory.liger": "count Liger's kernels; auto counts them if the plan can",
     "model.impl": "hopper_fp8 is attention in FP8",
     "model.fp8_backward": "its backward: bf16, fp8_scores or fp8",
     "trainer.precision": "bf16-mixed has weights in fp32, bf16-true in bf16",
