@@ -85,7 +85,7 @@ def export(checkpoint: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, 
 def _tokenizer_files(directory: Path) -> list[Path]:
     files = [file for pattern in _TOKENIZER_FILES for file in sorted(directory.glob(pattern)) if file.is_file()]
     if not files:
-        raise ValueError(f"tokenizer must be a directory with tokenizer files, got none in {directory}; name another.")
+        raise ValueError(f"tokenizer must be a directory with a tokenizer's files, got none in {directory}; name it.")
     return files
 
 

@@ -34,7 +34,7 @@ def test_a_length_without_room_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"depths": []}, "depths must be parts"), ({"depths": [1.5]}, "depths must be parts"), ({"num_keys": 0}, "1 or")],
+    [({"depths": []}, "must be fractions"), ({"depths": [1.5]}, "must be fractions"), ({"num_keys": 0}, "1 or")],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
