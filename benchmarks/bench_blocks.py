@@ -49,11 +49,11 @@ def main() -> None:
 def measure(tokens: int, rank: int) -> dict[str, Any]:
     """Return TFLOP/s of one rank's forward and backward, by way; all ways take turns."""
     cp_size, mask, shape = SEQLEN // tokens, SequenceMask(SEQLEN), (1, tokens, NUM_KV_HEADS, HEAD_DIM)
-    whole = schedule.gather(mask, cp_size, rank, "zigzag")
+    whole = schedule.plan_gather(mask, cp_size, rank, "zigzag")
     sizes = sections.choose_blocks(
         shape, NUM_HEADS, whole.capacity, whole.arriving, whole.pairs, cp_size, torch.bfloat16, "nccl"
     )
-    blocks = schedule.gather_blocks(mask, cp_size, rank, "zigzag", sizes)
+    blocks = schedule.plan_blocks(mask, cp_size, rank, "zigzag", sizes)
     calls = {"in blocks": call(blocks, rank), "by sections": call((whole,), rank)}
     q, dout = (torch.randn(1, tokens, NUM_HEADS, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
     k, v = (torch.randn(shape, device="cuda").bfloat16() for _ in range(2))

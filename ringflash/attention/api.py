@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.forward_ad import unpack_dual
 
 from ringflash.attention import operators
-from ringflash.attention.inputs import evened, make_addressable, pad_values
+from ringflash.attention.inputs import make_addressable, pad_values, with_mean_head_dim
 from ringflash.attention.options import RingOptions
 from ringflash.attention.plan import CallArguments, CallPlan, plan_call
 from ringflash.attention.sections import choose_sections
@@ -45,9 +45,9 @@ def ring_attention(
     positions and combine: a query sees the keys that are causal, and in the window, and in its own document.
 
     Args:
-        q: (batch, seqlen_local, num_heads, head_dim).
-        k: (batch, seqlen_local, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
-        v: as k, or with a smaller head_dim, as in latent attention: other pairs than 192 and 128 are padded with zeros.
+        q: (batch, seqlen_local, num_heads, head_dim), any floating dtype; kernels of GPUs take bf16 and fp16.
+        k: (batch, seqlen_local, num_kv_heads, head_dim), as q; num_heads a multiple of num_kv_heads.
+        v: as k, or with a smaller head_dim (latent attention). Unless they are 192 and 128, v is padded with zeros.
         group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence, or a 2-D DeviceMesh with the axes
             ("host", "gpu"); None for one process.
         softmax_scale: default head_dim ** -0.5.
@@ -60,14 +60,14 @@ def ring_attention(
             "striped" or "contiguous"; docs/masks.md.
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses, which is always
             exact. "hopper_fp8" and "reference_fp8" round to e4m3 (docs/fp8.md).
-        transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host that map one another's
-            memory: what "auto" takes there). "ulysses" exchanges heads between all ranks; "by_host" does so inside each
-            host, and passes K/V between hosts once instead of once per GPU. Both need num_heads divisible by the ranks
+        transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host with peer access; "auto"
+            chooses it for them). "ulysses" exchanges heads between all ranks; "by_host" does so inside each host, and
+            sends K/V between hosts once instead of once per GPU. Both need num_heads divisible by the number of ranks
             that exchange heads. Hosts are those of the mesh, or those that the ranks of a 1-D group run on. "auto"
-            takes "by_host" if there are several hosts, several GPUs on each, and enough heads.
-        deterministic: gradients have equal bits on repeat, at the kernel's cost.
-        fp8_backward: products of the backward in e4m3, for the two FP8 `impl`: "bf16" none, "fp8_scores" dout v^T,
-            "fp8" also those that give dk and dv (docs/fp8.md). Other kernels take "bf16" only.
+            chooses "by_host" if there are several hosts, several GPUs on each, and enough heads.
+        deterministic: repeated calls give bitwise equal gradients, with slower kernels.
+        fp8_backward: products of the backward that the two FP8 `impl` compute in e4m3: "bf16" none, "fp8_scores"
+            dout v^T, "fp8" also the products that give dk and dv (docs/fp8.md). Other kernels take "bf16" only.
         return_lse: also return the log-sum-exp, differentiable.
     Returns:
         out: as q, as wide as v.  lse, if asked for: (batch, num_heads, seqlen_local), natural log, fp32 (fp64 for
@@ -75,6 +75,7 @@ def ring_attention(
     Raises:
         ValueError: bad input, or ranks that disagree. NotImplementedError: not possible with the implementation.
             Either is raised on every rank, before anything is sent.
+    Source: Liu et al. 2023, arXiv:2310.01889; what we changed is in docs/decisions/0002-owner-to-reader.md.
     Numerics: state and gradients travel and accumulate in fp32 (fp64 for fp64); docs/numerics.md.
     """
     options = RingOptions(resolve(group), layout, impl, transport, deterministic, fp8_backward)
@@ -101,7 +102,7 @@ def attend(
         left, right = _sides(window_size)
         scale = _scale(q, softmax_scale)
     except (ValueError, TypeError) as error:
-        agree(options.group, {}, error)  # other ranks may have gone on
+        agree(options.group, {}, error)  # other ranks may be in the call: let them raise, too
         raise
     if not torch.compiler.is_compiling():
         _check_differentiation(q, k, v)
@@ -117,7 +118,15 @@ def attend(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Plan of one call on this rank, as `explain` returns it."""
+    """Plan of one call on this rank, as `explain` returns it.
+
+    Args:
+        transport: None for one process.
+        steps: a line for each section or hop.
+        num_visible: query-key pairs that this rank computes.
+        comm_sms: SMs that the kernels leave to NCCL.
+        buffer_bytes: communication buffers that this process holds already.
+    """
 
     impl: str
     impl_reason: str
@@ -165,7 +174,7 @@ def explain(
     q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
     plan = plan_call(q, k, v, cu_seqlens, arguments)
     return Explanation(
-        plan.impl, plan.impl_reason, plan.transport, *options.place, _steps(plan, q, evened(k, v)),
+        plan.impl, plan.impl_reason, plan.transport, *options.size_and_rank, _steps(plan, q, with_mean_head_dim(k, v)),
         plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(), plan.transport_reason,
     )  # fmt: skip
 
@@ -175,7 +184,7 @@ def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
     if plan.transport in HEAD_EXCHANGES:
         inner = plan.between_hosts(q, k)
         if inner is None:
-            return ("heads are exchanged inside of hosts, which the first call finds out",)
+            return ("heads are exchanged inside hosts; the first call finds out which ranks share one",)
         rail, inner_q, inner_k = inner
         _, rows, heads, _ = inner_q.shape
         return (
@@ -185,7 +194,7 @@ def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
             *_steps(rail, inner_q, inner_k),
             "all-to-all of heads, back",
         )
-    blocks = plan.gathers(q, k, plan.transport)
+    blocks = plan.key_blocks(q, k, plan.transport)
     if blocks:
         keys = max(block.capacity for block in blocks)
         sections = choose_sections(k.shape, q.shape[2], keys, plan.travelling_dtype(k), len(blocks))
@@ -196,8 +205,8 @@ def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
                 for block in blocks
             ),
             *(
-                f"{way}: sections of {' + '.join(map(str, heads))} KV heads"
-                for way, heads in sections._asdict().items()
+                f"{pass_name}: sections of {' + '.join(map(str, heads))} KV heads"
+                for pass_name, heads in sections._asdict().items()
             ),
         )
     return tuple(
@@ -208,7 +217,7 @@ def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
 
 
 def _scale(q: torch.Tensor, given: float | None) -> float:
-    """Return the scale, default head_dim ** -0.5. A q without a head_dim is refused later, on all ranks together."""
+    """Return the scale, default head_dim ** -0.5. If q has no head_dim, `plan_call` raises on all ranks together."""
     if isinstance(given, torch.Tensor) and given.requires_grad:
         raise ValueError(
             "softmax_scale must be a number, got a tensor that requires grad, which would get none; "
@@ -220,7 +229,7 @@ def _scale(q: torch.Tensor, given: float | None) -> float:
 
 
 def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise NotImplementedError under any other differentiation than torch's autograd."""
+    """Raise NotImplementedError under forward-mode differentiation and transforms of torch.func."""
     if any(unpack_dual(x).tangent is not None for x in (q, k, v)):
         raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
             "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."
@@ -233,7 +242,7 @@ def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
 
 
 def _sides(window_size: Sequence[int]) -> tuple[int, int]:
-    """Return (left, right), after checking that they are two integers. All ranks check the values together."""
+    """Return (left, right) after checking that they are two integers. `plan_call` checks their values."""
     sides = tuple(window_size) if isinstance(window_size, Sequence) else (window_size,)
     if len(sides) != 2 or not all(hasattr(side, "__index__") for side in sides):
         check_window_size(sides)
@@ -290,5 +299,5 @@ class RingAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Options for print(model)."""
-        cp_size, layout = self.options.place[0], self.options.layout
+        cp_size, layout = self.options.size_and_rank[0], self.options.layout
         return f"cp_size={cp_size}, causal={self.causal}, window_size={self.window_size}, layout={layout!r}"

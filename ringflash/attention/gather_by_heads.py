@@ -30,7 +30,7 @@ from torch.profiler import record_function
 
 from ringflash.attention import sections
 from ringflash.attention.gathered_buffers import GatheredKV, GradientReturn
-from ringflash.attention.inputs import evened
+from ringflash.attention.inputs import with_mean_head_dim
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Unit
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HeadGather:
-    """One attention call that gathers K/V by heads, apart from its tensors.
+    """One attention call that gathers K/V by heads, without its tensors.
 
     Args:
         blocks: keys that this rank needs, a block at a time.
@@ -57,7 +57,7 @@ class HeadGather:
         call: its number in the group.
         fp8_backward: as `ring_attention`.
         rounded: K and V travel as records in FP8; all pieces of `blocks` are whole records.
-        queries: what readers of q (in a backward of dout and out, too) must wait for; K and V need no wait.
+        queries: tokens that readers of q, and in a backward of dout and out, must wait for. K and V need no wait.
     """
 
     blocks: tuple[Gathering, ...]
@@ -73,7 +73,7 @@ class HeadGather:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention as `RingOfHops.forward` does, but each row at once, in the kernel's own precision."""
+        """Compute attention as `RingOfHops.forward` does, but with one launch per unit instead of one per hop."""
         out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
@@ -106,14 +106,15 @@ class HeadGather:
         """Barriers or batches of messages that this rank has posted, in earlier calls as well."""
         return self.memory.num_posted
 
-    def _gathered(self, way: str, k: torch.Tensor, v: torch.Tensor, num_heads: int) -> GatheredKV:
+    def _gathered(self, pass_name: str, k: torch.Tensor, v: torch.Tensor, num_heads: int) -> GatheredKV:
         def make() -> GatheredKV:
             keys = max(block.capacity for block in self.blocks)
-            operands = Operands.of(k, v, rounded=self.rounded, for_backward=way == "backward")
-            chosen = sections.choose_sections(evened(k, v).shape, num_heads, keys, operands.dtype, len(self.blocks))
-            return GatheredKV(self.memory, self.blocks, k, num_heads, getattr(chosen, way), operands)
+            operands = Operands.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
+            shape = with_mean_head_dim(k, v).shape
+            chosen = sections.choose_sections(shape, num_heads, keys, operands.dtype, len(self.blocks))
+            return GatheredKV(self.memory, self.blocks, k, num_heads, getattr(chosen, pass_name), operands)
 
-        return self._cached(way, ("kv",), k, v, num_heads, make)
+        return self._cached(pass_name, ("kv",), k, v, num_heads, make)
 
     def _cached(
         self, name: str, areas: tuple[str, ...], k: torch.Tensor, v: torch.Tensor, num_heads: int, make: Callable[[], T]
@@ -129,10 +130,10 @@ class HeadGather:
         the caller's stream waits for all of them.
         """
         masks, device = [block.mask for block in self.blocks], work.gathered.device
-        key = ("gather_by_heads", work.way, self.impl, self.deterministic, *work.gathered.widths, device)
+        key = ("gather_by_heads", work.pass_name, self.impl, self.deterministic, *work.gathered.widths, device)
         known = all(mask.is_cached(key) for mask in masks)
         in_order = not known or measuring()  # the first section builds tables that the others reuse
-        with watching(self.memory, work.way, device) as watched:
+        with watching(self.memory, work.pass_name, device) as watched:
             try:
                 run_units(work, watched, in_order)
             except BaseException:
@@ -153,7 +154,7 @@ class UnitWork:
         q: (batch, seqlen_local, num_heads, head_dim).
     """
 
-    way = ""
+    pass_name = ""
 
     def __init__(self, call: HeadGather, gathered: GatheredKV, q: torch.Tensor) -> None:
         self.call, self.gathered, self.q = call, gathered, q
@@ -169,7 +170,7 @@ class UnitWork:
         with waiting(self.gathered.device):
             self.call.memory.wait(*needed)
         if unit.block in self.seen:
-            with profiler_range(f"ringflash::{self.way}_section{unit.section}"):
+            with profiler_range(f"ringflash::{self.pass_name}_section{unit.section}"):
                 self._launch(index, unit)
 
     def _launch(self, index: int, unit: Unit) -> None:
@@ -182,7 +183,7 @@ class ForwardUnits(UnitWork):
     Between the blocks of a section the output is carried in fp32 (fp64 for fp64).
     """
 
-    way = "forward"
+    pass_name = "forward"
 
     def __init__(
         self,
@@ -213,7 +214,7 @@ class ForwardUnits(UnitWork):
         )  # fmt: skip
 
     def _states(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Memory for the output of each section: (batch, seqlen_local, heads of the section, head_dim)."""
+        """Return memory for the output of each section: (batch, seqlen_local, heads of the section, head_dim)."""
         batch, rows, _, head_dim = self.out.shape
         heads = [count * self.gathered.group for count in self.gathered.heads]
         states = [
@@ -229,7 +230,7 @@ class ForwardUnits(UnitWork):
 class BackwardUnits(UnitWork):
     """Work of one backward: each section writes its heads of `grads`, which are dq, dk and dv."""
 
-    way = "backward"
+    pass_name = "backward"
 
     def __init__(
         self,
@@ -337,9 +338,9 @@ def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool)
 
 
 def _do_nothing() -> None:
-    """Work of a lane that only waits."""
+    """Do nothing, in a lane that only waits."""
 
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
-    """Range for a profiler. Without one, a range would cost the host 13 µs."""
+    """Return a range for a profiler, empty without one: a range costs the host 13 µs."""
     return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()

@@ -124,17 +124,17 @@ class GatheredKV:
         return token
 
     def keys_values(self, index: int) -> tuple[torch.Tensor, ...]:
-        """K and V of a unit: (batch, rows gathered, heads of the section, head_dim); or its records."""
+        """Return K and V of a unit, (batch, rows gathered, heads of the section, head_dim), or its records."""
         return self.operands.unpack(self.slots[index])
 
     def query_heads(self, section: int) -> slice:
-        """The query heads that share the K/V of a section."""
+        """Return the query heads that share the K/V of a section."""
         return slice(self.first_heads[section] * self.group, self.first_heads[section + 1] * self.group)
 
     def _map_areas(self, k: torch.Tensor) -> None:
-        """Reserve the area and map it on every rank: `_areas`, `_numbers` and `words`."""
-        memory, places, operands = self.memory, (k.shape[0], self.area_lines), self.operands
-        size = math.prod(places) * k.shape[2] * operands.elements
+        """Reserve the area, map those of the owners, and view K/V and call numbers in them."""
+        memory, leading, operands = self.memory, (k.shape[0], self.area_lines), self.operands
+        size = math.prod(leading) * k.shape[2] * operands.elements
         memory.reserve("kv", HEADER_BYTES + size * operands.dtype.itemsize)
         owners = sorted({piece.owner for block in self.blocks for piece in block.pieces})
         parts = {owner: _number_and_kv(memory, owner, size, operands.dtype) for owner in owners}
@@ -144,7 +144,7 @@ class GatheredKV:
         self.own = own
         self.words = Words(own_number, [owner for owner in owners if owner != memory.rank], k.device)
         self._areas = {
-            owner: None if area is None else split_heads(area, places, self.heads, operands.shape)
+            owner: None if area is None else split_heads(area, leading, self.heads, operands.shape)
             for owner, (_, area) in parts.items()
         }
         own_sections = self._areas[memory.rank]
@@ -152,11 +152,11 @@ class GatheredKV:
         self._own_sections = own_sections
 
     def _own_slots(self) -> list[torch.Tensor]:
-        """The K/V of each section in this rank's area."""
+        """Return the K/V of each section in this rank's area."""
         return [lines[:, self.operands.lines(0, self.blocks[0].num_rows)] for lines in self._own_sections]
 
     def _buffers(self, k: torch.Tensor) -> list[torch.Tensor]:
-        """The K/V of each unit: a view of a buffer, or this rank's own part of its area."""
+        """Return the K/V of each unit: a view of a buffer, or of the area for this rank's own keys."""
         batch, count, operands = k.shape[0], self.memory.num_buffers, self.operands
         lines = [self.blocks[unit.block].num_rows // operands.keys for unit in self.units]
         units = [(unit, number, self.heads[unit.section]) for unit, number in zip(self.units, lines, strict=True)]
@@ -174,7 +174,7 @@ class GatheredKV:
         ]
 
     def _pulls(self, unit: Unit, slot: torch.Tensor) -> list[Incoming]:
-        """K/V that arrive for a unit, in pull order."""
+        """List the K/V that arrive for a unit, in pull order."""
         pulls = []
         for piece in self._in_pull_order(self.blocks[unit.block]):
             if (unit.stage is None or not self.buffered) and piece.owner == self.memory.rank:
@@ -187,7 +187,7 @@ class GatheredKV:
         return pulls
 
     def _sends(self, unit: Unit) -> list[Outgoing]:
-        """K/V of a unit that other ranks receive."""
+        """List the K/V of a unit that other ranks receive."""
         sends, block = [], self.blocks[unit.block]
         for segment, readers in zip(block.segments, block.readers, strict=True):
             first = segment.row if self.buffered else dict(readers)[self.memory.rank]
@@ -199,7 +199,7 @@ class GatheredKV:
         return sends
 
     def _add_numbers(self, block: Gathering, pulls: list[Incoming], sends: list[Outgoing]) -> None:
-        """Let the numbers of the ranks' calls travel with the first section of each block."""
+        """Add the call numbers, which travel with the first section of each block."""
         owners = sorted({piece.owner for piece in block.pieces} - {self.memory.rank})
         pulls += [Incoming(self.words.slot_of(owner), owner, self._numbers[owner]) for owner in owners]
         pulls.sort(key=lambda pull: self._distance(pull.rank))
@@ -207,7 +207,7 @@ class GatheredKV:
         sends += [Outgoing(self.words.own, reader) for reader in sorted(readers - {self.memory.rank})]
 
     def _offsets(self, batch: int) -> torch.Tensor:
-        """Offset of each head in the area, and the distance of its lines: (num_kv_heads, 2), in elements."""
+        """Return where each head begins in the area and the stride of its lines: (num_kv_heads, 2), in elements."""
         line = self.operands.elements
         return torch.tensor(
             [
@@ -218,30 +218,30 @@ class GatheredKV:
         )
 
     def _line_map(self, rows: int) -> torch.Tensor:
-        """Line of the area that each of this rank's lines is written to."""
+        """Return the line of the area to which each of this rank's lines is written: (lines,), int32."""
         operands = self.operands
         line_map = torch.empty(rows // operands.keys, dtype=torch.int32)
         for piece in self.blocks[0].pieces:
             if piece.owner == self.memory.rank:
-                there = operands.lines(self._area_row(piece), piece.size)
-                line_map[operands.lines(piece.start, piece.size)] = torch.arange(there.start, there.stop)
+                target = operands.lines(self._area_row(piece), piece.size)
+                line_map[operands.lines(piece.start, piece.size)] = torch.arange(target.start, target.stop)
         return line_map
 
     def _records(self, batch: int) -> torch.Tensor:
-        """Number in the area of each of this rank's records: (batch, lines, num_kv_heads)."""
+        """Return the index in the area of each of this rank's records: (batch, lines, num_kv_heads)."""
         lines = torch.arange(batch, device=self.device)[:, None] * self.area_lines + self.line_map
         return (self.head_offsets[:, 0] + lines[..., None] * self.head_offsets[:, 1]) // self.operands.elements
 
     def _area_row(self, piece: Piece) -> int:
-        """First row of a piece in its owner's area."""
-        return piece.start if self.buffered else piece.there
+        """Return the first row of a piece in its owner's area."""
+        return piece.start if self.buffered else piece.owner_row
 
     def _in_pull_order(self, block: Gathering) -> list[Piece]:
-        """Pieces from the next rank on, so that ranks do not all read from rank 0 first. Local pieces are last."""
+        """Sort pieces from the next rank on, so that ranks do not all read from rank 0 first. Local pieces are last."""
         return sorted(block.pieces, key=lambda piece: self._distance(piece.owner))
 
     def _distance(self, owner: int) -> tuple[bool, bool, int]:
-        """Sort key of owners, from the next rank round to this one."""
+        """Return the sort key of an owner: from the next rank round to this one."""
         return owner <= self.memory.rank, owner == self.memory.rank, owner
 
 
@@ -268,7 +268,7 @@ class GradientReturn:
             )
         batches = sections.return_batches(len(self._units), self.num_buffers)
         self.batches = {batch[-1]: batch for batch in batches}  # by the stage after which they return
-        self._map_areas(k)
+        self._map_areas()
         readers = [
             [[reader for reader in row if reader.rank != self.memory.rank] for row in block.readers] for block in blocks
         ]
@@ -307,9 +307,9 @@ class GradientReturn:
         ]
 
     def freed(self, index: int, ended: list[Token]) -> list[Token]:
-        """Return what must have ended before the kernel of a unit writes to its buffer.
+        """Return the tokens that the kernel of a unit waits for before it overwrites its buffer.
 
-        In a call of one block, the section waits for that when it begins.
+        In a call of one block there are none, since the section has waited when it began.
 
         Args:
             ended: returns so far, by stage.
@@ -320,9 +320,9 @@ class GradientReturn:
         return [ended[stage - self.num_buffers]]
 
     def collect(self, index: int, dk: torch.Tensor, dv: torch.Tensor, impl: str) -> None:
-        """Return the gradients of the batch that ends with this unit, if one does, and sum dk and dv of its heads.
+        """If a batch of returns ends with this unit, pull its gradients and sum dk and dv of its heads.
 
-        Gradients are copied before they are added: an addition that reads a peer's memory would occupy SMs as long.
+        Gradients are copied before they are added: an addition that reads a peer's memory would hold SMs for as long.
         """
         last = self.gathered.units[index].stage
         batch = () if last is None else self.batches.get(last, ())
@@ -338,7 +338,7 @@ class GradientReturn:
             sums = (dk[:, :, heads], dv[:, :, heads]) if final else own.split(self.gathered.widths, 3)
             collect(impl, own, partial, self.sources[unit.block], self.max_readers[unit.block], *sums)
 
-    def _map_areas(self, k: torch.Tensor) -> None:
+    def _map_areas(self) -> None:
         """Reserve the gradient buffers of this rank and map those of its readers."""
         line = self._batch * self.gathered.line
         sizes = [line * self.gathered.blocks[unit.block].capacity * self._heads(unit) for unit in self._units]
@@ -351,7 +351,7 @@ class GradientReturn:
         }
 
     def _own_sums(self, k: torch.Tensor) -> list[torch.Tensor]:
-        """The sum of the gradients of this rank's own keys, for each section: (batch, rows, heads, line)."""
+        """Return the sums of gradients of this rank's own keys, for each section: (batch, rows, heads, line)."""
         line, heads = self._batch * self._rows * self.gathered.line, self.gathered.heads
         buffers = [
             buffer(f"dkv.sum.{index}", (line * most,), self.dtype, k.device)
@@ -366,12 +366,12 @@ class GradientReturn:
         return self.gathered.heads[unit.section]
 
     def _stages(self, unit: Unit) -> dict[int, torch.Tensor | None]:
-        """The buffer of a unit on each reader: (batch, rows, heads, line); None if out of reach."""
+        """Return the buffer of a unit on each reader, (batch, rows, heads, line); None if it cannot be mapped."""
         assert unit.stage is not None
-        index, places = unit.stage % self.num_buffers, (self._batch, self.gathered.blocks[unit.block].capacity)
+        index, leading = unit.stage % self.num_buffers, (self._batch, self.gathered.blocks[unit.block].capacity)
         heads, line = (self._heads(unit),), (self.gathered.line,)
         return {
-            rank: None if area is None else split_heads(area.split(self._sizes)[index], places, heads, line)[0]
+            rank: None if area is None else split_heads(area.split(self._sizes)[index], leading, heads, line)[0]
             for rank, area in self._areas.items()
         }
 
@@ -382,7 +382,7 @@ class GradientReturn:
         stages: dict[int, torch.Tensor | None],
         block: Gathering,
     ) -> list[Incoming]:
-        """Gradients of this rank's rows that arrive from readers, in the same order as K/V."""
+        """List the gradients of this rank's rows that arrive from readers, in the order of K/V."""
         pulls, rank, batch = [], self.memory.rank, self._batch
         for part, row, segment in zip(received, readers, block.segments, strict=True):
             targets = part.view(len(row), batch, segment.size, *part.shape[1:])
@@ -394,33 +394,35 @@ class GradientReturn:
         return sorted(pulls, key=lambda pull: (pull.rank <= rank, pull.rank))
 
     def _sends(self, own: torch.Tensor, block: Gathering) -> list[Outgoing]:
-        """Gradients that other owners receive."""
+        """List the gradients that other owners receive."""
         pieces = [piece for piece in block.pieces if piece.owner != self.memory.rank]
-        return [Outgoing(sequence[_rows(piece.row, piece)], piece.owner) for piece in pieces for sequence in own]
+        return [
+            Outgoing(sequence[piece.row : piece.row + piece.size], piece.owner) for piece in pieces for sequence in own
+        ]
 
 
 def split_heads(
-    area: torch.Tensor, places: tuple[int, ...], heads: tuple[int, ...], line: tuple[int, ...]
+    area: torch.Tensor, leading: tuple[int, ...], heads: tuple[int, ...], line: tuple[int, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Views of consecutive parts of an area, one for each section: (*places, heads of the section, *line)."""
-    sizes = [math.prod((*places, count, *line)) for count in heads]
+    """Return views of consecutive pieces of an area, one for each section: (*leading, heads of the section, *line)."""
+    sizes = [math.prod((*leading, count, *line)) for count in heads]
     parts = area[: sum(sizes)].split(sizes)
-    return tuple(part.view(*places, count, *line) for part, count in zip(parts, heads, strict=True))
+    return tuple(part.view(*leading, count, *line) for part, count in zip(parts, heads, strict=True))
 
 
 def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> torch.Tensor:
-    """Rows at which the gradients of each of this rank's rows are found, as `ringflash_kernels.api.collect` takes them.
+    """Return the rows at which `ringflash_kernels.api.collect` finds the gradients of each of this rank's rows.
 
     Args:
-        lines: rows received for each segment, one segment after another.
+        lines: number of rows received for each segment.
     """
     sources = torch.empty(4, rows, dtype=torch.int32)
     firsts = accumulate(lines, initial=0)
     for segment, readers, first in zip(gathering.segments, gathering.readers, firsts, strict=False):
         own = sources[:, segment.row : segment.row + segment.size]
-        places = torch.arange(segment.size)
-        own[0] = dict(readers).get(rank, segment.row) + places
-        own[1] = first + places
+        offsets = torch.arange(segment.size)
+        own[0] = dict(readers).get(rank, segment.row) + offsets
+        own[1] = first + offsets
         own[2:] = torch.tensor([[segment.size], [sum(reader.rank != rank for reader in readers)]])
     return sources
 
@@ -428,10 +430,6 @@ def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> to
 def _number_and_kv(
     memory: PeerMemory, owner: int, size: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The number of the call and the K/V in a rank's area; None if the area is out of reach."""
+    """Return the number of the call and the K/V in a rank's area; None if the area cannot be mapped."""
     area = memory.view("kv", owner, (HEADER_BYTES + size * dtype.itemsize,), torch.uint8)
     return (None, None) if area is None else (area[:8].view(torch.int64), area[HEADER_BYTES:].view(dtype))
-
-
-def _rows(first: int, piece: Piece) -> slice:
-    return slice(first, first + piece.size)

@@ -3,16 +3,16 @@
     to the host    own rows, all heads            -> area "heads" -> copies -> rows of the host, a share of the heads
     to the ranks   rows of the host, a share ...  -> area "rows"  -> copies -> own rows, all heads
 
-A rank writes its tensors to an area, joins a barrier, and copies from the areas of the others what it needs. One area
-is for each direction, so a call needs no other barrier: a rank that joins the barrier of one direction has ended its
-copies of the other one, and may overwrite its area of that after the barrier. Over messages the areas are local, and
-messages order the ranks.
+`ulysses.py` calls it around attention between hosts. A rank writes its tensors to an area, joins a barrier, and copies
+what it needs from the areas of the others. Each direction has its own area, so one barrier per direction is enough: a
+rank that joins it has finished its copies of the other direction, whose area may then be overwritten. Over messages
+the areas are local, and the messages order the ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,8 +31,8 @@ from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash.sequence.layout import chunks_of_rank
 
 
-class Part(NamedTuple):
-    """Shape of what one rank of a host sends another of one tensor; `rows` are the rows of a rank."""
+class Share(NamedTuple):
+    """Shape of the share of one tensor that a rank sends to another rank of its host; `rows` are the rows of a rank."""
 
     batch: int
     rows: int
@@ -42,137 +42,145 @@ class Part(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes, rounded up so that the next part is aligned."""
+        """Bytes, rounded up so that the next share is aligned."""
         size = self.batch * self.rows * self.heads * self.width * self.dtype.itemsize
         return -(-size // HEADER_BYTES) * HEADER_BYTES
 
 
-def area_bytes(size: int, parts: Sequence[Part]) -> int:
-    """Return the bytes of an area that holds these parts for each of `size` ranks."""
+def area_bytes(size: int, parts: Sequence[Share]) -> int:
+    """Return the bytes of an area that holds these shares for each of `size` ranks."""
     return HEADER_BYTES + size * sum(part.num_bytes for part in parts)
 
 
 class HeadExchange:
-    """Both directions of one pass of a call.
+    """All-to-alls of heads in one pass of a call: of its inputs to the host, and of its results to the ranks.
 
     Args:
         memory: areas of the ranks of the host.
         members: these ranks in the group.
-        channel: transport with whose calls the watchdog sees this one.
+        channel: transport among whose calls the watchdog counts this one.
         layout: layout of the rows.
-        way: "forward" or "backward".
+        pass_name: "forward" or "backward".
         call: number of the call; it travels with the first tensors.
     """
 
     def __init__(
-        self, memory: PeerMemory, members: tuple[int, ...], channel: Transport, layout: str, way: str, call: CallNumber
-    ) -> None:
-        self.memory, self.members, self.channel, self.way, self.call = memory, members, channel, way, call
+        self, memory: PeerMemory, members: tuple[int, ...], channel: Transport, layout: str, pass_name: str,
+        call: CallNumber,
+    ) -> None:  # fmt: skip
+        self.memory, self.members, self.channel, self.pass_name, self.call = memory, members, channel, pass_name, call
         self.num_chunks = chunks_of_rank(layout)
 
     def to_host(self, first: Sequence[Tensor], rest: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Token]:
         """Exchange tensors for the host's rows of this rank's share of the heads.
 
         Args:
-            first, rest: (batch, rows, all heads, any), each.
+            first, rest: (batch, rows, all heads, any) each; the current stream waits only for `first`.
         Returns:
-            first, rest: (batch, rows of the host, heads / ranks, any), each, contiguous; rows by position. They are
-                valid until the next exchange.
-            arrived: what readers of `rest` must wait for.
+            first, rest: (batch, rows of the host, heads / ranks, any) each, contiguous, rows ordered by position. They
+                are overwritten by the next exchange.
+            arrived: token that readers of `rest` must wait for.
         """
         size, memory, device = len(self.members), self.memory, first[0].device
-        parts = [Part(x.shape[0], x.shape[1], x.shape[2] // size, x.shape[3], x.dtype) for x in (*first, *rest)]
-        passage = self._passage("heads", parts, len(first), device)
-        passage.words.write(self.call)
-        passage.fill(*first, *rest)
-        with watching(self.channel, self.way, device) as watched, waiting(device):
-            self._move(passage, watched)
-            arrived = memory.run_in_lane("pull", passage.moves[1], [], urgent=True)
-            on_host = passage.words.for_host(self.call)
+        parts = [Share(x.shape[0], x.shape[1], x.shape[2] // size, x.shape[3], x.dtype) for x in (*first, *rest)]
+        all_to_all = self._all_to_all("heads", parts, len(first), device)
+        all_to_all.words.write(self.call)
+        all_to_all.fill(*first, *rest)
+        with watching(self.channel, self.pass_name, device) as watched, waiting(device):
+            self._move(all_to_all, watched)
+            arrived = memory.run_in_lane("pull", all_to_all.moves[1], [], urgent=True)
+            on_host = all_to_all.words.for_host(self.call)
             if on_host is not None:
-                on_host.copy_(passage.words.arrived, non_blocking=True)
-                senders = [self.members[sender] for sender in passage.words.senders]
+                on_host.copy_(all_to_all.words.arrived, non_blocking=True)
+                senders = [self.members[sender] for sender in all_to_all.words.senders]
                 call_numbers.expect(memory.group, memory.mark(), self.call, on_host, senders)
-        tensors = passage.arrived()
+        tensors = all_to_all.arrived()
         return tensors[: len(first)], tensors[len(first) :], arrived
 
     def to_ranks(self, *tensors: Tensor) -> list[Tensor]:
         """Return this rank's rows of all heads, new and contiguous: the inverse of `to_host`."""
         size, device = len(self.members), tensors[0].device
-        parts = [Part(x.shape[0], x.shape[1] // size, x.shape[2], x.shape[3], x.dtype) for x in tensors]
-        passage = self._passage("rows", parts, len(parts), device)
-        passage.fill(*tensors)
-        with watching(self.channel, self.way, device) as watched, waiting(device):
-            self._move(passage, watched)
-        return passage.arrived()
+        parts = [Share(x.shape[0], x.shape[1] // size, x.shape[2], x.shape[3], x.dtype) for x in tensors]
+        all_to_all = self._all_to_all("rows", parts, len(parts), device)
+        all_to_all.fill(*tensors)
+        with watching(self.channel, self.pass_name, device) as watched, waiting(device):
+            self._move(all_to_all, watched)
+        return all_to_all.arrived()
 
-    def _move(self, passage: Passage, watched: CallInFlight | Unwatched) -> None:
-        """Run the barrier and the first transfer in a lane, since batches of copies need one, and wait for them."""
+    def _move(self, all_to_all: AllToAll, watched: CallInFlight | Unwatched) -> None:
+        """Run the barrier and the first transfer in a lane, which batched copies need, and wait for them."""
 
         def move() -> None:
             self.memory.barrier(BEGIN)
-            passage.moves[0]()
+            all_to_all.moves[0]()
 
         moved = self.memory.run_in_lane("pull", move, [self.memory.mark()], urgent=True)
-        watched.reach(moved, "for {} of the ranks {} of its host", passage.area, self.members)
+        watched.reach(moved, "for {} of the ranks {} of its host", all_to_all.area, self.members)
         self.memory.wait(moved)
 
-    def _passage(self, area: str, parts: list[Part], num_first: int, device: torch.device) -> Passage:
+    def _all_to_all(self, area: str, parts: list[Share], num_first: int, device: torch.device) -> AllToAll:
         arguments = len(self.members), area, self.num_chunks, tuple(parts), num_first, device
-        return self.memory.keep(arguments, (area,), lambda: Passage(self.memory, *arguments))
+        return self.memory.keep(arguments, (area,), lambda: AllToAll(self.memory, *arguments))
 
 
-class Passage:
-    """Tensors that the ranks of a host exchange together in one direction, and their copies, listed once.
+class AllToAll:
+    """One all-to-all between the ranks of a host, whose copies are listed once and repeated for later calls.
 
-    In an area "heads", and when they arrive from areas "rows", tensors are *by rank*: (ranks, batch, chunks, rows,
-    heads, width). In an area "rows", and when they arrive from areas "heads", they are *by position*: (batch, chunks,
-    ranks, rows, heads, width). The chunks of a host's ranks are contiguous runs, and in every second run they descend
-    with the rank.
+    Tensors are stored *by rank*, (ranks, batch, chunks, rows, heads, width), in an area "heads", and after they arrive
+    from areas "rows". They are stored *by position*, (batch, chunks, ranks, rows, heads, width), in an area "rows", and
+    after they arrive from areas "heads". The chunks of a host's ranks are contiguous runs; in every second run they
+    are in descending order of ranks.
 
     Args:
         memory: areas of the ranks of the host.
         size: number of these ranks.
         area: "heads" or "rows".
         num_chunks: chunks of a rank.
-        parts: what a rank sends another of each tensor.
+        parts: share of each tensor.
         num_first: number of tensors that travel with the first of two transfers.
     """
 
     def __init__(
-        self, memory: PeerMemory, size: int, area: str, num_chunks: int, parts: tuple[Part, ...], num_first: int,
+        self, memory: PeerMemory, size: int, area: str, num_chunks: int, parts: tuple[Share, ...], num_first: int,
         device: torch.device,
     ) -> None:  # fmt: skip
         self.size, self.num_chunks, self.parts = size, num_chunks, parts
         self.area, self.to_host = area, area == "heads"
-        rank, num_bytes = memory.rank, area_bytes(size, parts)
+        num_bytes = area_bytes(size, parts)
         memory.reserve(area, num_bytes)
         areas = {peer: memory.view(area, peer, (num_bytes,), torch.uint8) for peer in range(size)}
-        own = areas[rank]
+        own = areas[memory.rank]
         assert own is not None
         self.received = self._tensors(buffer("heads", (num_bytes,), torch.uint8, device), not self.to_host)
         self.own = self._tensors(own, self.to_host)
-        self.words = Words(own[:8].view(torch.int64), [peer for peer in areas if peer != rank], device)
+        self.words = Words(own[:8].view(torch.int64), [peer for peer in areas if peer != memory.rank], device)
+        self.moves = self._list_transfers(memory, areas, num_first)
+
+    def _list_transfers(
+        self, memory: PeerMemory, areas: dict[int, Tensor | None], num_first: int
+    ) -> list[Callable[[], None]]:
+        """List both transfers: that of the first tensors and the call numbers, and that of the other tensors."""
+        rank, size = memory.rank, self.size
         peers = [*range(rank + 1, size), *range(rank), rank]  # from the next rank on; own copies need SMs, so last
         pulls: tuple[list[Incoming], list[Incoming]] = [], []
         sends: tuple[list[Outgoing], list[Outgoing]] = [], []
         for peer in peers:
             theirs = areas[peer]
             sources = None if theirs is None else self._tensors(theirs, self.to_host)
-            for place, target in enumerate(self.received):
-                later, targets = place >= num_first, self._pieces(target, peer, not self.to_host)
+            for index, target in enumerate(self.received):
+                later, targets = index >= num_first, self._pieces(target, peer, not self.to_host)
                 mine: Sequence[Tensor | None] = [None] * len(targets)
                 if sources is not None:
-                    mine = self._pieces(sources[place], rank, self.to_host)
+                    mine = self._pieces(sources[index], rank, self.to_host)
                 pulls[later].extend(Incoming(x, peer, source) for x, source in zip(targets, mine, strict=True))
                 if peer != rank:
-                    pieces = self._pieces(self.own[place], peer, self.to_host)
+                    pieces = self._pieces(self.own[index], peer, self.to_host)
                     sends[later].extend(Outgoing(x, peer) for x in pieces)
             if peer != rank and self.to_host:
                 number = None if theirs is None else theirs[:8].view(torch.int64)
                 pulls[0].append(Incoming(self.words.slot_of(peer), peer, number))
                 sends[0].append(Outgoing(self.words.own, peer))
-        self.moves = [memory.make_transfer(*both, f"exchanged {area}") for both in zip(pulls, sends, strict=True)]
+        return [memory.make_transfer(*both, f"exchanged {self.area}") for both in zip(pulls, sends, strict=True)]
 
     def fill(self, *tensors: Tensor) -> None:
         """Write this rank's tensors to its area."""
@@ -183,24 +191,24 @@ class Passage:
                 own.copy_(x.unflatten(1, own.shape[1:4]))
 
     def arrived(self) -> list[Tensor]:
-        """Return what has arrived, as (batch, rows, heads, width): views of a buffer by position, else new tensors."""
+        """Return the received tensors, (batch, rows, heads, width): views of a buffer if by position, else new ones."""
         if self.to_host:
             return [x.flatten(1, 3) for x in self.received]
         return [x.movedim(0, 3).flatten(3, 4).flatten(1, 2).contiguous() for x in self.received]
 
     def _tensors(self, area: Tensor, by_rank: bool) -> list[Tensor]:
-        """Views of an area, one of each part."""
+        """Return a view of an area for each tensor."""
         starts = accumulate((self.size * part.num_bytes for part in self.parts), initial=HEADER_BYTES)
         views = []
         for start, part in zip(starts, self.parts, strict=False):
-            places = (self.size, part.batch, self.num_chunks)
-            shape = (*(places if by_rank else (*places[1:], self.size)), part.rows // self.num_chunks, *part[2:4])
+            leading = (self.size, part.batch, self.num_chunks) if by_rank else (part.batch, self.num_chunks, self.size)
+            shape = (*leading, part.rows // self.num_chunks, *part[2:4])
             flat = area[start : start + math.prod(shape) * part.dtype.itemsize].view(part.dtype)
             views.append(flat.view(shape))
         return views
 
     def _pieces(self, x: Tensor, rank: int, by_rank: bool) -> list[Tensor]:
-        """Contiguous parts of one rank, by sequence of the batch and chunk."""
+        """Return the contiguous pieces of one rank, ordered by sequence of the batch and by chunk."""
         if by_rank:
             return [chunk for sequence in x[rank] for chunk in sequence]
         last = self.size - 1

@@ -65,15 +65,15 @@ def pad_values(k: Tensor, v: Tensor) -> Tensor:
     return pad(v, (0, missing)) if missing > 0 else v
 
 
-def evened(k: Tensor, v: Tensor) -> Tensor:
-    """Return k cut to half of the columns of k and v: its shape says how much both take together."""
+def with_mean_head_dim(k: Tensor, v: Tensor) -> Tensor:
+    """Return k cut to the mean head_dim of k and v, so that buffers are planned for the size of both."""
     return k if k.shape == v.shape else k[..., : (k.shape[-1] + v.shape[-1]) // 2]
 
 
 def make_addressable(x: Tensor) -> Tensor:
     """Return x if kernels can read it: unit stride along head_dim, others multiples of 16 bytes. Otherwise copy it."""
     if x.dim() != 4:
-        return x  # refused later
+        return x  # `check_inputs` raises later
     strides, itemsize = x.stride(), x.element_size()
     if strides[3] == 1 and x.data_ptr() % 16 == 0:
         outer = zip(strides[:3], x.shape, strict=False)

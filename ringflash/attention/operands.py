@@ -14,16 +14,16 @@ from ringflash_kernels.api import KEYS_OF_RECORD, BackwardPass, record_bytes
 
 @dataclass(frozen=True)
 class Operands:
-    """Lines of K and V for one pass. A line is K and V of one head: of one key, or of the 128 keys of a record.
+    """Form of K and V in one pass. They consist of lines: K and V of one head, of one key or of a record's 128 keys.
 
-    The owner makes the records of its keys. So other ranks receive half the bytes, and every rank the same bits.
+    Owners make the records of their keys, so other ranks receive half the bytes, and all ranks the same bits.
 
     Args:
         rounded: lines are records.
-        for_backward: those of a backward, which hold V in another order.
-        keys: keys of a line.
-        shape: of a line.
-        dtype: of a line.
+        for_backward: records are those of a backward, which hold V in another order.
+        keys: keys per line.
+        shape: shape of a line.
+        dtype: dtype of a line.
         widths: head_dim of k and of v.
     """
 
@@ -36,14 +36,14 @@ class Operands:
 
     @classmethod
     def of(cls, k: torch.Tensor, v: torch.Tensor, *, rounded: bool, for_backward: bool) -> Operands:
-        """Return the form of K and V like these: (batch, seqlen, num_kv_heads, head_dim)."""
+        """Return the form of these k and v: (batch, seqlen, num_kv_heads, head_dim)."""
         widths = k.shape[3], v.shape[3]
         if rounded:
             return cls(True, for_backward, KEYS_OF_RECORD, (record_bytes(k.shape[3]),), torch.uint8, widths)
         return cls(False, for_backward, 1, (sum(widths),), k.dtype, widths)
 
     def lines_of(self, k: torch.Tensor) -> tuple[int, ...]:
-        """Shape of the lines of k: (batch, lines, num_kv_heads, *shape); the last line may be padded."""
+        """Return the shape of the lines of k: (batch, lines, num_kv_heads, *shape); the last line may be padded."""
         return k.shape[0], -(-k.shape[1] // self.keys), k.shape[2], *self.shape
 
     @property
@@ -52,7 +52,7 @@ class Operands:
         return math.prod(self.shape)
 
     def lines(self, first: int, size: int) -> slice:
-        """Lines of the keys [first, first + size), which are whole lines."""
+        """Return the lines of the keys [first, first + size), which must be whole lines."""
         return slice(first // self.keys, (first + size) // self.keys)
 
     def pack(self, k: torch.Tensor, v: torch.Tensor, kernel: ModuleType, out: torch.Tensor) -> None:

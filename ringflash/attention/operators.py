@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ringflash.attention.inputs import evened
+from ringflash.attention.inputs import with_mean_head_dim
 from ringflash.attention.options import RingOptions
 from ringflash.attention.plan import CallArguments, signature
 from ringflash.attention.ring_call import RingCall
@@ -65,7 +65,7 @@ def _forward(
             checksum = agreement.agree(options.group, content, call.error, q.device, call=call.number)
             call.number = call.number._replace(checksum=checksum)
         row_max = _empty_row_max(q, fp8_backward, grad_flags)
-        out, lse = call.start(q, evened(k, v)).forward(q, k, v, row_max if row_max.numel() else None)
+        out, lse = call.start(q, with_mean_head_dim(k, v)).forward(q, k, v, row_max if row_max.numel() else None)
         record = torch.tensor((call.number.number, *(call.checked.mask.cu_seqlens or ())), dtype=torch.int64)
         return out, lse, row_max, record
 
@@ -121,7 +121,9 @@ def _gradients(
         q, k, v, dout = call.plan((q, k, v, dout), tuple(bounds) or None, arguments)
         if options.group is not None:
             agreement.agree_on_backward(options.group, call.number, call.error, q.device)
-        return call.start(q, evened(k, v)).backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
+        return call.start(q, with_mean_head_dim(k, v)).backward(
+            dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None
+        )
 
 
 ring_attention_backward = torch.library.custom_op("ringflash::ring_attention_backward", _gradients, mutates_args=())
@@ -166,7 +168,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Call `ring_attention`, at less cost to the host: torch takes 200 µs to get from an operator to its gradient."""
+    """Call `ring_attention` through `_Attention`: torch takes 200 µs from a registered operator to its gradient."""
     if torch.compiler.is_compiling():
         out, lse, *_ = ring_attention(*inputs)
     else:

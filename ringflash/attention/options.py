@@ -1,4 +1,4 @@
-"""Options of ring attention: the only place where they are listed."""
+"""Options of ring attention, listed only here: every public call fills in a `RingOptions`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ class RingOptions(NamedTuple):
         return "" if self.group is None else self.group.group_name
 
     @property
-    def place(self) -> tuple[int, int]:
+    def size_and_rank(self) -> tuple[int, int]:
         """(cp_size, cp_rank)."""
         return (1, 0) if self.group is None else (self.group.size(), self.group.rank())

@@ -71,52 +71,59 @@ class CallPlan:
     transport_reason: str = ""
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Number of ranks that the sequence is divided among, and the place of this one."""
-        size, rank = self.options.place
+    def size_and_rank(self) -> tuple[int, int]:
+        """Number of ranks that share the sequence, and the index of this rank among them."""
+        size, rank = self.options.size_and_rank
         return (len(self.members), self.members.index(rank)) if self.members else (size, rank)
 
     @property
     def schedule(self) -> Schedule:
         """Hops of this rank."""
-        return schedule.build(self.mask, *self.place, self.options.layout)
+        return schedule.build(self.mask, *self.size_and_rank, self.options.layout)
 
     @property
     def gathering(self) -> Gathering:
         """Keys that this rank gathers by heads."""
-        return schedule.gather(self.mask, *self.place, self.options.layout, self.keys_of_line)
+        return schedule.plan_gather(self.mask, *self.size_and_rank, self.options.layout, self.keys_of_line)
 
     @property
     def keys_of_line(self) -> int:
-        """Keys that an all-gather by heads moves together: those of a record in FP8, if chunks consist of them; or 1.
+        """Keys of a line: 128 if an FP8 call sends records, otherwise 1.
 
-        Other chunks travel as they are, and each rank rounds what it has gathered.
+        If chunks do not consist of whole records, K/V travel in their own dtype, and each rank rounds what it gathers.
         """
-        layout, cp_size = self.options.layout, self.place[0]
+        layout, cp_size = self.options.layout, self.size_and_rank[0]
         fits = rounds(self.impl) and schedule.consists_of(self.mask, cp_size, layout, KEYS_OF_RECORD)
         return KEYS_OF_RECORD if fits else 1
 
     def travelling_dtype(self, k: Tensor) -> torch.dtype:
-        """Dtype of K and V on their way."""
+        """Dtype in which K and V travel."""
         return torch.uint8 if self.keys_of_line > 1 else k.dtype
 
-    def gathers(self, q: Tensor, k: Tensor, transport: str | None) -> tuple[Gathering, ...]:
+    def key_blocks(self, q: Tensor, k: Tensor, transport: str | None) -> tuple[Gathering, ...]:
         """Blocks of keys that this rank gathers by heads, the same on every rank; none if a ring of hops is used."""
         if not self.gathers_by_heads(transport):
             return ()
         whole, layout = self.gathering, self.options.layout
-        steps = len(schedule.active_steps(self.mask, self.place[0], layout))
+        steps = len(schedule.active_steps(self.mask, self.size_and_rank[0], layout))
         sizes = choose_blocks(
-            k.shape, q.shape[2], whole.capacity, whole.arriving, whole.pairs, steps, self.travelling_dtype(k), transport
+            k.shape,
+            q.shape[2],
+            whole.capacity,
+            whole.returned_rows,
+            whole.pairs,
+            steps,
+            self.travelling_dtype(k),
+            transport,
         )
-        return schedule.gather_blocks(self.mask, *self.place, layout, sizes, self.keys_of_line)
+        return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, sizes, self.keys_of_line)
 
     def gathers_by_heads(self, transport: str | None) -> bool:
         """True on GPUs, False on CPUs and for a single process."""
         return transport not in (None, "gloo")
 
     def open(self, q: Tensor, k: Tensor, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
-        """Return the algorithm that carries the call out. Opens the transport, on all ranks together."""
+        """Open the transport, a collective call, and return the algorithm that runs the call."""
         group: dist.ProcessGroup | None = self.options.group
         plan = self
         if group is not None and self.transport == UNDECIDED:
@@ -131,17 +138,15 @@ class CallPlan:
         return plan._open_ring(group, q, k, call)
 
     def between_hosts(self, q: Tensor, k: Tensor) -> tuple[CallPlan, Tensor, Tensor] | None:
-        """Return the plan of attention between hosts, and q and k without data, as it gets them.
+        """Return the plan of attention between hosts, and its q and k on the meta device.
 
         None if the call exchanges no heads, or its hosts are not known yet.
         """
         split = split_of(self.transport, self.options.group)
         if split is None:
             return None
-        rail, kv_heads = (
-            self.rail(split, message_transport(q.device)),
-            shared_kv_heads(split.num_gpus, q.shape[2], k.shape[2]),
-        )
+        rail = self.rail(split, message_transport(q.device))
+        kv_heads = shared_kv_heads(split.num_gpus, q.shape[2], k.shape[2])
         q, k = (
             x.new_empty(x.shape[0], x.shape[1] * split.num_gpus, heads // split.num_gpus, x.shape[3], device="meta")
             for x, heads in ((q, q.shape[2]), (k, len(kv_heads)))
@@ -149,8 +154,8 @@ class CallPlan:
         return rail, q, k
 
     def rail(self, split: HostSplit, transport: str) -> CallPlan:
-        """Return the plan of attention between hosts, on tensors that have the rows of a host."""
-        members = split.rail_of(self.options.place[1])
+        """Return the plan of attention between hosts, whose tensors have all rows of a host."""
+        members = split.rail_of(self.options.size_and_rank[1])
         return replace(self, transport=transport if split.num_hosts > 1 else None, members=members)
 
     def _open_ulysses(
@@ -158,7 +163,7 @@ class CallPlan:
     ) -> RingOfHops | HeadGather | Ulysses:
         assert self.transport is not None
         split = split_of(self.transport, group) or find_split(group)
-        check_heads(q.shape[2], split.num_gpus, self.transport)  # again: the split may have been found just now
+        check_heads(q.shape[2], split.num_gpus, self.transport)  # `plan_call` cannot if the split is found only here
         rail = self.rail(split, message_transport(q.device))
         if split.num_gpus == 1:
             return rail._open_ring(group, q, k, call)
@@ -175,7 +180,7 @@ class CallPlan:
         channel = None if group is None or self.transport is None else open_transport(self.transport, group)
         if isinstance(channel, PointToPoint) and self.members:
             channel = channel.among(self.members)
-        blocks = self.gathers(q, k, transport_name(channel))
+        blocks = self.key_blocks(q, k, transport_name(channel))
         rest = self.impl, self.softmax_scale, self.options.deterministic, call, self.options.fp8_backward
         if channel is not None and blocks:
             memory = message_memory(channel, q.device) if isinstance(channel, PointToPoint) else channel
@@ -210,7 +215,7 @@ def plan_call(
             f"softmax_scale must be positive and finite, got {softmax_scale}; leave it out for "
             "head_dim ** -0.5, or give q the sign."
         )
-    cp_size, _ = options.place
+    cp_size, _ = options.size_and_rank
     bounds = document_bounds(cu_seqlens, q) if isinstance(cu_seqlens, Tensor) else cu_seqlens
     mask = SequenceMask(q.shape[1] * cp_size, causal, (left, right), bounds)
     check_layout(mask.seqlen, cp_size, options.layout, bounds)
@@ -257,7 +262,7 @@ def _prefer_hosts(transport: str | None, options: RingOptions, q: Tensor) -> tup
     if group is None:
         return transport, "one process"
     if transport in ("copy_engine", UNDECIDED):
-        return transport, "all ranks are in reach" if transport == "copy_engine" else "decided by the first call"
+        return transport, "all GPUs have peer access" if transport == "copy_engine" else "decided by the first call"
     if options.layout == "balanced":
         return transport, "layout 'balanced' sends few keys between hosts by itself"
     split = known_split(group)
@@ -302,7 +307,7 @@ def _check_pair(q: Tensor, k: Tensor, grad_flags: int) -> None:
 
 
 def _choose_impl(impl: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
-    """The implementation and the reason for it, after checking that it can take the inputs."""
+    """Return the implementation and the reason for it, after checking that it can take the inputs."""
     if impl == "auto":
         return choose_impl(q, k, v)
     if impl not in IMPLS:
@@ -312,5 +317,5 @@ def _choose_impl(impl: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
 
 
 def _digest(values: tuple[int, ...]) -> str:
-    """The bounds themselves if there are few of them, else their number and a checksum."""
+    """Return the bounds themselves if there are few, otherwise their number and a checksum."""
     return str(values) if len(values) <= 8 else f"{len(values)} bounds, checksum {hash(values) & 0xFFFFFFFF:08x}"

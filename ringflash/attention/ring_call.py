@@ -1,6 +1,6 @@
 """One call of a group on this rank, from its lock to its end.
 
-A single process takes the same way, without lock, number or comparison.
+`operators.py` makes one `RingCall` per forward and backward. A single process needs no lock, number or comparison.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _last_streams: dict[torch.device, torch.cuda.Stream] = {}  # stream of the last 
 class RingCall:
     """One call: plan it, compare it with the other ranks' if it sends, then start it.
 
-    Calls that send share their buffers and have one order on all ranks. So one thread makes them at a time, each has a
-    number, and an error in one is remembered: the next call is refused unless all ranks stopped alike.
+    Calls that send share their buffers, and must have the same order on all ranks. So only one thread at a time makes
+    them, each has a number, and an error is recorded: the next call is refused unless all ranks failed alike.
 
     Args:
         group: None for a single process.
         device: device of the tensors.
-        forward: in a backward, the number of its forward.
+        forward: number of the forward, if the call is a backward.
     Raises:
-        RuntimeError: K/V of an earlier call were mixed.
+        RuntimeError: the ranks made earlier calls in different orders.
     """
 
     __slots__ = ("_autocast", "_lock", "_plan", "_tracked", "device", "error", "forward", "group", "number")
@@ -74,7 +74,9 @@ class RingCall:
         """Check the call. If it sends, an error is kept in `error`, to be raised on all ranks together.
 
         Args:
-            tensors: q, k, v and any others; as kernels can read them on return.
+            tensors: q, k, v and any others.
+        Returns:
+            tensors: each copied if kernels cannot read its strides.
         """
         if self.error is not None:
             return tensors
@@ -96,7 +98,7 @@ class RingCall:
         return self._plan
 
     def start(self, q: Tensor, k: Tensor) -> RingOfHops | HeadGather | Ulysses:
-        """Return the algorithm of a call that all ranks agreed on; eager products keep the dtype that it chose."""
+        """Return the algorithm of a call that all ranks agreed on. Autocast is off from here to the end of the call."""
         if torch.is_autocast_enabled(self.device.type):
             self._autocast = torch.autocast(self.device.type, enabled=False)
             self._autocast.__enter__()
@@ -138,7 +140,7 @@ class RingCall:
 def order_streams(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Order a call after the previous one if that was issued on another stream: both use the same buffers.
 
-    A single process shares no buffers. Calls that a CUDA graph captures are ordered by the graph, and by its replays.
+    A single process shares no buffers. A CUDA graph orders the calls that it captures.
     """
     if group is not None and device.type == "cuda" and not cuda_graphs.capturing(device):
         stream = torch.cuda.current_stream(device.index)

@@ -33,7 +33,7 @@ KeyValue = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class RingOfHops:
-    """One attention call over a ring of hops, apart from its tensors.
+    """One attention call over a ring of hops, without its tensors.
 
     Args:
         schedule: this rank's hops.
@@ -54,11 +54,11 @@ class RingOfHops:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of this rank's queries over the whole sequence.
+        """Compute attention of this rank's queries over the whole sequence.
 
         Args:
             q: (batch, seqlen_local, num_heads, head_dim).  k, v: (batch, seqlen_local, num_kv_heads, head_dim).
-            row_max: as lse, written: the largest score of each row, or a little more.
+            row_max: as lse; the largest score of each row, or a little more, is written to it.
         Returns:
             out: as q, as wide as v.  lse: (batch, num_heads, seqlen_local), natural log.
         Numerics: (out, lse) are carried in fp32 (fp64 for fp64) and cast once, on the last hop.
@@ -76,7 +76,7 @@ class RingOfHops:
         kept = {} if row_max is None else {"row_max": row_max}
         with watching(self.transport, "forward", q.device) as call:
             with waiting(q.device):
-                exchange = Exchange(self.transport, hops, k, v, operands, kernel, self.call)
+                exchange = HopExchange(self.transport, hops, k, v, operands, kernel, self.call)
             for _, hop, arrived in self._arrivals(exchange, call, q.device):
                 target = out if hop.step == computed[-1] else carried
                 acc = None if hop.step == computed[0] else carried
@@ -98,7 +98,7 @@ class RingOfHops:
         lse: torch.Tensor,
         row_max: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of `forward` for this rank's q, k and v, from all ranks.
+        """Compute the gradients of `forward` for this rank's q, k and v, from all ranks.
 
         Args:
             dout: as out.  dlse: as lse, or None.
@@ -132,7 +132,7 @@ class RingOfHops:
         return 0 if self.transport is None else self.transport.num_posted
 
     def _arrivals(
-        self, exchange: Exchange, call: CallInFlight | Unwatched, device: torch.device
+        self, exchange: HopExchange, call: CallInFlight | Unwatched, device: torch.device
     ) -> Iterator[tuple[int, Hop, tuple[torch.Tensor, ...]]]:
         """Yield each hop with visible keys, after its K and V have arrived: index, hop, operands of the kernel."""
         for index, hop in enumerate(self.schedule.hops):
@@ -143,18 +143,18 @@ class RingOfHops:
                 yield index, hop, arrived
 
     def _operands(self, k: torch.Tensor, v: torch.Tensor, *, for_backward: bool) -> Operands:
-        """K and V as they travel; a single process leaves the rounding to its kernel."""
+        """Return the form in which K and V travel; a single process leaves the rounding to its kernel."""
         rounded = self.transport is not None and rounds(self.impl)
         return Operands.of(k, v, rounded=rounded, for_backward=for_backward)
 
 
 def _empty(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous empty tensor like x. Compiled code relies on the strides that the operators' fakes return."""
+    """Return a contiguous empty tensor like x. Compiled code relies on the strides that the operators' fakes return."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _mark(call: CallInFlight | Unwatched, hop: Hop) -> None:
-    """Tell the watchdog what the stream waits for before a hop. Its sends and receives end together."""
+    """Tell the watchdog what the stream waits for before a hop. Sends and receives of a hop end together."""
     if hop.step == 0:
         call.mark("for its device to come to step 0")
     elif hop.reader is None:
@@ -163,15 +163,15 @@ def _mark(call: CallInFlight | Unwatched, hop: Hop) -> None:
         call.mark("for K/V of step {} from rank {} and to rank {}", hop.step, hop.source, hop.reader)
 
 
-class Exchange:
-    """K/V on their way from rank to rank: those of the next hop travel while the caller computes this one.
+class HopExchange:
+    """Messages of K/V between ranks: those of the next hop travel while the caller computes the current one.
 
     Args:
         transport: None for a single process, whose only hop uses its own K/V.
         hops: this rank's hops, in order. `arrive` must be called for each of them, even if no keys are visible.
         k, v: (batch, seqlen_local, num_kv_heads, head_dim) of this rank; sent in one message.
         operands: form in which they travel.
-        kernel: implementation that makes it.
+        kernel: implementation that packs them.
         call: number of the call. Over NCCL it is sent with K/V; over gloo the ranks have compared it already.
     """
 
@@ -197,7 +197,7 @@ class Exchange:
                 self.words.write(call)
 
     def arrive(self, index: int) -> tuple[torch.Tensor, ...]:
-        """Return the operands of hop number `index` after their arrival, and post the messages of the next hop."""
+        """Wait for the operands of hop number `index`, post the messages of the next hop, and return the operands."""
         if self.transport is None:
             return self.k, self.v
         self._advance(index)
@@ -217,7 +217,7 @@ class Exchange:
             self.words.compare_later(self.transport.group, self.call, senders)
 
     def _messages_during(self, index: int) -> tuple[list[Message], list[Message]]:
-        """Messages that travel while hop number `index` computes: the K/V of the next hop."""
+        """Return the messages that travel while hop number `index` computes: the K/V of the next hop."""
         if index + 1 >= len(self.hops):
             return [], []
         hop = self.hops[index + 1]
@@ -231,7 +231,7 @@ class Exchange:
         return sends, recvs
 
     def _incoming(self, index: int) -> torch.Tensor:
-        """Buffer that receives the K/V of a hop."""
+        """Return the buffer that receives the K/V of a hop."""
         return self._lines(f"kv.{index % 2}")
 
     def _words(self) -> Words:
@@ -247,7 +247,7 @@ def _numbered(transport: PointToPoint) -> bool:
     return transport.name == "nccl"
 
 
-class GradientExchange(Exchange):
+class GradientExchange(HopExchange):
     """K/V as in the forward; the gradients of a hop return to the owner of its K/V while the next hop computes.
 
     The owner adds them up in the order of the steps, in fp32 (fp64 for fp64): the same sum on every run.
@@ -267,7 +267,7 @@ class GradientExchange(Exchange):
         self.total = self._buffer("dkv.own", state_dtype(k.dtype)).zero_()
 
     def gradients_of(self, index: int) -> KeyValue:
-        """dk, dv to which the kernel adds those of hop number `index`: this rank's sum, or a message to the owner."""
+        """Return the dk, dv to which the kernel adds hop number `index`: this rank's sum, or a message to the owner."""
         gradients = self.total if self.hops[index].step == 0 else self._outgoing(index).zero_()
         return self._parts(gradients)
 
@@ -285,7 +285,7 @@ class GradientExchange(Exchange):
         super()._advance(index)
 
     def _messages_during(self, index: int) -> tuple[list[Message], list[Message]]:
-        """Messages that travel while hop number `index` computes: the next hop's K/V, the previous hop's gradients."""
+        """Return the messages during hop number `index`: the next hop's K/V, and the previous hop's gradients."""
         sends, recvs = super()._messages_during(index)
         if self._travels(index - 1):
             last = self.hops[index - 1]
@@ -312,6 +312,6 @@ class GradientExchange(Exchange):
         return buffer(name, (self.k.numel() + self.v.numel(),), dtype, self.k.device)
 
     def _parts(self, flat: torch.Tensor) -> KeyValue:
-        """dK and dV in a buffer."""
+        """Return views of dK and dV in a buffer."""
         dk, dv = flat.split((self.k.numel(), self.v.numel()))
         return dk.view(self.k.shape), dv.view(self.v.shape)

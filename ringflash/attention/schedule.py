@@ -1,7 +1,9 @@
 """Hops of the ring and keys of the all-gather, for each rank. Pure Python, the same on every rank.
 
-On step t rank r computes with the K/V of rank (r - t) mod cp_size, and rank (r + t) reads its own. Four
-ranks, zigzag, causal; every step after the first is half a square for everyone:
+`plan.py` calls `build` for a ring of hops, and `plan_gather` or `plan_blocks` for an all-gather by heads.
+
+On step t rank r computes with the K/V of rank (r - t) mod cp_size, and rank (r + t) mod cp_size reads the K/V of
+rank r. Four ranks, zigzag, causal; every step after the first is half a square for everyone:
 
     step 0          step 1               step 2               step 3
     r0  q0 q7|k0 k7   q7    | r3: k3 k4    q7    | r2: k2 k5    q7    | r1: k1 k6
@@ -9,9 +11,9 @@ ranks, zigzag, causal; every step after the first is half a square for everyone:
     r2  q2 q5|k2 k5   q2 q5 | r1: k1       q2 q5 | r0: k0       q5    | r3: k3 k4
     r3  q3 q4|k3 k4   q3 q4 | r2: k2       q3 q4 | r1: k1       q3 q4 | r0: k0
 
-Two ranks that see nothing of each other under the mask neither send nor compute, and a step is left out if that
-is true of every pair. All ranks keep the same list of steps: two messages between one pair of ranks must be
-posted in the same order on both sides.
+If a rank sees no key of another one under the mask, nothing is sent or computed for this pair. A step without any
+visible key is left out. All ranks keep the same list of steps, because two messages between one pair of ranks must
+be posted in the same order on both sides.
 """
 
 from __future__ import annotations
@@ -94,21 +96,21 @@ def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ..
 @lru_cache(maxsize=64)
 def consists_of(mask: SequenceMask, cp_size: int, layout: str, multiple: int) -> bool:
     """Return True if every chunk of every rank consists of runs of `multiple` keys, counted from the first position."""
-    return not any(place % multiple for shard in _shards(mask, cp_size, layout) for chunk in shard for place in chunk)
+    return not any(bound % multiple for shard in _shards(mask, cp_size, layout) for chunk in shard for bound in chunk)
 
 
 class Piece(NamedTuple):
     """Keys that a rank needs: rows [start, start + size) of the owner's shard, gathered from `row` on.
 
     Args:
-        there: row at which the owner has them among the keys that it gathers itself.
+        owner_row: their first row among the keys that the owner itself gathers.
     """
 
     owner: int
     start: int
     row: int
     size: int
-    there: int
+    owner_row: int
 
 
 class Reader(NamedTuple):
@@ -147,12 +149,13 @@ class Gathering:
     cut into several; then the first has the rank's own keys only.
 
     Args:
-        pieces: these keys, one segment each. A chunk is cut into segments so that every rank needs all of one, or none.
+        pieces: these keys, one segment each. Chunks are cut into segments so that a rank needs all of one or none.
         mask: visible pairs of local query rows and gathered rows.
         segments: segments of this rank's own shard.
         readers: ranks that gather each of these segments with this block, by rank.
-        capacity: rows that no rank exceeds in gathering this block; the same on every rank.
-        arriving: rows of gradients that no rank exceeds in receiving those of this block; the same on every rank.
+        capacity: most rows that any rank gathers in this block, or a bound of it; the same on every rank.
+        returned_rows: most rows of gradients that any rank receives for this block, or a bound of it; the same on every
+            rank.
         pairs: visible pairs of the whole sequence, divided by the number of ranks.
     """
 
@@ -161,7 +164,7 @@ class Gathering:
     segments: tuple[Chunk, ...]
     readers: tuple[tuple[Reader, ...], ...]
     capacity: int
-    arriving: int
+    returned_rows: int
     pairs: int
 
     @property
@@ -171,23 +174,26 @@ class Gathering:
 
 
 @lru_cache(maxsize=8)
-def gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, multiple: int = 1) -> Gathering:
+def plan_gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, multiple: int = 1) -> Gathering:
     """Find the keys that one rank gathers, its own and those of other ranks, as one block.
 
     Args:
-        multiple: keys that stay together: chunks begin and end, and are cut, at multiples of it (`consists_of`).
+        multiple: keys that are never separated: chunks begin, end and are cut at multiples of it (`consists_of`).
     Raises:
         ValueError: the layout cannot divide the sequence evenly.
     """
     shards = _shards(mask, cp_size, layout)
     seen = {rank: _seen(mask, shard, layout, multiple) for rank, shard in enumerate(shards)}
     segments = list(_segments(shards, list(seen.values())))
-    most, arriving = max(spans.num_rows for spans in seen.values()), _arriving(segments, list(seen.values()))
-    return _gathering(mask, shards, cp_rank, segments, seen, most, arriving, whole=True)
+    most, returned_rows = (
+        max(spans.num_rows for spans in seen.values()),
+        _max_returned_rows(segments, list(seen.values())),
+    )
+    return _gathering(mask, shards, cp_rank, segments, seen, most, returned_rows, whole=True)
 
 
 @lru_cache(maxsize=8)
-def gather_blocks(
+def plan_blocks(
     mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, sizes: tuple[int, ...], multiple: int = 1
 ) -> tuple[Gathering, ...]:
     """Cut the keys that one rank gathers into blocks: its own first, then those of ever more distant owners.
@@ -195,14 +201,14 @@ def gather_blocks(
     All ranks have blocks of the same distances, so a block keeps every rank sending and receiving.
 
     Args:
-        sizes: number of distances of each block, runs of `active_steps`; if there are several, the first is 1.
-        multiple: as `gather`.
+        sizes: number of distances of each block, in the order of `active_steps`; the first of several blocks has one.
+        multiple: as `plan_gather`.
     """
     if len(sizes) == 1:
-        return (gather(mask, cp_size, cp_rank, layout, multiple),)
+        return (plan_gather(mask, cp_size, cp_rank, layout, multiple),)
     steps = active_steps(mask, cp_size, layout)
     assert sizes[0] == 1 and sum(sizes) == len(steps)
-    shards, whole = _shards(mask, cp_size, layout), gather(mask, cp_size, cp_rank, layout, multiple)
+    shards, whole = _shards(mask, cp_size, layout), plan_gather(mask, cp_size, cp_rank, layout, multiple)
     seen = [_seen(mask, shard, layout, multiple) for shard in shards]
     segments = list(_segments(shards, seen))
     owned: list[list[Chunk]] = [[] for _ in shards]
@@ -215,7 +221,7 @@ def gather_blocks(
             keys = sorted(chunk for distance in distances for chunk in owned[(rank - distance) % cp_size])
             spans[rank] = Spans([(chunk.start, chunk.stop) for chunk in keys if chunk.start in seen[rank]])
         rows = len(distances) * mask.seqlen // cp_size
-        limits = min(rows, whole.capacity), min(rows, whole.arriving)
+        limits = min(rows, whole.capacity), min(rows, whole.returned_rows)
         blocks.append(_gathering(mask, shards, cp_rank, segments, spans, *limits))
     return tuple(blocks)
 
@@ -227,22 +233,22 @@ def _gathering(
     segments: list[tuple[int, Chunk]],
     seen: dict[int, Spans],
     capacity: int,
-    arriving: int,
+    returned_rows: int,
     *,
     whole: bool = False,
 ) -> Gathering:
     """Return the block of one rank.
 
     Args:
-        seen: keys of the block that this rank, and each rank that reads of it, sees, in ascending order of ranks.
-        whole: there are no other blocks.
+        seen: by rank, ascending: keys of the block that the rank sees. Has this rank, and the readers of its keys.
+        whole: the call has no other block.
     """
     pieces, gathered, mine = [], [], seen[cp_rank]
     for owner, segment in segments:
         if segment.start in mine:
             row = mine.row(segment.start)
-            there = seen[owner].row(segment.start) if whole else segment.row
-            pieces.append(Piece(owner, segment.row, row, segment.size, there))
+            owner_row = seen[owner].row(segment.start) if whole else segment.row
+            pieces.append(Piece(owner, segment.row, row, segment.size, owner_row))
             gathered.append(Chunk(segment.start, segment.stop, row))
     regions = _regions(mask, tuple(_runs(shards[cp_rank])), tuple(_runs(gathered)))
     pairs = Mask.of(mask.seqlen // len(shards), mine.num_rows, regions)
@@ -251,11 +257,11 @@ def _gathering(
         tuple(Reader(rank, spans.row(segment.start)) for rank, spans in seen.items() if segment.start in spans)
         for segment in own
     )
-    return Gathering(tuple(pieces), pairs, own, readers, capacity, arriving, mask.num_visible // len(shards))
+    return Gathering(tuple(pieces), pairs, own, readers, capacity, returned_rows, mask.num_visible // len(shards))
 
 
 def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: int) -> Spans:
-    """Keys that a shard of queries sees in multiples of `multiple`, rounded to a 64th of a chunk if all are equal."""
+    """Return the keys that a shard sees, rounded up to multiples of `multiple`, and of a 64th of equal chunks."""
     size = shard[0].size
     grain = 1 if layout == "balanced" else max(1, size // 64)  # few sizes of segments, and none of a few rows
     grain -= grain % 16 if grain > 16 else 0  # kernels are compiled for lengths divisible by 16 and others
@@ -282,8 +288,8 @@ def _segments(shards: list[tuple[Chunk, ...]], seen: list[Spans]) -> Iterator[tu
             yield owner, Chunk(start, stop, chunk.row + start - chunk.start)
 
 
-def _arriving(segments: list[tuple[int, Chunk]], seen: list[Spans]) -> int:
-    """Largest number of rows of gradients that any rank receives."""
+def _max_returned_rows(segments: list[tuple[int, Chunk]], seen: list[Spans]) -> int:
+    """Return the largest number of gradient rows that any rank receives."""
     firsts = sorted(first for spans in seen for first in spans.firsts)
     stops = sorted(stop for spans in seen for stop in spans.stops)
     rows = [0] * len(seen)

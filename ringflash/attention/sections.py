@@ -28,7 +28,9 @@ _IDLE_LINK_WORK = 1 << 43  # heads * visible pairs * head_dim: a backward of 140
 BUFFER_BYTES = 192 * MIB  # largest buffer of K/V, or of gradients, of a section that may be smaller
 _GRADIENT_BUFFERS_BYTES = 1280 * MIB  # all buffers of gradients, if more than two let links fall idle
 _PULL_QUERY_ROWS = 3000  # query rows whose kernel takes as long as the pull of their keys
-_RETURN_SHARE = 0.8  # the returns that a backward hides, in pulls of a forward: kernel time * 2.6, bytes * 2, barriers
+_RETURN_SHARE = (
+    0.8  # heads whose return a backward kernel hides, per head whose pull a forward hides: 2.6 times its time
+)
 _EXPOSED_SHARE = 0.05  # of a forward. If the first pull takes more, one more section makes that section smaller
 
 Shape = torch.Size | tuple[int, ...]
@@ -72,13 +74,13 @@ def choose_blocks(
     shape: Shape,
     num_heads: int,
     keys: int,
-    arriving: int,
+    returned_rows: int,
     pairs: int,
     num_steps: int,
     dtype: torch.dtype,
     transport: str | None,
 ) -> tuple[int, ...]:
-    """Return the numbers of distances of each block of keys, as `schedule.gather_blocks` takes them.
+    """Return the numbers of distances of each block of keys, as `schedule.plan_blocks` takes them.
 
     A call has one block, which needs the fewest launches, unless several save memory, save messages, or hide the keys
     and gradients of a single KV head. The first block is the rank's own keys, which need no transfer. The next ones
@@ -91,7 +93,9 @@ def choose_blocks(
     batch, rows, num_kv_heads, head_dim = shape
     work = batch * num_heads * pairs * head_dim
     worth = (num_kv_heads == 1 or (transport == "nccl" and num_steps > MAX_BLOCK_STEPS)) and work >= 4 * MIN_UNIT_WORK
-    if num_steps == 1 or not (worth or gather_bytes(shape, num_heads, keys, arriving, pairs, dtype) > MAX_GATHER_BYTES):
+    if num_steps == 1 or not (
+        worth or gather_bytes(shape, num_heads, keys, returned_rows, pairs, dtype) > MAX_GATHER_BYTES
+    ):
         return (num_steps,)
     heads = _block_heads(shape, num_heads, dtype)
     step = 2 * batch * rows * heads * head_dim * state_dtype(dtype).itemsize
@@ -101,7 +105,7 @@ def choose_blocks(
 
 
 def _small_at_both_ends(total: int, least: int, most: int) -> tuple[int, ...]:
-    """Divide a total into sizes from `least` to `most` that grow fast at first, and shrink likewise at the end."""
+    """Divide a total into sizes from `least` to `most` that first grow by a factor of 4, and finally shrink by it."""
     growing: list[int] = []
     size = least
     while size < most and 2 * (sum(growing) + size) < total:
@@ -131,7 +135,7 @@ class Unit(NamedTuple):
     """A section of heads over a block of keys: what is gathered and computed at a time.
 
     Args:
-        stage: number among the units whose keys travel, which use buffers in turn; None for the rank's own keys.
+        stage: number among the units whose keys travel, which rotate through the buffers; None for the rank's own keys.
     """
 
     section: int
@@ -150,12 +154,12 @@ def order_units(num_sections: int, num_blocks: int) -> tuple[Unit, ...]:
 
 
 def buffer_heads(heads: tuple[int, ...], num_buffers: int = 2) -> tuple[int, ...]:
-    """Most heads that each buffer holds, if section i uses buffer i % num_buffers."""
+    """Return the most heads that each buffer holds, if section i uses buffer i % num_buffers."""
     return tuple(max(heads[index::num_buffers]) for index in range(min(num_buffers, len(heads))))
 
 
 def shared_buffer_heads(sections: Sections, num_buffers: int) -> tuple[int, ...]:
-    """`buffer_heads` of buffers that forward and backward share."""
+    """Return `buffer_heads` of buffers that forward and backward share."""
     return tuple(map(max, zip_longest(*(buffer_heads(heads, num_buffers) for heads in sections), fillvalue=0)))
 
 
@@ -182,29 +186,29 @@ def choose_num_gradient_buffers(
 def return_batches(num_sections: int, num_buffers: int) -> list[tuple[int, ...]]:
     """Group the sections whose gradients return to their owners together.
 
-    There are as few batches as leave one buffer free to be filled meanwhile. The last section returns by itself.
+    A batch leaves one buffer free for the kernel that runs meanwhile. The last section returns by itself.
     """
     equal = _equal_sections(num_sections - 1, max(1, num_buffers - 1)) if num_sections > 1 else ()
     ends = [0, *accumulate(equal), num_sections]
     return [tuple(range(*both)) for both in pairwise(ends)]
 
 
-def gather_bytes(shape: Shape, num_heads: int, keys: int, arriving: int, pairs: int, dtype: torch.dtype) -> int:
-    """Most bytes of buffers that any rank needs over NCCL, in addition to its own K/V.
+def gather_bytes(shape: Shape, num_heads: int, keys: int, returned_rows: int, pairs: int, dtype: torch.dtype) -> int:
+    """Return the most bytes of buffers that any rank needs over NCCL, in addition to its own K/V.
 
     Args: as `choose_sections` and `choose_num_gradient_buffers`, and
-        arriving: largest number of rows of gradients of one sequence that any rank receives.
+        returned_rows: largest number of rows of gradients of one sequence that any rank receives.
     """
     row, sections = 2 * shape[0] * shape[3], choose_sections(shape, num_heads, keys, dtype)
     unbuffered = fits_unbuffered(shape, keys, dtype)
     kv = shape[2] if unbuffered else sum(shared_buffer_heads(sections, MessageMemory.num_buffers))
     num_buffers = choose_num_gradient_buffers(shape, num_heads, keys, pairs, dtype, sections.backward)
-    gradients = sum(buffer_heads(sections.backward, num_buffers)) * keys + max(sections.backward) * arriving
+    gradients = sum(buffer_heads(sections.backward, num_buffers)) * keys + max(sections.backward) * returned_rows
     return HEADER_BYTES + row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
 
 
 def _growing_sections(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
-    """Few sections, each of which hides the pull of the next; that has `hiding` times its heads."""
+    """Divide heads into few sections, each at most `hiding` times the previous one, whose kernel hides its pull."""
     for count in range(2, 5):
         first = math.ceil(num_heads / sum(hiding**power for power in range(count)))
         if first <= _EXPOSED_SHARE * num_heads * hiding:
@@ -218,7 +222,7 @@ def _growing_sections(num_heads: int, hiding: float, most: int) -> tuple[int, ..
 
 
 def _sections_small_at_both_ends(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
-    """Sections of a backward: a small first one, and shrinking last ones that each hide the previous return."""
+    """Divide heads for a backward: a small first section, and shrinking last ones that hide the previous return."""
     first = math.ceil(min(num_heads / 16, most))
     last = [first][: num_heads - first]
     grown = math.floor(first * hiding * _RETURN_SHARE)

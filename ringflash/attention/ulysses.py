@@ -2,11 +2,11 @@
 
     rank                   its own rows, all heads               q, k, v
     all-to-all in a host   the rows of the host, a share of the heads
-    ring over a rail       attention over the keys of all hosts  (existing algorithms; none for one host)
+    ring over a rail       attention over the keys of all hosts  (`HeadGather` or `RingOfHops`; local for one host)
     all-to-all in a host   its own rows, all heads               out, lse
 
-A *rail* is the ranks that have the same place on their hosts. K/V and gradients cross between hosts on one rail each,
-so that every key enters a host once. Layouts nest: the rows of a host's ranks, chunk by chunk, are the shard of that
+A *rail* is the ranks that have the same index on their hosts. K/V of a head cross between hosts on one rail only, so
+that every key enters a host once. Layouts nest: the rows of a host's ranks, chunk by chunk, are the shard of that
 host in the same layout over hosts. If there are fewer KV heads than GPUs, each GPU gets the KV heads that its query
 heads need, and gradients of a shared head are summed. Source of the idea: Jacobs et al. 2023, arXiv:2309.14509, and
 its combination with a ring, Fang and Zhao 2024, arXiv:2405.07719; docs/decisions/0013-by-host.md says what differs.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.head_exchange import HeadExchange
-from ringflash.attention.inputs import evened
+from ringflash.attention.inputs import with_mean_head_dim
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import PeerMemory, Transport, whole_transport
 from ringflash.comm.transport.lanes import Token
@@ -51,7 +51,7 @@ class Attention(Protocol):
 
 
 def shared_kv_heads(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
-    """Return the KV heads of every rank of a host, one rank after another, equally many each.
+    """Return the KV heads of all ranks of a host, concatenated in rank order; each rank has equally many.
 
     Eight query heads and two KV heads over four ranks: (0, 0, 1, 1). A rank has a KV head twice if its query heads
     would otherwise not be divided equally among its KV heads.
@@ -74,13 +74,13 @@ def check_heads(num_heads: int, num_ranks: int, name: str) -> None:
 
 @dataclass(frozen=True)
 class Ulysses:
-    """One attention call with an all-to-all of heads in each host, apart from its tensors.
+    """One attention call with an all-to-all of heads in each host, without its tensors.
 
     Args:
-        attention: opens attention over this rank's rail for q and `evened` k with the rows of the host.
+        attention: opens attention over this rank's rail for q and `with_mean_head_dim` k with the rows of the host.
         memory: areas of the ranks of this host.
         members: these ranks in the group.
-        channel: transport of the rail; with one host, of the host.
+        channel: transport of the rail, or of the host if there is only one.
         layout: layout of the rows.
         call: number of the call in the group.
     """
@@ -117,7 +117,7 @@ class Ulysses:
         lse: Tensor,
         row_max: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute gradients as `RingOfHops.backward` does; those of a shared KV head are summed by rank of the host."""
+        """Compute gradients as `RingOfHops.backward` does; those of a shared KV head are summed in rank order."""
         shared = self._shared(q, k)
         exchange, num_kv_heads = self._exchange("backward"), k.shape[2]
         given = [x is not None for x in (dlse, row_max)]
@@ -138,12 +138,12 @@ class Ulysses:
     def _shared(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         return shared_kv_heads(len(self.members), q.shape[2], k.shape[2])
 
-    def _exchange(self, way: str) -> HeadExchange:
-        return HeadExchange(self.memory, self.members, self.channel, self.layout, way, self.call)
+    def _exchange(self, pass_name: str) -> HeadExchange:
+        return HeadExchange(self.memory, self.members, self.channel, self.layout, pass_name, self.call)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, arrived: Token) -> Attention:
-        """Open attention that gathers keys at once, and waits for queries before its kernels."""
-        attention = self.attention(q, evened(k, v))
+        """Open attention over the rail. Only kernels of an all-gather by heads wait for queries."""
+        attention = self.attention(q, with_mean_head_dim(k, v))
         if isinstance(attention, HeadGather):
             return replace(attention, queries=(arrived,))
         with waiting(q.device):
@@ -152,7 +152,7 @@ class Ulysses:
 
 
 def _spread(x: Tensor, shared: tuple[int, ...]) -> Tensor:
-    """Return K or V with the KV heads of every rank."""
+    """Return K or V with the KV heads that `shared` lists."""
     return x if shared == tuple(range(x.shape[2])) else torch.stack([x[:, :, head] for head in shared], 2)
 
 
@@ -168,10 +168,10 @@ def _sum_shared(grad: Tensor, shared: tuple[int, ...], num_kv_heads: int) -> Ten
 
 
 def _with_rows_first(lse: Tensor) -> Tensor:
-    """(batch, heads, rows) -> (batch, rows, heads, 1)."""
+    """Reshape lse: (batch, heads, rows) -> (batch, rows, heads, 1)."""
     return lse.transpose(1, 2).unsqueeze(3)
 
 
 def _with_heads_first(lse: Tensor) -> Tensor:
-    """(batch, rows, heads, 1) -> (batch, heads, rows), contiguous."""
+    """Reshape lse: (batch, rows, heads, 1) -> (batch, heads, rows), contiguous."""
     return lse.squeeze(3).transpose(1, 2).contiguous()

@@ -168,7 +168,7 @@ def llama3_flash_attn_varlen_func(
     Raises:
         NotImplementedError, ValueError: on every rank.
     """
-    size, rank = RingOptions(_resolve(group)).place
+    size, rank = RingOptions(_resolve(group)).size_and_rank
     given = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, causal, rank, size)
     prepared: _Prepared | None = getattr(cu_seqlens_q, "_ringflash", None)
     error = _find_problem(prepared, cu_seqlens_q, given) or _check_stride(heads_k_stride, k)
@@ -223,7 +223,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
     Args:
         cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence, the same on all ranks.
     """
-    size, rank = RingOptions(_resolve(process_group)).place
+    size, rank = RingOptions(_resolve(process_group)).size_and_rank
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
     DATA_PARAMS.update(zip(names, llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, size), strict=True))
 

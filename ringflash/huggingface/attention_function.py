@@ -205,7 +205,7 @@ def _attend(
     if (size := chunk_size(module)) is None:
         result: Any = attend_to(q, k, v, cu_seqlens=cu_seqlens)
     else:
-        result = attend_in_chunks(attend_to, q, k, v, cu_seqlens, size, q.shape[1] * options.place[0])
+        result = attend_in_chunks(attend_to, q, k, v, cu_seqlens, size, q.shape[1] * options.size_and_rank[0])
     return (result if s_aux is None else apply_sinks(result, s_aux)), None
 
 

@@ -178,9 +178,9 @@ def _value_error(flags: list[int], options: ModelRing) -> Exception | None:
         )
     if flags[1]:
         return ValueError(
-            f"position_ids must be the shard's global positions (layout {options.layout!r}, rank {options.place[1]} of "
-            f"{options.place[0]}) or, with cu_seqlens, those within each document, got others; use "
-            "ringflash.huggingface.prepare_batch or ringflash.local_positions."
+            f"position_ids must be the shard's global positions (layout {options.layout!r}, rank "
+            f"{options.size_and_rank[1]} of {options.size_and_rank[0]}) or, with cu_seqlens, those within each "
+            "document, got others; use ringflash.huggingface.prepare_batch or ringflash.local_positions."
         )
     return None
 

@@ -21,7 +21,7 @@ class ModelRing(RingOptions):
 
     def positions(self, length: int, device: torch.device, cu_seqlens: Tensor | None = None) -> Tensor:
         """Return the global positions of the `length` tokens that this rank holds; cu_seqlens as `local_positions`."""
-        cp_size, cp_rank = self.place
+        cp_size, cp_rank = self.size_and_rank
         if self.layout == "balanced":  # read and decided once per step
             return local_positions(length * cp_size, cp_size, cp_rank, self.layout, cu_seqlens).to(device)
         return _positions(length * cp_size, cp_size, cp_rank, self.layout, device)

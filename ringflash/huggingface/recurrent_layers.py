@@ -79,7 +79,7 @@ def _find_error(
         check_kwargs(call)
         if cu_seqlens is not None:
             bounds = document_bounds(cu_seqlens, hidden)
-            check_cu_seqlens(bounds, hidden.shape[1] * options.place[0])
+            check_cu_seqlens(bounds, hidden.shape[1] * options.size_and_rank[0])
     except (NotImplementedError, ValueError) as error:
         return error, None
     return None, bounds

@@ -15,13 +15,15 @@ from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import watching
 
 
-def swap(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup, what: str, way: str) -> None:
+def swap(
+    sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup, what: str, pass_name: str
+) -> None:
     """Send sent[r] to each other rank r, and write what it sends to received[r]. A collective call.
 
     Args:
         sent, received: contiguous; empty if there is nothing to send or receive. Those of this rank are not read.
         what: name of the messages in errors.
-        way: "forward" or "backward".
+        pass_name: "forward" or "backward".
     Raises:
         RuntimeError: over gloo, a peer has died or stalled; over NCCL the watchdog reports it.
     """
@@ -31,7 +33,7 @@ def swap(sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.Process
         [Message(x, peer, what) for peer, x in enumerate(part) if peer != rank and x.numel()]
         for part in (sent, received)
     ]
-    with watching(channel, way, device) as call, waiting(device):
+    with watching(channel, pass_name, device) as call, waiting(device):
         channel.post(*lists).wait()
         call.mark("for {}", what)
 

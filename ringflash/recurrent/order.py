@@ -79,7 +79,7 @@ class _Exchange(torch.autograd.Function):
         return _move(grad, group, plan, not back, "backward"), None, None, None
 
 
-def _move(x: Tensor, group: dist.ProcessGroup, plan: _Plan, back: bool, way: str) -> Tensor:
+def _move(x: Tensor, group: dist.ProcessGroup, plan: _Plan, back: bool, pass_name: str) -> Tensor:
     rows = x.transpose(0, 1)
     if back:
         rows = rows.index_select(0, plan.inverse)
@@ -87,7 +87,7 @@ def _move(x: Tensor, group: dist.ProcessGroup, plan: _Plan, back: bool, way: str
     arriving, leaving = (plan.sent, plan.received) if back else (plan.received, plan.sent)
     received, sent = moved.split(arriving), rows.split(leaving)
     received[group.rank()].copy_(sent[group.rank()])
-    swap(sent, received, group, "tokens of a recurrent layer", way)
+    swap(sent, received, group, "tokens of a recurrent layer", pass_name)
     if not back:
         moved = moved.index_select(0, plan.order)
     return moved.transpose(0, 1)

@@ -43,16 +43,16 @@ def in_blocks(
 ) -> Iterator[None]:
     """Calls have blocks of at most so many distances, after one of their own keys, and these sections."""
 
-    def gathers(self: CallPlan, *_: Any) -> tuple[Gathering, ...]:
-        place, layout = self.place, self.options.layout
+    def key_blocks(self: CallPlan, *_: Any) -> tuple[Gathering, ...]:
+        place, layout = self.size_and_rank, self.options.layout
         others = len(schedule.active_steps(self.mask, place[0], layout)) - 1
         sizes = (1, *[most] * (others // most), *[others % most][: others % most])
-        return schedule.gather_blocks(self.mask, *place, layout, sizes, self.keys_of_line)
+        return schedule.plan_blocks(self.mask, *place, layout, sizes, self.keys_of_line)
 
     def choose(shape: tuple[int, ...], *_: Any) -> Sections:
         return Sections(heads(shape[2]), heads(shape[2]))
 
-    with mock.patch.object(CallPlan, "gathers", gathers), mock.patch.object(sections, "choose_sections", choose):
+    with mock.patch.object(CallPlan, "key_blocks", key_blocks), mock.patch.object(sections, "choose_sections", choose):
         yield
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash
 from ringflash.attention import head_exchange, plan, ulysses
-from ringflash.attention.head_exchange import Part, Passage
+from ringflash.attention.head_exchange import AllToAll, Share
 from ringflash.comm import call_numbers
 from ringflash.comm.group import Host, HostSplit, remember_split
 from ringflash.comm.hosts import split_hosts
@@ -129,22 +129,22 @@ def test_rows_of_a_host_are_a_shard_over_hosts(num_hosts: int, num_gpus: int, la
         mine = [ringflash.local_positions(seqlen, size, host * num_gpus + gpu, layout) for gpu in range(num_gpus)]
         theirs = ringflash.local_positions(seqlen, num_hosts, host, layout)
         areas: dict[tuple[str, int], torch.Tensor] = {}
-        part = Part(1, seqlen // size, 1, 1, torch.int64)
+        part = Share(1, seqlen // size, 1, 1, torch.int64)
         chunks = layouts.chunks_of_rank(layout)
         with mock.patch.object(head_exchange, "buffer", lambda _, *rest: torch.empty(rest[0], dtype=rest[1])):
             there, back = (
-                [Passage(Host2(gpu, areas), num_gpus, area, chunks, (part,), 1, cpu) for gpu in range(num_gpus)]  # type: ignore[arg-type]
+                [AllToAll(Host2(gpu, areas), num_gpus, area, chunks, (part,), 1, cpu) for gpu in range(num_gpus)]  # type: ignore[arg-type]
                 for area in ("heads", "rows")
             )
         for passages, given, want in (
             (there, [x[None, :, None, None].expand(1, -1, num_gpus, 1) for x in mine], [theirs] * num_gpus),
             (back, [theirs[None, :, None, None]] * num_gpus, mine),
         ):
-            for passage, x in zip(passages, given, strict=True):
-                passage.fill(x)
-            for passage, positions in zip(passages, want, strict=True):
-                passage.moves[0]()
-                (got,) = passage.arrived()
+            for all_to_all, x in zip(passages, given, strict=True):
+                all_to_all.fill(x)
+            for all_to_all, positions in zip(passages, want, strict=True):
+                all_to_all.moves[0]()
+                (got,) = all_to_all.arrived()
                 assert all(torch.equal(got[0, :, head, 0], positions) for head in range(got.shape[2]))
 
 
@@ -175,13 +175,13 @@ def without(ctx: Context, name: str) -> float:
         "_pieces": lambda self, x, rank, by_rank: _PIECES(self, x if by_rank else x.movedim(2, 0), rank, True),
         "_sum_shared": lambda grad, shared, heads: grad[:, :, :heads],
     }
-    owner = ulysses if name == "_sum_shared" else Passage
+    owner = ulysses if name == "_sum_shared" else AllToAll
     with mock.patch.object(owner, name, wrong[name]):
         case = Case(num_kv_heads=1, transport="by_host")
         return max(ratio.maximum for ratio in ring_check.measure(on_hosts(ctx, 2), case, 6, "float64", "reference"))
 
 
-_PIECES = Passage._pieces
+_PIECES = AllToAll._pieces
 
 
 @pytest.mark.parametrize("name", ["_pieces", "_sum_shared"])
@@ -189,13 +189,13 @@ def test_a_wrong_step_is_noticed(pool: Pool, name: str) -> None:
     assert min(pool.run(without, name)) > 1
 
 
-def slow_fill(self: Passage, *tensors: torch.Tensor) -> None:
+def slow_fill(self: AllToAll, *tensors: torch.Tensor) -> None:
     """One rank of a host writes its tensors late."""
     time.sleep(5 * DELAY_S * self.late)  # type: ignore[attr-defined]
     _FILL(self, *tensors)
 
 
-def made_late(self: Passage, memory: SharedMemory, *args: Any) -> None:
+def made_late(self: AllToAll, memory: SharedMemory, *args: Any) -> None:
     self.late = memory.rank == 0  # type: ignore[attr-defined]
     _MADE(self, memory, *args)
 
@@ -226,10 +226,10 @@ def late_copies(seconds: float) -> Callable[..., Later]:
     return run_in_lane
 
 
-_FILL, _MADE, _BARRIER, _RUN_IN_LANE = Passage.fill, Passage.__init__, SharedMemory.barrier, SharedMemory.run_in_lane
+_FILL, _MADE, _BARRIER, _RUN_IN_LANE = AllToAll.fill, AllToAll.__init__, SharedMemory.barrier, SharedMemory.run_in_lane
 _RESERVE, _VIEW, _MEMORY = SharedMemory.reserve, SharedMemory.view, "tests.helpers.peer_memory.SharedMemory"
-_PASSAGE = "ringflash.attention.head_exchange.Passage"
-_LATE = {f"{_PASSAGE}.fill": slow_fill, f"{_PASSAGE}.__init__": made_late}
+_ALL_TO_ALL = "ringflash.attention.head_exchange.AllToAll"
+_LATE = {f"{_ALL_TO_ALL}.fill": slow_fill, f"{_ALL_TO_ALL}.__init__": made_late}
 _ONE: dict[str, Any] = dict.fromkeys(("heads", "rows"), ("heads", 1 << 20))
 PLANTS: dict[str, dict[str, Any]] = {
     "nothing": _LATE,
@@ -403,7 +403,7 @@ def lose_the_last(ctx: Context) -> None:
     """The last rank dies after its first exchange of heads, while its host and its rail wait for it."""
     ringflash.set_timeout(3)
     if ctx.rank == ctx.size - 1:
-        Passage.arrived = lambda *_: os._exit(3)  # type: ignore[method-assign]
+        AllToAll.arrived = lambda *_: os._exit(3)  # type: ignore[method-assign]
     ring_check.check(on_hosts(ctx, 2), Case(transport="by_host"))
 
 

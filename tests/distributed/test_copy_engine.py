@@ -424,7 +424,7 @@ def an_error_on_the_way(ctx: Context, way: str) -> tuple[bool, bool]:
         return issued[-1]
 
     transport._open.clear()
-    schedule.gather.cache_clear()
+    schedule.plan_gather.cache_clear()
     with copy_engine(), one_head_a_section():
         q, k, v = (torch.randn(1, 8, 6, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
         attend = partial(ringflash.ring_attention, q, k, v, group=ctx.group, causal=False)
@@ -432,7 +432,7 @@ def an_error_on_the_way(ctx: Context, way: str) -> tuple[bool, bool]:
         with mock.patch(_LANE, refused), pytest.raises(MemoryError):
             attend() if out is None else out.sum().backward()
         over = all(token.query() for token in issued)
-        mask = schedule.gather(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag", 1).mask
+        mask = schedule.plan_gather(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag", 1).mask
         first = not any(way in key for key in mask._cache if isinstance(key, tuple))
         ring_check.check(ctx, Case(causal=False), 6)
     transport._open.clear()

@@ -42,7 +42,7 @@ def _equal(shape: Shape, whole: SequenceMask, single: Mask, cp_size: int, layout
     sums = {"dk": torch.zeros(k.shape), "dv": torch.zeros(v.shape)}
     same = set(want)
     for rank in range(cp_size):
-        gathering = schedule.gather(whole, cp_size, rank, layout)
+        gathering = schedule.plan_gather(whole, cp_size, rank, layout)
         keys = torch.full((gathering.num_rows,), -1)
         for piece in gathering.pieces:
             owned = ringflash.local_positions(LENGTH, cp_size, piece.owner, layout)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringflash
-from ringflash.attention.schedule import gather
+from ringflash.attention.schedule import plan_gather
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 
@@ -92,7 +92,7 @@ def test_only_cut_documents_are_sent() -> None:
             for document in range(mask.document_of(chunk.start), mask.document_of(chunk.stop - 1) + 1):
                 owners.setdefault(document, set()).add(rank)
     for rank in range(8):
-        found = gather(mask, 8, rank, "balanced")
+        found = plan_gather(mask, 8, rank, "balanced")
         sent = sum(piece.size for piece in found.pieces if piece.owner != rank)
         shared = [document for document, ranks in owners.items() if rank in ranks and len(ranks) > 1]
         assert 0 < sent <= sum(bounds[document + 1] - bounds[document] for document in shared)

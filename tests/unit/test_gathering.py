@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ringflash.attention import gathered_buffers, sections
-from ringflash.attention.schedule import Gathering, active_steps, consists_of, gather, gather_blocks
+from ringflash.attention.schedule import Gathering, active_steps, consists_of, plan_blocks, plan_gather
 from ringflash.comm.transport import MessageMemory, PointToPoint, buffers
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 from ringflash.sequence.layout import chunks
@@ -34,8 +34,8 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
     mask = SequenceMask(16 * mask.seqlen, mask.causal, mask.window_size, bounds)
     assume(consists_of(mask, cp_size, layout, 16))
     for rank in range(cp_size):
-        records, keys = (gather(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))
-        places = [place for piece in records.pieces for place in (piece.start, piece.row, piece.size, piece.there)]
+        records, keys = (plan_gather(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))
+        places = [place for piece in records.pieces for place in (piece.start, piece.row, piece.size, piece.owner_row)]
         assert not any(place % 16 for place in (*places, records.capacity, records.num_rows))
         assert records.mask.num_visible == keys.mask.num_visible
 
@@ -43,7 +43,7 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
 def of_all(problem: Problem) -> list[Gathering]:
     """Return the gatherings of all ranks."""
     mask, cp_size, layout = problem
-    return [gather(mask, cp_size, rank, layout) for rank in range(cp_size)]
+    return [plan_gather(mask, cp_size, rank, layout) for rank in range(cp_size)]
 
 
 SHORT, LONG = problems(), problems(range(1, 4), (63, 64, 127, 130, 200))  # 64ths of a chunk are a row, or some
@@ -91,12 +91,14 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
                 if (piece.owner, piece.start, piece.size) == (rank, segment.row, segment.size)
             ]
             assert list(readers) == want and rank in dict(want)
-        assert all(piece.there == dict(rows_of(ranks[piece.owner]))[piece.owner, piece.start] for piece in found.pieces)
+        assert all(
+            piece.owner_row == dict(rows_of(ranks[piece.owner]))[piece.owner, piece.start] for piece in found.pieces
+        )
     arriving = [
         sum(segment.size * (len(readers) - 1) for segment, readers in zip(found.segments, found.readers, strict=True))
         for found in ranks
     ]
-    assert all(found.arriving == max(arriving) for found in ranks)
+    assert all(found.returned_rows == max(arriving) for found in ranks)
 
 
 def rows_of(found: Gathering) -> list[tuple[tuple[int, int], int]]:
@@ -173,10 +175,10 @@ def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
     mask, cp_size, layout = problem
     others = len(active_steps(mask, cp_size, layout)) - 1
     sizes = (1, *[most] * (others // most), *[others % most] * (others % most > 0))
-    ranks = [gather_blocks(mask, cp_size, rank, layout, sizes) for rank in range(cp_size)]
+    ranks = [plan_blocks(mask, cp_size, rank, layout, sizes) for rank in range(cp_size)]
     for rank, (blocks, whole) in enumerate(zip(ranks, of_all(problem), strict=True)):
         assert {piece.owner for piece in blocks[0].pieces} == {rank} and blocks[0].num_rows == whole.mask.seqlen_q
-        assert all(piece.start == piece.row == piece.there for piece in blocks[0].pieces)
+        assert all(piece.start == piece.row == piece.owner_row for piece in blocks[0].pieces)
         columns = {(piece.owner, piece.start): piece.row for piece in whole.pieces}
         found = torch.zeros_like(whole.mask.dense())
         for block in blocks:
@@ -217,7 +219,7 @@ def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) 
             mock.patch.object(buffers, "_storage", {}),
         ):
             said.add(
-                sections.gather_bytes(k.shape, 4, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
+                sections.gather_bytes(k.shape, 4, gathering.capacity, gathering.returned_rows, gathering.pairs, k.dtype)
             )
             ways = [gathered_buffers.GatheredKV(memory, (gathering,), k, 4, heads) for heads in chosen]
             gathered_buffers.GradientReturn(ways[1], k)
@@ -229,6 +231,6 @@ def test_a_thousand_ranks_take_the_host_no_longer_than_a_kernel_or_two() -> None
     """Packed data bring a new mask with every step: 0.03 s, where comparing all ranks with all took seconds."""
     bounds = tuple(range(0, 1 << 24, 1 << 11))
     begun = time.process_time()
-    found = gather.__wrapped__(SequenceMask(1 << 24, False, (1 << 20, 300), (*bounds, 1 << 24)), 1024, 7, "zigzag")
-    gather.__wrapped__(SequenceMask(1 << 24, False), 1024, 7, "zigzag")
+    found = plan_gather.__wrapped__(SequenceMask(1 << 24, False, (1 << 20, 300), (*bounds, 1 << 24)), 1024, 7, "zigzag")
+    plan_gather.__wrapped__(SequenceMask(1 << 24, False), 1024, 7, "zigzag")
     assert time.process_time() - begun < 1 and len(found.pieces) < 10

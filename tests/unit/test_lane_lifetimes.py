@@ -71,7 +71,7 @@ def backward(num_sections: int) -> MessageMemory:
     """The memory of one backward of rank 0 of 2, which receives nothing."""
     channel = SimpleNamespace(name="gloo", rank=0, group=None, members=(), post=lambda *_: Pending([]), num_posted=0)
     memory = MessageMemory(cast(PointToPoint, channel), torch.device("cpu"))
-    gathering = schedule.gather(SequenceMask(16, False), 2, 0, "zigzag")
+    gathering = schedule.plan_gather(SequenceMask(16, False), 2, 0, "zigzag")
     q = torch.zeros(1, 8, num_sections, 16)
     heads = (1,) * num_sections
     with mock.patch.object(sections, "choose_sections", lambda *_: Sections(heads, heads)):

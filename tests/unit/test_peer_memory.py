@@ -201,12 +201,12 @@ def test_all_ranks_choose_the_same_blocks() -> None:
     assert len({one.gathering.num_rows for one in plans}) > 1
     q, k = (torch.empty(1, 1 << 14, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     gathering = plans[0].gathering
-    limit = sections.gather_bytes(k.shape, 32, gathering.capacity, gathering.arriving, gathering.pairs, k.dtype)
+    limit = sections.gather_bytes(k.shape, 32, gathering.capacity, gathering.returned_rows, gathering.pairs, k.dtype)
     for most, num_blocks in ((limit, 1), (limit - 1, 4)):
         with mock.patch.object(sections, "MAX_GATHER_BYTES", most):
             for name in ("nccl", "copy_engine", transport.UNDECIDED):
-                assert [len(one.gathers(q, k, name)) for one in plans] == [num_blocks] * 4
-            assert plans[0].gathers(q, k, "gloo") == ()
+                assert [len(one.key_blocks(q, k, name)) for one in plans] == [num_blocks] * 4
+            assert plans[0].key_blocks(q, k, "gloo") == ()
 
 
 def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
@@ -217,7 +217,7 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
     with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0), mock.patch.object(buffers, "_storage", {}):
         memory = transport.MessageMemory(channel, k.device)
         for window in (9, 30, 60):
-            gathering = schedule.gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
+            gathering = schedule.plan_gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
             call = gather_by_heads.HeadGather((gathering,), memory, "reference", 1.0, False)
             gathered = call._gathered("backward", k, k, 2)
             call._cached("return", ("kv", "dkv"), k, k, 2, partial(gathered_buffers.GradientReturn, gathered, k))

@@ -23,7 +23,7 @@ from benchmarks.train_steps import document_bounds
 from ringflash import huggingface
 from ringflash.attention.gather_by_heads import ForwardUnits
 from ringflash.attention.gathered_buffers import GatheredKV, GradientReturn
-from ringflash.attention.inputs import evened
+from ringflash.attention.inputs import with_mean_head_dim
 from ringflash.attention.operands import Operands
 from ringflash.attention.options import RingOptions
 from ringflash.attention.plan import CallPlan
@@ -159,11 +159,11 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     group = mock.Mock(**{"size.return_value": job.cp_size, "rank.return_value": rank})
     impl = "reference" if job.fp8_backward is None else "reference_fp8"
     call = CallPlan(SequenceMask(job.seqlen), impl, "", name, 1.0, RingOptions(group))
-    areas, blocks = Areas(rank, turns), call.gathers(q, evened(k, v), name)
+    areas, blocks = Areas(rank, turns), call.key_blocks(q, with_mean_head_dim(k, v), name)
     operands = Operands.of(k, v, rounded=job.fp8_backward is not None, for_backward=True)
     keys = max(block.capacity for block in blocks)
     release_buffers()
-    for sections in choose_sections(evened(k, v).shape, model.num_heads, keys, operands.dtype, len(blocks)):
+    for sections in choose_sections(with_mean_head_dim(k, v).shape, model.num_heads, keys, operands.dtype, len(blocks)):
         gathered = GatheredKV(areas, blocks, k, model.num_heads, sections, operands)  # type: ignore[arg-type]
     GradientReturn(gathered, k)
     carrying = mock.Mock(blocks=blocks, impl=impl, memory=None)

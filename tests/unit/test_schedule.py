@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringflash.attention.schedule import Schedule, active_steps, build, gather
+from ringflash.attention.schedule import Schedule, active_steps, build, plan_gather
 from ringflash.sequence import layout as layouts
 from ringflash.sequence.layout import LAYOUTS, granularity, local_positions
 from ringflash.sequence.mask import SequenceMask
@@ -22,7 +22,7 @@ def three_zigzags() -> Iterator[None]:
     """Chunks of a few tokens of a striped sequence, of which a dense mask can be drawn."""
     with mock.patch.dict(layouts._ZIGZAGS, striped=3):
         yield
-    for cached in (active_steps, build, gather):
+    for cached in (active_steps, build, plan_gather):
         cached.cache_clear()
 
 

@@ -38,7 +38,7 @@ def test_a_ring_counts_what_it_waits_for() -> None:
     call = ring_of_hops.RingOfHops(
         build(SequenceMask(8, True, (-1, -1), None), 1, 0, "zigzag"), None, "reference", 0.25, False
     )
-    with mock.patch.object(ring_of_hops, "Exchange", lambda *_: Slow(q)), measured() as waits:
+    with mock.patch.object(ring_of_hops, "HopExchange", lambda *_: Slow(q)), measured() as waits:
         call.forward(q, q, q)
     assert waits.seconds() >= 2 * PAUSE_S
 

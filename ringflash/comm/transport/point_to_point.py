@@ -152,11 +152,11 @@ class PointToPoint:
         return Pending([(self._channel._end_coalescing(device), "; ".join(what for _, what in todo))])
 
     def _start(
-        self, way: str, operation: Callable[..., dist.Work], tensor: torch.Tensor, rank: int, what: str
+        self, direction: str, operation: Callable[..., dist.Work], tensor: torch.Tensor, rank: int, what: str
     ) -> tuple[Callable[[], dist.Work], str]:
         """Return a function that starts a message, and the name of the message for errors."""
         own, peer = self.rank_in_group(self.rank), self.rank_in_group(rank)
-        name = f"{what} of rank {own} {way} rank {peer} over {self.name}"
+        name = f"{what} of rank {own} {direction} rank {peer} over {self.name}"
         return functools.partial(operation, [tensor], peer, _TAG), name
 
 

@@ -41,17 +41,17 @@ class CallInFlight:
     Args:
         serial: its number among all calls of the process.
         number: its number among the calls of the group, equal on every rank.
-        way: "forward" or "backward".
+        pass_name: "forward" or "backward".
         begun: time at which its issue began.
         broken: called if a message could not be issued; raises.
     """
 
-    __slots__ = ("begun", "broken", "issued", "markers", "number", "passed", "serial", "way")
+    __slots__ = ("begun", "broken", "issued", "markers", "number", "passed", "serial", "pass_name")
 
     def __init__(
-        self, serial: int, number: int, way: str, begun: float, broken: Callable[[Exception], None] | None = None
+        self, serial: int, number: int, pass_name: str, begun: float, broken: Callable[[Exception], None] | None = None
     ) -> None:
-        self.serial, self.number, self.way, self.begun, self.broken = serial, number, way, begun, broken
+        self.serial, self.number, self.pass_name, self.begun, self.broken = serial, number, pass_name, begun, broken
         self.markers: list[tuple[Token, str, tuple[object, ...]]] = []
         self.passed = 0
         self.issued = False
@@ -96,7 +96,7 @@ class CallInFlight:
         return f"{what.format(*values)} in {self}"
 
     def __str__(self) -> str:
-        return f"{self.way} call {self.number}"
+        return f"{self.pass_name} call {self.number}"
 
 
 class CallQueue:
@@ -119,12 +119,12 @@ class CallQueue:
         self._lock = Lock()
 
     def begin(
-        self, serial: int, way: str, now: float, broken: Callable[[Exception], None] | None = None
+        self, serial: int, pass_name: str, now: float, broken: Callable[[Exception], None] | None = None
     ) -> CallInFlight:
         """Append a new call."""
         with self._lock:
             self.num_calls += 1
-            call = CallInFlight(serial, self.num_calls, way, now, broken)
+            call = CallInFlight(serial, self.num_calls, pass_name, now, broken)
             self.calls.append(call)
         return call
 

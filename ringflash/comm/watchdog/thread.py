@@ -73,7 +73,7 @@ class Watchdog:
         self._stopped = False
         self._last_poll = clock()
 
-    def begin(self, transport: Transport, way: str, device: torch.device) -> CallInFlight:
+    def begin(self, transport: Transport, pass_name: str, device: torch.device) -> CallInFlight:
         """Return a new call, which is issued now.
 
         Raises:
@@ -88,7 +88,7 @@ class Watchdog:
         if len(queue.calls) % _EARLY_POLL_CALLS == _EARLY_POLL_CALLS - 1:
             self._wake.set()
         return queue.begin(
-            next(self._serials), way, self.clock(), lambda error: self._report_nccl_error(watched, error)
+            next(self._serials), pass_name, self.clock(), lambda error: self._report_nccl_error(watched, error)
         )
 
     def add(self, transport: Transport, device: torch.device) -> WatchedGroup:
@@ -260,12 +260,12 @@ _watchdog: Watchdog | None = None
 _unwatched = Unwatched()
 
 
-def watching(transport: Transport | None, way: str, device: torch.device) -> CallInFlight | Unwatched:
+def watching(transport: Transport | None, pass_name: str, device: torch.device) -> CallInFlight | Unwatched:
     """Return a call as a context, to be entered while the call is issued.
 
     Args:
         transport: transport of the call; None for a single process.
-        way: "forward" or "backward".
+        pass_name: "forward" or "backward".
     Raises:
         RingStalled: an earlier call of this process is stuck.
     """
@@ -278,7 +278,7 @@ def watching(transport: Transport | None, way: str, device: torch.device) -> Cal
     if _watchdog is None:
         _watchdog = Watchdog()
         _watchdog.start()
-    return _watchdog.begin(whole_transport(transport), way, device)
+    return _watchdog.begin(whole_transport(transport), pass_name, device)
 
 
 def _forget() -> None:

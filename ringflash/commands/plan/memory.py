@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from ringflash.attention.head_exchange import Part, area_bytes
+from ringflash.attention.head_exchange import Share, area_bytes
 from ringflash.attention.sections import (
     HEADER_BYTES,
     Sections,
@@ -159,7 +159,7 @@ def _exchange_bytes(job: TrainingJob) -> int:
         return 0
     model, ranks = job.rail.model, job.exchanging
     q, k = (
-        Part(1, job.local_tokens, heads, model.head_dim, torch.bfloat16)
+        Share(1, job.local_tokens, heads, model.head_dim, torch.bfloat16)
         for heads in (model.num_heads, model.num_kv_heads)
     )
     out, v = (x._replace(width=model.value_dim) for x in (q, k))
