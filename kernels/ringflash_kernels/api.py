@@ -73,10 +73,10 @@ class BackwardPass(Protocol):
     def add_records(
         self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
     ) -> None:
-        """Compute `add` of quantised keys, with an implementation that `rounds` only.
+        """Compute `add` of quantised keys. Only implementations for which `rounds` is true have it.
 
         Args:
-            records: `quantise_kv` of the mask's keys, for the backward.
+            records: result of `quantise_kv` for the mask's keys, made for the backward.
         """
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -118,17 +118,17 @@ def attention_forward(
         out, lse = attention_forward(q, k1, v1, impl=impl, acc=acc, lse=lse)
 
     Args:
-        q: (batch, seqlen_q, num_heads, head_dim).
-        k: (batch, seqlen_k, num_kv_heads, head_dim); num_heads a multiple of num_kv_heads.
+        q: (batch, seqlen_q, num_heads, head_dim), in a dtype that `impl` takes (see the module).
+        k: (batch, seqlen_k, num_kv_heads, head_dim), as q; num_heads a multiple of num_kv_heads.
         v: as k, or with a smaller head_dim.
         impl: one of IMPLS.
-        mask: visible pairs; instead of `causal` and `window_size`.
+        mask: visible pairs; replaces `causal` and `window_size`.
         causal, window_size: aligned at the bottom right; the window is (left, right), inclusive, -1 unlimited.
         softmax_scale: default head_dim ** -0.5.
         acc: as out, fp32 (fp64 for fp64): output of the earlier calls; needs `lse`.
         out: tensor to write the result to, in the dtype of q or of acc; may be acc itself. Default: a new one.
         lse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64): updated in place with `acc`, overwritten without.
-        row_max: as lse, tensor to write the largest score of each row or a little more to, for `begin_backward`;
+        row_max: as lse; receives an upper bound of each row's scores, close to the largest, for `begin_backward`;
             updated in place with `acc`. Only for impl "hopper_fp8" and "reference_fp8".
     Returns:
         out: as q, as wide as v.  lse: (batch, num_heads, seqlen_q), natural log. A row that sees no key is 0 and -inf.
@@ -166,12 +166,12 @@ def begin_backward(
 
     Args:
         dout: as q, as wide as v. out: as dout, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32
-            (fp64 for fp64), of the whole attention.
-        deterministic: repeat a call with equal bits.
+            (fp64 for fp64). out and lse are results over all keys, not of one hop.
+        deterministic: repeated calls give bitwise equal gradients.
         fp8_backward: products of the backward in e4m3 (`check_fp8_backward`): "bf16" none, "fp8_scores" dout v^T,
             "fp8" also those that give dk and dv.
-        row_max: what `attention_forward` wrote there. "fp8" needs it: without, probabilities of long rows would
-            round to 0.
+        row_max: the tensor that `attention_forward` wrote. "fp8" needs it, or probabilities of long rows would round
+            to 0.
     """
     backward = implementation(impl, q, q, q).begin_backward
     check_fp8_backward(impl, fp8_backward, q.shape[-1], deterministic)
@@ -193,9 +193,9 @@ def rounds(impl: str) -> bool:
 
 
 def check_fp8_backward(impl: str, fp8_backward: str, head_dim: int, deterministic: bool) -> None:
-    """Check that an implementation has this backward: "fp8_scores" and "fp8" are of "hopper_fp8" and "reference_fp8".
+    """Check that an implementation has this backward: only "hopper_fp8" and "reference_fp8" have products in e4m3.
 
-    These always take the scores from the operands of their forward.
+    Both compute the scores from the quantised operands of the forward, with every value of `fp8_backward`.
 
     Raises:
         ValueError: a value that is unknown, or that the implementation would have to ignore.
@@ -211,7 +211,7 @@ def check_fp8_backward(impl: str, fp8_backward: str, head_dim: int, deterministi
 
 
 def _checked_row_max(impl: str, lse: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
-    """Return it if the implementation uses it, and it is as lse."""
+    """Return row_max after checking that the implementation uses it, and that it has the form of lse."""
     if impl not in _ROUNDED:
         raise ValueError(f"row_max must be left out with impl={impl!r}, got one; use impl='hopper_fp8'.")
     if (row_max.shape, row_max.dtype, row_max.stride()) != (lse.shape, lse.dtype, lse.stride()):
@@ -286,24 +286,24 @@ def publish(
         return
     batch, line = k.shape[0], k.shape[3] + v.shape[3]
     rows = torch.arange(batch, device=k.device)[:, None] * area_rows + row_map
-    places = (head_offsets[:, 0] + rows[..., None] * head_offsets[:, 1]) // line
-    area.view(-1, line)[places] = torch.cat([k, v], dim=3)
+    lines = (head_offsets[:, 0] + rows[..., None] * head_offsets[:, 1]) // line
+    area.view(-1, line)[lines] = torch.cat([k, v], dim=3)
 
 
 def publish_records(
-    impl: str, k: torch.Tensor, v: torch.Tensor, area: torch.Tensor, places: torch.Tensor, *, for_backward: bool
+    impl: str, k: torch.Tensor, v: torch.Tensor, area: torch.Tensor, numbers: torch.Tensor, *, for_backward: bool
 ) -> None:
     """Write the records of k and v into `area`, the memory from which other ranks pull them.
 
     Args:
         impl: one that `rounds`.
         k, v: (batch, rows, num_kv_heads, head_dim).
-        area: flat, uint8, records one after another.
-        places: (batch, blocks of KEYS_OF_RECORD rows, num_kv_heads), int64: number of each record in the area.
+        area: flat, uint8, an array of records.
+        numbers: (batch, blocks of KEYS_OF_RECORD rows, num_kv_heads), int64: number of each record in the area.
     """
     records = _module(impl).quantise_kv(k, v, for_backward=for_backward)
     size = records.shape[-1]
-    area.view(torch.int64).view(-1, size // 8)[places] = records.view(torch.int64)
+    area.view(torch.int64).view(-1, size // 8)[numbers] = records.view(torch.int64)
 
 
 def collect(
@@ -315,13 +315,13 @@ def collect(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """Sum gradients over ranks: dk, dv = own + part of the first other rank + the second + ..., cast once at the end.
+    """Sum gradients over ranks: dk, dv = own + those of the first other rank + the second + ..., cast once at the end.
 
     Args:
         own: (batch, any rows, heads, line), fp32 (fp64 for fp64): dk and dv side by side, possibly as (2, head_dim).
         others: (any rows, heads, line), as own. The rows of a segment are (other ranks, batch, segment size).
         sources: (4, rows), int32. For each row: its row in own; its row in others, for the first sequence and the
-            first other rank; the size of its segment; the number of other ranks that have a part of it.
+            first other rank; the size of its segment; the number of other ranks that have gradients of it.
         max_count: largest of these numbers.
         dk, dv: (batch, rows, heads, head_dim), any dtype; dv possibly narrower.
     """
@@ -330,8 +330,8 @@ def collect(
     if fused is not None:
         fused(own, others, sources, dk, dv)
         return
-    place, first, size, count = sources
-    batch, total = own.shape[0], own[:, place]
+    row, first, size, count = sources
+    batch, total = own.shape[0], own[:, row]
     sequence = torch.arange(batch, device=own.device)[:, None]
     for index in range(max_count):
         has = index < count
@@ -381,12 +381,12 @@ def _unsupported(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 
 def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the output: that of q, as wide as v."""
+    """Return the shape of the output: that of q, as wide as v."""
     return (*q.shape[:3], v.shape[3])
 
 
 def _is_able(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True if `impl` can take these inputs here; an error in its environment counts as no."""
+    """Return True if `impl` can take these inputs; an error in its environment counts as False."""
     try:
         return _unsupported(impl, q, k, v) is None
     except (RuntimeError, ImportError):

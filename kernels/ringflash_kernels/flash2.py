@@ -58,7 +58,7 @@ class Flash2Backward(MergedBackward):
         return dq, dk, dv
 
     def _lse_gradients(self, k: torch.Tensor, v: torch.Tensor, call: FlashCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients dq and dk through lse: dS = P dlse.
+        """Return the gradients dq and dk through lse: dS = P dlse.
 
         The operator computes dS = P (dout v^T - rowsum(dout * out)) and takes no dlse. With unit values, dlse as
         dout and zero out that is P dlse.
@@ -108,7 +108,7 @@ def _flash(
 
 @contextlib.contextmanager
 def _deterministic(enabled: bool) -> Iterator[None]:
-    """Set torch's global switch for determinism: its operator has no argument for the order of accumulation."""
+    """Set torch's global switch for determinism; its operator has no argument for it."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

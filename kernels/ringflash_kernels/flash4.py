@@ -87,7 +87,7 @@ def _flash(
 
 
 def _options(call: FlashCall, device: torch.device) -> dict[str, object]:
-    """Window and document bounds in flash-attn-4's terms: None is unlimited."""
+    """Return window and document bounds as arguments of flash-attn-4, to which None is unlimited."""
     left, right = (None if side < 0 else side for side in call.window)
     options: dict[str, object] = {"window_size_left": left, "window_size_right": right}
     if call.is_packed:

@@ -1,7 +1,7 @@
 """A mask as calls of a FlashAttention operator: one rectangle of rows and keys, one window, document bounds.
 
-For implementations that can neither take a mask of several regions nor resume: the list of calls, and merging
-their results in fp32.
+`flash2` and `flash4` use it, since their operators neither take a mask of several regions nor resume: it lists the
+calls, and merges their results in fp32.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FlashCall:
         return len(self.q_bounds) > 2
 
     def lengths(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
-        """cu_seqlens of queries and keys, int32 (None for a single document), and the longest lengths."""
+        """Return cu_seqlens of queries and keys, int32 (None for a single document), and the longest lengths."""
         max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in (self.q_bounds, self.k_bounds))
         if not self.is_packed:
             return None, None, max_q, max_k
@@ -158,7 +158,7 @@ class MergedBackward:
 
 
 def _widened(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Pad values, or what belongs to them, to the head_dim of keys: the operators have no other values."""
+    """Pad v, out or dout to the head_dim of keys: the operators take no other."""
     missing = like.shape[-1] - x.shape[-1]
     return pad(x, (0, missing)) if missing else x
 

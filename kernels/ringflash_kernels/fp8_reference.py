@@ -2,18 +2,18 @@
 
 q, k and v are rounded to e4m3 by blocks of rows, the probabilities block by block of keys. Sums are in fp64.
 
-    rotation   q and k times one Hadamard matrix with random signs, along head_dim: outliers spread over the head,
-               q k^T is unchanged but for the factor head_dim
-    scales     powers of two: of q for every 64 rows, of k and of v for every 128 keys, and for every head. They follow
-               from the rows of the block only, so however a sequence is cut at multiples of 128, each row has the same
-               bits on every rank.
-    records    a block of 128 keys of one head in one piece of memory: k, v and their scales. This is what travels.
+    rotation   q and k are multiplied by a Hadamard matrix with random signs, along head_dim: outliers spread over the
+               head, and q k^T only gets a factor head_dim
+    scales     powers of two: one of q per 64 rows and head, one of k and one of v per 128 keys and head. They depend
+               on the rows of the block only. So a sequence may be cut at any multiple of 128, and each row has the
+               same bits on every rank.
+    records    128 keys of one head in contiguous memory: k, v and their scales. Ranks send and receive records.
 
 P is rounded relative to the largest score m of its row *within the block of keys*: P' = 2^(s - m + OFFSET), between
-2^-7 and 2^OFFSET. So a key that outweighs all others flushes those of its own block only, and P' too has the same bits
-on every rank. The sum over a block is scaled by 2^m and by the scale of v when it is added to O, in fp32.
+2^-7 and 2^OFFSET. So a key that outweighs all others flushes only P' of its own block to 0, and P' has the same bits
+on every rank, too. The sum over a block is scaled by 2^m and by the scale of v when it is added to O, in fp32.
 
-P' is rounded in the logarithm, see `rounded_powers`, and out and lse are divided by and made of sums of the rounded P'.
+P' is rounded by its logarithm (`rounded_powers`). out is normalised by sums of the rounded P', and lse is their log.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ringflash_kernels.merge import merge_
 
 BLOCK_Q = 64  # rows of q that share a scale
 BLOCK_K = 128  # keys of a record
-# The keys of every 16 as the transposed v stores them: the registers of S are then the operand of P V as they are.
+# Order in which the transposed v stores each 16 keys: the registers of S are then the operand of P V, unmoved.
 KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 HEAD_DIMS = (64, 128, 256)
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
-OFFSET = 8.0  # P of a block's largest score is 2^OFFSET, which e4m3 holds exactly, and smaller ones keep more bits
+LARGEST = 448.0  # largest number of e4m3
+OFFSET = 8.0  # P' of a block's largest score is 2^OFFSET: e4m3 holds it exactly, and smaller P' keep more bits
 CENTRE = -0.45  # added to the bits of P', so that its error has a mean of 0.0006
-SMALLEST_EXPONENT = -60  # of a scale; a block of zeros has this one
-TAIL_BYTES = 128  # of a record, behind k and v: their scales in fp32, then zeros
+SMALLEST_EXPONENT = -60  # smallest exponent of a scale, that of a block of zeros
+TAIL_BYTES = 128  # bytes of a record after k and v: their scales in fp32, then zeros
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MAX_SCORES = 1 << 20  # elements of one block of the score matrix
@@ -62,7 +62,7 @@ class Keys(NamedTuple):
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Return why this implementation cannot take the call; None when it can."""
+    """Return the reason why this implementation cannot take the call, or None if it can."""
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype} (fp16, bf16 or fp32)"
     if q.shape[-1] not in HEAD_DIMS:
@@ -75,13 +75,13 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
 
 @functools.cache
 def sign_bits() -> tuple[int, ...]:
-    """256 random bits in eight words: a set bit negates that column of q and k before the transform."""
+    """Return 256 random bits in eight words: a set bit negates that column of q and k before the transform."""
     digest = hashlib.sha256(b"ringflash").digest()
     return tuple(int.from_bytes(digest[4 * i : 4 * i + 4], "little") for i in range(8))
 
 
 def signs(head_dim: int) -> torch.Tensor:
-    """The sign of each column, +1 or -1: (head_dim,), fp32."""
+    """Return the sign of each column, +1 or -1: (head_dim,), fp32."""
     words = sign_bits()
     return torch.tensor([1.0 - 2.0 * (words[i // 32] >> i % 32 & 1) for i in range(head_dim)])
 
@@ -92,8 +92,8 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     Args:
         x: (..., head_dim).
     Returns:
-        fp32. The products of two rotated rows are head_dim times those of the rows.
-    Numerics: sums in fp32, of columns 1, 2, 4, ... apart in this order: the same bits on every device.
+        rotated: as x, fp32. The product of two rotated rows is head_dim times that of the rows.
+    Numerics: fp32; sums of columns 1 apart, then 2, 4, ... apart, so that every device returns the same bits.
     """
     x = x.float() * signs(x.shape[-1]).to(x.device)
     distance = 1
@@ -111,7 +111,7 @@ def rotate_back(x: torch.Tensor) -> torch.Tensor:
 
 
 def power_of_two(largest: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that brings |x| <= `largest` within e4m3: fp32, at least 2^SMALLEST_EXPONENT."""
+    """Return the smallest power of two by which |x| <= `largest` is divided to fit e4m3, in fp32."""
     bits = largest.float().contiguous().view(torch.int32)
     exponent = (bits + 0x1FFFFF >> 23) - 8  # 448 is 1.75 * 2^8: one more for a significand above 1.75
     return (exponent.clamp(min=127 + SMALLEST_EXPONENT) << 23).view(torch.float32)
@@ -134,12 +134,12 @@ def round_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def measure_rounding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Measure what rounding to e4m3 does to q, k and v.
+    """Measure the range of q, k and v, and how many of their values e4m3 loses.
 
     Returns:
-        amax_q, amax_k, amax_v: largest absolute value, before the rotation.  saturated: share of values beyond 448 of
-        their scale, or not finite; 0 if q, k and v are finite.  flushed: share of values that are rounded to 0. All are
-        scalars in fp32.
+        amax_q, amax_k, amax_v: largest absolute value, before the rotation.  saturated: fraction of values beyond 448
+        times their scale, or not finite; 0 if q, k and v are finite.  flushed: fraction of values that are rounded to
+        0. All are scalars in fp32.
     """
     found = {f"amax_{name}": x.abs().amax().float() for name, x in (("q", q), ("k", k), ("v", v))}
     lost = torch.zeros(2, device=q.device)
@@ -160,14 +160,14 @@ def quantise_q(q: torch.Tensor) -> Rows:
 
 
 def record_bytes(head_dim: int) -> int:
-    """Bytes of one block of 128 keys and head."""
+    """Return the bytes of a record: 128 keys of one head."""
     return 2 * BLOCK_K * head_dim + TAIL_BYTES
 
 
 def quantise_kv(
     k: torch.Tensor, v: torch.Tensor, *, for_backward: bool, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Records of k and v: what a rank publishes and the kernels read.
+    """Return the records of k and v, which a rank publishes and the kernels read.
 
     A record is the tile of k8 (128 keys, head_dim) | the tile of v8 | the scales of k and of v in fp32 | zeros up to
     128 bytes. The tile of v8 of the forward is transposed, (head_dim, 128 keys), with the keys of every 16 in
@@ -175,9 +175,9 @@ def quantise_kv(
 
     Args:
         k, v: (batch, seqlen_k, num_kv_heads, head_dim).
-        out: as the result, any strides of the first three dimensions. Default new.
+        out: tensor for the result, any strides of the first three dimensions. Default: a new one.
     Returns:
-        (batch, num_blocks, num_kv_heads, record_bytes), uint8.
+        records: (batch, num_blocks, num_kv_heads, record_bytes), uint8.
     """
     k8, k_scales = round_blocks(rotate(k), BLOCK_K)
     v8, v_scales = round_blocks(v.float(), BLOCK_K)
@@ -191,7 +191,7 @@ def quantise_kv(
 
 
 def unpack(records: torch.Tensor, head_dim: int, *, for_backward: bool) -> Keys:
-    """k8, v8 and their scales of records: the inverse of `quantise_kv`'s layout."""
+    """Return k8, v8 and their scales from records: the inverse of `quantise_kv`'s layout."""
     size = BLOCK_K * head_dim
     k8, v8, tail = records.split((size, size, TAIL_BYTES), -1)
     k8 = k8.contiguous().view(E4M3).unflatten(-1, (BLOCK_K, head_dim))
@@ -240,7 +240,7 @@ def forward_records(
     """Compute `forward` of quantised keys.
 
     Args:
-        records: `quantise_kv` of the mask's keys, for the forward; keys beyond its `seqlen_k` are not read.
+        records: result of `quantise_kv` for the mask's keys, made for the forward; later keys are not read.
     """
     forward_rows(quantise_q(q), records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max)
 
@@ -256,7 +256,7 @@ def forward_rows(
     acc: torch.Tensor | None = None,
     row_max: torch.Tensor | None = None,
 ) -> None:
-    """`forward` of quantised operands: key j of the mask is row j % 128 of record j // 128."""
+    """Compute `forward` of quantised operands: key j of the mask is row j % 128 of record j // 128."""
     if acc is None:
         out.zero_()
         lse.fill_(-math.inf)
@@ -276,9 +276,9 @@ def forward_rows(
 
 
 def blocks(q8: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Blocks of query rows with a visible key: rows, columns from the beginning of a record, visibility of each pair.
+    """Yield blocks of query rows with a visible key: rows, columns of whole records, visibility of each pair.
 
-    Columns go on to the end of the last record; nobody sees the keys that pad it.
+    The keys that pad the last record are not visible.
     """
     if not mask.regions:
         return
@@ -293,7 +293,7 @@ def blocks(q8: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.T
 
 
 def scores_of(rows: Rows, records: torch.Tensor, queries: slice, keys: slice, softmax_scale: float) -> torch.Tensor:
-    """Scaled scores in units of log 2: (batch, num_kv_heads, group, rows, keys), fp64, exact for rounded operands."""
+    """Return scaled scores in units of log 2: (batch, num_kv_heads, group, rows, keys), fp64, exact for e4m3."""
     head_dim, num_kv_heads = rows.values.shape[-1], records.shape[2]
     q = rows.values[:, queries].double()
     index = torch.arange(queries.start, queries.stop, device=q.device) // BLOCK_Q
@@ -354,16 +354,18 @@ LARGEST_P = 256.0  # of the P' that is rounded to e4m3
 
 
 class Fp8ReferenceBackward:
-    """Gradients of one attention, set of keys by set of keys; see `api.begin_backward`.
+    """Gradients of one attention, hop by hop; see `api.begin_backward`.
 
-    S comes from the operands of the forward. `products` names what else is rounded to e4m3, beside bf16 for the rest:
+    S is computed from the operands of the forward. `products` names the other products with operands in e4m3; the
+    remaining ones have bf16 operands:
 
-        "bf16"        nothing
-        "fp8_scores"  the operands of dP = dO V^T
-        "fp8"         those of dP, of dV = P^T dO and of dK = dS^T Q
+        "bf16"        none
+        "fp8_scores"  dP = dO V^T
+        "fp8"         dP, dV = P^T dO and dK = dS^T Q
 
-    The gradients are those of attention over the rounded q, k and v, passed on as if nothing had been rounded. The
-    factors of rows and blocks, and why nothing saturates: `hopper.fp8.backward_operands`.
+    The gradients are those of attention over the rounded q, k and v; rounding itself has the gradient 1
+    (straight-through). `hopper.fp8.backward_operands` explains the factors of rows and blocks, and that nothing
+    saturates.
 
     Args:
         row_max: (batch, num_heads, seqlen_q), the largest score of each row in natural units or more, for "fp8" only.
@@ -410,7 +412,7 @@ class Fp8ReferenceBackward:
     def add_records(
         self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
     ) -> None:
-        """`add` of quantised keys."""
+        """Compute `add` of quantised keys."""
         if self._queries is None:
             self._queries = self._operands(records.shape[2])
         seqlen = records.shape[1] * BLOCK_K
@@ -427,7 +429,7 @@ class Fp8ReferenceBackward:
             total.add_(part) if accumulate else total.copy_(part)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; written to `out` where given."""
+        """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given."""
         factor = 1.0 if self._queries is None else self._queries.factor.transpose(1, 2).unsqueeze(-1)
         dq = rotate_back(self.dq * factor * self.softmax_scale)
         return dq.to(self.q.dtype) if out is None else out.copy_(dq)
@@ -464,7 +466,7 @@ class Fp8ReferenceBackward:
         return _QuerySide(reference, relative, rounded_to_e4m3(scaled), dout1, q1, factor, maxima)
 
     def _gains(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
-        """2^g of each key (batch, keys, num_kv_heads), and what sums for dK and for dV are multiplied by."""
+        """Return 2^g of each key, (batch, keys, num_kv_heads), and the factors of the sums for dK and for dV."""
         assert self._queries is not None
         if self._queries.maxima is None:
             return v.new_ones(v.shape[:3]), self.softmax_scale, 1.0
@@ -479,7 +481,7 @@ class Fp8ReferenceBackward:
     def _block(
         self, records: torch.Tensor, rows: slice, cols: slice, visible: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what a block of rows adds to dq, before its factors, and to dk and dv."""
+        """Return the terms of a block of rows in dq, before its factors, and in dk and dv."""
         assert self._queries is not None
         x, num_kv_heads = self._queries, records.shape[2]
         found = unpack(records[:, cols.start // BLOCK_K : cols.stop // BLOCK_K], self.q.shape[-1], for_backward=True)
@@ -541,22 +543,22 @@ def check_row_max(products: str, row_max: torch.Tensor | None) -> None:
 
 
 def rounded_to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """x rounded to e4m3, saturating: the same dtype."""
+    """Round x to e4m3, saturating, and return it in its dtype."""
     return x.float().clamp(-LARGEST, LARGEST).to(E4M3).to(x.dtype)
 
 
 def rounded_to_bf16(x: torch.Tensor) -> torch.Tensor:
-    """x rounded to bf16: the same dtype."""
+    """Round x to bf16, and return it in its dtype."""
     return x.to(torch.bfloat16).to(x.dtype)
 
 
 def _of_rows(x: torch.Tensor) -> torch.Tensor:
-    """(batch, num_heads, rows) as a factor of (batch, rows, num_heads, head_dim)."""
+    """View (batch, num_heads, rows) as a factor of (batch, rows, num_heads, head_dim)."""
     return x.transpose(1, 2).unsqueeze(-1)
 
 
 def _largest_of_group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """The largest finite value of the query heads that share keys: (batch, num_kv_heads).
+    """Return the largest finite value of the query heads that share keys: (batch, num_kv_heads).
 
     Args:
         x: (batch, num_heads, rows).

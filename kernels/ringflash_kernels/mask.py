@@ -172,7 +172,7 @@ class Mask:
         return self.cached(("bounds", device), make)
 
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return make(), called only the first time with this key. Kernels keep the tables that belong to a mask here.
+        """Return the result of `make`, called once per key. Kernels cache the tables of a mask here.
 
         Args:
             key: begins with a name that only this caller uses; need not include the mask.
@@ -223,7 +223,7 @@ def check_capture(device: torch.device) -> None:
 
 
 def band_of(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
-    """(lower, upper) of the band lower <= key position - query position <= upper; None is unlimited."""
+    """Return (lower, upper) of the band lower <= key position - query position <= upper; None is unlimited."""
     left, right = window_size
     lower = None if left < 0 else -left
     upper = None if right < 0 else right
@@ -231,7 +231,7 @@ def band_of(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int
 
 
 def _expand(regions: Sequence[Region]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Row index, first and one-past-last visible key of every (region, row)."""
+    """Return row index, first and one-past-last visible key of every (region, row)."""
     far = 1 << 40
     table = torch.tensor(
         [

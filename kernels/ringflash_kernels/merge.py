@@ -26,5 +26,5 @@ def merge_(acc: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, out_lse: tor
 
 
 def _per_row(weight: torch.Tensor) -> torch.Tensor:
-    """(batch, num_heads, seqlen) as a factor of (batch, seqlen, num_heads, head_dim)."""
+    """View (batch, num_heads, seqlen) as a factor of (batch, seqlen, num_heads, head_dim)."""
     return weight.transpose(1, 2).unsqueeze(-1)

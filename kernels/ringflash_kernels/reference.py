@@ -23,7 +23,7 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of lse, of the carried output and of accumulated gradients."""
+    """Return the dtype of lse, of the carried output and of accumulated gradients: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -112,7 +112,7 @@ begin_backward = ReferenceBackward
 
 
 def _blocks(q: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Blocks of query rows with a visible key: rows, columns, visibility (rows, columns)."""
+    """Yield blocks of query rows with a visible key: rows, columns, visibility (rows, columns)."""
     if not mask.regions:
         return
     cols = slice(*mask.k_span)
@@ -125,19 +125,19 @@ def _blocks(q: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.T
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Scaled scores: (batch, num_kv_heads, group, rows, columns)."""
+    """Return scaled scores: (batch, num_kv_heads, group, rows, columns)."""
     dtype = state_dtype(q.dtype)
     return torch.einsum("bihgd,bjhd->bhgij", _group(q.to(dtype), k.shape[2]), k.to(dtype)) * softmax_scale
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """exp(scores - lse), exactly zero for invisible pairs, also in rows that see nothing or hold NaN."""
+    """Return exp(scores - lse), exactly zero for invisible pairs, also in rows that see nothing or hold NaN."""
     shift = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
     return torch.exp(scores - shift.unsqueeze(-1)).masked_fill(~visible, 0.0)
 
 
 def _weighted_values(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """p v: (batch, rows, num_heads, head_dim). A NaN or infinity in v reaches only the rows that see it."""
+    """Return p v: (batch, rows, num_heads, head_dim). A NaN or infinity in v reaches only the rows that see it."""
     broken = ~torch.isfinite(v)
     out = torch.einsum("bhgij,bjhd->bihgd", p, v.to(p.dtype).masked_fill(broken, 0.0)).flatten(2, 3)
     if broken.any():
@@ -147,15 +147,15 @@ def _weighted_values(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) ->
 
 
 def _group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """(batch, rows, num_heads, head_dim) as (batch, rows, num_kv_heads, group, head_dim)."""
+    """View (batch, rows, num_heads, head_dim) as (batch, rows, num_kv_heads, group, head_dim)."""
     return x.unflatten(2, (num_kv_heads, -1))
 
 
 def _group_rows(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """(batch, num_heads, rows) as (batch, num_kv_heads, group, rows)."""
+    """View (batch, num_heads, rows) as (batch, num_kv_heads, group, rows)."""
     return x.unflatten(1, (num_kv_heads, -1))
 
 
 def _ungroup(x: torch.Tensor) -> torch.Tensor:
-    """(batch, num_kv_heads, group, rows) as (batch, num_heads, rows)."""
+    """Reshape (batch, num_kv_heads, group, rows) to (batch, num_heads, rows)."""
     return x.flatten(1, 2)

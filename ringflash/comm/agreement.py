@@ -148,7 +148,7 @@ def tracked_call(group: dist.ProcessGroup | None) -> Iterator[Posted]:
     """Track a call that sends. After an error in it, the next call is compared, and refused unless all failed alike.
 
     A caller may catch the error (e.g. out of memory) and call again. Messages left over from the first call, of this
-    rank or its peers, would then be taken for messages of the new one. The same holds for an error before the first
+    rank or its peers, would then be received as those of the new call. This also holds for an error before the first
     message: the peers may be in the call that this rank has left.
     """
     number, posted = call_numbers.next_number(group), Posted()
@@ -187,7 +187,7 @@ def _encode(signature: dict[str, object], error: Exception | None) -> bytes:
 
 
 def _truncate(text: str) -> str:
-    """The beginning of a text that fits into a message; JSON writes one letter in up to 12 bytes."""
+    """Return the beginning of a text, short enough for a message: JSON writes one letter in up to 12 bytes."""
     text = text[: MESSAGE_BYTES // 4]
     while len(json.dumps(text)) > MESSAGE_BYTES // 2:
         text = text[: len(text) // 2]
@@ -195,7 +195,7 @@ def _truncate(text: str) -> str:
 
 
 def _exchange_if_different(group: dist.ProcessGroup, message: bytes, timeout: timedelta | None) -> list[bytes]:
-    """Return this rank's message alone if all ranks have the same one, else that of every rank."""
+    """Return only this rank's message if all ranks have the same one, otherwise the message of every rank."""
     checksums = _exchange(group, hashlib.sha256(message).digest()[:16], timeout)
     return [message] if len(set(checksums)) == 1 else _exchange(group, message, timeout)
 
@@ -258,5 +258,5 @@ def _version() -> str:
 
 
 def _channel(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """Return a group of the same ranks for CPU tensors, since comparing must not wait for the device."""
+    """Return a gloo group of the same ranks, so that comparing does not wait for the device."""
     return group if backend_of(group, _CPU) == "gloo" else communicator(group, "agreement", "gloo", timeout)

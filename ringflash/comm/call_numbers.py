@@ -1,7 +1,7 @@
 """Numbers of ring calls, which detect ranks that make their calls in different orders.
 
 A rank that skips a call, or runs two backwards in another order than its peers, exchanges well-formed tensors of
-different layers. So every call has a number, and a backward also names its forward. With tensors on CPUs the ranks
+different layers. So every call has a number, and a backward also has that of its forward. With tensors on CPUs ranks
 compare both numbers before they send. On GPUs both numbers and a checksum of the call's arguments travel in one word
 along with the first K/V of a call. The host compares the words that have arrived when it makes its next call, and never
 waits for one (docs/decisions/0004-agreement.md).
@@ -53,6 +53,8 @@ class Arrival(Protocol):
 
 
 class _Unread(NamedTuple):
+    """Words of a call that the host has not compared yet."""
+
     arrival: Arrival
     call: CallNumber
     words: torch.Tensor  # on the host
@@ -112,7 +114,7 @@ class Words:
         return self.arrived[index : index + 1]
 
     def write(self, call: CallNumber) -> None:
-        """Set this rank's word on the current stream; not in a CUDA graph, whose replays do not count their calls."""
+        """Set this rank's word on the current stream, except in a CUDA graph, whose replays do not count as calls."""
         if not capturing(self.own.device):
             self.own.fill_(call.word)
 

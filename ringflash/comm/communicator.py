@@ -47,10 +47,10 @@ def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: 
 
 
 def register_members(group: dist.ProcessGroup, members: tuple[int, ...]) -> tuple[str, dist.ProcessGroup]:
-    """Return a group of some ranks that C++ code finds by name, and that name; it holds a store and sends nothing.
+    """Register a group of some ranks, by which C++ code finds their store; return its name and the group.
 
     Args:
-        members: ranks of `group`, this one among them. The same rank is first in no other set of members.
+        members: ranks of `group`, this one among them. No other set of members begins with the same rank.
     """
     store = dist.PrefixStore(f"ringflash/members from {members[0]}", _get_process_group_store(group))
     made = dist.ProcessGroup(store, members.index(group.rank()), len(members))
@@ -81,7 +81,7 @@ def _end_gloo() -> None:
         dist.destroy_process_group()
     gc.collect()  # free groups in reference cycles, such as a trainer and its module
     deadline = time.monotonic() + 1.0
-    time.sleep(0.01)  # lets a thread that waits for the interpreter go on
+    time.sleep(0.01)  # lets a thread that waits for the GIL continue
     while _gloo_works() and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -118,17 +118,17 @@ def _end_nccl() -> None:
 
 def _make(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     store = dist.PrefixStore(f"ringflash/{purpose}", _get_process_group_store(group))
-    place = (group.rank(), group.size())
-    made = dist.ProcessGroup(store, *place)
+    rank_and_size = (group.rank(), group.size())
+    made = dist.ProcessGroup(store, *rank_and_size)
     transport: dist.ProcessGroupGloo | dist.ProcessGroupNCCL
     if backend == "gloo":
         device = torch.device("cpu")
-        transport = dist.ProcessGroupGloo(store, *place, timeout)
+        transport = dist.ProcessGroupGloo(store, *rank_and_size, timeout)
     else:
         device = torch.device("cuda", torch.cuda.current_device())
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
-        transport = dist.ProcessGroupNCCL(store, *place, options)
+        transport = dist.ProcessGroupNCCL(store, *rank_and_size, options)
         transport._set_sequence_number_for_group()
         _nccl.append(transport)
     made._set_default_backend(_BACKENDS[backend])

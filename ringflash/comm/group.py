@@ -26,8 +26,8 @@ def resolve(group: Group) -> dist.ProcessGroup | None:
 
     Args:
         group: a ProcessGroup, a 1-D DeviceMesh, a 2-D one with the axes ("host", "gpu"), or None for one process.
-            `dist.group.WORLD` is a ProcessGroup. The first call with a 2-D mesh is collective over the mesh that it is
-            a part of.
+            `dist.group.WORLD` is a ProcessGroup. The first call with a 2-D mesh is collective over its
+            root mesh.
     Raises:
         ValueError: a mesh with other axes, without this rank, or not numbered host by host; or another type.
     """
@@ -87,7 +87,7 @@ class HostSplit(NamedTuple):
         return [self.host_of(host * self.num_gpus) for host in range(self.num_hosts)]
 
     def rail_of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that have the place of `rank` on their hosts, one of each host."""
+        """Return the ranks that have the same index on their hosts as `rank`, one of each host."""
         return tuple(range(rank % self.num_gpus, self.num_hosts * self.num_gpus, self.num_gpus))
 
     def __str__(self) -> str:
@@ -98,9 +98,9 @@ _splits: WeakKeyDictionary[dist.ProcessGroup, HostSplit] = WeakKeyDictionary()
 
 
 def known_split(group: dist.ProcessGroup) -> HostSplit | None:
-    """Return how a group is split into hosts; None if neither a mesh has told nor the ranks have compared their hosts.
+    """Return how a group is split into hosts, the same on every rank.
 
-    The same on every rank.
+    None if the group is not that of a 2-D mesh and its ranks have not compared their hosts yet.
     """
     return _splits.get(group)
 
@@ -134,9 +134,9 @@ class HoldsGroup:
 
 
 class Host(NamedTuple):
-    """A host, or a container on one, told apart by name and boot id.
+    """A host, or a container on one, identified by name and boot id.
 
-    Hosts created from one image may share a name, and containers of one host share a boot id, so it takes both.
+    Both are needed: hosts created from one image may share a name, and containers of one host share a boot id.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Discovery of the hosts of a group, which the ranks find out together once."""
+"""Discovery of the hosts of a group: a collective call, made once per group."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def measured() -> Iterator[Waits]:
 def measuring() -> bool:
     """Return True while waits are being measured.
 
-    Sections then run one at a time, otherwise waiting and computing would overlap and could not be separated.
+    Sections then run one at a time. Otherwise waiting and computing would overlap, and could not be told apart.
     """
     return _measured is not None
 

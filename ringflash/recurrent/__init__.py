@@ -1,14 +1,15 @@
 """Linear recurrences over a sharded sequence: gated delta rules, Mamba-2, and their short convolutions.
 
 order          all-to-all between a layout's shards and contiguous ones, in which a recurrence runs
-messages       what ranks send to one another for these, watched for ranks that die or stall
+messages       sends and receives for these, under the watchdog
 stretch        the contiguous tokens of a rank, cut where documents begin
 convolution    short causal convolutions, with a halo of tokens from previous ranks
 scan           gated delta rule and Mamba-2 scan, with the states of all previous ranks folded
 
-Each rank runs a recurrence once, from an empty state, and with it the linear map from any initial state to its outputs
-and its final state. It sends this map to all later ranks, and applies those of all previous ranks. So no rank waits for
-the recurrence of another. Every call is differentiable, and collective in forward and backward.
+Each rank runs a recurrence once, from an empty state, and computes along with it the linear map from an initial state
+to the final one. It sends this map to all later ranks, and applies those of all previous ranks, so that no rank waits
+for the recurrence of another. `huggingface/recurrent_layers.py` calls these functions in models of transformers.
+Every call is differentiable, and collective in forward and backward.
 
     stretch = Stretch.of(x.shape[1], group)                # after x = to_sequence_order(x, group, layout)
     y = mamba2_scan(scan, x, dt, A, B, C, stretch=stretch)  # `scan`: transformers' or mamba_ssm's function

@@ -12,12 +12,12 @@ from ringflash.recurrent.stretch import Stretch
 
 
 def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, stretch: Stretch) -> Tensor:
-    """Run a causal convolution in which a token sees the `width` - 1 tokens before it, of its own document.
+    """Run a causal convolution in which a token sees the previous `width` - 1 tokens of its document.
 
-    The first tokens get theirs from previous ranks (a halo); documents are kept apart by zeros between them.
+    The first tokens of a rank see a halo, which previous ranks send. Zeros separate documents.
 
     Args:
-        conv: maps (batch, channels, length) to the same shape; the tokens before the first one are zeros to it.
+        conv: maps (batch, channels, length) to the same shape, with zeros before the first token.
         x: (batch, channels, seqlen_local), contiguous shard.
         width: kernel size, tokens.
     Returns:
@@ -36,7 +36,7 @@ def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, stretch
 
 def _halo(x: Tensor, size: int, stretch: Stretch) -> Tensor:
     """Return the `size` tokens before the shard, zeros for those of other documents."""
-    tails = states_before(x[..., -size:], stretch.group)  # of whole shards, if they are shorter
+    tails = states_before(x[..., -size:], stretch.group)  # shorter if the shards are
     zeros = x.new_zeros(*x.shape[:2], size)
     foreign = torch.arange(size, device=x.device) < size - stretch.before
     return torch.cat([zeros, *tails], -1)[..., -size:].masked_fill(foreign, 0)

@@ -18,10 +18,10 @@ from ringflash.comm.watchdog import watching
 def swap(
     sent: Sequence[Tensor], received: Sequence[Tensor], group: dist.ProcessGroup, what: str, pass_name: str
 ) -> None:
-    """Send sent[r] to each other rank r, and write what it sends to received[r]. A collective call.
+    """Send sent[r] to each other rank r, and receive from it into received[r]. A collective call.
 
     Args:
-        sent, received: contiguous; empty if there is nothing to send or receive. Those of this rank are not read.
+        sent, received: contiguous, by rank; empty if there is nothing to send or receive. This rank's own are ignored.
         what: name of the messages in errors.
         pass_name: "forward" or "backward".
     Raises:
@@ -29,19 +29,19 @@ def swap(
     """
     rank, device = group.rank(), received[0].device
     channel = cast(PointToPoint, open_transport(message_transport(device), group))
-    lists = [
-        [Message(x, peer, what) for peer, x in enumerate(part) if peer != rank and x.numel()]
-        for part in (sent, received)
-    ]
+    sends, receives = (
+        [Message(x, peer, what) for peer, x in enumerate(tensors) if peer != rank and x.numel()]
+        for tensors in (sent, received)
+    )
     with watching(channel, pass_name, device) as call, waiting(device):
-        channel.post(*lists).wait()
+        channel.post(sends, receives).wait()
         call.mark("for {}", what)
 
 
 def states_before(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the tensors of all previous ranks, stacked, behind a zero: row r + 1 is that of rank r.
+    """Return zeros and the tensors of all previous ranks, stacked: (1 + cp_rank, *shape of x), row r + 1 of rank r.
 
-    Differentiable, if the objective is the sum of the ranks' losses. Every rank must use the result, if only the zero,
+    Differentiable, if the objective is the sum of the ranks' losses. Every rank must use the result, rank 0 its zeros,
     because the backward is a collective call.
     """
     return torch.zeros_like(x[None]) if group is None else cast(Tensor, _StatesBefore.apply(x, group))

@@ -1,6 +1,6 @@
 """All-to-all between the shards of a layout and contiguous shards.
 
-Positions increase within a shard, so what a rank sends to each other rank is one slice of its rows.
+Positions increase within a shard, so a rank sends one slice of its rows to each other rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _exchange(x: Tensor, group: Group, layout: str, bounds: Bounds, back: bool) 
 
 
 class _Plan(NamedTuple):
-    """Rows to send to each rank, rows to receive from each, and the order that sorts the received rows; its inverse."""
+    """Numbers of rows to send to and receive from each rank, the order that sorts received rows, and its inverse."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]

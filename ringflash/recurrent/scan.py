@@ -31,15 +31,15 @@ def delta_rule(
 ) -> Tensor:
     """Run a gated delta rule, S_t = (I - beta k k^T) diag(exp(g)) S_(t-1) + beta k v^T and o_t = S_t^T q_t.
 
-    The final state is A S + B. The rule itself computes A and the outputs' part that is linear in S: its values get
-    key_dim more features, which are zero and start from the identity.
+    The final state is A S + B. The rule itself computes A, and the linear map from S to the outputs: values get key_dim
+    additional features, which are zero and start from the identity as their state.
 
     Args:
         rule: transformers' `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention`, or
             flash-linear-attention's functions with the same arguments.
         query, key: (batch, seqlen_local, num_key_heads, key_dim), contiguous shards.
         value: (batch, seqlen_local, num_heads, value_dim).
-        g: (batch, seqlen_local, num_heads), decay, natural logarithm; or with key_dim behind.
+        g: (batch, seqlen_local, num_heads), natural logarithm of the decay; or (..., key_dim).
         beta: (batch, seqlen_local, num_heads).
         options: passed to `rule`.
     Returns:

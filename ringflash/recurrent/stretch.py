@@ -1,4 +1,4 @@
-"""The contiguous tokens of a rank."""
+"""The contiguous tokens of a rank, in which recurrences run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Stretch(NamedTuple):
 
     Args:
         group: ranks that share the sequence, in its order; None is one process.
-        pieces: rows [start, stop) of each document's part. Only the first may continue a document.
+        pieces: rows [start, stop) of each document. Only the first may continue a document of previous ranks.
         before: number of tokens that the first piece's document has on previous ranks.
         bounds: document bounds (0, ..., seqlen) in the whole sequence; None is one document.
     """

@@ -1,15 +1,15 @@
 """Distribution of packed documents over the ranks: each on few ranks, with equal tokens and equal causal work.
 
 Documents are ordered by length, longest first. The work of a token is half of its document's length on average, so
-that work per token falls along this order. Rank r takes a run of tokens from each end of what the ranks before it have
+work per token decreases in this order. Rank r takes a run of tokens from each end of what the previous ranks have
 left: together seqlen / cp_size tokens, and 1 / cp_size of the work. Four ranks:
 
     longest document                                                    shortest
     |aaaaaaaaaaaaaaaaaaaaaa|bbbbbbbbbbbb|ccccccccc|dddddd|eeee|fff|ggg|hh|ii|jj|
     |--- r0 ---|--- r1 ---|----- r2 ----|---- r3 ------|-- r2 ---|- r1 -|- r0 -|
 
-Most documents are whole on one rank. One that a cut divides is shared in mirrored pairs, as zigzag does for a whole
-sequence: a rank's part is a piece near the start and one near the end, which has the document's mean work per token.
+Most documents are whole on one rank. A document that a cut divides is shared in mirrored pairs, as zigzag does for a
+whole sequence: a rank takes a piece near its start and one near its end, with the document's mean work per token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_TOLERANCE = 100  # the work up to a rank may differ by a 100th of its own, if that leaves a document whole
+_TOLERANCE = 100  # the work of ranks 0 to r may be off by a 100th of one rank's, if that leaves a document whole
 _TILE_TOKENS = 256  # two tiles of a kernel, one for each piece of a pair; parts are multiples, if work allows
 
 
@@ -40,7 +40,7 @@ def balanced_pieces(bounds: tuple[int, ...], cp_size: int) -> Pieces:
     """Distribute documents over ranks, the same on every rank.
 
     Args:
-        bounds: of the documents, from 0 to the length of the sequence, which cp_size divides.
+        bounds: document bounds, from 0 to the length of the sequence, which must be divisible by cp_size.
     """
     starts = torch.frombuffer(array("q", bounds), dtype=torch.int64)  # torch.tensor takes four times as long
     lengths = starts.diff()
@@ -91,7 +91,7 @@ class _Order:
         return [*front, *reversed(back)]
 
     def _cut_front(self, first: int, size: int, base: int, shift: int, slack: int) -> tuple[int, int]:
-        """Find the end of a rank's run from the front; what its tokens lack is taken from the back.
+        """Find the end of a rank's run from the front; its remaining tokens are taken from the back.
 
         Returns:
             cut: in [first, first + size].
@@ -101,7 +101,7 @@ class _Order:
         def excess(cut: int) -> int:
             return base + self.work(cut) - self.work(shift + cut)
 
-        low, high = first, first + size + 1  # the more of its tokens are from the front, the more work
+        low, high = first, first + size + 1  # tokens from the front have more work
         while high - low > 1:
             cut = (low + high) // 2
             found = excess(cut)

@@ -1,4 +1,4 @@
-"""Distribution of the tokens over the ranks: the coordinate system that everything else derives from.
+"""Distribution of the tokens over the ranks: which positions of the sequence each rank holds, in which order.
 
 The sequence is cut into chunks. `zigzag` gives rank r the chunks r and 2 * cp_size - 1 - r, so that under a
 causal mask every rank has the same work. `contiguous` gives it chunk r. With four ranks and eight chunks:
@@ -7,7 +7,7 @@ causal mask every rank has the same work. `contiguous` gives it chunk r. With fo
     zigzag     r0  r1  r2  r3  r3  r2  r1  r0
 
 `striped` concatenates 32 zigzags, so that every document is spread almost evenly over the ranks. `balanced` gives a
-rank whole documents, as far as work and tokens can be equal (`ringflash.sequence.balanced`).
+rank whole documents, as far as work and tokens stay equal (`ringflash.sequence.balanced`).
 
 Positions increase within a shard, so an interval of positions is an interval of local rows.
 """
@@ -50,7 +50,7 @@ def chunks(
 
     Args:
         seqlen: length of the whole sequence, tokens.
-        bounds: of the documents, for the layout that depends on them.
+        bounds: document bounds, for the layout "balanced".
     Raises:
         ValueError: unknown layout, a length that the layout cannot divide evenly, or no bounds for `balanced`.
     """
@@ -68,7 +68,9 @@ def chunks(
     width = 2 * cp_size
     size = seqlen // (width * _ZIGZAGS[layout])
     numbers = [
-        first + place for first in range(0, width * _ZIGZAGS[layout], width) for place in (cp_rank, width - 1 - cp_rank)
+        first + offset
+        for first in range(0, width * _ZIGZAGS[layout], width)
+        for offset in (cp_rank, width - 1 - cp_rank)
     ]
     return tuple(Chunk(number * size, (number + 1) * size, index * size) for index, number in enumerate(numbers))
 
@@ -169,7 +171,7 @@ def unshard_sequence(
 
 
 def read_bounds(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
-    """Return the values of a tensor. One on a device is read once, not once per layer, so that layers do not wait."""
+    """Return the values of a tensor. One on a device is read once for all layers, since a read waits for the device."""
     if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # an inference tensor has no version
         return tuple(cu_seqlens.tolist())
     known = _read.get(id(cu_seqlens))
@@ -188,6 +190,8 @@ def _bounds(layout: str, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | N
 
 
 class _Unshard(torch.autograd.Function):
+    """All-gather in the forward, all-reduce of the gradients in the backward."""
+
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx, x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: tuple[int, ...] | None
@@ -198,8 +202,8 @@ class _Unshard(torch.autograd.Function):
         shards = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(shards, x, group=group)
         seqlen = x.shape[dim] * group.size()
-        places = [local_positions(seqlen, group.size(), r, layout, ctx.cu_seqlens) for r in range(group.size())]
-        return torch.cat(shards, dim).index_select(dim, torch.argsort(torch.cat(places)).to(x.device))
+        positions = [local_positions(seqlen, group.size(), r, layout, ctx.cu_seqlens) for r in range(group.size())]
+        return torch.cat(shards, dim).index_select(dim, torch.argsort(torch.cat(positions)).to(x.device))
 
     @staticmethod
     @once_differentiable

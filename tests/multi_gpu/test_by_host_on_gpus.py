@@ -51,7 +51,7 @@ def heads_over(name: str) -> Iterator[None]:
 
 
 def out_of_reach() -> mock._patch:
-    return mock.patch.object(peer_memory, "_check_places", mock.Mock(side_effect=peer_memory.OutOfReach("planted")))
+    return mock.patch.object(peer_memory, "_check_locations", mock.Mock(side_effect=peer_memory.OutOfReach("planted")))
 
 
 def measure(ctx: Context, transport: str, way: str, *args: object) -> list[Ratio]:

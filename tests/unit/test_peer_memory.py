@@ -38,7 +38,7 @@ HERE = ["host0", "gpu0", []], ["host0", "gpu1", []]
 
 
 def test_one_host_with_peer_access() -> None:
-    peer_memory._check_places([*HERE, ["host0", "gpu2", ["gpu7"]]])  # gpu7 is not in the group
+    peer_memory._check_locations([*HERE, ["host0", "gpu2", ["gpu7"]]])  # gpu7 is not in the group
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_one_host_with_peer_access() -> None:
 )
 def test_refused_elsewhere(place: list, got: str) -> None:
     with pytest.raises(RuntimeError, match="copy_engine.* must have all ranks .*use 'nccl'") as error:
-        peer_memory._check_places([*HERE, place])
+        peer_memory._check_locations([*HERE, place])
     assert got in str(error.value)
 
 
@@ -149,7 +149,7 @@ def test_each_host_is_checked() -> None:
     group = mock.Mock(group_name="0", rank=lambda: 3)
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
-        mock.patch.object(peer_memory, "_place", lambda _: None),
+        mock.patch.object(peer_memory, "_location", lambda _: None),
         mock.patch.object(peer_memory, "gather", lambda *_: places),
         mock.patch.object(peer_memory, "register_members", lambda _, members: (f"of {members}", None)),
     ):

@@ -82,14 +82,14 @@ def tma_store_complete(token):
 
 @gluon.jit
 def publish(pointer, number):
-    """Store a number in global memory, by one warp: who reads it by `wait_for` sees what this warp has seen."""
+    """Store a number in global memory, by one warp. Readers that `wait_for` it see the earlier writes of this warp."""
     asm: gl.constexpr = "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;"
     gl.inline_asm_elementwise(asm, "=r,l,r", [pointer, number], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for(pointer, number):
-    """Wait until `publish` has stored `number`, by one warp; its later TMA stores and reductions come after."""
+    """Wait, by one warp, until `publish` has stored `number`; TMA stores and reductions issued later follow it."""
     asm: gl.constexpr = """{
         .reg .pred other;
         .reg .b32 found;
@@ -169,7 +169,7 @@ def e4m3_of_bits(x):
 
 @gluon.jit
 def unfused_product(x, y):
-    """Return x * y by an instruction of its own, after which y needs no register."""
+    """Return x * y by a separate instruction, not fused, after which y needs no register."""
     y = y.broadcast_to(x.shape)
     return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], gl.float32, is_pure=False, pack=1)
 

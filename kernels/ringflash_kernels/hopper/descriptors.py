@@ -17,7 +17,7 @@ _ELEMENT = {
 
 
 class Descriptor(TensorDescriptor):
-    """Descriptor without triton's checks, which take 5 µs: `misaligned` has checked, and the driver will."""
+    """Descriptor without triton's checks, which take 5 µs: `misaligned` checks before, and the driver after."""
 
     def __post_init__(self) -> None:
         pass
@@ -25,17 +25,17 @@ class Descriptor(TensorDescriptor):
 
 @functools.cache
 def block_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Shared-memory layout of a block that TMA moves, with the widest swizzle that its last dimension allows."""
+    """Return the shared-memory layout of a block for TMA, with the widest swizzle that its last dimension allows."""
     return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENT[dtype])
 
 
 def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Shared-memory layout of a (1, rows, 1, columns) box."""
+    """Return the shared-memory layout of a (1, rows, 1, columns) box."""
     return block_layout((1, rows, 1, columns), dtype)
 
 
 def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Descriptor that moves (rows, columns) of one batch and head; rows past the end read 0 and are not written."""
+    """Return a descriptor of (rows, columns) of one batch and head; rows past the end read 0 and are not written."""
     strides = _box_strides(x)
     return Descriptor(x, list(x.shape), strides, [1, rows, 1, columns], tile_layout(rows, columns, x.dtype))
 
@@ -60,7 +60,7 @@ def misaligned(x: torch.Tensor) -> str | None:
 
 
 def _box_strides(x: torch.Tensor) -> list[int]:
-    """Strides of x, replaced for dimensions of size 1: never used, they must still be multiples of 16 bytes."""
+    """Return the strides of x, replaced for dimensions of size 1: unused there, but TMA needs multiples of 16 bytes."""
     shape, strides = x.shape, list(x.stride())
     for dim in range(3):
         if shape[dim] == 1:

@@ -1,4 +1,4 @@
-"""Check of triton and its C compiler before the first launch, so that a missing one is named by a clear error."""
+"""Check of triton and its C compiler before the first launch, with a clear error if one is missing."""
 
 from __future__ import annotations
 

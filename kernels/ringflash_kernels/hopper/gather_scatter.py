@@ -1,5 +1,5 @@
-"""Copies around the all-gather of K/V, each in one pass: `publish` puts this rank's K and V where other ranks pull
-them, `collect` sums and casts the parts of dK and dV that other ranks computed.
+"""Copies around the all-gather of K/V, each in one pass: `publish` writes this rank's K and V to its area, from which
+other ranks pull; `collect` sums and casts the dK and dV that other ranks computed for this rank's keys.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ringflash_kernels.hopper.launcher import Launcher
 
-PUBLISHED_ROWS, SUMMED_ROWS = 32, 8  # of a program
+PUBLISHED_ROWS, SUMMED_ROWS = 32, 8  # rows of a program
 
 
 @triton.jit
@@ -99,7 +99,7 @@ _PUBLISH, _COLLECT = (Launcher(kernel, specialised=True) for kernel in (_publish
 
 
 def collect(own: torch.Tensor, others: torch.Tensor, sources: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """See `api.collect`; the last two dimensions of own and all of others contiguous, last stride of dk and dv 1."""
+    """See `api.collect`; own (last two dimensions) and others must be contiguous, dk and dv have unit last stride."""
     (batch, rows, heads, head_dim), value_dim = dk.shape, dv.shape[3]
     num_blocks = triton.cdiv(rows, SUMMED_ROWS)
     _COLLECT(

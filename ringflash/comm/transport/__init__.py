@@ -26,7 +26,7 @@ from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoi
 
 TRANSPORTS = ("gloo", "nccl", "copy_engine", "by_host", "ulysses")
 HEAD_EXCHANGES = ("by_host", "ulysses")  # over other transports, within each host and between hosts
-UNDECIDED = "copy_engine, by_host or nccl"  # meaning of "auto" until the ranks of a group have compared their hosts
+UNDECIDED = "copy_engine, by_host or nccl"  # "auto" until the ranks of a group have compared their hosts
 
 Transport = PointToPoint | PeerMemory
 
@@ -124,7 +124,7 @@ def _create_memory(group: dist.ProcessGroup, split: HostSplit | None = None) -> 
 
 
 def _decide(group: dist.ProcessGroup) -> str:
-    """Return the copy engine or NCCL; the same on every rank, since every rank raises the same errors."""
+    """Return "copy_engine" or "nccl", the same on every rank, because all ranks raise the same errors."""
     try:
         memory = open_transport("copy_engine", group)
         assert not isinstance(memory, PointToPoint)
@@ -139,7 +139,7 @@ def _decide(group: dist.ProcessGroup) -> str:
 def exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> PeerMemory:
     """Return memory over which the ranks of each host exchange heads. The first call is collective over the group.
 
-    It is the copy engine's, or that of messages on CPUs and if any host has GPUs without peer access.
+    It is memory of the copy engine. On CPUs, or if any host has GPUs without peer access, it is memory of messages.
     """
     if device.type == "cpu":  # not cached, as in `open_transport`
         return HostMessageMemory(PointToPoint("gloo", group).among(split.host_of(group.rank())), device)
@@ -164,7 +164,7 @@ def _exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.d
 
 
 def _explain(choice: str, problem: NoPeerMemory) -> None:
-    """Warn of a failure of the copy engine, unless GPUs are just too far apart."""
+    """Warn of a failure of the copy engine, unless GPUs merely have no peer access."""
     if not isinstance(problem, OutOfReach):
         warnings.warn(f"{choice}, since 'copy_engine' cannot be had: {problem}", stacklevel=3)
 
@@ -177,8 +177,8 @@ def transport_name(transport: Transport | None) -> str | None:
 
 
 def whole_transport(transport: Transport) -> Transport:
-    """Return the transport with whose calls those of this one have one order: messages of all ranks, or the memory."""
-    if isinstance(transport, MessageMemory):  # calls by heads and by hops
+    """Return the transport whose calls, of all ranks and both algorithms, have one order with those of this one."""
+    if isinstance(transport, MessageMemory):
         transport = transport.channel
     return transport.whole if isinstance(transport, PointToPoint) else transport
 

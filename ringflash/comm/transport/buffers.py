@@ -1,4 +1,4 @@
-"""Communication buffers: allocated once, grown for longer sequences, shared by all layers."""
+"""Pool of communication buffers: allocated once, grown for longer sequences, shared by all layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _views: WeakSet[Views] = WeakSet()
 def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a contiguous, uninitialised tensor over the pooled storage of this name.
 
-    A process computes one ring call at a time on a stream, so layers and groups share their buffers. A buffer that a
+    A process runs one ring call at a time, so layers and groups share their buffers. A buffer that a
     CUDA graph captured stays alive even if a larger one replaces it.
     """
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -44,7 +44,7 @@ class ViewCache:
 
 
 class Lanes:
-    """Streams and areas of one GPU: the part of `PeerMemory` that does not depend on the transport."""
+    """Streams and areas of one GPU: what implementations of `PeerMemory` have in common."""
 
     members: tuple[int, ...] = ()  # ranks of the group that share the areas; empty: all
 

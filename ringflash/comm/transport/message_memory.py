@@ -1,7 +1,7 @@
 """Local memory areas whose contents travel between ranks as messages, within a host or between hosts.
 
 Messages are ordered among each other and with the work of their lane, so no barrier is needed: a rank sends data that
-it wrote earlier, receives into memory that is no longer read, and the caller's stream waits for both.
+it wrote earlier, receives into memory that is no longer read, and the caller's stream waits for the messages.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class MessageMemory(Lanes):
 
 
 class _Done:
-    """Token of work that had ended when it was made."""
+    """Token of finished work."""
 
     def query(self) -> bool:
         return True
 
     def wait(self) -> None:
-        """Return at once."""
+        """Do nothing."""
 
 
 class HostMessageMemory(MessageMemory):

@@ -133,9 +133,9 @@ class SymmetricMemory(Lanes):
         self.rank, self.group, self._timeout_ms = group.rank(), group, timeout_ms
         self._handles: dict[str, torch.distributed._symmetric_memory._SymmetricMemory] = {}
         self._mapping: tuple[str, dist.ProcessGroup] = group.group_name, group  # the ranks that map one another's areas
-        places = gather(group, _place(self._device))
-        for members in [tuple(range(len(places)))] if split is None else split.hosts():
-            _check_places([places[rank] for rank in members])
+        locations = gather(group, _location(self._device))
+        for members in [tuple(range(len(locations)))] if split is None else split.hosts():
+            _check_locations([locations[rank] for rank in members])
         if split is not None and split.num_hosts > 1:
             self.members = split.host_of(group.rank())
             self.rank = self.members.index(group.rank())
@@ -148,10 +148,10 @@ class SymmetricMemory(Lanes):
         import torch.distributed._symmetric_memory as symmetric_memory
 
         torch.cuda.synchronize(self._device)
-        gather(self.group, None)  # the streams of the other ranks have finished reading the old area, too
+        gather(self.group, None)  # all ranks have finished reading the old area
         captured, handle = self._retire(name), self._handles.pop(name, None)
-        for thing in captured and [*captured, handle]:
-            cuda_graphs.keep(thing)
+        for memory in [*captured, handle] if captured else []:
+            cuda_graphs.keep(memory)
         del captured, handle
         make = functools.partial(symmetric_memory.empty, num_bytes, dtype=torch.uint8, device=self._device)
         area, problem = _allocate(make)
@@ -217,7 +217,7 @@ def _allocate(make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, st
     return None, problem
 
 
-def _place(device: torch.device) -> list[object]:
+def _location(device: torch.device) -> list[object]:
     """Return this rank's host, its GPU, and the visible GPUs without peer access to it."""
     strangers = [
         str(torch.cuda.get_device_properties(other).uuid)
@@ -227,16 +227,20 @@ def _place(device: torch.device) -> list[object]:
     return [str(this_host()), str(torch.cuda.get_device_properties(device).uuid), strangers]
 
 
-def _check_places(places: list) -> None:
-    """Raise the same error on every rank, since all ranks hold the same list."""
-    hosts = sorted({host for host, _, _ in places})
-    devices = [device for _, device, _ in places]
-    cut = [rank for rank, (_, _, strangers) in enumerate(places) if set(strangers) & set(devices)]
-    if len(hosts) > 1 or len(set(devices)) < len(devices) or cut:
+def _check_locations(locations: list) -> None:
+    """Raise OutOfReach unless the ranks share a host and have peer access; the same on every rank.
+
+    Args:
+        locations: `_location` of each rank.
+    """
+    hosts = sorted({host for host, _, _ in locations})
+    devices = [device for _, device, _ in locations]
+    isolated = [rank for rank, (_, _, strangers) in enumerate(locations) if set(strangers) & set(devices)]
+    if len(hosts) > 1 or len(set(devices)) < len(devices) or isolated:
         raise OutOfReach(
             "transport 'copy_engine' must have all ranks of the group on one host, on GPUs of their own with peer "
-            f"access, got {len(places)} ranks with {len(set(devices))} GPUs on hosts {hosts}, no access from ranks "
-            f"{cut}; use 'nccl'."
+            f"access, got {len(locations)} ranks with {len(set(devices))} GPUs on hosts {hosts}, no access from ranks "
+            f"{isolated}; use 'nccl'."
         )
 
 

@@ -1,4 +1,4 @@
-"""Watchdog: a stalled ring call ends with an error that names rank and place, not with a silent hang.
+"""Watchdog: a stalled ring call ends with an error that names the rank at fault, not with a silent hang.
 
     with watching(transport, "backward", device) as call:
         ...

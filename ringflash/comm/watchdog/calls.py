@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ringflash.comm.communicator import note_end
 from ringflash.comm.transport.lanes import Token
 
-HasEnded = Callable[[Any], bool]  # tells if the device has passed a marker, which is a Token
+HasEnded = Callable[[Any], bool]  # True if the device has passed a marker, which is a Token
 WAITS = "has been waiting"  # first words of the state of a rank whose device waits for others
 NCCL_QUIET_S = 2.0  # without progress over NCCL: a peer may have met an error that this rank does not see
 
@@ -70,7 +70,7 @@ class CallInFlight:
             self.issued = True
 
     def reach(self, marker: Token, what: str, *values: object) -> None:
-        """Append the next marker of the device, and what it waits for until then: `what`, formatted with the values."""
+        """Append a marker, and what the device waits for before it: `what`, formatted with the values."""
         self.markers.append((marker, what, values))
 
     def mark(self, what: str, *values: object) -> None:
@@ -87,7 +87,7 @@ class CallInFlight:
             self.passed += 1
         return self.passed > before
 
-    def place(self) -> str:
+    def describe_wait(self) -> str:
         """Return what the device waits for; empty if it has passed all markers."""
         ahead = self.markers[self.passed :]
         if not ahead:
@@ -114,8 +114,8 @@ class CallQueue:
         self.calls: deque[CallInFlight] = deque()
         self.num_calls = 0
         self.last: CallInFlight | None = None  # the last one that has ended
-        self.last_progress = now  # when the oldest call, or one before it, last began or advanced
-        self.last_change = now  # when a call was last seen to end or to advance
+        self.last_progress = now  # time at which the oldest call, or one before it, last began or advanced
+        self.last_change = now  # time of the poll that last saw a call end or advance
         self._lock = Lock()
 
     def begin(
@@ -141,7 +141,7 @@ class CallQueue:
             head = calls[num_ended]
             if head.advance(ended):
                 advanced = True
-            if not head.place():  # the device waits for its own host, which is no stall
+            if not head.describe_wait():  # the device waits for its own host, which is no stall
                 self.last_progress = now
             self.last_progress = max(self.last_progress, head.begun)
         if not advanced:
@@ -161,21 +161,21 @@ class CallQueue:
         waits_for_nccl = self.transport == "nccl" and bool(self.calls) and now - self.last_progress >= NCCL_QUIET_S
         return waits_for_nccl or now - self.last_change >= self.timeout / 2
 
-    def place(self) -> str:
-        """Return where this rank waits, even if the oldest call has no marker yet, or there is no call."""
+    def describe_wait(self) -> str:
+        """Return what this rank waits for, or its call if that has no marker yet, or the next call if there is none."""
         if not self.calls:
             return f"before call {self.num_calls + 1}"
-        return self.calls[0].place() or f"in {self.calls[0]}"
+        return self.calls[0].describe_wait() or f"in {self.calls[0]}"
 
     def state(self, now: float) -> str:
         """Describe what this rank is doing."""
         if not self.calls:
             last = f"its last, {self.last}, is done" if self.last else "it has made none"
             return f"has not begun call {self.num_calls + 1} ({last})"
-        place = self.calls[0].place()
+        wait = self.calls[0].describe_wait()
         return (
-            f"{WAITS} {now - self.last_progress:.0f} s {place}"
-            if place
+            f"{WAITS} {now - self.last_progress:.0f} s {wait}"
+            if wait
             else f"is still issuing {self.calls[0]}: its host is busy"
         )
 

@@ -1,7 +1,7 @@
 """Queries of CUDA events from the watchdog thread.
 
-They use the driver, not torch, for two reasons. torch's `Event.query` holds the GIL, and the driver may answer late
-while it is busy with a synchronisation. And while a CUDA graph is captured, a query by any thread of the process
+They call the driver directly, not torch, for two reasons. torch's `Event.query` holds the GIL, for a long time if the
+driver is busy with a synchronisation. And while a CUDA graph is captured, a query by any thread of the process
 invalidates the capture, unless that thread has switched to the relaxed capture mode.
 """
 

@@ -1,8 +1,8 @@
 """Messages between the watchdogs of a group through the store that the group was created with.
 
-The store is not used while calls make progress. It may be gone, along with the process that hosted it, and a request
-may never return. Neither may end a healthy rank or keep a stalled rank from ending, so every request runs in its own
-thread with a time limit.
+The store is not used while calls make progress. The process that hosts it may have ended, and a request may never
+return. Neither may end a healthy rank, or keep a stalled one alive, so every request runs in its own thread with a time
+limit.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Board:
 
     Args:
         group: its ranks; the board does not keep it alive.
-        place: where this rank runs, posted now, because it may not answer later; nothing is posted if empty.
+        location: where this rank runs, posted now, because it may not answer later; nothing is posted if empty.
         patience: seconds that a request to the store may take in addition to the time that it waits for other ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, place: str = "", patience: float = _PATIENCE_S) -> None:
+    def __init__(self, group: dist.ProcessGroup, location: str = "", patience: float = _PATIENCE_S) -> None:
         self._group, self._patience = ref(group), patience
         self.rank, self.size = group.rank(), group.size()
         self._store: dist.Store | None = None
         self._gone = False  # the store answered with an error
         self._ask_after = float("-inf")
-        if place:
+        if location:
             with suppress(StoreGone):
-                self._within(0.0, lambda: self._connect().set(_place_of(self.rank), place))
+                self._within(0.0, lambda: self._connect().set(_location_key(self.rank), location))
 
     def is_open(self) -> bool:
         """Return True if the group has not been destroyed."""
@@ -71,7 +71,7 @@ class Board:
     def exchange(
         self, why: str, own: str, clock: Callable[[], float], pause: Callable[[float], object]
     ) -> tuple[dict[int, str], dict[int, str]]:
-        """Post what this rank is doing, and return the answers of all ranks that answer in time, and ranks' places.
+        """Post what this rank is doing, and return the answers that arrive in time, and the locations of ranks.
 
         One rank collects for all, so that the number of requests grows with the number of ranks and not with its
         square. If that rank stops, each of the others collects for itself.
@@ -101,13 +101,15 @@ class Board:
                 if len(answers) == self.size or clock() >= deadline:
                     break
                 pause(_PAUSE_S)
-            places = _read(store, {str(rank): _place_of(rank) for rank in range(self.size)})
-            collected.update(answers=answers, places=places)
+            locations = _read(store, {str(rank): _location_key(rank) for rank in range(self.size)})
+            collected.update(answers=answers, locations=locations)
             store.set(_ANSWERS, json.dumps(collected))
 
         self._within(ANSWER_S, exchange)
-        answers, places = ({int(rank): text for rank, text in collected[key].items()} for key in ("answers", "places"))
-        return answers, places
+        answers, locations = (
+            {int(rank): text for rank, text in collected[key].items()} for key in ("answers", "locations")
+        )
+        return answers, locations
 
     def _question(self) -> str:
         store = self._connect()
@@ -142,9 +144,9 @@ class Board:
         return results[0]
 
 
-def _place_of(rank: int) -> str:
-    """Return the key of a rank's place."""
-    return f"place of {rank}"
+def _location_key(rank: int) -> str:
+    """Return the key of a rank's location."""
+    return f"location of {rank}"
 
 
 def _read(store: dist.Store, keys: dict[str, str]) -> dict[str, str]:

@@ -96,7 +96,7 @@ class Watchdog:
         group, name = transport.group, transport_name(transport)
         assert name is not None
         queue = CallQueue(name, group.rank(), timeout(group).total_seconds(), self.clock())
-        watched = WatchedGroup(queue, Board(group, _place(device)), device, _names(group))
+        watched = WatchedGroup(queue, Board(group, _location(device)), device, _names(group))
         with self._lock:
             self._watched[transport] = watched
         return watched
@@ -128,12 +128,12 @@ class Watchdog:
             if gap > queue.timeout / 2 or (serials and queue.follows(min(serials))):
                 queue.last_progress = now
             if _is_broken(transport):
-                watched.lost = f"lost NCCL (see its log) while waiting {watched.queue.place()}"
+                watched.lost = f"lost NCCL (see its log) while waiting {watched.queue.describe_wait()}"
                 return self._report(watched, now, _LOST_CONNECTION)
             if not watched.lost and queue.is_stalled(now):
                 return self._report(watched, now)
             if queue.is_quiet(now) and (why := watched.board.asked(now)):
-                # Of a group's transports, one that waits answers.
+                # If a group has several transports, the one that waits answers.
                 waiting = (other for t, other in groups if t.group is transport.group and other.queue.calls)
                 return self._report(next(waiting, watched), now, why)
         self._last_poll = self.clock()
@@ -146,7 +146,7 @@ class Watchdog:
             return watched.queue.poll(self._event_query(watched.device), now)
         except DeviceLost as error:
             queue = watched.queue
-            watched.lost = f"lost its device ({error}) while waiting {queue.place()}"
+            watched.lost = f"lost its device ({error}) while waiting {queue.describe_wait()}"
             self.say(f"{watched.names[queue.rank]} {watched.lost} over {queue.transport}")
             return None
 
@@ -163,7 +163,7 @@ class Watchdog:
             RingStalled: with the report.
         """
         cause = str(error).strip().rpartition("\n")[2]
-        watched.lost = f"lost NCCL ({cause}) while waiting {watched.queue.place()}"
+        watched.lost = f"lost NCCL ({cause}) while waiting {watched.queue.describe_wait()}"
         self._report(watched, self.clock(), _LOST_CONNECTION)
         raise RingStalled(self.stalled) from error
 
@@ -184,8 +184,8 @@ class Watchdog:
         event = why or f"ring attention over {queue.transport} made no progress for {queue.timeout:.0f} s:"
         self.say(f"{event} {names[queue.rank]} {own}; asking the other ranks")
         try:
-            answers, places = watched.board.exchange(event, own, self.clock, self.pause)
-            states = _states(names, answers, places)
+            answers, locations = watched.board.exchange(event, own, self.clock, self.pause)
+            states = _states(names, answers, locations)
         except StoreGone as problem:
             states = [f"{names[queue.rank]} {own}", _NO_STORE.format(problem=str(problem).partition("\n")[0])]
         self.stalled = f"{event} {'; '.join(states)}; {_REMEDY}"
@@ -224,15 +224,15 @@ def _names(group: dist.ProcessGroup) -> list[str]:
     return [f"rank {rank}" + ("" if rank == world else f" ({world})") for rank, world in enumerate(world_ranks)]
 
 
-def _place(device: torch.device) -> str:
+def _location(device: torch.device) -> str:
     """Return where this rank runs, for the report; empty on a CPU."""
     return f"GPU {device.index} of {socket.gethostname()}" if device.type == "cuda" else ""
 
 
-def _states(names: list[str], answers: dict[int, str], places: dict[int, str]) -> list[str]:
-    """Return a line per rank; of more than SHOWN_RANKS the first ones, those that wait for others last."""
+def _states(names: list[str], answers: dict[int, str], locations: dict[int, str]) -> list[str]:
+    """Return a line per rank. Of more than SHOWN_RANKS show the first, beginning with those that wait for nobody."""
     states = [
-        (f"{name} on {places[rank]}" if rank in places else name) + f" {answers.get(rank, _SILENT)}"
+        (f"{name} on {locations[rank]}" if rank in locations else name) + f" {answers.get(rank, _SILENT)}"
         for rank, name in enumerate(names)
     ]
     if len(names) <= SHOWN_RANKS:
@@ -252,7 +252,7 @@ def _say(text: str) -> None:
 
 
 def _end(seconds: float) -> None:
-    """Print all stacks after `seconds` and exit with 1; needs no GIL, which the stuck thread may hold."""
+    """Print all stacks after `seconds`, and exit with 1. Needs no GIL, which the stuck thread may hold."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
 
 
@@ -261,7 +261,7 @@ _unwatched = Unwatched()
 
 
 def watching(transport: Transport | None, pass_name: str, device: torch.device) -> CallInFlight | Unwatched:
-    """Return a call as a context, to be entered while the call is issued.
+    """Return a context to enter while a call is issued.
 
     Args:
         transport: transport of the call; None for a single process.

@@ -1,6 +1,6 @@
-"""Backward of attention on Hopper: dQ, dK and dV of one or several sets of keys.
+"""Backward of attention on Hopper: dQ, dK and dV of one or several hops.
 
-    preprocess   delta = rowsum(dout * out) - dlse, once; the fp32 dQ accumulator zeroed, if hops add to it
+    preprocess   once: delta = rowsum(dout * out) - dlse, and zeros in the fp32 dQ accumulator if hops add to it
     add          one hop: P = exp(S - lse), dV = P^T dO, dS = P (dO V^T - delta), dK = dS^T Q, dQ += dS K
     postprocess  dQ scaled and cast
 
@@ -31,8 +31,8 @@ _FAR = 1 << 29  # an open side of a band
 _MANY_TILES = 192  # enough tiles of unequal length, longest first, to keep the SMs busy to the end
 # Q and dO of the heads that run concurrently should stay in L2 (50 MB) with their dQ; larger sections measured slower.
 _L2_BYTES_PER_SECTION = 16 * 2**20
-# In a fixed order, tiles of one head wait for one another, and more heads run concurrently. Of more than 16, each would
-# have too few tiles at a time to read the same Q and dO.
+# In a fixed order, tiles of one head wait for one another, so more heads run concurrently. With more than 16 heads, too
+# few tiles of each run at a time to share Q and dO in L2.
 _ORDERED_ROWS_PER_SECTION, _ORDERED_HEADS_PER_SECTION = 2**18, 16
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
@@ -46,8 +46,8 @@ class HopperBackward:
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim), dout and out as wide as v.
         lse, dlse: (batch, num_heads, seqlen_q), fp32.
-        deterministic: repeat a call with equal bits: the key tiles add to dQ in a fixed order (that of wide heads has
-            one in any case), and one CTA sums the heads of a group.
+        deterministic: repeated calls give bitwise equal gradients: key tiles add to dQ in a fixed order (wide heads
+            always do), and one CTA sums the heads of a group.
     Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
     """
 
@@ -130,9 +130,9 @@ class HopperBackward:
         return self.dq
 
     def _group(self, k: torch.Tensor, hop: HopRectangle) -> int:
-        """Number of query heads that one CTA processes for a tile of keys: all that share the keys, or one.
+        """Return the number of query heads that one CTA processes for a tile of keys: all that share the keys, or one.
 
-        With all of them K, V, dK and dV move once for the group, but there must be enough tiles to keep the SMs busy.
+        With all of them, K, V, dK and dV move once per group, but fewer tiles remain to keep the SMs busy.
         """
         group = self.q.shape[2] // k.shape[2]
         works = -(-hop.num_keys // self.tiles.block_n) * k.shape[0] * k.shape[2]
@@ -146,7 +146,7 @@ class HopperBackward:
         return group if grouped < separate else 1
 
     def _section(self, num_heads: int, num_rows: int, group: int = 1) -> int:
-        """Largest divisor of num_heads for which two operands of num_rows rows fit their share of L2, or 1.
+        """Return the largest divisor of num_heads for which two operands of num_rows rows fit their share of L2, or 1.
 
         In a fixed order of additions to dQ more of them may run concurrently; each is a group of `group` heads.
         """
@@ -156,7 +156,7 @@ class HopperBackward:
         return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
 
     def _in_step(self, hop: HopRectangle, group: int) -> bool:
-        """True if CTAs should be at the same query block at a time; with `deterministic` the order sees to it."""
+        """True if CTAs should be at the same query block at a time; with `deterministic`, their order ensures it."""
         return (
             not self.deterministic
             and hop.num_rows * (self.q.shape[3] * 4 + self.tiles.columns * 2) * group > IN_STEP_BYTES
@@ -208,7 +208,7 @@ class HopperBackward:
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *scalars, *self._order(num_tiles), *scales,
-                # In a fixed order head_dim 96 has only run without: ptxas (12.8) has lost such registers before.
+                # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
                 ORDERED=self.ordered, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
                 TURN_BEFORE_EXP=tiles.turn_before_exp, **choices,
@@ -252,7 +252,7 @@ class HopperBackward:
         return self.numbers, self.numbers.shape[1], first
 
     def _bounds(self, hop: HopRectangle) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tensors for the kernels' pointers to bounds; any two tensors if the hop has none, as neither is read then."""
+        """Return the bounds of a hop; if it has none, any two tensors, since the kernels then read neither."""
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
     def _queries(self, start: int, stop: int) -> _Queries:
@@ -295,7 +295,7 @@ def check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumul
 
 @contextlib.contextmanager
 def summed(dk: torch.Tensor, dv: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Yield fp32 zeros to add to, and copy the sums to dk and dv at the end; dk and dv themselves if they are fp32."""
+    """Yield fp32 zeros for sums, copied to dk and dv at the end, or dk and dv themselves if they are fp32."""
     in_place = dk.dtype == torch.float32
     totals = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
     yield totals
@@ -308,7 +308,7 @@ _Pieces = list["TensorDescriptor | None"]  # two per operand; the second is None
 
 
 class _Queries(NamedTuple):
-    """Descriptors of the query side of a hop, with those by which `backward_keys` adds to dQ."""
+    """Descriptors of the query side of a hop, and of the dQ to which `backward_keys` adds."""
 
     q: _Pieces
     dout: _Pieces
@@ -317,7 +317,7 @@ class _Queries(NamedTuple):
 
 
 class HopRectangle(NamedTuple):
-    """A mask as the kernels take it: a rectangle, and the rows that see each key (see `BackwardProblem`)."""
+    """A mask in the form of the kernels: a rectangle, and the rows that see each key (see `BackwardProblem`)."""
 
     min_row: int
     q_start: int
@@ -389,21 +389,21 @@ def _second_band(mask: Mask) -> Region | None:
     above, below = mask.regions
     below_another = (above.q_stop, above.k_start) == (below.q_start, below.k_start)
     causal = above.lower is below.lower is None and above.upper is not None and below.upper is not None
-    # No row of the region above may count as seeing a key past its last one.
+    # Rows of the region above must not count as seeing keys past its last one.
     if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
         return None
     return below
 
 
 def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Descriptor of `rows` rows of one head of x (batch, seqlen, heads, head_dim)."""
+    """Return a descriptor of `rows` rows of one head of x (batch, seqlen, heads, head_dim)."""
     # Rows next to columns: TMA moves a box as two-dimensional slices.
     (batch, seqlen, heads, head_dim), (of_batch, of_row, of_head, _) = x.shape, x.stride()
     return _described(x, (batch, heads, seqlen, head_dim), (of_batch, of_head, of_row), (1, 1, rows, columns))
 
 
 def _piece_descriptors(x: torch.Tensor, columns: tuple[int, ...]) -> _Pieces:
-    """Descriptors of 64 rows of one head of x, one for each piece of its columns."""
+    """Return descriptors of 64 rows of one head of x, one for each piece of its columns."""
     return _padded([row_tile(x, 64, n) for n in columns])
 
 
@@ -418,7 +418,7 @@ def block_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescripto
 def _described(
     x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
 ) -> TensorDescriptor:
-    """Descriptor of x, seen with this shape and these strides of all dimensions except the last."""
+    """Return a descriptor of x, viewed with this shape and these strides of all dimensions except the last."""
     # The stride of a dimension of one element is arbitrary in torch, but must be a multiple of 16 bytes here.
     strides = tuple(shape[-1] * 16 if size == 1 else s for size, s in zip(shape, strides, strict=False))
     return Descriptor(x, list(shape), [*strides, 1], list(block), block_layout(block, x.dtype))

@@ -4,14 +4,14 @@ A producer warp loads by TMA; two independent consumers of four warps own 64 key
 dP^T = V dO^T of shape (keys, queries), P^T and dS^T never leave the registers on their way to dV and dK. dQ of a
 query block needs the dS of both consumers: each computes half of its columns from what both left in shared memory
 one step EARLIER, so that neither waits for the other's dS of this step. A block of zeros precedes the first step.
-The consumers alternate: one may start a step when the other has its S or, for some head sizes, has finished its exp,
-so that one computes exp while the other feeds the tensor cores. Without that rule, chance in the instruction schedule
-decides between lockstep and alternation (a difference of 15% at head_dim 64). dQ leaves by TMA reduce-add, unscaled,
+The consumers alternate: one may start a step when the other has its S or, for some head sizes, has finished its exp.
+So one computes exp while the other feeds the tensor cores. Without this rule the instruction schedule happens to give
+lockstep or alternation (a difference of 15% at head_dim 64). dQ leaves by TMA reduce-add, unscaled,
 in fp32, its columns permuted within 32 (see `interleave`; the postprocess kernel undoes it).
 
-The consumers issue these reductions, in any order between CTAs. If ORDERED, three more warps do (`order.py` has the
-order): each takes every third block, since to see that the previous tile has added its dQ, to add and to announce it
-takes longer than a step. Two or three buffers of dQ let the consumers go on meanwhile.
+The consumers issue these reductions, in any order between CTAs. If ORDERED, three additional warps issue them in the
+order of `order.py`. Each takes every third block, because waiting for the previous tile's dQ, adding and announcing
+take longer than a step. Two or three buffers of dQ let the consumers continue meanwhile.
 """
 
 from ringflash_kernels.hopper.backward.order import DqOrder
@@ -360,7 +360,7 @@ def _add_in_order(sm, problem, order, dq0_desc, dq1_desc, WRITER: gl.constexpr):
         if start < stop:
             tile = key // problem.BLOCK_N
             previous, previous_start, previous_stop = order.previous(problem, tile)
-            if step % WRITERS == WRITER:  # dQ of the block of zeros: nobody adds it
+            if step % WRITERS == WRITER:  # dQ of the block of zeros is not added
                 buffer, _parity = slot_of(step, sm.DQ_BUFFERS)
                 for W in gl.static_range(2):
                     mbarrier.wait(sm.dq_full.index(WRITER * 2 + W), step // WRITERS & 1)

@@ -1,10 +1,10 @@
-"""A fixed order of the additions to dQ: a block of queries gets those of its key tiles in the order of the tiles.
+"""A fixed order of the additions to dQ: key tiles add to a block of queries in the order of the tiles.
 
-Each block has a number in device memory, that of the last tile whose dQ it contains. A tile adds its dQ to a block once
-the block has the number of the previous tile that sees it, and then writes its own. CTAs start in the order of their
-index, and so of their tiles (decoupled look-back, as in scans, relies on this, too): a tile waits only for tiles that
-have started. A tile takes its blocks from the last to the first, and all heads of a group at each, so that tiles which
-start together are at the same block, an addition apart, also if a causal mask shows them fewer and fewer blocks.
+Each block has a number in device memory: the last tile whose dQ it contains. A tile waits until the block has the
+number of the previous tile that sees it, adds its dQ, and writes its own number. CTAs start in the order of their
+index, and so of their tiles (decoupled look-back of scans relies on this, too): a tile waits only for tiles that have
+started. A tile visits its blocks from the last to the first, and all heads of a group at each. So tiles that start
+together are at the same block, one addition apart, even if a causal mask gives later tiles fewer blocks.
 """
 
 from ringflash_kernels.hopper.compat import aggregate, gl, gluon, publish, wait_for
@@ -25,10 +25,10 @@ class DqOrder:
 
     @gluon.jit
     def previous(self, problem, tile):
-        """Return the last tile before `tile` that queries see, and its blocks [start, stop), none if there is none."""
+        """Return the last tile before `tile` that a query sees, and its blocks [start, stop); none if there is none."""
         tile -= 1
         start, stop, _full_start, _full_stop = problem.blocks(gl.maximum(tile, 0) * problem.BLOCK_N)
-        while (tile > 0) & (start == stop):  # in a gap that bounds may leave: such a tile writes no number
+        while (tile > 0) & (start == stop):  # a tile in a gap between bounds writes no number
             tile -= 1
             start, stop, _full_start, _full_stop = problem.blocks(tile * problem.BLOCK_N)
         return tile, start, gl.where(tile < 0, start, stop)

@@ -1,8 +1,8 @@
 """Kernels of the backward before its first hop and after its last.
 
 preprocess   for every query row the pair (lse * log2(e), delta), delta = rowsum(dout * out) - dlse, and an fp32
-             accumulator for dQ, zeros if asked. Rows that see nothing, and rows that pad a block, get lse = +inf, which
-             makes their probabilities 0
+             accumulator for dQ, zeroed on request. Rows that see nothing, and rows that pad a block, get lse = +inf,
+             which makes their probabilities 0
 postprocess  the accumulator scaled and cast, its columns put back in order
 """
 

@@ -164,9 +164,9 @@ class BackwardProblem:
     def meeting_block(self, block, start, stop):
         """Return the block at which to start a round over the query blocks [start, stop) of a head.
 
-        Any order of the blocks is correct. But if the CTAs that run concurrently are at the same block, its Q, dO and
-        dQ are fetched into L2 once for all of them; otherwise again for each. So all start at the block that the clock
-        shows, the mean of their steps; at `block` if the tile does not visit that one.
+        Any order of the blocks is correct. But if concurrent CTAs are at the same block, its Q, dO and dQ are fetched
+        into L2 once for all of them, and not once for each. So all start at the block that the clock shows, the mean
+        of their steps, or at `block` if the tile does not visit that one.
         """
         if self.in_step != 0:
             # A load, since the broadcast of an atomic's result to the warp made ptxas spill in the other warps.

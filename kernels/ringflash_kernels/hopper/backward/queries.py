@@ -1,7 +1,7 @@
-"""Only dQ, of wide heads, in a fixed order: one CTA holds 128 queries and streams the keys past them.
+"""Kernel of dQ for wide heads, with a fixed order of sums: one CTA holds 128 queries and streams the keys past them.
 
-Each element of the dQ accumulator is written once per hop: stored by the first, if that covers all queries, otherwise
-added to. S and dP are computed a second time (7 products per tile instead of 5).
+Each element of the dQ accumulator is written once per hop: the first hop stores it, if it covers all queries; later
+hops add to it. S and dP are computed a second time (7 products per tile instead of 5).
 `BackwardProblem` is read with queries and keys exchanged: its "keys" are the queries held, its "rows" the keys that
 are streamed.
 

@@ -190,7 +190,7 @@ def band_of(region: Region) -> tuple[int, int]:
 def _descriptors(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, acc: torch.Tensor, tiles: ForwardTiles
 ) -> tuple[TensorDescriptor | None, ...]:
-    """Descriptors of q, k, v, out and acc for the first part of the head, then for the second if its width differs."""
+    """Return descriptors of q, k, v, out and acc for the first part of the head, then for the second if it differs."""
     rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m, tiles.block_m)
     parts = (tiles.parts, tiles.parts, *(tiles.value_parts,) * 3)
     tensors = tuple(zip((q, k, v, out, acc), rows, parts, strict=True))
@@ -200,7 +200,7 @@ def _descriptors(
 
 
 def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
-    """Largest divisor of num_kv_heads whose K and V fit their share of L2."""
+    """Return the largest divisor of num_kv_heads whose K and V fit their share of L2."""
     count = max(1, min(num_kv_heads, _L2_BYTES_PER_GROUP // kv_bytes_per_head))
     while num_kv_heads % count:
         count -= 1
@@ -208,9 +208,10 @@ def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
 
 
 def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> torch.Tensor:
-    """Table of row tiles of the rows [first, end), most keys first: (tiles, 8) int32, cached with the mask.
+    """Return the table of row tiles of the rows [first, end), most keys first: (tiles, 8) int32, cached with the mask.
 
-    Columns: tile, first visible key, first key of the rows' common part, its end, end of the visible keys.
+    Columns: tile, first_seen, first_full, end_full, end_seen. Any row sees the keys [first_seen, end_seen), and
+    every row [first_full, end_full).
     """
     key = ("forward_tiles", torch.device(device), rows_per_tile, rows)
     return mask.cached(key, lambda: _new_tile_table(mask, device, rows_per_tile, rows))
@@ -239,7 +240,7 @@ def _new_tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: 
 
 @functools.cache
 def count_sms(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU."""
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -338,7 +338,7 @@ def scores(q, k, V: gl.constexpr):
 
 @gluon.jit
 def add_values(acc, p, v, V: gl.constexpr):
-    """Issue O += P V. P is converted as late as here, since each 16-bit value carried in a loop costs a PRMT."""
+    """Issue O += P V. P is converted only here, because each 16-bit value carried in a loop costs a PRMT."""
     p = p.to(v[0].dtype)
     layout: gl.constexpr = gl.DotOperandLayout(0, V.acc_layouts[0], 2)
     first = warpgroup_mma(gl.convert_layout(p, layout), v[0], acc[0], is_async=True)
@@ -431,7 +431,7 @@ def lane_sums(p, V: gl.constexpr):
 def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexpr):
     """Return P = exp(S - m), the new m (of scaled S, base 2), the lanes' sums, and exp(old m - m).
 
-    m is a row's maximum, up to a factor 2^SLACK in P: it rarely changes after the first blocks, nor is O rescaled.
+    m may lag behind a row's maximum by SLACK. So it rarely changes after the first blocks, and O is rarely rescaled.
     """
     if MASKED:
         s = hide(s, key, rows, V)
@@ -737,7 +737,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
 
 @gluon.jit
 def pair(first, second, V: gl.constexpr):
-    """Return the descriptors of the parts of the head; parts of equal width share one."""
+    """Return the descriptors of both parts of the head; parts of equal width share one."""
     if len(V.tiles.parts) == 1:
         parts = (first,)
     elif V.tiles.parts[0] == V.tiles.parts[1]:

@@ -1,8 +1,8 @@
-"""Backward of FP8 attention on Hopper: dQ, dK and dV of one or several sets of keys in records.
+"""Backward of FP8 attention on Hopper: dQ, dK and dV of one or several hops, with K and V in records.
 
-S is recomputed from the operands of the forward, so that rows of P sum to 1. What else is e4m3:
+S is recomputed from the operands of the forward, so that rows of P sum to 1. Products that have e4m3 operands:
 
-    "bf16"        nothing: q, k and v are dequantised, which bf16 holds exactly, for the bf16 kernels
+    "bf16"        none: the bf16 kernels run on the dequantised q, k and v, which bf16 holds exactly
     "fp8_scores"  S and dP
     "fp8"         S, dP, dV and dK
 """
@@ -31,19 +31,19 @@ from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
-_PROMOTE = 64  # blocks of 64 queries whose products the tensor cores add up themselves: their sums have 13 bits
+_PROMOTE = 64  # blocks of 64 queries that tensor cores sum before fp32 registers do: their sums have 13 bits
 
 _KEYS = Launcher(backward_keys_fp8)
 
 
 class Fp8Backward:
-    """Gradients of one attention call, set of keys by set of keys; see `api.begin_backward`.
+    """Gradients of one attention call, hop by hop; see `api.begin_backward`.
 
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
         products: a key of `fp8_reference.PRODUCTS`.
-        row_max: as lse, the largest score of each row in natural units or a little more, for "fp8" only: it keeps P of
-            long rows from rounding to 0.
+        row_max: as lse, the largest score of each row in natural units or a little more. Only for "fp8", in which P of
+            long rows would otherwise round to 0.
     Raises:
         NotImplementedError: `deterministic`, or head_dim 256, without "bf16".
     """
@@ -90,7 +90,7 @@ class Fp8Backward:
     def add_records(
         self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
     ) -> None:
-        """`add` of quantised keys.
+        """Compute `add` of quantised keys.
 
         Args:
             records: (batch, num_blocks, num_kv_heads, record_bytes) of `quantise_kv` for the backward.
@@ -109,7 +109,7 @@ class Fp8Backward:
 
 
 class _Dequantised:
-    """The bf16 kernels on what q, k and v were rounded to, all rotated."""
+    """Gradients by the bf16 kernels, from the rotated and rounded q, k and v."""
 
     factor = None
 
@@ -147,7 +147,7 @@ class _Dequantised:
 
 
 class _Products(host.HopperBackward):
-    """S and dP, and with "fp8" also dV and dK, in e4m3."""
+    """Gradients with S and dP, and with "fp8" also dV and dK, in e4m3."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _Products(host.HopperBackward):
         self.dq = self.factor = None
 
     def _prepare(self, num_kv_heads: int) -> None:
-        """Make the operands of the query side, once the first keys tell how many query heads share each of theirs."""
+        """Make the operands of the query side. Only the first keys tell how many query heads share a KV head."""
         dout, out, lse, dlse, row_max = self._given
         q = self.q if self.q.stride(-1) == 1 else self.q.contiguous()
         rows, self.maxima, self.dq = statistics(dout, q, out, lse, dlse, row_max, num_kv_heads)
@@ -227,7 +227,7 @@ class _Products(host.HopperBackward):
         )  # fmt: skip
 
     def _query_tiles(self, hop: HopRectangle) -> tuple[TensorDescriptor, ...]:
-        """Descriptors of Q and dO, for S and dP and for dK and dV."""
+        """Return descriptors of Q and dO, for S and dP and for dK and dV."""
         head_dim, rows = self.q.shape[3], (hop.q_start, hop.q_stop)
         x = self.operands
         q8, dout8 = (row_tile(cut(y, 1, rows), 64, head_dim) for y in (self._rows.values, x.dout8))
@@ -240,5 +240,5 @@ class _Products(host.HopperBackward):
 
 
 def _key_tile(x: torch.Tensor) -> TensorDescriptor:
-    """Descriptor of 64 keys of one record's k8 or v8: (batch, num_blocks, num_kv_heads, 128, head_dim)."""
+    """Return a descriptor of 64 keys of one record's k8 or v8: (batch, num_blocks, num_kv_heads, 128, head_dim)."""
     return block_descriptor(x.transpose(1, 2), (1, 1, 1, 64, x.shape[-1]))

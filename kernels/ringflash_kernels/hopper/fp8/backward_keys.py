@@ -1,13 +1,13 @@
 """dQ, dK and dV with products in e4m3, on the frame of `backward.keys`: one CTA holds 128 keys and streams the queries.
 
-S and dP are always e4m3. With FP8_GRADIENTS dV = P^T dO and dK = dS^T Q are too: P and dS go from the registers that
-hold them into the product, and dO and Q come a second time, transposed, with the queries of every 16 in KEY_ORDER.
-Without, these two products are bf16. dQ = dS K is bf16: its operand would need the keys of dS side by side.
+S and dP always have e4m3 operands. With FP8_GRADIENTS so do dV = P^T dO and dK = dS^T Q: P and dS are operands in the
+registers that hold them, and dO and Q are loaded a second time, transposed, with each 16 queries in KEY_ORDER. Without
+it, these two products are bf16. dQ = dS K is always bf16: an e4m3 operand would need adjacent keys of dS in a register.
 
-Sums of e4m3 products keep 13 bits of significand in the tensor cores. So dK and dV leave the registers every PROMOTE
-blocks, to be added up in fp32 where they belong.
+Sums of e4m3 products keep 13 bits of significand in the tensor cores. So every PROMOTE blocks dK and dV are added to
+fp32 sums in global memory.
 
-What the rows and tiles are scaled by is in `backward_operands`.
+`backward_operands` explains the scales of rows and tiles.
 """
 
 from ringflash_kernels.hopper.backward.keys import (
@@ -84,7 +84,7 @@ class Fp8KeysShared:
 
 @gluon.jit
 def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc):
-    """Producer: K and V of each tile, then Q and dO, each twice, and their statistics block by block."""
+    """Producer: load K and V of each tile, then Q and dO, each twice, and their statistics block by block."""
     key_bytes: gl.constexpr = k_desc.block_type.nbytes + k8_desc.block_type.nbytes + v8_desc.block_type.nbytes
     query_bytes: gl.constexpr = (
         2 * (q0_desc.block_type.nbytes + q1_desc.block_type.nbytes) + stats_desc.block_type.nbytes
@@ -138,7 +138,7 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
 
 @gluon.jit
 def _as_operand(x, sm):
-    """P or dS as the first operand of the product with dO or Q; no data moves between threads."""
+    """Return P or dS as the first operand of the product with dO or Q; no data moves between threads."""
     C: gl.constexpr = sm.SPLIT
     if sm.FP8_GRADIENTS:
         layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 32]), 4)
@@ -152,7 +152,7 @@ def _as_operand(x, sm):
 
 @gluon.jit
 def _second(sm, tile):
-    """Operand of dK or dV: (64 queries, columns), or for e4m3 the same seen through the transposed tile."""
+    """Return the operand of dK or dV: (64 queries, columns), which for e4m3 is a view of the transposed tile."""
     if sm.FP8_GRADIENTS:
         second = tile.reshape([sm.SPLIT, 64]).permute((1, 0))
     else:
@@ -164,7 +164,7 @@ def _second(sm, tile):
 def _step(
     sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, key, seen, masked, dq_row, W: gl.constexpr
 ):
-    """One block of queries: P, dV, dS, dK of this block, dQ of the one before, at `dq_row`."""
+    """Process one block of queries: P, dV, dS, dK of this block, and dQ of the previous one, at `dq_row`."""
     C: gl.constexpr = sm.SPLIT
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     slot, parity = slot_of(step, sm.STAGES)
@@ -250,7 +250,7 @@ def _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W: gl.constexpr):
 
 @gluon.jit
 def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
-    """Consumer W: gradients of 64 keys of every tile."""
+    """Consumer W: compute the gradients of 64 keys of every tile."""
     C: gl.constexpr = sm.SPLIT
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 32 if sm.FP8_GRADIENTS else 16])

@@ -1,8 +1,8 @@
-"""Operands of the FP8 backward, and dQ from what it sums: each function is one launch.
+"""Operands of the FP8 backward, and dQ from its sums: each function is one launch.
 
-The row i of queries counts as w_i = n_i * exp(m_i - lse_i): n_i = |dO_i| + |dlse_i| times its largest probability, m_i
-being the row maximum of the forward. Sums over rows, dV and dK, have one scale; so each of their two factors gets half
-of what is between w_i and the largest weight W of the heads that share them, h_i = sqrt(w_i / W):
+Query row i has the weight w_i = n_i * exp(m_i - lse_i), where n_i = |dO_i| + |dlse_i|, and m_i is the row maximum of
+the forward, so that exp(m_i - lse_i) is its largest probability. dV and dK are sums over rows and have one scale. W is
+the largest weight of the heads that share a KV head. Both operands of a sum get the factor h_i = sqrt(w_i / W):
 
     dO8_i = 448 / n_i * dO_i                   P'_ij = 2^8 * h_i * exp(S_ij - m_i)
     delta'_i = 448 / n_i * delta_i             dS'_ij = 2^-g * P'_ij * (dO8_i V_j - delta'_i)
@@ -10,8 +10,8 @@ of what is between w_i and the largest weight W of the heads that share them, h_
     Q8T_i = h_i * 448 / |Q|_max * Q_i          dK_j = scale * 2^g * W * |Q|_max / (448^2 * 2^8) * sum_i dS'_ij Q8T_i
                                                dQ_i = scale * h_i * W / (448 * 2^8) * sum_j dS'_ij (2^g K_j)
 
-P' is at most 2^8, and g, of a tile of 128 keys, is such that dS' cannot pass 448 either: |dO8_i V_j| <= 448 |V_j|. So
-nothing is measured beforehand and nothing saturates. A row of a million equal keys has P' = 2^8 h_i like any other.
+P' is at most 2^8. g is chosen per tile of 128 keys so that dS' cannot exceed 448: |dO8_i V_j| <= 448 |V_j|. So no
+maxima are measured beforehand, and nothing saturates. A row of a million equal keys has P' = 2^8 h_i like any other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import triton.language as tl
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, E4M3, TAIL_BYTES, Rows, rotate_back
 from ringflash_kernels.hopper.launcher import Launcher
 
-SCALES = 8  # fp32 numbers of a tile: of S, of dP, of delta, of dK, of dV; the rest unused
+SCALES = 8  # fp32 scales of a tile: of S, dP, delta, dK and dV; the rest is unused
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def _statistics(
     tl.store(at + padded, relative)
     tl.store(at + 2 * padded, size)
     tl.store(at + 3 * padded, weight)
-    # What is not finite shall break the rows that see it, and no others.
+    # Values that are not finite must spoil only the rows that see them.
     maxima_at = maxima_ptr + batch_head // group * 4
     tl.atomic_max(maxima_at, tl.max(tl.where(weight < float("inf"), weight, 0.0), 0))
     relative = tl.abs(relative)
@@ -88,7 +88,7 @@ def _query_operands(
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
     place = tl.arange(0, 64)
-    # In the order of KEY_ORDER: place 4 t + 2 h + e of every 16 holds the row 8 h + 2 t + e.
+    # In KEY_ORDER: position 4 t + 2 h + e of every 16 holds the row 8 h + 2 t + e.
     row = block * 64 + (place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2)
     row = row.to(tl.int64)
     column = tl.arange(0, D)
@@ -209,7 +209,7 @@ def statistics(
     row_max: torch.Tensor,
     num_kv_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Reference, delta', size and weight of each row, the maxima over rows, and the dQ accumulator.
+    """Compute reference, delta', size and weight of each row, the maxima over rows, and zeros for dQ.
 
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim), unit last stride. lse, dlse, row_max: (batch, num_heads,
@@ -236,10 +236,10 @@ def statistics(
 
 
 class QueryOperands:
-    """Operands of the query side; rows of dout1 and q1, where they are e4m3, are in KEY_ORDER.
+    """Operands of the query side; if dout1 and q1 are e4m3, their rows are in KEY_ORDER.
 
-    dout8: (batch, seqlen_q, num_heads, head_dim), e4m3. dout1, q1: of dV and dK, (batch, num_heads, head_dim, padded
-    seqlen_q) in e4m3 or as dout8 in bf16. stats: (batch * num_heads, 2, padded seqlen_q). factor: of the rows of dQ.
+    dout8: (batch, seqlen_q, num_heads, head_dim), e4m3. dout1, q1: operands of dV and dK, in e4m3 (batch, num_heads,
+    head_dim, padded seqlen_q), in bf16 as dout8. stats: (batch * num_heads, 2, padded seqlen_q). factor: of rows of dQ.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class QueryOperands:
 
 
 class KeyOperands:
-    """Operands of the key side that records do not hold, of all their keys.
+    """Operands of the key side that are not in the records.
 
     k, v: (batch, num_blocks * 128, num_kv_heads, head_dim), bf16, k times 2^g; v for the mode "bf16" only.
     scales: (batch, num_kv_heads, num_blocks, SCALES), fp32.
@@ -286,7 +286,7 @@ class KeyOperands:
 
 
 def parts(records: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of records: k8 and v8 (batch, num_blocks, num_kv_heads, 128, head_dim), and fp32 scales."""
+    """Return views of records: k8 and v8 (batch, num_blocks, num_kv_heads, 128, head_dim), and fp32 scales."""
     size = BLOCK_K * head_dim
     k8, v8, tail = records.split((size, size, TAIL_BYTES), -1)
     k8, v8 = (x.view(E4M3).unflatten(-1, (BLOCK_K, head_dim)) for x in (k8, v8))
@@ -294,7 +294,7 @@ def parts(records: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def dequantised(rows: Rows) -> torch.Tensor:
-    """The rotated q in bf16, which is exact: (batch, seqlen_q, num_heads, head_dim)."""
+    """Return the rotated q in bf16, which is exact: (batch, seqlen_q, num_heads, head_dim)."""
     scales = rows.scales.repeat_interleave(BLOCK_Q, -1)[..., : rows.values.shape[1]]
     return rows.values.to(torch.bfloat16) * scales.transpose(1, 2).unsqueeze(-1).to(torch.bfloat16)
 
@@ -308,11 +308,11 @@ def add_rotated_back(
     interleaved: bool = False,
     accumulate: bool = False,
 ) -> None:
-    """out = head_dim * scale * factor * rotate_back(x), or added to out.
+    """Write head_dim * scale * factor * rotate_back(x) to out, or add it.
 
     Args:
-        x: (batch, seqlen, num_heads, head_dim), fp32. interleaved: its columns as the kernels add up dQ.
-        factor: of each row, (batch * num_heads, padded seqlen).
+        x: (batch, seqlen, num_heads, head_dim), fp32. interleaved: its columns have the order of the dQ accumulator.
+        factor: (batch * num_heads, padded seqlen), one for each row.
         out: as x, any dtype; unit last stride.
     """
     batch, seqlen, num_heads, head_dim = x.shape
@@ -328,7 +328,7 @@ def add_rotated_back(
 
 @functools.cache
 def _matrix(head_dim: int, interleaved: bool, device: torch.device) -> torch.Tensor:
-    """head_dim * rotate_back of the unit rows, +1 and -1: (head_dim, head_dim), bf16."""
+    """Return the matrix of head_dim * rotate_back, +1 and -1: (head_dim, head_dim), bf16."""
     matrix = rotate_back(torch.eye(head_dim)) * head_dim
     if interleaved:  # columns (j, t, e) of each 32 as (t, j, e)
         matrix = matrix.unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten(0, 3)

@@ -2,12 +2,12 @@
 
 Q (64 rows), K and V (records of 128 keys) are e4m3, P too; scores, O and the softmax are fp32. What differs from bf16:
 
-    scales     those of Q and K go into the factor of the scores, that of V into the factor of a block's P V
-    P          is relative to the largest score of its row in the block: P' = 2^(s - m + OFFSET), rounded in the
+    scales     those of Q and K multiply the scores, that of V multiplies P V of a block
+    P          is relative to the largest score of its row in the block: P' = 2^(s - m + OFFSET), rounded by its
                logarithm. The bits of P' are then linear in s: a multiplication and a conversion, no exponential.
-    row sums   those of the rounded P', by tensor cores: a product with ones
-    P V        V comes transposed with the keys of every 16 in such an order that the registers of S hold the operand.
-               Tensor cores add e4m3 products up with 13 bits of significand: at a million equal keys they would return
+    row sums   sums of the rounded P', by tensor cores: a product with ones
+    P V        V is stored transposed, with each 16 keys in an order in which the registers of S hold the operand.
+               Tensor cores sum e4m3 products with 13 bits of significand: of a million equal keys they would return
                1/64 of the sum. So they sum one block only, which is added to O in fp32.
 
 `fp8_reference` is the specification.
@@ -91,7 +91,7 @@ _TAIL = gl.constexpr(TAIL_BYTES // 4)  # numbers in the tail of a record
 
 @dataclass(frozen=True)
 class Fp8Variant:
-    """Choices that are fixed when a kernel is compiled; see `ForwardVariant`."""
+    """Compile-time choices of the kernel; see `ForwardVariant`."""
 
     tiles: Fp8Tiles
     mask: str
@@ -100,7 +100,7 @@ class Fp8Variant:
 
     @property
     def slack(self) -> float:
-        """Largest lag of the reference behind the largest score, in log2 units; small if it stands for that score."""
+        """Largest lag of the reference behind the largest score, in log2 units; small if it is stored as row_max."""
         return 1.0 if self.row_max else 16.0
 
     @property
@@ -132,9 +132,9 @@ class Fp8Shared(NamedTuple):
 
 
 class WarpgroupRows(NamedTuple):
-    """Query rows of a warpgroup: Q, the first row, the factor of its scores, and what says which keys a row sees.
+    """Query rows of a warpgroup: Q, the first row, the factor of its scores, and the limits of the visible keys.
 
-    Masked blocks find the keys of each row anew: registers that held them would be missing in all others.
+    Masked blocks compute the keys of each row again, because registers for them would be missing in all blocks.
     """
 
     q: tuple
@@ -145,7 +145,7 @@ class WarpgroupRows(NamedTuple):
 
 
 class QScales(NamedTuple):
-    """Scales of q, one for each block of rows; and where the largest score of each row goes, as lse."""
+    """Scales of q, one for each block of rows, and the tensor for the largest score of each row, as lse."""
 
     first: int
     stride_b: int
@@ -158,7 +158,7 @@ class QScales(NamedTuple):
 
 @gluon.jit
 def load_part(desc, tiles, full, batch, block, head, ROW: gl.constexpr, COLUMN: gl.constexpr, V: gl.constexpr):
-    """Load K or V of a record, whose second part, if there is one, begins at (ROW, COLUMN)."""
+    """Load K or V of a record. Its second part, if there is one, begins at (ROW, COLUMN)."""
     tma_load(desc, [batch, block, head, 0, 0], full, tiles[0])
     if len(V.tiles.parts) == 2:
         tma_load(desc, [batch, block, head, ROW, COLUMN], full, tiles[1])
@@ -166,7 +166,7 @@ def load_part(desc, tiles, full, batch, block, head, ROW: gl.constexpr, COLUMN: 
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, tail_desc, shared, barriers, problem, pointers, V: gl.constexpr):
-    """The producer warp: draws tiles from a counter that all programs share, loads Q and the ring of K and V."""
+    """Producer warp: draw tiles from a counter that all programs share, load Q and fill the ring of K and V."""
     STAGES: gl.constexpr = V.tiles.num_stages
     NUM_BYTES: gl.constexpr = len(V.tiles.parts) * k_desc.block_type.nbytes
     count = 0
@@ -184,7 +184,7 @@ def produce(q_desc, k_desc, v_desc, tail_desc, shared, barriers, problem, pointe
             mbarrier.expect(full, NUM_BYTES + tail_desc.block_type.nbytes)
             tma_load(tail_desc, [tile.batch, block, head_kv, 0], full, shared.tails.index(index))
             load_part(k_desc, tiles_at(shared.k, index, V), full, tile.batch, block, head_kv, 0, V.tiles.parts[0], V)
-            if i == 0:  # only now: the first K need not wait until the last tile is done with Q
+            if i == 0:  # after the first K, which need not wait until the previous tile has finished with Q
                 load_q(q_desc, shared, barriers, tile, count, V)
             mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
             full = barriers.v_full.index(index)
@@ -196,7 +196,7 @@ def produce(q_desc, k_desc, v_desc, tail_desc, shared, barriers, problem, pointe
         count += 1
         ticket = gl.atomic_add(pointers.counter, 1) + gl.num_programs(0)
     publish(ticket, count, shared, barriers)
-    if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program leaves zeros behind
+    if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
         gl.store(pointers.counter, 0)
         gl.store(pointers.counter + 1, 0)
 
@@ -206,13 +206,13 @@ def produce(q_desc, k_desc, v_desc, tail_desc, shared, barriers, problem, pointe
 
 @gluon.jit
 def block_of(tile, i, V: gl.constexpr):
-    """The record that holds the i-th block of the walk."""
+    """Return the record that holds the i-th block of the walk."""
     return tile.key // V.tiles.block_n + tile.num_blocks - 1 - i
 
 
 @gluon.jit
 def record_matrices(tiles, V: gl.constexpr):
-    """The (rows, columns) that wgmma reads in the tile of each part of a record."""
+    """View the tile of each part of a record as the (rows, columns) matrix that wgmma reads."""
     first = tiles[0].reshape([tiles[0].shape[3], tiles[0].shape[4]])
     if len(V.tiles.parts) == 2:
         parts = (first, tiles[1].reshape([tiles[1].shape[3], tiles[1].shape[4]]))
@@ -223,14 +223,14 @@ def record_matrices(tiles, V: gl.constexpr):
 
 @gluon.jit
 def scale_of(tails, index, WHICH: gl.constexpr):
-    """The scale of K (0) or V (1) of a block, from the tail of its record."""
+    """Return the scale of K (0) or V (1) of a block, from the tail of its record."""
     numbers = tails.index(index)._reinterpret(gl.float32, [_TAIL, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return gl.max(numbers.index(WHICH).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def hidden(s, key, rows, V: gl.constexpr):
-    """S with -inf where a row does not see the key."""
+    """Return S with -inf for keys that the row does not see."""
     BM: gl.constexpr = V.tiles.block_m
     index = rows.first + gl.arange(0, BM, layout=gl.SliceLayout(1, V.score_layout))
     start, stop = visible_keys(index, rows.problem, rows.pointers, V)
@@ -239,7 +239,7 @@ def hidden(s, key, rows, V: gl.constexpr):
 
 @gluon.jit
 def every_other(x):
-    """The elements 0, 2, 4 ... of the last dimension of three."""
+    """Return the elements 0, 2, 4 ... of the last of three dimensions."""
     HALF: gl.constexpr = x.shape[2] // 2
     first, _ = x.reshape([x.shape[0], x.shape[1], HALF, 2]).split()
     return first
@@ -247,7 +247,7 @@ def every_other(x):
 
 @gluon.jit
 def largest(s, V: gl.constexpr):
-    """The largest score of every row in the block, before scaling."""
+    """Return the largest score of every row in the block, before scaling."""
     BM: gl.constexpr = V.tiles.block_m
     EIGHTS: gl.constexpr = V.tiles.block_n // 8
     layout: gl.constexpr = gl.SliceLayout(1, V.score_layout)
@@ -263,10 +263,10 @@ def largest(s, V: gl.constexpr):
 
 @gluon.jit
 def softmax(s, reference, key, rows, factor, MASKED: gl.constexpr, V: gl.constexpr):
-    """Return P' as `e4m3_of_bits` takes it, the new reference of O, and the factors of the O before and of P' V.
+    """Return P' in the form of `e4m3_of_bits`, the new reference of O, and the factors of the previous O and of P' V.
 
-    m is a row's largest score in this block, in log2 units. The reference lags behind it by up to 2^SLACK: it moves
-    rarely after the first blocks, and so does O.
+    m is a row's largest score in this block, in log2 units. The reference may lag behind it by `slack`. So it rarely
+    changes after the first blocks, and O is rarely rescaled.
     """
     if MASKED:
         s = hidden(s, key, rows, V)
@@ -285,7 +285,7 @@ def softmax(s, reference, key, rows, factor, MASKED: gl.constexpr, V: gl.constex
 
 @gluon.jit
 def normalizer(row_sum, reference, V: gl.constexpr):
-    """1 / l and lse of every row; NaN stays NaN."""
+    """Return 1 / l and lse of every row; NaN stays NaN."""
     S_LAYOUT: gl.constexpr = V.score_layout
     LN2: gl.constexpr = 0.6931471805599453
     row_sum = gl.convert_layout(gl.max(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
@@ -295,7 +295,7 @@ def normalizer(row_sum, reference, V: gl.constexpr):
 
 @gluon.jit
 def operand(bits, V: gl.constexpr):
-    """P' as wgmma takes it from registers. V's keys are stored in the order that makes this a change of names only."""
+    """Return P' as a register operand of wgmma. No data moves, because V's keys are stored in the matching order."""
     BM: gl.constexpr = V.tiles.block_m
     BN: gl.constexpr = V.tiles.block_n
     layout: gl.constexpr = gl.DotOperandLayout(0, V.acc_layouts[0], 4)
@@ -324,21 +324,21 @@ def times_ones(p, ones, V: gl.constexpr):
 
 @gluon.jit
 def with_block(acc, factor, product, PART: gl.constexpr, V: gl.constexpr):
-    """One part of O, plus P' V of a block times the factor of each row."""
+    """Return one part of O, plus P' V of a block times the factor of each row."""
     layout: gl.constexpr = V.acc_layouts[PART]
     return acc[PART] + product * gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None]
 
 
 @gluon.jit
 def of_lanes(factor, row_sum):
-    """A factor of rows, for their sums."""
+    """Return the factor of each row in the layout of the row sums."""
     layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
     return gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def add_values(acc, row_sum, beta, v_scale, bits, v, ones, V: gl.constexpr):
-    """O += P' V and the row sums, one part after another: registers hold the product of one only."""
+    """Compute O += P' V and the row sums, part by part, because registers hold the product of only one."""
     BM: gl.constexpr = V.tiles.block_m
     p = operand(bits, V)
     product, sums = warpgroup_mma_wait(0, deps=(times_values(p, v, 0, V), times_ones(p, ones, V)))
@@ -355,7 +355,7 @@ def add_values(acc, row_sum, beta, v_scale, bits, v, ones, V: gl.constexpr):
 
 @gluon.jit
 def take_turn(token, W: gl.constexpr, V: gl.constexpr):
-    """Wait until the warpgroup before has issued its products."""
+    """Wait until the previous warpgroup has issued its products."""
     if V.tiles.turns:
         named_barrier(token, 8 + W, 256, False)
 
@@ -369,7 +369,7 @@ def pass_turn(token, W: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def leave_block(kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
-    """`pass_block`, and the turn with it."""
+    """Do `pass_block`, and pass the turn to the next warpgroup."""
     pass_turn(kv, W, V)
     kv = pass_block(kv, shared, barriers, V)
     take_turn(kv, W, V)
@@ -391,7 +391,7 @@ def step(
     W: gl.constexpr,
     V: gl.constexpr,
 ):
-    """Block i from S to O += P' V; the other warpgroups' products run meanwhile."""
+    """Process block i from S to O += P' V, while the other warpgroups' products run."""
     index, phase = slot(kv, V.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
     s = scores(rows.q, record_matrices(tiles_at(shared.k, index, V), V), V)
@@ -413,7 +413,7 @@ def step(
 
 @gluon.jit
 def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
-    """O (not yet divided), 1 / l and lse of a tile, the next use of the ring, and the reference of each row."""
+    """Return O (not yet divided), 1 / l and lse of a tile, the next use of the ring, and the reference of each row."""
     n = tile.num_blocks
     acc, reference, row_sum = nothing_yet(V)
     take_turn(kv, W, V)
@@ -438,7 +438,7 @@ def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.con
 
 @gluon.jit
 def store_row_max(reference, row_index, batch, head, problem, q_scales, V: gl.constexpr):
-    """Store the most that a row's largest score can be in natural units, or the earlier calls' if that is more."""
+    """Store an upper bound of each row's scores in natural units, or that of earlier calls if it is larger."""
     LN2: gl.constexpr = 0.6931471805599453
     at = q_scales.row_max + batch * problem.lse_stride_b + head * problem.lse_stride_h + row_index
     largest = (reference + V.slack) * LN2
@@ -449,7 +449,7 @@ def store_row_max(reference, row_index, batch, head, problem, q_scales, V: gl.co
 
 @gluon.jit
 def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: gl.constexpr, V: gl.constexpr):
-    """Consumer warpgroup W: rows [W * block_m, (W + 1) * block_m) of every tile."""
+    """Consumer warpgroup W: attend for rows [W * block_m, (W + 1) * block_m) of every tile."""
     row_layout: gl.constexpr = gl.SliceLayout(1, V.score_layout)
     BM: gl.constexpr = V.tiles.block_m
     count = 0
@@ -485,7 +485,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
         else:
             old_weight = factor
         acc = scaled(acc, factor, V)
-        row_index = row + gl.arange(0, BM, layout=row_layout)  # again: a short live range spares registers
+        row_index = row + gl.arange(0, BM, layout=row_layout)  # recomputed: a short live range saves registers
         gl.store(lse_of_head + row_index, lse, mask=row_index < problem.seqlen_q)
         loads = store_part(acc[0], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 0, V)
         if len(V.tiles.parts) == 2:
@@ -500,7 +500,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
 
 @gluon.jit
 def tile_of_ones(V: gl.constexpr):
-    """The second operand of row sums. Its bits: ptxas 12.8 leaves half of the bytes undefined if it converts 1.0."""
+    """Return ones, as bits, for row sums: ptxas 12.8 leaves half of the bytes undefined if it converts 1.0."""
     BN: gl.constexpr = V.tiles.block_n
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     registers: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -512,7 +512,7 @@ def tile_of_ones(V: gl.constexpr):
 
 @gluon.jit
 def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, V: gl.constexpr):
-    """Shared memory of a program."""
+    """Allocate the shared memory of a program."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     STAGES: gl.constexpr = V.tiles.num_stages
     box: gl.constexpr = [WARPGROUPS] + acc_desc[0].block_shape
@@ -540,7 +540,7 @@ def forward_fp8(
     lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, scale,
     V: gl.constexpr,
 ):  # fmt: skip
-    """FP8 attention forward; see the top of this file."""
+    """FP8 attention forward; see the module docstring."""
     problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
                       upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
     pointers = Pointers(lse, start, stop, table, counter)
@@ -583,7 +583,7 @@ def forward(
     num_sms: int | None = None,
     row_max: torch.Tensor | None = None,
 ) -> None:
-    """Attention of quantised operands over the visible pairs of `mask`, continuing (acc, lse) where given.
+    """Compute attention of quantised operands over the visible pairs of `mask`, continuing (acc, lse) if given.
 
     Args:
         rows: quantised q.
@@ -591,7 +591,7 @@ def forward(
             j // 128. Any strides of the first three dimensions that are multiples of 128.
         out: as q, in a 16-bit dtype or fp32; every row is written. May be `acc`.
         lse, acc, num_sms: as `hopper.forward`.
-        row_max: as lse with its strides, written, with `acc` updated: at least the largest score of each row.
+        row_max: as lse, with its strides; receives an upper bound of each row's scores; updated in place with `acc`.
     Numerics: see `fp8_reference`; scores and sums in fp32, the sums of P V over a block have 13 bits.
     Source: FP8 operands and their layouts: Shah et al. 2024 (arXiv:2407.08608); P V summed in two levels: Zhang et al.
         2024 (SageAttention2, arXiv:2411.10958); P relative to its own block is ours.
@@ -623,10 +623,10 @@ def build_launch(
     num_sms: int,
     counter: torch.Tensor,
 ) -> LaunchArgs:
-    """The launch that covers the rows of `mask.q_span`, from the block of q that holds the first.
+    """Return the launch that covers the rows of `mask.q_span`, from the block of q that holds the first.
 
     Args:
-        counter: two int32 zeros, zeros again after the launch.
+        counter: two int32 zeros, which are zeros again after the launch.
     """
     first, end = mask.q_span
     span, keys = (first // BLOCK_Q * BLOCK_Q, end), (0, mask.seqlen_k)
@@ -671,7 +671,7 @@ def _variant(tiles: Fp8Tiles, mask: str, resume: bool, row_max: bool) -> Fp8Vari
 def _descriptors(
     q8: torch.Tensor, records: torch.Tensor, out: torch.Tensor, acc: torch.Tensor, tiles: Fp8Tiles
 ) -> tuple[TensorDescriptor, ...]:
-    """Descriptors of q, of k, v and tails in the records, of out and acc: boxes of one part of the head."""
+    """Return descriptors of q, of k, v and tails in the records, of out and acc: boxes of one part of the head."""
     head_dim, columns = q8.shape[3], tiles.parts[0]
     size = BLOCK_K * head_dim
     values = records.view(q8.dtype)
@@ -688,6 +688,6 @@ def _descriptors(
 
 
 def _record_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """Descriptor of a part of records: the stride of a dimension of one element is never used, but must be aligned."""
+    """Return a descriptor of part of records. Strides of dimensions of size 1 are unused, but must be aligned."""
     strides = [stride if size > 1 else TAIL_BYTES for size, stride in zip(x.shape, x.stride(), strict=True)]
     return Descriptor(x, list(x.shape), [*strides[:-1], 1], list(block), block_layout(block, x.dtype))

@@ -15,7 +15,7 @@ __all__ = ["begin_backward", "collect", "forward", "forward_records", "publish",
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Return why this implementation cannot take the call; None when it can.
+    """Return the reason why this implementation cannot take the call, or None if it can.
 
     Raises:
         RuntimeError: as that of `hopper`.

@@ -1,6 +1,6 @@
-"""Rounding to e4m3 on the GPU, to the very bits of `fp8_reference`; each call is one launch.
+"""Rounding to e4m3 on the GPU, bitwise equal to `fp8_reference`; each call is one launch.
 
-A program takes one block of rows of one head: it rotates them in registers (columns 1, 2, 4, 8 apart within a thread,
+A program takes one block of rows of one head. It rotates them in registers (columns 1, 2, 4, 8 apart within a thread,
 then the others after a change of layout), finds the largest finite value, and rounds.
 """
 
@@ -29,22 +29,22 @@ _SIGNS = tuple(word - (word >> 31 << 32) for word in sign_bits())  # as int32
 
 @gluon.constexpr_function
 def _columns_layout(head_dim, num_warps):
-    """Sixteen columns in a thread, as global memory is read and written."""
+    """Return the layout with 16 columns per thread, for reading and writing global memory."""
     lanes = head_dim // 16
     return gl.BlockedLayout([1, 16], [32 // lanes, lanes], [num_warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _groups_layout(head_dim, num_warps):
-    """One column of each sixteen in a thread, for (rows, groups of 16, 16 columns)."""
+    """Return the layout with one column of each 16 per thread, for (rows, groups of 16, 16 columns)."""
     groups = head_dim // 16
     return gl.BlockedLayout([1, groups, 16 // groups], [32 // groups, 1, groups], [num_warps, 1, 1], [2, 1, 0])
 
 
 @gluon.constexpr_function
 def _keys_layout(head_dim, num_warps):
-    """Eight columns of eight or sixteen keys in a thread, which are adjacent in KEY_ORDER."""
-    keys = [[1, 0], [8, 0], [2, 0], [4, 0], [16, 0], [32, 0], [64, 0]]  # by bits of the place in the record
+    """Return the layout with 8 columns of 8 or 16 keys per thread, which are adjacent in KEY_ORDER."""
+    keys = [[1, 0], [8, 0], [2, 0], [4, 0], [16, 0], [32, 0], [64, 0]]  # by bits of the position in the record
     held = 3 if head_dim == 16 * num_warps else 4
     registers = [[0, 1], [0, 2], [0, 4]] + keys[:held]
     lanes = keys[held:] + [[0, 8 << i] for i in range(held - 2)]
@@ -54,14 +54,14 @@ def _keys_layout(head_dim, num_warps):
 
 @gluon.constexpr_function
 def _places_layout(head_dim, num_warps):
-    """The same threads' (columns, keys), keys first."""
+    """Return the layout with the same values per thread, for (columns, keys)."""
     keys = 8 if head_dim == 16 * num_warps else 16
     return gl.BlockedLayout([8, keys], [keys // 4, 128 // keys], [num_warps, 1], [1, 0])
 
 
 @gluon.jit
 def butterfly(x, DISTANCE: gl.constexpr):
-    """Sums and differences of the columns that are DISTANCE apart; x is (rows, columns), both columns in one thread."""
+    """Return sums and differences of columns DISTANCE apart; x is (rows, columns), both columns in one thread."""
     rows: gl.constexpr = x.shape[0]
     columns: gl.constexpr = x.shape[1]
     pairs: gl.constexpr = columns // (2 * DISTANCE)
@@ -71,7 +71,7 @@ def butterfly(x, DISTANCE: gl.constexpr):
 
 @gluon.jit
 def signed(x, columns, SIGNS: gl.constexpr):
-    """x with the sign of each column."""
+    """Return x with the sign of each column."""
     word = columns * 0 + SIGNS[0]
     for i in gl.static_range(1, x.shape[1] // 32):
         word = gl.where(columns // 32 == i, SIGNS[i], word)
@@ -80,7 +80,7 @@ def signed(x, columns, SIGNS: gl.constexpr):
 
 @gluon.jit
 def rotated(x, columns, SIGNS: gl.constexpr, WARPS: gl.constexpr):
-    """The rows of x, rotated as `fp8_reference.rotate` does, in another layout."""
+    """Return the rows of x, rotated as by `fp8_reference.rotate`, in another layout."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
     GROUPS: gl.constexpr = COLUMNS // 16
@@ -97,31 +97,31 @@ def rotated(x, columns, SIGNS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def with_exponent(x):
-    """x with NaN for infinity, and the biased exponent of the power of two that brings the rest within e4m3."""
-    largest = gl.max(gl.max(gl.abs(x), 1), 0)  # which passes over NaN
+    """Return x with NaN for infinity, and the biased exponent of the power of two that scales the rest to e4m3."""
+    largest = gl.max(gl.max(gl.abs(x), 1), 0)  # ignores NaN
     if largest == float("inf"):
         x = gl.where(gl.abs(x) < float("inf"), x, float("nan"))
         largest = gl.max(gl.max(gl.abs(x), 1), 0)
-    largest = gl.maximum(largest, 0.0)  # where all is NaN
+    largest = gl.maximum(largest, 0.0)  # if all are NaN
     return x, gl.maximum(((largest.to(gl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, _SMALLEST)
 
 
 @gluon.jit
 def power_of_two(biased):
-    """2^(biased - 127)."""
+    """Return 2^(biased - 127)."""
     return (biased << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def rounded(x, biased):
-    """x over the power of two in e4m3."""
+    """Return x divided by the power of two, in e4m3."""
     return (x * power_of_two(254 - biased)).to(gl.float8e4nv)
 
 
 @gluon.jit
 def rows_of(x, stride_b, stride_s, stride_h, batch, block, head, seqlen, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
             layout: gl.constexpr):  # fmt: skip
-    """A block of rows of one head in fp32; zeros past the end."""
+    """Load a block of rows of one head in fp32; zeros past the end."""
     row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     first = x + batch.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
@@ -135,7 +135,7 @@ def quantise_rows(
     x, values, scales, seqlen, num_heads, num_blocks, stride_b, stride_s, stride_h, value_b, value_s, value_h,
     COLUMNS: gl.constexpr, ROWS: gl.constexpr, SIGNS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """q of one block and head."""
+    """Quantise q of one block and head."""
     layout: gl.constexpr = _columns_layout(COLUMNS, WARPS)
     head = gl.program_id(0) % num_heads
     block = gl.program_id(0) // num_heads % num_blocks
@@ -153,7 +153,7 @@ def quantise_rows(
 
 @gluon.jit
 def store_tile(record, x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """x to contiguous bytes."""
+    """Store x as contiguous bytes."""
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     gl.store(record + row[:, None] * COLUMNS + column[None, :], x)
@@ -161,14 +161,14 @@ def store_tile(record, x, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.
 
 @gluon.jit
 def store_tail(tail, biased, WARPS: gl.constexpr):
-    """All of a tail but the scale of k."""
+    """Store a tail except the scale of k."""
     index = gl.arange(0, _NUM_TAIL, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     gl.store(tail + index, gl.where(index == 1, power_of_two(biased), 0.0), mask=index > 0)
 
 
 @gluon.jit
 def quantise_keys(record, tail, k, column, SIGNS: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr):
-    """The first tile of a record, and its scale."""
+    """Store the first tile of a record, and its scale."""
     COLUMNS: gl.constexpr = k.shape[1]
     k = rotated(k, column, SIGNS, WARPS)
     k, biased = with_exponent(k)
@@ -178,7 +178,7 @@ def quantise_keys(record, tail, k, column, SIGNS: gl.constexpr, WARPS: gl.conste
 
 @gluon.jit
 def transposed(v, WARPS: gl.constexpr):
-    """(columns, keys) with the keys of every 16 in KEY_ORDER; each thread has the sixteen."""
+    """Return v as (columns, keys) with each 16 keys in KEY_ORDER; a thread has all 16."""
     KEYS: gl.constexpr = v.shape[0]
     COLUMNS: gl.constexpr = v.shape[1]
     layout: gl.constexpr = _places_layout(COLUMNS, WARPS)
@@ -192,7 +192,7 @@ def quantise_records(
     record_b, record_block, record_h, tail_b, tail_block, tail_h,
     COLUMNS: gl.constexpr, KEYS: gl.constexpr, SIGNS: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """k, by even programs, or v of one record."""
+    """Quantise k (even programs) or v (odd programs) of one record."""
     layout: gl.constexpr = _columns_layout(COLUMNS, WARPS)
     index = gl.program_id(0) // 2
     head = index % num_heads
@@ -217,7 +217,7 @@ def quantise_records(
             store_tile(record, values, KEYS, COLUMNS, layout)
 
 
-_WARPS = {64: 4, 128: 4, 256: 8}  # of a program; 8 at head_dim 128 took 1.4 times as long for k and v
+_WARPS = {64: 4, 128: 4, 256: 8}  # warps of a program; 8 at head_dim 128 took 1.4 times as long for k and v
 _ROWS = {warps: Launcher(quantise_rows, specialised=True, num_warps=warps) for warps in set(_WARPS.values())}
 _RECORDS = {warps: Launcher(quantise_records, specialised=True, num_warps=warps) for warps in set(_WARPS.values())}
 
@@ -250,7 +250,7 @@ def quantise_kv(
 
     Args:
         k, v: (batch, seqlen_k, num_kv_heads, head_dim), bf16 or fp16; copied unless their last stride is 1.
-        out: as the result; strides of the first three dimensions that are multiples of 128. Default new.
+        out: tensor for the result; strides of the first three dimensions are multiples of 128. Default: a new one.
     """
     k, v = _with_unit_stride(k), _with_unit_stride(v)
     batch, seqlen, num_heads, head_dim = k.shape
@@ -270,5 +270,5 @@ def quantise_kv(
 
 
 def _with_unit_stride(x: torch.Tensor) -> torch.Tensor:
-    """Return x, or a copy if the columns of a row are not adjacent: the kernels read them as if they were."""
+    """Return x, or a copy if the columns of a row are not adjacent, which the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -9,7 +9,7 @@ from ringflash_kernels.hopper.forward.tiles import ForwardTiles
 
 @dataclass(frozen=True)
 class Fp8Tiles(ForwardTiles):
-    """Shape of one program's work; keys lie in records of 128.
+    """Shape of one program's work; keys are stored in records of 128.
 
     Args:
         turns: warpgroups issue their products one after another: P' V of a block and S of the next.
@@ -23,7 +23,7 @@ class Fp8Tiles(ForwardTiles):
 
 
 FP8_TILES = {
-    # Softmax bounds both: three warpgroups hide each other's products.
+    # Softmax limits both head_dims: three warpgroups hide each other's products.
     64: Fp8Tiles((64,), num_warpgroups=3, block_n=128, num_stages=4),
     128: Fp8Tiles((128,), num_warpgroups=3, block_n=128, num_stages=3),
     # O and half of a block's product take 192 of 240 registers. Turns bring 2 to 7% here, and nothing with three.
