@@ -56,9 +56,9 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("blocks_1x*"):
         yield "docs/decisions/0011-blocks-of-keys.md", name, blocks_table(result)
     for name, result in _of_results("fp8_forward_variants_*"):
-        yield "docs/decisions/fp8.md", name, fp8_variants_table(result)
+        yield "docs/log/2026-11.md", name, fp8_variants_table(result)
     for name, result in _of_results("fp8_errors_*"):
-        yield "docs/fp8.md" if name == "fp8_errors_cpu" else "docs/decisions/fp8.md", name, fp8_errors_table(result)
+        yield "docs/fp8.md" if name == "fp8_errors_cpu" else "docs/log/2026-11.md", name, fp8_errors_table(result)
     for name, result in _of_results("fp8_training_*"):
         yield "docs/fp8.md", name, fp8_losses_table(result)
         yield "docs/fp8.md", f"{name}_layers", fp8_layers_table(result)

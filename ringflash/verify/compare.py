@@ -20,7 +20,7 @@ from torch import Tensor
 from ringflash.verify.observe import Observation, Tensors
 
 # Largest relative differences of FP8 from exact attention. That of the gradients is the limit for one layer's attention
-# with outliers (docs/decisions/fp8.md); models that trained had 3 to 5% (docs/fp8.md).
+# with outliers; models that trained had 3 to 5% (docs/fp8.md).
 FP8_LOSS, FP8_GRADIENTS = 0.01, 0.12
 
 
