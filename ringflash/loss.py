@@ -129,7 +129,7 @@ def token_log_probs(
     chunk_tokens: int | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of every label, and entropy of the distribution that it is drawn from, chunk by chunk.
+    """Return the log-probability of every label, and the entropy of its distribution, chunk by chunk.
 
     Both are differentiable. The backward computes the logits of each chunk again.
 

@@ -120,7 +120,7 @@ class _DataOnly(DefaultLoadPlanner):
 
 
 def _read_values(directory: Path, metadata: Metadata) -> None:
-    """Read the values that are not tensors, from the places that torch's load will read."""
+    """Read the values that are not tensors, at the offsets that torch's load will read."""
     kinds = metadata.state_dict_metadata.items()
     indices = [MetadataIndex(name) for name, kind in kinds if isinstance(kind, BytesStorageMetadata)]
     none = torch.Size([0])

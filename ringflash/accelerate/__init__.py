@@ -2,7 +2,7 @@
 
     register()  ->  Accelerator(parallelism_config=...) or TrainingArguments(parallelism_config=...)
 
-    registration    what accelerate and Trainer do otherwise under this backend
+    registration    changes of accelerate and Trainer for this backend
     forward         a model's forward on whole batches: it cuts them, and returns the loss of the whole sequence
     rows            the documents and padding of a batch
 

@@ -1,4 +1,4 @@
-"""A causal language model's forward on whole batches, which every rank of a group gives alike."""
+"""A causal language model's forward on whole batches, which are equal on all ranks of a group."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ringflash.huggingface.validation import without_peft
 from ringflash.sequence.padding import pad_sequence
 
 _READ = {"attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch", "cu_seq_lens_q"}
-# Arguments of collators and trainers that repeat what the others say, or on which no loss depends.
+# Arguments of collators and trainers that repeat others, or on which no loss depends.
 _REDUNDANT = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "use_cache", "return_dict"}
 
 
 def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make the forward of a transformers model, also of one in PEFT's wrapper, a `RingForward`. May be called again.
+    """Replace the forward of a transformers model, also in PEFT's wrapper, by a `RingForward`. May be called again.
 
     Raises:
         ValueError, NotImplementedError: as `ringflash.huggingface.set_group` and `CausalLMWithLoss`.
@@ -43,7 +43,7 @@ def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
         causal.set_attn_implementation(NAME)
     huggingface.set_group(causal, group)
     huggingface.CausalLMWithLoss(causal, group)  # checks the head
-    causal._ringflash_given.takes_whole_batches = True
+    causal._ringflash_inputs.takes_whole_batches = True
     causal.forward = RingForward(causal, group, None if used is None else fused_head_of(used))
 
 
@@ -54,7 +54,7 @@ class RingForward:
     that averages over all ranks turns into that of one process.
 
     Attributes:
-        __signature__: of the model's own forward; Trainer chooses the columns of a data set by it.
+        __signature__: signature of the model's own forward; Trainer chooses the columns of a data set by it.
     """
 
     def __init__(self, causal: nn.Module, group: dist.ProcessGroup, fused_head: FusedHead | None = None) -> None:
@@ -79,7 +79,7 @@ class RingForward:
             ValueError, NotImplementedError: on every rank of the group.
         """
         causal: Any = self._model()
-        if causal._ringflash_given.options.group is None:  # inside generate
+        if causal._ringflash_inputs.options.group is None:  # inside generate
             return type(causal).forward(causal, input_ids, **kwargs)
         if "checksum" in kwargs:  # a shard of prepare_batch
             return huggingface.CausalLMWithLoss(causal, self.group)(input_ids=input_ids, **kwargs)
@@ -134,11 +134,11 @@ class RingForward:
         shifted = shift_labels if labels is None else shift_rows(labels)
         assert shifted is not None
         output = score_batch(
-            self._fused_head, with_loss, shard_rows(rows, self.group), rows.places, shifted, self.group
+            self._fused_head, with_loss, shard_rows(rows, self.group), rows.indices, shifted, self.group
         )
         if "aux_loss" in output:
             output["aux_loss"] = _mean_of_ranks(output.aux_loss, self.group)
-        if shift_labels is None:  # of the last token there is no label: TRL leaves it out
+        if shift_labels is None:  # TRL leaves out the last token, which has no label
             for name in output.keys() - {"loss", "aux_loss"}:
                 output[name] = output[name][:, :-1]
         return output
@@ -177,7 +177,7 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
 
 
 def shard_rows(rows: BatchRows, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return this rank's shard of a batch, padded to what the layout can cut, as `prepare_batch` returns it."""
+    """Pad a batch for the layout, and return this rank's shard as `prepare_batch` does."""
     size = group.size()
     ids, labels, bounds = pad_sequence(rows.input_ids, rows.labels, rows.cu_seqlens, cp_size=size)
     padded = ids.shape != rows.input_ids.shape

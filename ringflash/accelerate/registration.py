@@ -99,7 +99,7 @@ def __post_init__(original: Callable[..., Any], self: Any) -> None:
             f"cp_size must be 1 or more and cp_handler None with cp_backend={NAME!r}, got {size} and "
             f"{self.cp_handler!r}; leave cp_handler out."
         )
-    self.cp_backend, self.cp_size = "torch", 1  # cp with dp_replicate, without dp_shard, is refused for torch's
+    self.cp_backend, self.cp_size = "torch", 1  # accelerate refuses cp with dp_replicate and without dp_shard
     original(self)
     self.cp_backend = NAME
     self._set_size("cp", size)
@@ -190,7 +190,7 @@ def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any
 def gather_for_metrics(
     original: Callable[..., Any], self: Any, input_data: Any, use_gather_object: bool = False
 ) -> Any:
-    """Gather from one rank of each ring, as the others have the same."""
+    """Gather from one rank of each ring, since all of its ranks have the same values."""
     if (size := ring_size(self.parallelism_config)) == 1:
         return original(self, input_data, use_gather_object)
     from accelerate.utils import recursively_apply
@@ -221,7 +221,7 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) ->
     size = ring_size(state.parallelism_config)
     if size == 1 or self.split_batches or not self.step_with_optimizer or not self.gradient_state.sync_gradients:
         return original(self, *args, **options)
-    self.split_batches = True  # accelerate's word for a single step
+    self.split_batches = True  # the flag with which accelerate makes a single step
     try:
         for _ in range(state.num_processes // size):
             if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
@@ -257,7 +257,7 @@ def compute_loss(original: Callable[..., Any], self: Any, *args: Any, **options:
 
 
 def _get_num_items_in_batch(original: Callable[..., Any], self: Any, *args: Any) -> Any:
-    """Count the labels of this rank's batches if `average_tokens_across_devices` is off; Trainer divides also then."""
+    """Count the labels of this rank's batches if `average_tokens_across_devices` is off: Trainer still divides."""
     count = original(self, *args)
     if count is None or self.args.average_tokens_across_devices:
         return count

@@ -15,13 +15,13 @@ class BatchRows(NamedTuple):
 
     input_ids, labels: (batch, seqlen), or (1, total_tokens) if rows are padded or packed; labels are shifted.
     cu_seqlens: (num_documents + 1,), int32, on the CPU, or None where each row is one document.
-    places: (total_tokens,), int64, place of each token in the flattened batch, or None for all of them.
+    indices: (total_tokens,), int64, index of each token in the flattened batch, or None for all of them.
     """
 
     input_ids: Tensor
     labels: Tensor
     cu_seqlens: Tensor | None
-    places: Tensor | None
+    indices: Tensor | None
 
 
 def shift_rows(labels: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ def read_rows(
         bounds: (num_documents + 1,), document bounds of a single row (a collator's cu_seq_lens_q).
         left_padding: allow padding before a row's tokens, whose positions then count from its first token.
     Raises:
-        ValueError: a mask whose tokens are no interval, or start late; documents beside a mask; positions that do not
-            count from 0 in each document; labels in padding.
+        ValueError: a mask whose tokens are not one interval, or that begins with padding; documents beside a mask;
+            positions that do not count from 0 in each document; labels in padding.
     """
     shape = tuple(input_ids.shape)
     for name, x in (("labels", labels), ("attention_mask", attention_mask)):
@@ -71,10 +71,10 @@ def read_rows(
         raise ValueError(
             f"labels must be {IGNORE_INDEX} where attention_mask is 0, got a token; have the collator write them."
         )
-    places = is_token.flatten().nonzero()[:, 0]
-    first = starts.flatten()[places].nonzero()[:, 0].int().cpu()
-    cu_seqlens = None if len(first) == 1 else torch.cat([first, first.new_tensor([len(places)])])
-    return BatchRows(input_ids.flatten()[places][None], labels.flatten()[places][None], cu_seqlens, places)
+    indices = is_token.flatten().nonzero()[:, 0]
+    first = starts.flatten()[indices].nonzero()[:, 0].int().cpu()
+    cu_seqlens = None if len(first) == 1 else torch.cat([first, first.new_tensor([len(indices)])])
+    return BatchRows(input_ids.flatten()[indices][None], labels.flatten()[indices][None], cu_seqlens, indices)
 
 
 def _check_mask(begins: Tensor, left_padding: bool) -> None:

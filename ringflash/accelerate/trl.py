@@ -48,17 +48,17 @@ def score_batch(
     head: FusedHead,
     with_loss: CausalLMWithLoss,
     shard: dict[str, Any],
-    places: Tensor | None,
+    indices: Tensor | None,
     labels: Tensor,
     group: dist.ProcessGroup,
 ) -> Any:
     """Return TRL's output of a model with a fused head, whole on every rank.
 
-    Each rank's gradient is cp_size times its share, if every rank computes one and the same loss from the output.
+    Each rank's gradient is cp_size times its share, if every rank computes the same loss from the output.
 
     Args:
         shard: as `prepare_batch` returns it.
-        places: of the tokens in the flattened batch, as in `BatchRows`.
+        indices: index of each token in the flattened batch, as in `BatchRows`.
         labels: (batch, seqlen), shifted.
     Returns:
         output: FusedCausalLMOutput; per-token values as labels.
@@ -72,10 +72,10 @@ def score_batch(
     scale = with_loss.logit_scale / head.temperature
 
     def whole(values: Tensor) -> Tensor:
-        values = unshard_sequence(values, group, 1).flatten(0, 0 if places is None else 1)
-        if places is None:
+        values = unshard_sequence(values, group, 1).flatten(0, 0 if indices is None else 1)
+        if indices is None:
             return values[:, : labels.shape[1]]
-        return values.new_zeros(labels.numel()).index_copy(0, places, values[: len(places)]).view_as(labels)
+        return values.new_zeros(labels.numel()).index_copy(0, indices, values[: len(indices)]).view_as(labels)
 
     log_probs, entropy = token_loss.token_log_probs(hidden, weight, mine, logit_scale=scale)
     found = {"log_probs": whole(log_probs)}

@@ -4,7 +4,7 @@
 
 Arguments, layouts of the shards and results are that package's; its kernels are not needed. Differences:
 
-- `group=None` is the default process group of torch.distributed, as there, not one process as in `ring_attention`.
+- `group=None` is the default process group of torch.distributed, as in that package, not a single process.
 - `window_size` is that of flash-attention over the whole sequence or document, in every function.
 - The log-sum-exp that `return_attn_probs` returns is differentiable.
 - Functions whose shards ringflash has no layout for, and arguments that it cannot follow, raise NotImplementedError.
@@ -58,8 +58,8 @@ _MODULES = (  # of the package, from which its users import
     "adapters", "adapters.hf_adapter", "llama3_flash_attn_varlen", "ring_flash_attn", "zigzag_ring_flash_attn",
 )  # fmt: skip
 
-DATA_PARAMS: dict[str, Any] = {}  # of the present batch, as `update_ring_flash_attn_params` left them
-_in_use = True  # what `use_ring_attn` has said
+DATA_PARAMS: dict[str, Any] = {}  # of the current batch, set by `update_ring_flash_attn_params`
+_in_use = True  # set by `use_ring_attn`
 
 
 def install() -> None:
@@ -124,7 +124,7 @@ def zigzag_ring_flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """Causal attention; rank r holds the chunks r and 2 * cp_size - 1 - r of 2 * cp_size, as in our layout "zigzag".
 
-    Args: as `ring_flash_attn_func`; `causal` must be True, as there.
+    Args: as `ring_flash_attn_func`; `causal` must be True, as in that package.
     """
     error = None if causal else ValueError("causal must be True with zigzag shards, got False; pass causal=True.")
     return _attend(
@@ -160,8 +160,8 @@ def llama3_flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice: results of
             `llama3_flash_attn_prepare_cu_seqlens`, the tensors themselves: cu_seqlens_q carries the bounds of the whole
             sequence, which a copy does not.
-        heads_k_stride: a divisor of num_kv_heads, as there. ringflash chooses itself how many KV heads arrive at a
-            time.
+        heads_k_stride: a divisor of num_kv_heads. It has no further effect: ringflash chooses the number of KV heads
+            that it gathers at a time.
         return_attn_probs: also return the log-sum-exp, (num_heads, total_tokens_local), and None.
     Returns:
         out: as q.
@@ -229,7 +229,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
 
 
 def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
-    """Make transformers models with attn_implementation="flash_attention_2" attend over the ring, all of them.
+    """Make all transformers models with attn_implementation="flash_attention_2" attend over the ring.
 
     A rank holds the r-th of cp_size equal parts of packed documents under a causal mask: those of the last
     `update_ring_flash_attn_params`. `ringflash.huggingface` does this for one model, and checks more of it.
@@ -270,7 +270,7 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
                 f"has told, got {len(query)} rows, causal={causal} and documents {'told' if DATA_PARAMS else 'untold'}."
             )
         if error is not None:
-            agree(group, {}, error)  # other ranks may have gone on
+            agree(group, {}, error)  # other ranks may be in the call: let them raise, too
             raise error
         q, k, v = (x[0].transpose(0, 1) for x in differentiate_alike(*map(autocast, (query, key, value))))
         out = llama3_flash_attn_varlen_func(
@@ -325,7 +325,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Prepared(NamedTuple):
-    """The bounds of the whole sequence, and what else `llama3_flash_attn_varlen_func` must be given with them."""
+    """Bounds of the whole sequence, and the arguments that `llama3_flash_attn_varlen_func` must get with them."""
 
     bounds: Tensor
     versions: tuple[int, int]  # of cu_seqlens_q and cu_seqlens_k, which count writes
@@ -358,7 +358,7 @@ def _attend(
     if alibi_slopes is not None:
         error = NotImplementedError("alibi_slopes must be None, got slopes; ringflash has no attention biases.")
     if error is not None:
-        agree(options.group, {}, error)  # other ranks may have gone on
+        agree(options.group, {}, error)  # other ranks may be in the call: let them raise, too
         raise error
     result = attend(
         q, k, v, options, causal=causal, softmax_scale=softmax_scale, window_size=window_size, cu_seqlens=cu_seqlens,
@@ -368,7 +368,7 @@ def _attend(
 
 
 def _resolve(group: Group) -> dist.ProcessGroup | None:
-    """Return the group, for None the default one."""
+    """Return the group; the default one for None."""
     if group is None and not dist.is_initialized():
         raise RuntimeError(
             "group must be a process group, or None for the default one, got None without a default one; call "
@@ -378,7 +378,7 @@ def _resolve(group: Group) -> dist.ProcessGroup | None:
 
 
 def _find_problem(prepared: _Prepared | None, cu_seqlens_q: Tensor, given: tuple[Any, ...]) -> Exception | None:
-    """Return the error of arguments that are not those that were prepared for this rank and mask, if any."""
+    """Return the error if arguments are not those prepared for this rank and mask, else None."""
     wrong = ["cu_seqlens_q"]
     if prepared is not None and prepared.versions == (cu_seqlens_q._version, given[0]._version):
         pairs = zip(_GIVEN, given, prepared.given, strict=True)
@@ -392,7 +392,7 @@ def _find_problem(prepared: _Prepared | None, cu_seqlens_q: Tensor, given: tuple
 
 
 def _check_stride(heads_k_stride: int, k: Tensor) -> Exception | None:
-    """Return the error of a number of heads that does not divide those of k, if any."""
+    """Return the error if the number of heads does not divide those of k, else None."""
     if k.dim() == 3 and heads_k_stride > 0 and k.shape[1] % heads_k_stride == 0:
         return None
     return ValueError(

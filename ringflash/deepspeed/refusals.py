@@ -138,6 +138,13 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
     """
     if not isinstance(config, Mapping):
         raise ValueError(f"config must be an object of JSON, got {type(config).__name__}; see recipes/deepspeed.")
+    _check_keywords(config, keywords)
+    _check_keys(config)
+    _check_values(parse(config))
+
+
+def _check_keywords(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
+    """Check the keywords of `deepspeed.initialize`, as `check` does."""
     if keywords.get("config_params") is not None:
         raise ValueError(
             f"config_params must be None, got {type(keywords['config_params']).__name__}, which DeepSpeed ignores "
@@ -157,6 +164,10 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
             f"training_data must be None, got {type(keywords['training_data']).__name__}, which DeepSpeed shares out "
             f"over all ranks; {_DRAW_ALIKE}."
         )
+
+
+def _check_keys(config: Mapping[str, Any]) -> None:
+    """Check the keys of the config as they were written, as `check` does."""
     for name, reason in _KEYS.items():
         if name in config:
             raise ValueError(f"{name} must not be in the config, got {config[name]} ({reason}); {_LEAVE_OUT}.")
@@ -171,7 +182,10 @@ def check(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> None:
             "rank of a ring as a separate sample: give train_micro_batch_size_per_gpu and "
             "gradient_accumulation_steps."
         )
-    content = parse(config)
+
+
+def _check_values(content: DeepSpeedConfig) -> None:
+    """Check the values that DeepSpeed read from the config, as `check` does."""
     if not (isinstance(content.gradient_clipping, int | float) and content.gradient_clipping >= 0):
         raise ValueError(
             f"gradient_clipping must be a norm of at least 0, got {content.gradient_clipping!r}; leave it out for no "

@@ -110,11 +110,11 @@ def set_group(
     generate_locally(model, inputs)
     for module in modules:
         module._ringflash = options  # type: ignore[assignment]
-        module._ringflash_given = inputs  # type: ignore[assignment]
+        module._ringflash_inputs = inputs  # type: ignore[assignment]
 
 
 def _check_layout(modules: list[nn.Module], layout: str) -> None:
-    """Refuse layers whose masks are not of the documents by which a balanced layout is decided."""
+    """Refuse the layout "balanced" for layers that attend in chunks: it balances the work of whole documents."""
     for module in modules:
         if layout == "balanced" and chunk_size(module) is not None:
             raise NotImplementedError(
@@ -124,7 +124,7 @@ def _check_layout(modules: list[nn.Module], layout: str) -> None:
 
 
 def _exempt_from_flash_attention(module: Any) -> None:
-    """Exclude our name from transformers' rule for names with "flash": load a package or kernel, and drop chunks."""
+    """Exclude our name from transformers' rule for names with "flash", which loads a package and drops chunk masks."""
     original = module.is_flash_attention_requested
     if getattr(original, "_ringflash", False):
         return
@@ -189,7 +189,7 @@ def _attend(
     options = _options(module)
     causal = _is_causal(module) if is_causal is None else is_causal
     error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux)
-    inputs = getattr(module, "_ringflash_given", None)
+    inputs = getattr(module, "_ringflash_inputs", None)
     if getattr(module, "layer_idx", 0) == 0 and (inputs is None or inputs.first_layer is None):
         positions = kwargs.get("position_ids")
         check_consistency(options, query, attention_mask, positions, cu_seqlens, checksum, inputs, error)
@@ -228,7 +228,7 @@ def attend_in_chunks(
     Args:
         attend_to: `attend` with its options. It is called once per row of a batch, since documents need one row.
         size: tokens of a chunk, counted from the start of each document.
-        seqlen: of the whole sequence.
+        seqlen: length of the whole sequence.
     Returns:
         result: as `attend` returns it.
     """

@@ -44,7 +44,7 @@ def prepare_batch(
             use_cache (False); with an attention_mask also is_token (shard, bool); in a group also checksum (scalar),
             by which layer 0 checks that all ranks had the same sequence.
     Raises:
-        ValueError: a length the layout cannot cut; labels that are not shifted, or are negative other than -100;
+        ValueError: a length the layout cannot cut; labels that are not shifted, or negative but not -100;
             padding before a token, or with labels.
     """
     successors = token_loss.shift_labels(input_ids, cu_seqlens)

@@ -25,10 +25,10 @@ class TensorBox(NamedTuple):
     """A tensor of a checkpoint as a box in a tensor of the model.
 
     Args:
-        name: in the checkpoint.
+        name: name in the checkpoint.
         target: parameter or buffer of the model.
-        offsets: of the box, one for each dim of the target.
-        shape: of the checkpoint's tensor; an expert's lacks the target's first dim, in which the box has size 1.
+        offsets: offset of the box in each dim of the target.
+        shape: shape in the checkpoint. That of an expert lacks the target's first dim, in which the box has size 1.
     """
 
     name: str
@@ -41,8 +41,8 @@ class CheckpointMap:
     """Boxes in a model for all tensors of a checkpoint, and the names of tensors that do not fit.
 
     Args:
-        model: of transformers; may be on the meta device, sharded or not.
-        shapes: of the checkpoint's tensors.
+        model: a transformers model, which may be on the meta device, sharded or not.
+        shapes: shape of each tensor of the checkpoint.
     Attributes:
         boxes: tensors to read.
         copies: second copies of tied tensors, which must be equal to the first.
@@ -63,7 +63,7 @@ class CheckpointMap:
                 shape = tuple(tensors[target].shape)
                 self.boxes.append(TensorBox(by_pattern[None][0], target, (0,) * len(shape), shape))
                 self.repeated += by_pattern[None][1:]
-            elif None in by_pattern:  # stacked, and one by one
+            elif None in by_pattern:  # stacked, and also one by one
                 self.repeated += by_pattern[None]
             else:
                 converter = converters[next(pattern for pattern in by_pattern if pattern)]

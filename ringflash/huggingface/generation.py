@@ -24,7 +24,7 @@ def generate_locally(model: nn.Module, inputs: ForwardInputs) -> None:
     """Make `generate` run off the ring, for every model within `model` that has it."""
     for module in model.modules():
         if hasattr(type(module), "set_attn_implementation") and module.can_generate():  # type: ignore[operator]
-            module._ringflash_given = inputs  # type: ignore[assignment]
+            module._ringflash_inputs = inputs  # type: ignore[assignment]
             module.generate = LocalGenerate(module)  # type: ignore[assignment]
 
 
@@ -43,7 +43,7 @@ class LocalGenerate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what transformers' `generate` returns."""
         model: Any = self._model()
-        with _off_the_ring(model, model._ringflash_given):
+        with _off_the_ring(model, model._ringflash_inputs):
             return type(model).generate(model, *args, **kwargs)
 
 

@@ -26,22 +26,22 @@ def log_probs(
     layout: str = "zigzag",
     return_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probability of each token's successor, of the whole sequence on every rank.
+    """Return the log-probability of each token's successor, for the whole sequence on every rank.
 
-    Each rank runs its shard; logits exist for a few tokens at a time. The sequence is padded to what the layout can
-    cut. Every rank computes one and the same objective from the result: its gradients are then those that DDP, FSDP2
-    and other backends that average over all ranks turn into those of one process.
+    Each rank runs its shard; logits exist for a few tokens at a time. The sequence is padded for the layout. Every
+    rank must compute the same objective from the result. Averaged over all ranks, as by DDP and FSDP2, its gradients
+    are then those of one process.
 
     Args:
         model: `ringflash.huggingface.CausalLMWithLoss`, also in DDP or FSDP2.
         input_ids: (batch, seqlen), int64, prompts and completions, the same on all ranks of the group.
-        group: of the model (`set_group`); None for one process.
+        group: the model's group (`set_group`); None for one process.
         attention_mask: (batch, seqlen), 1 for a token and 0 for padding, on the right of a row or, with cu_seqlens, of
             a document.
         cu_seqlens: (num_documents + 1,), int32, bounds of packed documents, whose positions count from 0; batch must
             then be 1.
-        temperature: by which logits are divided.
-        layout: of the model (`set_group`).
+        temperature: divisor of the logits.
+        layout: the model's layout (`set_group`).
         return_entropy: also return the entropy of the distribution of each token's successor.
     Returns:
         log_probs: (batch, seqlen), natural log, fp32 (fp64 for fp64). Column t is log p(token t + 1 | tokens up to t);

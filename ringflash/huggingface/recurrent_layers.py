@@ -1,7 +1,7 @@
 """Recurrent layers of transformers models on a ring: gated delta rules, Mamba-2 and short convolutions.
 
 use_sequence_order   hooks on each recurrent layer, which bring its tokens into sequence order and back
-_FUNCTIONS           the functions by which tokens meet in such a layer, and what runs instead of them
+_FUNCTIONS           functions of such a layer in which tokens interact, and their replacements
 
 A layer's own forward runs on a contiguous shard. Its hook gives it a `Stretch`, which transformers' layers pass on, as
 any keyword, to these functions of their file.
@@ -25,7 +25,7 @@ from ringflash.huggingface.validation import check_kwargs, recurrent_modules
 from ringflash.recurrent import Stretch, causal_conv, delta_rule, from_sequence_order, mamba2_scan, to_sequence_order
 from ringflash.sequence.mask import check_cu_seqlens
 
-_KEYWORD = "ringflash"  # of a Stretch
+_KEYWORD = "ringflash"  # keyword argument that carries a Stretch
 
 
 def use_sequence_order(model: nn.Module, options: ModelRing, inputs: ForwardInputs) -> None:
@@ -34,7 +34,7 @@ def use_sequence_order(model: nn.Module, options: ModelRing, inputs: ForwardInpu
     The first one checks the inputs of a forward: no layer exchanges tokens before it.
     """
     for index, module in enumerate(recurrent_modules(model)):
-        module._ringflash, module._ringflash_given = options, inputs  # type: ignore[assignment]
+        module._ringflash, module._ringflash_inputs = options, inputs  # type: ignore[assignment]
         if index == 0:
             inputs.first_layer = f"{type(module).__name__} {module.layer_idx}"
         if _enter not in module._forward_pre_hooks.values():
@@ -58,7 +58,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     mask, cu_seqlens, checksum = (call.pop(name, None) for name in ("attention_mask", "cu_seqlens", "checksum"))
     cache, _ = call.pop("cache_params", None), call.pop("position_embeddings", None)  # Zamba2 passes the attention's
     error, bounds = _find_error({"past_key_values": cache, **call}, hidden, options, cu_seqlens)
-    inputs: ForwardInputs = module._ringflash_given  # type: ignore[assignment]
+    inputs: ForwardInputs = module._ringflash_inputs  # type: ignore[assignment]
     if inputs.first_layer == f"{type(module).__name__} {module.layer_idx}":
         positions = call.get("position_ids")
         check_consistency(options, hidden[:, None], mask, positions, cu_seqlens, checksum, inputs, error)
@@ -129,8 +129,8 @@ def _mamba2_scan(
     return mamba2_scan(original, *tensors, stretch=stretch, **options)
 
 
-def _nothing(original: Any, stretch: Stretch, *args: Any, **kwargs: Any) -> None:
-    """Return None, by which mamba_ssm's function for a whole layer says that the layer's own code must run."""
+def _decline(original: Any, stretch: Stretch, *args: Any, **kwargs: Any) -> None:
+    """Return None, as mamba_ssm's function for a whole layer does if the layer's own code must run."""
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -138,5 +138,5 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,
     "mamba2_chunk_scan": _mamba2_scan,
-    "mamba2_split_conv1d_scan_combined": _nothing,
+    "mamba2_split_conv1d_scan_combined": _decline,
 }

@@ -36,14 +36,20 @@ _REMEDIES = {
 }
 
 
-# Classes of layers in which tokens meet outside attention, and which `recurrent_layers` runs in sequence order.
+# Classes of layers in which tokens interact outside attention, and which `recurrent_layers` runs in sequence order.
 RECURRENT_LAYERS = {
     "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
     "KimiLinearDeltaAttention", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "FalconH1Mixer",
     "Lfm2ShortConv", "Zamba2MambaMixer",
 }  # fmt: skip
 _KINDS = ("full_attention", "sliding_attention", "attention")
-_RECURRENT_KINDS = ("linear_attention", "hybrid", "conv", "mlp", "moe")  # and those of models with such layers
+_RECURRENT_KINDS = (
+    "linear_attention",
+    "hybrid",
+    "conv",
+    "mlp",
+    "moe",
+)  # also in models with these layers
 
 
 def recurrent_modules(model: nn.Module) -> list[nn.Module]:

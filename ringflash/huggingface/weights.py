@@ -45,7 +45,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def laid_over(saved: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def merge_config(saved: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's configuration with changes.
 
     transformers prefers the older rope_scaling to rope_parameters, and assumes a rotary base of 10,000 if neither has
@@ -106,8 +106,8 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
     different values.
 
     Args:
-        device: of the parameters, or of this rank's shards of them.
-        seed: of all draws; the caller's generators keep their state.
+        device: device of the parameters, or of this rank's shards.
+        seed: seed of all draws; the caller's generators keep their state.
     Raises:
         NotImplementedError: a parameter or buffer that the model's rules leave without values, on every rank.
     """
@@ -198,7 +198,7 @@ def materialize(model: nn.Module, device: torch.device) -> list[str]:
     """Allocate parameters and buffers, compute the buffers (most are in no checkpoint), and tie weights again.
 
     Returns:
-        names: of buffers that get no values from the model's rules.
+        names: buffers that get no values from the model's rules.
     """
     model.to_empty(device=device)
     for module in model.modules():
@@ -311,7 +311,7 @@ def _difference(directory: Path, what: str, names: list[str]) -> ValueError:
 
 @torch.no_grad()
 def _read(mapping: CheckpointMap, files: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
-    """Copy this rank's part of every tensor.
+    """Copy this rank's shard of every tensor.
 
     Raises:
         ValueError: tied tensors that differ.

@@ -108,15 +108,15 @@ class CheckpointWriter:
         return next((_describe_error(error) for error in errors if error is not None), None)
 
 
-def check_local(place: str | Path) -> None:
+def check_local(folder: str | Path) -> None:
     """Refuse the address of a bucket: taken as a path it would be a local folder, named s3: for example.
 
     Raises:
         ValueError: an address instead of a folder.
     """
-    if re.match(r"[A-Za-z][\w+.-]+:/", str(place)):  # Path turns two slashes into one
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(folder)):  # Path turns two slashes into one
         raise ValueError(
-            f"checkpoints must go to a folder of a file system, got {place}; name one that all hosts share, and "
+            f"checkpoints must go to a folder of a file system, got {folder}; name one that all hosts share, and "
             "copy them on from there."
         )
 

@@ -199,11 +199,11 @@ class _Unconsumed(Sampler[int]):
 
 def _check_class(data: object, checkpoint: dict[str, Any]) -> None:
     """Refuse a checkpoint of another data class: Lightning finds positions by class name, and would start at 0."""
-    places = [name for name, state in checkpoint.items() if isinstance(state, dict) and "num_consumed" in state]
-    if places and type(data).__qualname__ not in places:
+    classes = [name for name, state in checkpoint.items() if isinstance(state, dict) and "num_consumed" in state]
+    if classes and type(data).__qualname__ not in classes:
         raise ValueError(
-            f"data must be of the checkpoint's class ({', '.join(places)}), got {type(data).__qualname__}, which would "
-            "begin at its first sequence; resume with the same data, or start a new run from exported weights."
+            f"data must be of the checkpoint's class ({', '.join(classes)}), got {type(data).__qualname__}, which "
+            "would begin at its first sequence; resume with the same data, or start a new run from exported weights."
         )
 
 

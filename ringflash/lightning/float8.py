@@ -15,11 +15,11 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 def multiply_in_float8(model: Any, recipe: str, device_type: str) -> None:
     """Replace the linear layers of a transformers model by torchao's in FP8, in place; parameters keep their names.
 
-    The output embedding, modules that stay in fp32, and sizes that are no multiple of 16, which tensor cores need, are
+    The output embedding, modules that stay in fp32, and sizes that are not multiples of 16 (tensor cores need them) are
     left as they are. Each layer is compiled on GPUs, since torchao's rounding is slow otherwise; CPUs emulate it.
 
     Args:
-        recipe: of torchao: "tensorwise", "rowwise", or "rowwise_with_gw_hp", whose weight gradients are not rounded.
+        recipe: "tensorwise", "rowwise", or "rowwise_with_gw_hp", whose weight gradients are not rounded.
     Raises:
         ValueError: an unknown recipe.
         RuntimeError: torchao is not installed.

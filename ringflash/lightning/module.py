@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ringflash import huggingface
 from ringflash.flops import layer_windows, matmul_sizes, training_flops
 from ringflash.huggingface.batch import within_documents
-from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, modules_in_fp32, read_config
+from ringflash.huggingface.weights import draw_weights, load_weights, merge_config, modules_in_fp32, read_config
 from ringflash.lightning.float8 import multiply_in_float8
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
@@ -68,7 +68,7 @@ class CausalLM(lightning.LightningModule):
     ) -> None:
         super().__init__()
         self.pretrained = None if pretrained is None else Path(pretrained)
-        self.config = laid_over(read_config(self.pretrained) if self.pretrained else {}, model or {})
+        self.config = merge_config(read_config(self.pretrained) if self.pretrained else {}, model or {})
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.final_rate = warmup_steps, decay_steps, final_rate
         self.seed, self.memory, self.impl, self.fp8_backward, self.float8 = seed, memory, impl, fp8_backward, float8
@@ -298,7 +298,7 @@ def _layers(model: nn.Module) -> Iterable[nn.Module]:
 
 
 def position_buckets(position_ids: torch.Tensor, cu_seqlens: torch.Tensor | None, seqlen: int) -> torch.Tensor:
-    """Bucket of each token, by how many tokens of its document precede it; int64, shaped as position_ids.
+    """Return the bucket of each token, by the number of preceding tokens of its document; int64, as position_ids.
 
     Losses by bucket show if a model uses distant context.
 

@@ -333,11 +333,11 @@ def check_fits(path: Path, found: Mapping[str, Any], module: nn.Module | None, o
     """
     prefix = "state_dict."
     if module is not None:
-        there = {x: tuple(m.size) for x, m in found.items() if x.startswith(prefix) and hasattr(m, "size")}
+        stored = {x: tuple(m.size) for x, m in found.items() if x.startswith(prefix) and hasattr(m, "size")}
         tensors = {x: t for x, t in get_model_state_dict(module).items() if isinstance(t, torch.Tensor)}
-        here = {prefix + x: tuple(t.shape) for x, t in tensors.items()}
-        if other := sorted(x for x in there.keys() | here.keys() if there.get(x) != here.get(x)):
-            name, (saved, own) = other[0].removeprefix(prefix), (x.get(other[0], "none") for x in (there, here))
+        expected = {prefix + x: tuple(t.shape) for x, t in tensors.items()}
+        if other := sorted(x for x in stored.keys() | expected.keys() if stored.get(x) != expected.get(x)):
+            name, (saved, own) = other[0].removeprefix(prefix), (x.get(other[0], "none") for x in (stored, expected))
             raise ValueError(
                 f"{path} must be a checkpoint of this model, got {name} of shape {saved} in it and {own} here, and "
                 f"{len(other) - 1} more that differ; give the model it was made with."
@@ -361,8 +361,8 @@ def keep_options(
     kept: list[tuple[torch.optim.Optimizer, int, str, Any]] = []
     for i, optimizer in enumerate(optimizers):
         for j, options in enumerate(optimizer.param_groups):
-            there = f"optimizer_{i}.param_groups.{j}."
-            kept += [(optimizer, j, name, x) for name, x in options.items() if there + name not in found]
+            prefix = f"optimizer_{i}.param_groups.{j}."
+            kept += [(optimizer, j, name, x) for name, x in options.items() if prefix + name not in found]
     for optimizer in {id(x): x for x, *_ in kept}.values():
         get_optimizer_state_dict(module, optimizer)  # creates the state to load into, by a step that needs the options
     for optimizer, j, name, _ in kept:

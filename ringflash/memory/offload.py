@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 class HostCopies:
     """Saved-tensor hooks for the layers of a model, in the order of the layers.
 
-    One tensor at a time is on its way to the host, which waits for it before the next. On the way back, one tensor is
+    One tensor at a time is copied to the host, which waits for it before the next copy. In the backward, one tensor is
     prefetched. Tensors that are not on a GPU are saved as they are.
     """
 

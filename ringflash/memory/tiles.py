@@ -213,10 +213,10 @@ class _Tiles(torch.autograd.Function):
 def _parameters(mlp: nn.Module) -> tuple[Tensor, ...]:
     """Return the parameters of an MLP by name; under FSDP1, the views of the flat parameter that stand in for them."""
     found: dict[str, Tensor] = {}
-    for place, module in mlp.named_modules():
+    for prefix, module in mlp.named_modules():
         views = {name: x for name, x in vars(module).items() if isinstance(x, Tensor) and _is_flat(x._base)}
         own = {name: x for name, x in module._parameters.items() if x is not None and not _is_flat(x)}
-        found |= {f"{place}.{name}": x for name, x in (views | own).items()}
+        found |= {f"{prefix}.{name}": x for name, x in (views | own).items()}
     return tuple(dict.fromkeys(found[name] for name in sorted(found)))
 
 

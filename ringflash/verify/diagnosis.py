@@ -14,7 +14,7 @@ from ringflash.verify.compare import Check, Runs
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardedPositions:
     """Positions that each rank holds."""
 
     seqlen: int
@@ -49,36 +49,36 @@ class Reach:
     want: list[int]
 
 
-def explain(check: Check, runs: Runs, probes: list[Reach], place: Place) -> tuple[str, str]:
-    """Return (the first difference and its place, its likely cause) of a failed check."""
-    where = "" if check.position is None else f" at {place.describe(check.position)}"
+def explain(check: Check, runs: Runs, probes: list[Reach], sharded: ShardedPositions) -> tuple[str, str]:
+    """Return (the first difference with its position, its likely cause) of a failed check."""
+    where = "" if check.position is None else f" at {sharded.describe(check.position)}"
     first = f"{check.name}: {check.failed[0]}{where}"
     if check.name == "layer outputs":
         if not runs.got.layers[check.failed[0]].isfinite().all():
             return first, infinite_hint(check.failed[0], runs)
         index = next((part for part in check.failed[0].split(".") if part.isdigit()), "0")
         assert check.position is not None
-        return first, layer_hint(check.failed[0], check.position, probes, place, int(index) > 0)
+        return first, layer_hint(check.failed[0], check.position, probes, sharded, int(index) > 0)
     hints = {
         "weights before": lambda: (
             "the models differ before the first step: build them from one seed or one checkpoint on every rank."
         ),
-        "batch": lambda: batch_hint(check.failed[0], runs, place),
-        "loss": lambda: loss_hint(runs, place),
-        "loss gradient by position": lambda: loss_hint(runs, place),
-        "evaluation loss": lambda: _evaluation_hint(check.failed[0], runs, place),
-        "gradients": lambda: gradient_hint(check.failed, runs, place),
-        "gradients equal on all ranks": lambda: gradient_hint(check.failed, runs, place),
+        "batch": lambda: batch_hint(check.failed[0], runs, sharded),
+        "loss": lambda: loss_hint(runs, sharded),
+        "loss gradient by position": lambda: loss_hint(runs, sharded),
+        "evaluation loss": lambda: _evaluation_hint(check.failed[0], runs, sharded),
+        "gradients": lambda: gradient_hint(check.failed, runs, sharded),
+        "gradients equal on all ranks": lambda: gradient_hint(check.failed, runs, sharded),
     }
     if check.name in ("mask", layer_masks.NAME):  # perhaps not even applied at cp=1
         return first, f"{check.note}; does the batch carry cu_seqlens, and does the layer use its window?"
     return first, hints.get(check.name, lambda: "")()
 
 
-def batch_hint(name: str, runs: Runs, place: Place) -> str:
+def batch_hint(name: str, runs: Runs, sharded: ShardedPositions) -> str:
     """Explain why a tensor of the batch is not the shard of the whole tensor."""
     wrong = (runs.got.inputs[name] != runs.want.inputs[name]).any(0).nonzero().flatten().tolist()
-    if set(wrong) <= place.chunk_ends:
+    if set(wrong) <= sharded.chunk_ends:
         return "only last tokens of chunks differ: labels are shifted after sharding; shift the whole sequence first."
     if "position" in name:
         return "positions are counted from the shard's start; pass ringflash.local_positions."
@@ -91,10 +91,10 @@ def infinite_hint(name: str, runs: Runs) -> str:
     return f"{name} puts out NaN or infinity, {where}: look for a division by 0 or an overflow in it."
 
 
-def layer_hint(name: str, position: int, probes: list[Reach], place: Place, earlier_agree: bool) -> str:
+def layer_hint(name: str, position: int, probes: list[Reach], sharded: ShardedPositions, earlier_agree: bool) -> str:
     """Name the mistake of an attention layer whose output differs from `position` on, from probes of what it sees."""
     for probe in probes:
-        own = next(set(p) for p in map(place.positions, range(place.cp_size)) if probe.position in p)
+        own = next(set(p) for p in map(sharded.positions, range(sharded.cp_size)) if probe.position in p)
         got, want = set(probe.got), set(probe.want)
         if want - own and got & want <= own and got <= own:
             text = "attention sees the rank's own shard only"
@@ -102,29 +102,29 @@ def layer_hint(name: str, position: int, probes: list[Reach], place: Place, earl
                 return f"{text}, and the layers before agree: this layer was missed when the attention was replaced."
             return f"{text}: the attention does not go round the ring."
         if got - want:
-            seen = place.describe(min(got - want))
+            seen = sharded.describe(min(got - want))
             return f"a mask is dropped at cp=N: position {probe.position} is seen from {seen}, as it is not at cp=1."
     if probes and all(set(p.got) == set(p.want) for p in probes):
-        if position <= min(place.chunk_ends):  # in the first chunk, local and global positions are equal
+        if position <= min(sharded.chunk_ends):  # in the first chunk, local and global positions are equal
             return "every position sees what it should, with other numbers: look for what else the layer has at cp=N."
         return "every position sees what it should, with other numbers: look for positions (RoPE) of the shard's own."
     return ""
 
 
-def loss_hint(runs: Runs, place: Place) -> str:
+def loss_hint(runs: Runs, sharded: ShardedPositions) -> str:
     """Name the mistake of a loss whose logits are correct."""
     if not runs.got.loss_gradient:
-        return _scale_hint("the loss", runs.got.loss / runs.want.loss, place.cp_size)
+        return _scale_hint("the loss", runs.got.loss / runs.want.loss, sharded.cp_size)
     (got,), (want,) = (x.loss_gradient.values() for x in (runs.got, runs.want))
-    scales = [_scale(got, want, place.positions(rank)) for rank in range(place.cp_size)]
+    scales = [_scale(got, want, sharded.positions(rank)) for rank in range(sharded.cp_size)]
     tolerance = runs.eps**0.5
     wrong = {
         p
         for rank, scale in enumerate(scales)
-        for p in place.positions(rank)
+        for p in sharded.positions(rank)
         if _norm(got[:, p] - scale * want[:, p]) > tolerance * max(_norm(got[:, p]), _norm(want[:, p]))
     }
-    if wrong and wrong <= place.chunk_ends:
+    if wrong and wrong <= sharded.chunk_ends:
         shown = ", ".join(map(str, sorted(wrong)[:4]))
         return f"only last tokens of chunks differ (positions {shown}): labels are shifted after sharding."
     if not wrong and any(abs(a - b) > tolerance * abs(a) for a, b in pairwise(scales)):
@@ -133,7 +133,7 @@ def loss_hint(runs: Runs, place: Place) -> str:
             f"the ranks scale their tokens by {shown} of what is right: each averages over its own tokens; "
             "divide by the labelled tokens of the whole sequence, times cp_size."
         )
-    return _scale_hint("the loss", scales[0], place.cp_size)
+    return _scale_hint("the loss", scales[0], sharded.cp_size)
 
 
 def _scale(got: Tensor, want: Tensor, positions: list[int]) -> float:
@@ -155,12 +155,12 @@ def _scale_hint(what: str, scale: float, cp_size: int) -> str:
     return f"{what} is {scale:.4g} times the truth: look at what it is divided by."
 
 
-def _evaluation_hint(name: str, runs: Runs, place: Place) -> str:
+def _evaluation_hint(name: str, runs: Runs, sharded: ShardedPositions) -> str:
     """Name the mistake of an evaluation loss whose training loss is correct."""
-    return _scale_hint(name, runs.got.eval_losses[name] / runs.want.eval_losses[name], place.cp_size)
+    return _scale_hint(name, runs.got.eval_losses[name] / runs.want.eval_losses[name], sharded.cp_size)
 
 
-def gradient_hint(failed: list[str], runs: Runs, place: Place) -> str:
+def gradient_hint(failed: list[str], runs: Runs, sharded: ShardedPositions) -> str:
     """Name the mistake of gradients whose loss is correct."""
     if runs.got.disagreement:
         return "the ranks have different gradients: they are averaged over the wrong ranks; reduce over all of them."
@@ -172,7 +172,7 @@ def gradient_hint(failed: list[str], runs: Runs, place: Place) -> str:
     scale = float(sum(a for a, _ in dots) / sum(b for _, b in dots))
     rest = max(_norm(got[n] - scale * want[n]) / max(_norm(got[n]), 1e-300) for n in want)
     if rest < runs.eps**0.5 and abs(scale - 1) > runs.eps**0.5:
-        return _scale_hint("every gradient", scale, place.cp_size)
+        return _scale_hint("every gradient", scale, sharded.cp_size)
     layer = failed[0].rsplit(".", 2)[0]
     same = [name for name in failed if name.startswith(f"{layer}.")]
     if all(any(part in name for part in ("k_proj", "v_proj", "k_norm")) for name in same):

@@ -119,7 +119,7 @@ class RecordedCall:
     """First call of an attention module, which can be repeated; the model's notes are restored to what they were."""
 
     def __init__(self, attention: nn.Module) -> None:
-        self.attention, notes = attention, getattr(attention, "_ringflash_given", None)
+        self.attention, notes = attention, getattr(attention, "_ringflash_inputs", None)
         self.notes: dict[str, Any] = {} if notes is None else vars(notes)
         self.first: tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]] | None = None
 

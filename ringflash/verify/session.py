@@ -16,7 +16,7 @@ from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN, watched_modules
 from ringflash.verify.compare import Check, Runs, check_beside_exact, compare
-from ringflash.verify.diagnosis import Place, Reach, explain
+from ringflash.verify.diagnosis import Reach, ShardedPositions, explain
 from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks
 from ringflash.verify.observe import Observation, Tensors, attends_in_fp8, build, observe
 from ringflash.verify.probe import (
@@ -232,8 +232,8 @@ class Session:
         if check is None:
             return
         probes = self._probe(check) if check.name == "layer outputs" and check.failed[0] != HIDDEN else []
-        place = Place(self.settings.seqlen, self.group.size(), self.layout)
-        report.first, report.hint = self._shared(lambda: explain(check, runs, probes, place))
+        sharded = ShardedPositions(self.settings.seqlen, self.group.size(), self.layout)
+        report.first, report.hint = self._shared(lambda: explain(check, runs, probes, sharded))
 
     def _probe(self, check: Check) -> list[Reach]:
         """Probe the first layer that differs, just before the first different position and at position 0.

@@ -15,7 +15,7 @@ from recipes.lightning.export import main
 from recipes.lightning.text import PackedText
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
-from ringflash.huggingface.weights import draw_weights, laid_over, load_weights, read_config
+from ringflash.huggingface.weights import draw_weights, load_weights, merge_config, read_config
 from ringflash.lightning.module import build_model
 from tests.recipes.launching import run_ranks, write_text
 from tests.recipes.strategy_worker import CONFIG, SEQLEN
@@ -439,12 +439,12 @@ def test_rope_parameters_take_the_place_of_the_checkpoints(before: dict[str, Any
     from transformers import AutoConfig
 
     change = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    config = AutoConfig.for_model(**laid_over({**CONFIG, **before}, {"rope_parameters": change}))
+    config = AutoConfig.for_model(**merge_config({**CONFIG, **before}, {"rope_parameters": change}))
     assert config.rope_parameters == {**change, "rope_theta": 7e5}
-    config = AutoConfig.for_model(**laid_over({**CONFIG, **before}, {"rope_parameters": YARN}))
+    config = AutoConfig.for_model(**merge_config({**CONFIG, **before}, {"rope_parameters": YARN}))
     assert config.rope_parameters == YARN
     with pytest.raises(ValueError, match="rotary embedding by rope_parameters, got rope_theta; move them there"):
-        laid_over({**CONFIG, **before}, {"rope_theta": 1e6})
+        merge_config({**CONFIG, **before}, {"rope_theta": 1e6})
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "[[1, 2]]", "3", "{"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringflash.verify.compare import Check, Runs, compare
-from ringflash.verify.diagnosis import Place, Reach, infinite_hint, layer_hint
+from ringflash.verify.diagnosis import Reach, ShardedPositions, infinite_hint, layer_hint
 from ringflash.verify.observe import Observation
 
 SEQLEN, NUM_CHUNKS = 32, 4
@@ -87,14 +87,14 @@ def test_a_parameter_rounded_below_the_others_is_not_held_to_its_luck() -> None:
 
 
 def test_positions_are_named_with_chunk_and_rank() -> None:
-    place = Place(SEQLEN, 2, "zigzag")
+    place = ShardedPositions(SEQLEN, 2, "zigzag")
     assert place.describe(8) == "position 8 (chunk 1, held by rank 1)"
     assert place.describe(31) == "position 31 (chunk 3, held by rank 0)"
     assert place.chunk_ends == {7, 15, 23, 31}
 
 
 def test_positions_of_the_shard_are_suspected_only_where_they_differ_from_global_ones() -> None:
-    place = Place(SEQLEN, 2, "zigzag")
+    place = ShardedPositions(SEQLEN, 2, "zigzag")
     probes = [Reach(0, [0, 1, 30], [0, 1, 30])]
     assert "(RoPE) of the shard's own" in layer_hint("layers.0", 8, probes, place, False)
     assert "what else the layer has at cp=N" in layer_hint("layers.0", 7, probes, place, False)

@@ -26,7 +26,7 @@ from ringflash.commands.plan.search import (
 from ringflash.commands.plan.timing import step_time
 from ringflash.console import console
 from ringflash.flops import FP8_PER_BF16, ChunkedAttention, count_visible_pairs, visible_pairs
-from ringflash.huggingface.weights import laid_over, read_config
+from ringflash.huggingface.weights import merge_config, read_config
 from ringflash.memory import Memory
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -153,7 +153,7 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
     try:
         model, trainer = recipe["model"], recipe.get("trainer") or {}
         pretrained, data = model.get("pretrained"), recipe.get("data") or {}
-        config = laid_over(read_config(Path(pretrained)) if pretrained else {}, model.get("model") or {})
+        config = merge_config(read_config(Path(pretrained)) if pretrained else {}, model.get("model") or {})
         memory = asdict(Memory(**(model.get("memory") or {})))
         strategy, accumulated = trainer.get("strategy"), trainer.get("accumulate_grad_batches") or 1
         arguments = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
