@@ -1,4 +1,4 @@
-"""Combine attention over two disjoint sets of keys, for implementations that cannot resume."""
+"""Combination of attention over two disjoint sets of keys, for implementations that cannot resume."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Memory of an all-gather by heads: gathered K/V on every rank, and the gradients that return to their owners.
 
-`GatheredKV` and `GradientReturn` list every copy or message of a call once. Later calls with the same mask and shape
-only replay these lists.
+`HeadGather` makes a `GatheredKV` and a `GradientReturn` for each mask and shape. They list every copy or message of a
+call once, and later calls only replay these lists.
 """
 
 from __future__ import annotations
@@ -276,17 +276,32 @@ class GradientReturn:
             [len(row) * self._batch * segment.size for row, segment in zip(rows, block.segments, strict=True)]
             for rows, block in zip(readers, blocks, strict=True)
         ]
+        self._list_transfers(k, readers, lines)
+        self.max_readers = [max(map(len, rows)) for rows in readers]
+        self.sources = [
+            _sources(block, self.memory.rank, counts, k.shape[1]).to(k.device)
+            for block, counts in zip(blocks, lines, strict=True)
+        ]
+
+    def _list_transfers(self, k: torch.Tensor, readers: list[list[list[Reader]]], lines: list[list[int]]) -> None:
+        """List for each unit the buffers of its gradients, and the transfers that return them.
+
+        Args:
+            readers: other ranks that gather each segment of this rank, by block.
+            lines: rows that arrive for each segment, by block.
+        """
+        gathered, blocks, heads = self.gathered, self.gathered.blocks, self.gathered.heads
         most = max(sum(lines[unit.block]) * heads[unit.section] for unit in self._units)
         received = buffer("dkv.in", (most * gathered.line,), self.dtype, k.device)
         own_sums = self._own_sums(k) if len(blocks) > 1 else []
         self.sums, self.stages, self.pulls, self.sends = [], [], [], []
         for unit in gathered.units:
-            count, block, of_readers = heads[unit.section], blocks[unit.block], readers[unit.block]
             own = own_sums[unit.section] if own_sums else None
             if unit.stage is None:
                 assert own is not None
                 self.stages.append(own.split(gathered.widths, 3))
                 continue
+            block, count = blocks[unit.block], heads[unit.section]
             partial = split_heads(received, (sum(lines[unit.block]),), (count,), (gathered.line,))[0]
             stages = self._stages(unit)
             stage = stages[self.memory.rank]
@@ -294,16 +309,11 @@ class GradientReturn:
             self.sums.append((stage if own is None else own, partial))
             stage = stage[:, : block.num_rows]
             self.stages.append(stage.split(gathered.widths, 3))
-            self.pulls.append(self._pulls(partial.split(lines[unit.block]), of_readers, stages, block))
+            self.pulls.append(self._pulls(partial.split(lines[unit.block]), readers[unit.block], stages, block))
             self.sends.append(self._sends(stage, block))
         self.moves = [
             self.memory.make_transfer(pulls, sends, f"dK/dV of {gathered.name(unit)}")
             for unit, pulls, sends in zip(self._units, self.pulls, self.sends, strict=True)
-        ]
-        self.max_readers = [max(map(len, rows)) for rows in readers]
-        self.sources = [
-            _sources(block, self.memory.rank, counts, k.shape[1]).to(k.device)
-            for block, counts in zip(blocks, lines, strict=True)
         ]
 
     def freed(self, index: int, ended: list[Token]) -> list[Token]:

@@ -1,4 +1,4 @@
-"""Preparation of q, k and v for the operator: one dtype, gradients of all three or none, strides, width of v."""
+"""Preparation of q, k and v by the public calls and the operator: dtype, requires_grad, strides, width of v."""
 
 from __future__ import annotations
 

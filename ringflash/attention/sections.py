@@ -1,6 +1,7 @@
 """Sections and blocks of an all-gather by heads: how many KV heads, and keys of how many ranks, are gathered at a time.
 
-Pure Python, with the same result on every rank. The constants were tuned on H200s (docs/performance.md).
+`CallPlan` and `HeadGather` call it. Pure Python, with the same result on every rank; the constants were tuned on H200s
+(docs/performance.md).
 """
 
 from __future__ import annotations
