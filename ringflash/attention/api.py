@@ -47,7 +47,7 @@ def ring_attention(
     Args:
         q: (batch, seqlen_local, num_heads, head_dim), any floating dtype; kernels of GPUs take bf16 and fp16.
         k: (batch, seqlen_local, num_kv_heads, head_dim), as q; num_heads a multiple of num_kv_heads.
-        v: as k, or with a smaller head_dim (latent attention). Unless they are 192 and 128, v is padded with zeros.
+        v: as k, or with a smaller head_dim (latent attention): v is padded with zeros, except for 192 and 128.
         group: ProcessGroup or 1-D DeviceMesh of the ranks that share the sequence, or a 2-D DeviceMesh with the axes
             ("host", "gpu"); None for one process.
         softmax_scale: default head_dim ** -0.5.

@@ -121,9 +121,8 @@ def _gradients(
         q, k, v, dout = call.plan((q, k, v, dout), tuple(bounds) or None, arguments)
         if options.group is not None:
             agreement.agree_on_backward(options.group, call.number, call.error, q.device)
-        return call.start(q, with_mean_head_dim(k, v)).backward(
-            dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None
-        )
+        work = call.start(q, with_mean_head_dim(k, v))
+        return work.backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
 
 
 ring_attention_backward = torch.library.custom_op("ringflash::ring_attention_backward", _gradients, mutates_args=())

@@ -101,21 +101,13 @@ class CallPlan:
         return torch.uint8 if self.keys_of_line > 1 else k.dtype
 
     def key_blocks(self, q: Tensor, k: Tensor, transport: str | None) -> tuple[Gathering, ...]:
-        """Blocks of keys that this rank gathers by heads, the same on every rank; none if a ring of hops is used."""
+        """Return the blocks of keys that this rank gathers by heads, of equal distances on all ranks; () for hops."""
         if not self.gathers_by_heads(transport):
             return ()
-        whole, layout = self.gathering, self.options.layout
+        whole, layout, dtype = self.gathering, self.options.layout, self.travelling_dtype(k)
         steps = len(schedule.active_steps(self.mask, self.size_and_rank[0], layout))
-        sizes = choose_blocks(
-            k.shape,
-            q.shape[2],
-            whole.capacity,
-            whole.returned_rows,
-            whole.pairs,
-            steps,
-            self.travelling_dtype(k),
-            transport,
-        )
+        limits = whole.capacity, whole.returned_rows, whole.pairs
+        sizes = choose_blocks(k.shape, q.shape[2], *limits, steps, dtype, transport)
         return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, sizes, self.keys_of_line)
 
     def gathers_by_heads(self, transport: str | None) -> bool:

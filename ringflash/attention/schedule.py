@@ -185,11 +185,8 @@ def plan_gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, mul
     shards = _shards(mask, cp_size, layout)
     seen = {rank: _seen(mask, shard, layout, multiple) for rank, shard in enumerate(shards)}
     segments = list(_segments(shards, list(seen.values())))
-    most, returned_rows = (
-        max(spans.num_rows for spans in seen.values()),
-        _max_returned_rows(segments, list(seen.values())),
-    )
-    return _gathering(mask, shards, cp_rank, segments, seen, most, returned_rows, whole=True)
+    limits = max(spans.num_rows for spans in seen.values()), _max_returned_rows(segments, list(seen.values()))
+    return _gathering(mask, shards, cp_rank, segments, seen, *limits, whole=True)
 
 
 @lru_cache(maxsize=8)

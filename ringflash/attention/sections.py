@@ -29,9 +29,7 @@ _IDLE_LINK_WORK = 1 << 43  # heads * visible pairs * head_dim: a backward of 140
 BUFFER_BYTES = 192 * MIB  # largest buffer of K/V, or of gradients, of a section that may be smaller
 _GRADIENT_BUFFERS_BYTES = 1280 * MIB  # all buffers of gradients, if more than two let links fall idle
 _PULL_QUERY_ROWS = 3000  # query rows whose kernel takes as long as the pull of their keys
-_RETURN_SHARE = (
-    0.8  # heads whose return a backward kernel hides, per head whose pull a forward hides: 2.6 times its time
-)
+_RETURN_SHARE = 0.8  # returns that a backward kernel hides, per pull of a forward: 2.6 x time, 2 x bytes, barriers
 _EXPOSED_SHARE = 0.05  # of a forward. If the first pull takes more, one more section makes that section smaller
 
 Shape = torch.Size | tuple[int, ...]
@@ -94,9 +92,8 @@ def choose_blocks(
     batch, rows, num_kv_heads, head_dim = shape
     work = batch * num_heads * pairs * head_dim
     worth = (num_kv_heads == 1 or (transport == "nccl" and num_steps > MAX_BLOCK_STEPS)) and work >= 4 * MIN_UNIT_WORK
-    if num_steps == 1 or not (
-        worth or gather_bytes(shape, num_heads, keys, returned_rows, pairs, dtype) > MAX_GATHER_BYTES
-    ):
+    worth = worth or gather_bytes(shape, num_heads, keys, returned_rows, pairs, dtype) > MAX_GATHER_BYTES
+    if num_steps == 1 or not worth:
         return (num_steps,)
     heads = _block_heads(shape, num_heads, dtype)
     step = 2 * batch * rows * heads * head_dim * state_dtype(dtype).itemsize

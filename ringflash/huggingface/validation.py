@@ -43,13 +43,7 @@ RECURRENT_LAYERS = {
     "Lfm2ShortConv", "Zamba2MambaMixer",
 }  # fmt: skip
 _KINDS = ("full_attention", "sliding_attention", "attention")
-_RECURRENT_KINDS = (
-    "linear_attention",
-    "hybrid",
-    "conv",
-    "mlp",
-    "moe",
-)  # also in models with these layers
+_RECURRENT_KINDS = ("linear_attention", "hybrid", "conv", "mlp", "moe")  # also known in models with such layers
 
 
 def recurrent_modules(model: nn.Module) -> list[nn.Module]:

@@ -67,11 +67,8 @@ def chunks(
         return (Chunk(cp_rank * size, (cp_rank + 1) * size, 0),)
     width = 2 * cp_size
     size = seqlen // (width * _ZIGZAGS[layout])
-    numbers = [
-        first + offset
-        for first in range(0, width * _ZIGZAGS[layout], width)
-        for offset in (cp_rank, width - 1 - cp_rank)
-    ]
+    firsts = range(0, width * _ZIGZAGS[layout], width)
+    numbers = [first + offset for first in firsts for offset in (cp_rank, width - 1 - cp_rank)]
     return tuple(Chunk(number * size, (number + 1) * size, index * size) for index, number in enumerate(numbers))
 
 
