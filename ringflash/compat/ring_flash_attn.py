@@ -267,7 +267,8 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
         if len(query) != 1 or not causal or not DATA_PARAMS:
             error = error or ValueError(
                 "query must be one row of packed documents under a causal mask, which update_ring_flash_attn_params "
-                f"has told, got {len(query)} rows, causal={causal} and documents {'told' if DATA_PARAMS else 'untold'}."
+                f"was given, got {len(query)} rows, causal={causal} and {'its' if DATA_PARAMS else 'no'} documents; "
+                "call it with the cu_seqlens of each batch."
             )
         if error is not None:
             agree(group, {}, error)  # other ranks may be in the call: let them raise, too
