@@ -2,7 +2,7 @@
 
     files      a.py  b.py      c.py
     stream     |aaaa|bbbbbbbbb|ccc          | is SEPARATOR, the first token of a document
-    sequences  |aaaa|b   bbbbbbbb   |ccc    cu_seqlens (0, 5, 7)   (0, 8)   ...
+    sequences  |aaaa|bb   bbbbbbb|   ccc     seqlen 8: cu_seqlens (0, 5, 8)   (0, 7, 8)   ...
 
 A document that does not fit is cut, and its rest is a separate document in the next sequence. For real training use
 `ringflash.lightning.TokenData`.
