@@ -194,7 +194,8 @@ class AllToAll:
         """Return the received tensors, (batch, rows, heads, width): views of a buffer if by position, else new ones."""
         if self.to_host:
             return [x.flatten(1, 3) for x in self.received]
-        return [x.movedim(0, 3).flatten(3, 4).flatten(1, 2).contiguous() for x in self.received]
+        rows = (x.movedim(0, 3).clone(memory_format=torch.contiguous_format) for x in self.received)
+        return [x.flatten(3, 4).flatten(1, 2) for x in rows]
 
     def _tensors(self, area: Tensor, by_rank: bool) -> list[Tensor]:
         """Return a view of an area for each tensor."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -123,9 +124,9 @@ class Host2:
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 @pytest.mark.parametrize(("num_hosts", "num_gpus"), [(3, 2), (2, 3), (4, 8), (1, 5), (5, 1)])
 def test_rows_of_a_host_are_a_shard_over_hosts(num_hosts: int, num_gpus: int, layout: str) -> None:
-    size = num_hosts * num_gpus
-    seqlen, cpu = 3 * layouts.granularity(size, layout), torch.device("cpu")
-    for host in range(num_hosts):
+    size, cpu = num_hosts * num_gpus, torch.device("cpu")
+    for rows, host in product((1, 3), range(num_hosts)):  # of a chunk
+        seqlen = rows * layouts.granularity(size, layout)
         mine = [ringflash.local_positions(seqlen, size, host * num_gpus + gpu, layout) for gpu in range(num_gpus)]
         theirs = ringflash.local_positions(seqlen, num_hosts, host, layout)
         areas: dict[tuple[str, int], torch.Tensor] = {}
@@ -146,6 +147,7 @@ def test_rows_of_a_host_are_a_shard_over_hosts(num_hosts: int, num_gpus: int, la
                 all_to_all.moves[0]()
                 (got,) = all_to_all.arrived()
                 assert all(torch.equal(got[0, :, head, 0], positions) for head in range(got.shape[2]))
+                assert passage.to_host or got.untyped_storage().nbytes() == got.nbytes  # the next call's cannot replace it
 
 
 def test_shared_kv_heads() -> None:
