@@ -61,9 +61,14 @@ def _flatten(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"group must be a mesh of hosts and GPUs whose ranks ascend, got {mesh.mesh.tolist()}; "
             "number the ranks host by host."
         )
-    group = mesh._flatten().get_group()
-    _splits.setdefault(group, HostSplit(*mesh.mesh.shape))
-    return group
+    group, split = mesh._flatten().get_group(), HostSplit(*mesh.mesh.shape)
+    if _splits.setdefault(group, split) == split:
+        return group
+    others = _other_groups.setdefault(group, {})  # torch flattens all meshes of all ranks to the default group
+    if split not in others:
+        others[split] = dist.new_group(ranks)
+        _splits[others[split]] = split
+    return others[split]
 
 
 class HostSplit(NamedTuple):
@@ -95,6 +100,7 @@ class HostSplit(NamedTuple):
 
 
 _splits: WeakKeyDictionary[dist.ProcessGroup, HostSplit] = WeakKeyDictionary()
+_other_groups: WeakKeyDictionary[dist.ProcessGroup, dict[HostSplit, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def known_split(group: dist.ProcessGroup) -> HostSplit | None:

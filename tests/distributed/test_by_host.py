@@ -24,7 +24,7 @@ import ringflash
 from ringflash.attention import head_exchange, plan, ulysses
 from ringflash.attention.head_exchange import AllToAll, Share
 from ringflash.comm import call_numbers
-from ringflash.comm.group import Host, HostSplit, remember_split
+from ringflash.comm.group import Host, HostSplit, known_split, remember_split, resolve
 from ringflash.comm.hosts import split_hosts
 from ringflash.comm.transport import Message, Pending, PointToPoint
 from ringflash.sequence import layout as layouts
@@ -52,7 +52,9 @@ def on_hosts(ctx: Context, num_hosts: int) -> Context:
     if not num_hosts:
         return ctx
     grid = torch.arange(ctx.size).view(num_hosts, -1)
-    return ctx._replace(group=DeviceMesh(ctx.device.type, grid, mesh_dim_names=("host", "gpu")))
+    mesh = DeviceMesh(ctx.device.type, grid, mesh_dim_names=("host", "gpu"))
+    assert known_split(resolve(mesh)) == grid.shape  # whatever meshes earlier tests made of the same ranks
+    return ctx._replace(group=mesh)
 
 
 def check_all(ctx: Context, transport: str, num_hosts: int, cases: list[Case], chunk: int = 6) -> None:
