@@ -44,7 +44,7 @@ def register() -> None:
         (ParallelismConfig, _validate_accelerator), (Accelerator, prepare), (Accelerator, prepare_model),
         (Accelerator, gather_for_metrics), (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
         (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, compute_loss),
-        (Trainer, prediction_step),
+        (Trainer, prediction_step), (Trainer, _track_num_input_tokens),
     ]  # fmt: skip
     missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
     if missing:
@@ -262,6 +262,14 @@ def _get_num_items_in_batch(original: Callable[..., Any], self: Any, *args: Any)
     if count is None or self.args.average_tokens_across_devices:
         return count
     return count * ring_size(self.accelerator.parallelism_config)
+
+
+def _track_num_input_tokens(original: Callable[..., Any], self: Any, *args: Any) -> None:
+    """Count the tokens of each ring once; Trainer adds up those of all ranks."""
+    before = self.state.num_input_tokens_seen
+    original(self, *args)
+    counted = self.state.num_input_tokens_seen - before
+    self.state.num_input_tokens_seen = before + counted // ring_size(self.accelerator.parallelism_config)
 
 
 def prediction_step(

@@ -31,7 +31,12 @@ CASES: dict[str, tuple[str, bool, dict[str, int], dict[str, Any]]] = {
         {"cp_size": 2, "dp_replicate_size": 2},
         {"save_strategy": "steps", "save_steps": 1},
     ),
-    "packed, windows": ("qwen3_window", True, {"cp_size": 4}, {"average_tokens_across_devices": False}),
+    "packed, windows": (
+        "qwen3_window",
+        True,
+        {"cp_size": 4},
+        {"average_tokens_across_devices": False, "include_num_input_tokens_seen": "all"},
+    ),
     "experts": ("qwen3_experts", False, {"cp_size": 4}, {"gradient_checkpointing": True}),
     "fsdp": ("llama", True, {"cp_size": 2, "dp_shard_size": 2}, {"fsdp": True, "fsdp_config": LAYERS}),
 }

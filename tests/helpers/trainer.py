@@ -110,7 +110,8 @@ def train(
     trainer = Trainer(model, arguments, collate, train_dataset=sequences(24), eval_dataset=sequences(8))
     trainer.train(f"{folder}/checkpoint-1" if resume else None)
     trainer.evaluate()
-    logged = [{k: x[k] for k in ("loss", "grad_norm", "eval_loss") if k in x} for x in trainer.state.log_history]
+    names = "loss", "grad_norm", "eval_loss", "num_input_tokens_seen"
+    logged = [{k: x[k] for k in names if k in x} for x in trainer.state.log_history if "train_loss" not in x]
     saved = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return {"logged": [x for x in logged if x], "parameters": {k: x.clone() for k, x in saved.items()}}
 
