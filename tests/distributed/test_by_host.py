@@ -149,7 +149,7 @@ def test_rows_of_a_host_are_a_shard_over_hosts(num_hosts: int, num_gpus: int, la
                 all_to_all.moves[0]()
                 (got,) = all_to_all.arrived()
                 assert all(torch.equal(got[0, :, head, 0], positions) for head in range(got.shape[2]))
-                assert passage.to_host or got.untyped_storage().nbytes() == got.nbytes  # the next call's cannot replace it
+                assert passage.to_host or got.untyped_storage().nbytes() == got.nbytes  # no view of a buffer
 
 
 def test_shared_kv_heads() -> None:
