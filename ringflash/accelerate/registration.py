@@ -44,7 +44,7 @@ def register() -> None:
         (ParallelismConfig, _validate_accelerator), (Accelerator, prepare), (Accelerator, prepare_model),
         (Accelerator, gather_for_metrics), (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
         (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, compute_loss),
-        (Trainer, prediction_step), (Trainer, _track_num_input_tokens),
+        (Trainer, prediction_step), (Trainer, _track_num_input_tokens), (Trainer, create_accelerator_and_postprocess),
     ]  # fmt: skip
     missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
     if missing:
@@ -231,6 +231,15 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) ->
 
 
 # Trainer
+
+
+def create_accelerator_and_postprocess(original: Callable[..., Any], self: Any) -> None:
+    """Create the accelerator; let TRL's trainers that compare completions of a prompt count rings."""
+    original(self)
+    if (size := ring_size(self.accelerator.parallelism_config)) > 1 and hasattr(self.args, "num_generations"):
+        from ringflash.accelerate.trl import count_groups_of_rings
+
+        count_groups_of_rings(self.args, size)
 
 
 def get_tp_size(original: Callable[..., Any], self: Any) -> int:

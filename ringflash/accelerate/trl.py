@@ -44,6 +44,41 @@ def fused_head_of(forward: Callable[..., Any]) -> FusedHead | None:
     return head
 
 
+def count_groups_of_rings(args: Any, cp_size: int) -> None:
+    """Count rings, not ranks, in the batches for which GRPO and RLOO generate completions.
+
+    TRL would otherwise draw prompts for every rank of a ring, and train on one in cp_size of them. It gathers rewards
+    of all ranks, each completion cp_size times, so that only groups that are whole on a rank have the right mean.
+
+    Args:
+        args: of TRL's trainer; generation_batch_size is set.
+    Raises:
+        ValueError: groups of num_generations that batches of a ring divide.
+        NotImplementedError: rewards scaled by their deviation over all groups.
+    """
+    held = args.per_device_train_batch_size * args.steps_per_generation
+    in_eval = args.num_generations_eval or args.num_generations
+    for name, got, group in (
+        ("per_device_train_batch_size * steps_per_generation", held, args.num_generations),
+        ("per_device_eval_batch_size", args.per_device_eval_batch_size if args.do_eval else 0, in_eval),
+    ):
+        if got % group:
+            raise ValueError(
+                f"{name} must be a multiple of the {group} generations of a prompt, which a ring holds together, got "
+                f"{got}; change one of them."
+            )
+    over_all = {
+        "scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum", "normalize_advantages": True,
+    }  # fmt: skip
+    for name, value in over_all.items():
+        if getattr(args, name, None) == value:
+            raise NotImplementedError(
+                f"{name} must not be {value!r} with cp_backend='ringflash', got it: TRL would count each completion "
+                "once for every rank of a ring; scale rewards within groups."
+            )
+    args.generation_batch_size = held * (args.world_size // cp_size)
+
+
 def score_batch(
     head: FusedHead,
     with_loss: CausalLMWithLoss,
@@ -77,16 +112,18 @@ def score_batch(
             return values[:, : labels.shape[1]]
         return values.new_zeros(labels.numel()).index_copy(0, indices, values[: len(indices)]).view_as(labels)
 
-    log_probs, entropy = token_loss.token_log_probs(hidden, weight, mine, logit_scale=scale)
-    found = {"log_probs": whole(log_probs)}
-    if "entropy" in head.outputs:
-        found["entropy"] = whole(entropy)
-    if "is_top1" in head.outputs:
-        found["is_top1"] = whole(token_loss.score_tokens(hidden, weight, mine, logit_scale=scale)[1].long()).bool()
-    if "mean_logits" in head.outputs:
-        with torch.no_grad():
-            means = (hidden @ weight.mean(0)).to(log_probs.dtype) * scale
-            found["mean_logits"] = whole(means.masked_fill(mine == IGNORE_INDEX, 0.0))
+    autocast = torch.is_autocast_enabled(hidden.device.type) and not head.cast_lm_head_to_fp32
+    with torch.autocast(hidden.device.type, enabled=autocast):
+        log_probs, entropy = token_loss.token_log_probs(hidden, weight, mine, logit_scale=scale)
+        found = {"log_probs": whole(log_probs)}
+        if "entropy" in head.outputs:
+            found["entropy"] = whole(entropy)
+        if "is_top1" in head.outputs:
+            found["is_top1"] = whole(token_loss.score_tokens(hidden, weight, mine, logit_scale=scale)[1].long()).bool()
+        if "mean_logits" in head.outputs:
+            with torch.no_grad():
+                means = (hidden @ weight.mean(0)).to(log_probs.dtype) * scale
+                found["mean_logits"] = whole(means.masked_fill(mine == IGNORE_INDEX, 0.0))
     mask = labels != IGNORE_INDEX
     loss = -found["log_probs"].sum() / mask.sum().clamp(min=1)
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=balance, **found)

@@ -7,6 +7,8 @@ differ by fp32's epsilon in each update, whose norm is that of the clipped gradi
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ UPDATES = 2 * 0.5 * 0.05  # steps, learning rate, norm
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
 def test_training_is_that_of_one_process(pool: Pool, alone: Pool, kind: str, tmp_path: Path) -> None:
-    """Two clipped steps, a ring of four ranks; SFT is evaluated, too."""
+    """Two clipped steps, a ring of four ranks; SFT is evaluated, and GRPO generates for two batches a step."""
     (one,) = alone.run(trainer.train_with_trl, f"{tmp_path}/one", kind)
     for ring in pool.run(trainer.train_with_trl, f"{tmp_path}/ring", kind):
         assert len(ring["logged"]) >= 2
@@ -31,3 +33,47 @@ def test_training_is_that_of_one_process(pool: Pool, alone: Pool, kind: str, tmp
         for name, want in one["parameters"].items():
             atol = UPDATES * torch.finfo(torch.float32).eps
             torch.testing.assert_close(ring["parameters"][name], want, rtol=0, atol=atol)
+
+
+def refusal(**changes: Any) -> str:
+    """Error of a GRPO configuration on rings of two, or the prompts' batch that it then counts."""
+    from ringflash.accelerate.trl import count_groups_of_rings
+
+    good = {
+        "per_device_train_batch_size": 2, "steps_per_generation": 4, "num_generations": 4, "num_generations_eval": None,
+        "per_device_eval_batch_size": 6, "do_eval": False, "scale_rewards": "group", "world_size": 6,
+    }  # fmt: skip
+    args = SimpleNamespace(**good | changes)
+    try:
+        count_groups_of_rings(args, 2)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return str(args.generation_batch_size)
+
+
+def test_groups_that_rings_would_divide_are_refused() -> None:
+    assert refusal() == "24"
+    assert "per_device_train_batch_size * steps_per_generation must be a multiple of the 16" in refusal(
+        num_generations=16
+    )
+    assert "per_device_eval_batch_size must be a multiple of the 4 generations" in refusal(do_eval=True)
+    assert refusal(do_eval=True, num_generations_eval=3) == "24"
+    assert "scale_rewards must not be 'batch'" in refusal(scale_rewards="batch")
+    assert "normalize_advantages must not be True" in refusal(normalize_advantages=True)
+
+
+def test_head_in_fp32_is_so_under_autocast() -> None:
+    from ringflash.accelerate.trl import FusedHead, score_batch
+
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((1, 6, 32), (11, 32)))
+    labels = torch.arange(6)[None]
+    with_loss: Any = SimpleNamespace(decode=lambda: (hidden, weight, None), logit_scale=1.0)
+    head = FusedHead(2.0, ("log_probs", "mean_logits"), cast_lm_head_to_fp32=True)
+    shard = {"shift_labels": labels, "num_items_in_batch": 6}
+    with torch.autocast("cpu", torch.bfloat16):
+        got = score_batch(head, with_loss, shard, None, labels, None)  # type: ignore[arg-type]
+    logits = (hidden @ weight.T).double() / 2
+    want = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    torch.testing.assert_close(got.log_probs.double(), want, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(got.mean_logits.double(), logits.mean(-1), rtol=1e-6, atol=1e-5)

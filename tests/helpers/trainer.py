@@ -209,7 +209,8 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
         )
     else:
         data = Dataset.from_dict({"prompt": prompts * 2})
-        args = trl.GRPOConfig(**options | {"num_generations": 4, "max_completion_length": 6, "temperature": 0.7})
+        sizes = {"num_generations": 4, "max_completion_length": 6, "gradient_accumulation_steps": 2}
+        args = trl.GRPOConfig(**options | sizes | {"temperature": 0.7})
         trainer = trl.GRPOTrainer(args=args, reward_funcs=rewards, train_dataset=data, rollout_func=rollout, **common)
         set_seed(1)  # TRL has seeded each rank otherwise, and shuffles completions
     trainer.train()
