@@ -37,7 +37,7 @@ from benchmarks.ring_contenders import Row, Setting  # noqa: E402
 from ringflash.attention.sections import choose_blocks, choose_sections  # noqa: E402
 from ringflash.comm import call_numbers  # noqa: E402
 from ringflash.comm.transport import Message, Pending, PointToPoint, message_transport, open_transport  # noqa: E402
-from ringflash.commands.plan.timing import pipeline_seconds  # noqa: E402
+from ringflash.commands.plan.ring import pipeline_seconds  # noqa: E402
 from ringflash_kernels.api import state_dtype  # noqa: E402
 
 GPUS_PER_HOST, NIC_GBYTES = 8, 50

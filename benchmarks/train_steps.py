@@ -318,7 +318,9 @@ def plans(
         seqlen: visible_fraction(seqlen, windows, document_bounds(seqlen, document_tokens)) for seqlen in lengths
     }
     made = {
-        str(seqlen): make_plan(TrainingJob(model, seqlen, visible_fraction=visible[seqlen], **job, **kept), machine)
+        str(seqlen): make_plan(
+            TrainingJob(model=model, seqlen=seqlen, visible_fraction=visible[seqlen], **job, **kept), machine
+        )
         for seqlen in lengths
     }
     wanted = ("step_seconds", "memory_bytes", "memory_at", "mfu")

@@ -13,11 +13,11 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
 from ringflash.commands.plan.job import GIB, GPUS, Machine, Rates, TrainingJob
-from ringflash.commands.plan.memory import worst_moment
+from ringflash.commands.plan.memory import host_bytes, worst_moment
 from ringflash.commands.plan.read import model_of
+from ringflash.commands.plan.ring import ring_of
 from ringflash.commands.plan.search import (
     CHANGES,
-    bytes_of_a_host,
     cheapest_change,
     fewest_gpus,
     fits,
@@ -55,7 +55,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--cp", type=int, help="GPUs that share a sequence; null is the recipe's, else all")
     words = "fraction of the causal and windowed pairs that packed documents leave"
     parser.add_argument("--visible", type=float, default=1.0, help=words)
-    parser.add_argument("--host_memory_gib", type=float, help="GiB of a host's memory; null is not compared")
     for key, words in _RECIPE_KEYS.items():
         parser.add_argument(f"--{key}", type=Any, help=f"{words}; null is the recipe's")
     parser.add_class_arguments(Rates, "rates", help="assumptions, also as a file of them; the plan prints all")
@@ -64,7 +63,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace) -> int:
     """Print the plan and return 0 if the job fits, else 1."""
-    recipe = lay_over(read_recipe(options.files), _given(options))
+    flags = {name: options[name].as_dict() for name in ("model", "trainer")}
+    recipe = lay_over(read_recipe(options.files), _without_none(flags))
     job, machine = _job_and_machine(recipe, options)
     plan = make_plan(job, machine)
     if options.json:
@@ -79,17 +79,18 @@ def make_plan(job: TrainingJob, machine: Machine) -> dict[str, Any]:
     time = step_time(job, machine)
     moment, memory = worst_moment(job, machine)
     plan: dict[str, Any] = {
-        "job": asdict(job.on(machine)),
+        "job": asdict(job),
         "machine": asdict(machine),
+        "transport": ring_of(job, machine).transport,
         "parameters": job.model.parameters,
         "memory_bytes": memory,
         "memory_at": moment,
-        "host_memory_bytes": bytes_of_a_host(job, machine),
+        "host_memory_bytes": host_bytes(job) * min(machine.num_gpus, machine.gpus_per_host),
         "fits": fits(job, machine),
         "longest_sequence": longest_sequence(job, machine),
         "step_seconds": time.parts,
-        "mfu": time.mfu,
-        "model_tflops_per_gpu": time.model_tflops,
+        "mfu": time.model_flops / (machine.gpu.peak_tflops * 1e12),
+        "model_tflops_per_gpu": time.model_flops / 1e12,
         "tokens_per_second": job.seqlen * job.dp_size / time.step,
     }
     if not plan["fits"]:
@@ -138,15 +139,13 @@ def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _given(options: Namespace) -> dict[str, Any]:
-    """Return the keys of a recipe that the command line has, as a recipe."""
-    given: dict[str, Any] = {}
-    for key in _RECIPE_KEYS:
-        if (value := options[key]) is not None:
-            for part in reversed(key.split(".")):
-                value = {part: value}
-            given = lay_over(given, value)
-    return given
+def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the flags that were given."""
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if value is not None
+    }
 
 
 def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[TrainingJob, Machine]:
@@ -174,21 +173,17 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
     # "auto" is planned as if Liger were installed
     memory["liger"] = shape.liger is not None if memory["liger"] == "auto" else memory["liger"]
     job = TrainingJob(
-        shape,
-        seqlen,
-        cp_size,
-        max(1, gpus // cp_size) if isinstance(cp_size, int) and cp_size else 1,
+        model=shape,
+        seqlen=seqlen,
+        cp_size=cp_size,
+        dp_size=max(1, gpus // cp_size) if isinstance(cp_size, int) and cp_size else 1,
         precision=trainer.get("precision") or "bf16-mixed",
         accumulates=accumulated > 1,
         fp8_backward=model.get("fp8_backward", "bf16") if str(model.get("impl")).endswith("_fp8") else None,
         **memory,
     )
     job = replace(job, visible_fraction=options.visible * visible_fraction(seqlen, windows))
-    gib = options.host_memory_gib
-    if gib is not None and not gib > 0:
-        raise ValueError(f"--host_memory_gib must be positive, got {gib}; leave it out if it is not known.")
-    rates, host_memory = Rates(**options.rates), None if gib is None else int(gib * GIB)
-    machine = Machine(GPUS[options.gpu], gpus, options.gpus_per_host, rates, host_memory)
+    machine = Machine(GPUS[options.gpu], gpus, options.gpus_per_host, Rates(**options.rates))
     if job.world_size != gpus:
         raise ValueError(f"--cp must divide --gpus ({gpus}), got {cp_size}; change one of them.")
     return job, machine
@@ -229,7 +224,7 @@ def _print(plan: dict[str, Any]) -> None:
         f"{plan['parameters'] / 1e9:.2f} B parameters, {job['seqlen']:,} tokens over {job['cp_size']} of "
         f"{machine['num_gpus']} {machine['gpu']['name']}, {job['precision']}, checkpointing {job['checkpointing']}, "
         f"{'with' if job['liger'] else 'without'} Liger"
-        + (f", heads exchanged among the {job['exchanging']} GPUs of a host (by_host)" if job["exchanging"] > 1 else "")
+        + (f", transport {plan['transport']}" if plan["transport"] else "")
     )
     memory = {name: value / GIB for name, value in plan["memory_bytes"].items()}
     out.print(
@@ -242,13 +237,11 @@ def _print(plan: dict[str, Any]) -> None:
         f"MFU {100 * plan['mfu']:.0f}%{of_fp8} (attention's backward counts as twice its forward, recomputation not)"
     )
     if plan["host_memory_bytes"]:
-        known = machine["host_memory_bytes"]
-        of_known = "" if known is None else f" of {known / GIB:.0f}"
-        out.print(f"kept in the memory of a host, in addition: {plan['host_memory_bytes'] / GIB:.0f} GiB{of_known}")
+        out.print(f"kept in the memory of a host, in addition: {plan['host_memory_bytes'] / GIB:.0f} GiB")
     out.print(f"longest sequence that fits: {plan['longest_sequence']:,} tokens")
     for line in _verdict(plan):
         out.print(line)
-    if (computed := model["computed_parameters"] / model["matmul_parameters"]) > 1:
+    if (computed := model["computed_parameters"] / model["matmul_parameters"]) > 1.01:
         out.print(f"its code also computes experts for tokens of others: {computed:.1f} times the products of MFU")
     out.print("assumed: " + ", ".join(f"{name} {value:g}" for name, value in machine["rates"].items()))
 

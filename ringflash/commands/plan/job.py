@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ringflash.attention.ulysses import shared_kv_heads
-from ringflash.commands.plan.read import Layers, ReadShape
-from ringflash.memory.options import Checkpointing
+from ringflash import flops
+from ringflash.commands.plan.read import ReadShape
+from ringflash.commands.plan.trace import Layers
+from ringflash.memory import Memory
 
 GIB = 1 << 30
+BF16, FP32 = 2, 4  # bytes of a number
 
 Precision = Literal["bf16-mixed", "bf16-true"]
 Fp8Backward = Literal["bf16", "fp8_scores", "fp8"]
@@ -91,31 +93,22 @@ class Rates:
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs on hosts; the last host may be partly used.
-
-    Args:
-        host_memory_bytes: memory of one host; None if unknown.
-    """
+    """GPUs on hosts; the last host may be partly used."""
 
     gpu: Gpu
     num_gpus: int
     gpus_per_host: int = 8
     rates: Rates = Rates()
-    host_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "gpus_per_host"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}; count GPUs from 1.")
 
-    def keeps_on_a_host(self, cp_size: int) -> bool:
-        """Return True if every ring of `cp_size` consecutive ranks stays on one host."""
-        return self.num_gpus <= self.gpus_per_host or self.gpus_per_host % cp_size == 0
 
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """One optimizer step: a sequence on every data rank.
+@dataclass(frozen=True, kw_only=True)
+class TrainingJob(Memory):
+    """One optimizer step, a sequence on every data rank, and the activations that it keeps.
 
     Args:
         seqlen: number of tokens of a whole sequence.
@@ -123,13 +116,8 @@ class TrainingJob:
         dp_size: number of sequences that are processed in parallel.
         visible_fraction: fraction of the causal pairs that are visible; below 1 for windows and packed documents.
         precision: bf16-mixed keeps weights, gradients and AdamW's two moments in fp32; bf16-true in bf16.
-        checkpointing, offload_checkpoints, mlp_tile_tokens: see `ringflash.memory.Memory`.
-        liger: use Liger's norms, rotary embedding and SwiGLU, which keep less than those of transformers.
         accumulates: a step has several sequences in turn, so gradients of earlier ones are kept.
         fp8_backward: attention is in FP8 with this backward, as in `ring_attention`; None is exact attention.
-        one_host: the ranks that share a sequence are on one host, and copy over NVLink. `on` sets it.
-        exchanging: number of ranks of a host that exchange heads around the ring between hosts (transport "by_host"); 1
-            is none. `on` sets it.
     """
 
     model: ReadShape
@@ -138,16 +126,11 @@ class TrainingJob:
     dp_size: int = 1
     visible_fraction: float = 1.0
     precision: Precision = "bf16-mixed"
-    checkpointing: Checkpointing = "attention_kept"
-    offload_checkpoints: bool = False
-    mlp_tile_tokens: int = 0
-    liger: bool = False
     accumulates: bool = False
     fp8_backward: Fp8Backward | None = None
-    one_host: bool = False
-    exchanging: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.precision not in get_args(Precision):
             raise ValueError(
                 f"precision must be one of {get_args(Precision)} for a plan, got {self.precision!r}; add "
@@ -177,31 +160,10 @@ class TrainingJob:
                 f"pad to {-(-self.seqlen // step) * step}."
             )
 
-    def on(self, machine: Machine) -> TrainingJob:
-        """Return the job with the transport that `auto` chooses on a machine.
-
-        A ring that takes several whole hosts exchanges heads inside each of them.
-        """
-        gpus, one_host = machine.gpus_per_host, machine.keeps_on_a_host(self.cp_size)
-        whole = not one_host and self.cp_size % gpus == 0 and self.model.num_heads % gpus == 0
-        return replace(self, one_host=one_host, exchanging=gpus if whole else 1)
-
-    @property
-    def rail(self) -> TrainingJob:
-        """The job as the ring between hosts sees it: the tokens of a host on a rank, with its share of the heads."""
-        if self.exchanging == 1:
-            return self
-        model, ranks = self.model, self.exchanging
-        shared = len(shared_kv_heads(ranks, model.num_heads, model.num_kv_heads))
-        share = replace(model, num_heads=model.num_heads // ranks, num_kv_heads=shared // ranks)
-        cp_size, dp_size = self.cp_size // ranks, self.dp_size * ranks
-        return replace(self, model=share, cp_size=cp_size, dp_size=dp_size, exchanging=1)
-
     @property
     def layers(self) -> Layers:
         """Bytes that the layers keep and move, with Liger or without."""
-        fused = self.model.liger if self.liger else None
-        return self.model.plain if fused is None else fused
+        return self.model.liger if self.liger and self.model.liger else self.model.plain
 
     @property
     def world_size(self) -> int:
@@ -220,6 +182,11 @@ class TrainingJob:
         return 0 if whole else self.mlp_tile_tokens
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight, of its gradient, and of each moment of AdamW."""
+        return FP32 if self.precision == "bf16-mixed" else BF16
+
+    @property
     def visible_pairs(self) -> float:
         """Number of visible (query, key) pairs of a whole sequence."""
-        return self.visible_fraction * self.seqlen * (self.seqlen + 1) / 2
+        return self.visible_fraction * flops.visible_pairs(self.seqlen)

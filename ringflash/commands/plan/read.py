@@ -10,26 +10,11 @@ import torch
 from torch import nn
 
 from ringflash import huggingface
-from ringflash.commands.plan.trace import ModelTrace, SavedBytes, Traffic, trace_layers, with_liger
+from ringflash.commands.plan.trace import Layers, trace_layers, with_liger
 from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.memory.tiles import modules_to_tile
 
 _WITH_LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families that `trace.with_liger` imitates
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Bytes that the layers of a model keep and move, with or without Liger's kernels.
-
-    Args:
-        kept: saved bytes per token of the layer that saves most.
-        kept_mean: saved bytes per token, averaged over the layers.
-        passed: memory traffic per token and layer between the matmuls.
-    """
-
-    kept: SavedBytes
-    kept_mean: SavedBytes
-    passed: Traffic
 
 
 @dataclass(frozen=True)
@@ -47,7 +32,6 @@ class ReadShape:
         root_parameters: of the model outside its layers.
         matmul_parameters: parameters that multiply a token; of experts, only those that the token is routed to.
         computed_parameters: parameters that the code multiplies; more if it computes experts for tokens of others.
-        layer_matrix_parameters: matmul_parameters inside the layers, averaged over the layers.
         mean_size: features of all query heads as FLOPs count them, averaged over the layers.
         plain: layers as in transformers.
         liger: layers with Liger; None for a model that cannot be planned with it.
@@ -69,7 +53,6 @@ class ReadShape:
     root_parameters: int
     matmul_parameters: float
     computed_parameters: float
-    layer_matrix_parameters: float
     mean_size: float
     plain: Layers
     liger: Layers | None
@@ -115,8 +98,11 @@ def read_shape(model: Any) -> ReadShape:
             "differ in width or hold parameters that are no matrices; no plan counts them."
         )
     try:
-        kept, executed, (kv_heads, head_dim, value_dim), passed = trace_layers(model)
-        fused = _trace_with_liger(model) if config.model_type in _WITH_LIGER else None
+        plain, executed, (kv_heads, head_dim, value_dim) = trace_layers(model)
+        fused = None
+        if config.model_type in _WITH_LIGER:
+            with with_liger(model):
+                fused = trace_layers(model).layers
     except NotImplementedError:  # ringflash's refusal of the model
         raise
     except Exception as error:  # the model is transformers' code
@@ -126,8 +112,7 @@ def read_shape(model: Any) -> ReadShape:
             f"{type(error).__name__}: {shown}; no plan counts what its layers keep."
         ) from error
     largest = max(layers, key=_size)
-    head, inside = model.get_output_embeddings().weight.numel(), sum(map(_size, layers))
-    matmul, total = counted.matmul_parameters, _size(model)
+    head, matmul = model.get_output_embeddings().weight.numel(), counted.matmul_parameters
     return ReadShape(
         family=config.model_type,
         num_layers=len(layers),
@@ -137,29 +122,18 @@ def read_shape(model: Any) -> ReadShape:
         head_dim=head_dim,
         value_dim=value_dim,
         vocab_size=config.vocab_size,
-        parameters=total,
+        parameters=_size(model),
         layer_parameters=_size(largest),
         expert_parameters=max(_experts(layer) for layer in layers),
         tiled_parameters=max(sum(map(_size, modules_to_tile(layer))) for layer in layers),
         embedding_parameters=head,
-        root_parameters=total - inside,
+        root_parameters=_size(model) - sum(map(_size, layers)),
         matmul_parameters=matmul,
-        computed_parameters=max(matmul, executed + head) if executed + head > 1.01 * matmul else matmul,
-        layer_matrix_parameters=(matmul - head) / len(layers),
+        computed_parameters=max(matmul, executed + head),
         mean_size=counted.q_size,
-        plain=_layers(kept, passed),
-        liger=None if fused is None else _layers(fused.layers, fused.passed),
+        plain=plain,
+        liger=fused,
     )
-
-
-def _trace_with_liger(model: Any) -> ModelTrace:
-    with with_liger(model):
-        return trace_layers(model)
-
-
-def _layers(kept: list[SavedBytes], passed: Traffic) -> Layers:
-    mean = SavedBytes(*(sum(values) / len(kept) for values in zip(*kept, strict=True)))
-    return Layers(max(kept, key=lambda x: x.layer), mean, passed)
 
 
 def _empty(config: Mapping[str, Any]) -> Any:

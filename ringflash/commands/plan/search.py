@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 
 from ringflash.commands.plan.job import Machine, TrainingJob
-from ringflash.commands.plan.memory import host_bytes, worst_moment
+from ringflash.commands.plan.memory import worst_moment
 from ringflash.commands.plan.timing import step_time
 
 CHANGES: dict[str, dict[str, object]] = {
@@ -16,42 +18,23 @@ CHANGES: dict[str, dict[str, object]] = {
     "keep only attention's (out, lse) of each layer": {"checkpointing": "attention_kept"},
     "keep only each layer's input": {"checkpointing": "full"},
     "offload the checkpoints to the host": {"offload_checkpoints": True},
-    "leave the checkpoints on the GPU": {"offload_checkpoints": False},
     "train in bf16-true": {"precision": "bf16-true"},
 }
 _MOST_CHANGES = 3
-
-
-def total_bytes(job: TrainingJob, machine: Machine) -> int:
-    """Return the bytes that a GPU needs."""
-    return sum(worst_moment(job, machine)[1].values())
-
-
-def bytes_of_a_host(job: TrainingJob, machine: Machine) -> int:
-    """Return the bytes that the GPUs of a full host keep in its memory."""
-    return host_bytes(job) * min(machine.num_gpus, machine.gpus_per_host)
+_MOST_TOKENS = 1 << 40
+_MOST_GPUS = 1024
 
 
 def fits(job: TrainingJob, machine: Machine) -> bool:
-    """Return True if the job fits into the memory of a GPU, and of a host if that is known."""
-    limit = machine.host_memory_bytes
-    in_host = limit is None or bytes_of_a_host(job, machine) <= limit
-    return in_host and total_bytes(job, machine) <= machine.gpu.memory_bytes
+    """Return True if the job fits into the memory of a GPU."""
+    return sum(worst_moment(job, machine)[1].values()) <= machine.gpu.memory_bytes
 
 
 def longest_sequence(job: TrainingJob, machine: Machine) -> int:
     """Return the length of the longest sequence that fits, a multiple of 2 * cp_size * 128; 0 if none does."""
     unit = 2 * job.cp_size * 128
-    low, high = 0, 1
-    while fits(replace(job, seqlen=high * unit), machine):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(replace(job, seqlen=middle * unit), machine):
-            low = middle
-        else:
-            high = middle
-    return low * unit
+    lengths = range(unit, _MOST_TOKENS, unit)
+    return unit * bisect_left(lengths, True, key=lambda seqlen: not fits(replace(job, seqlen=seqlen), machine))
 
 
 def cheapest_change(job: TrainingJob, machine: Machine) -> tuple[tuple[str, ...], TrainingJob] | None:
@@ -68,10 +51,10 @@ def cheapest_change(job: TrainingJob, machine: Machine) -> tuple[tuple[str, ...]
     return min(fitting, key=cost, default=None)
 
 
-def fewest_gpus(job: TrainingJob, machine: Machine, most: int = 1024) -> int | None:
-    """Double cp_size until the same sequence fits; return the number of GPUs, None if above `most`."""
+def fewest_gpus(job: TrainingJob, machine: Machine) -> int | None:
+    """Double cp_size until the same sequence fits; return the number of GPUs, None if it is above 1024."""
     while not fits(job, machine):
-        if 2 * job.world_size > most or job.seqlen % (4 * job.cp_size):
+        if 2 * job.world_size > _MOST_GPUS or job.seqlen % (4 * job.cp_size):
             return None
         job = replace(job, cp_size=2 * job.cp_size)
         machine = replace(machine, num_gpus=job.world_size)
@@ -79,21 +62,10 @@ def fewest_gpus(job: TrainingJob, machine: Machine, most: int = 1024) -> int | N
 
 
 def _changed(job: TrainingJob) -> Iterator[tuple[tuple[str, ...], TrainingJob]]:
-    useful = {name: change for name, change in CHANGES.items() if _saves(job, change)}
+    """Yield the names of up to three changes, and the changed job, unless it would be refused."""
     for count in range(1, _MOST_CHANGES + 1):
-        for names in combinations(useful, count):
-            change = {key: value for name in names for key, value in useful[name].items()}
-            if change.get("offload_checkpoints") and change.get("checkpointing", job.checkpointing) == "none":
-                continue  # there are no checkpoints to offload
+        for names in combinations(CHANGES, count):
+            change = {key: value for name in names for key, value in CHANGES[name].items()}
             if len(change) == count:  # otherwise two changes set the same option
-                yield names, replace(job, **change)  # type: ignore[arg-type]
-
-
-def _saves(job: TrainingJob, change: dict[str, object]) -> bool:
-    if change.get("checkpointing") == "attention_kept" and job.checkpointing == "full":
-        return False
-    if "mlp_tile_tokens" in change and job.mlp_tile_tokens:
-        return False
-    if ("mlp_tile_tokens" in change and not job.model.tiled_parameters) or ("liger" in change and not job.model.liger):
-        return False
-    return any(getattr(job, key) != value for key, value in change.items())
+                with suppress(ValueError, NotImplementedError):
+                    yield names, replace(job, **change)  # type: ignore[arg-type]

@@ -1,9 +1,7 @@
 """Bytes that the layers of a transformers model save for autograd and move in memory, from a step on the meta device.
 
 Operators other than matmuls are limited by memory traffic on a GPU, so the bytes that they move say how long they take.
-
-No values are computed. Attention is replaced by a stand-in that saves the same tensors as ring attention (q, k, v, out
-and lse) and counts no memory traffic.
+No values are computed: ring attention has a form without numbers, which saves the same tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from ringflash.attention.inputs import pad_values
+from ringflash.attention.api import ring_attention
 from ringflash.huggingface.attention_function import apply_sinks
 from ringflash.huggingface.validation import find_static_error
 from ringflash.memory.tiles import modules_to_tile
@@ -30,8 +27,10 @@ from ringflash.memory.tiles import modules_to_tile
 TOKENS = 512  # length of the forward; saved bytes are proportional to it
 _NAME = "saved_bytes"  # a name with "flash" would make transformers look for a package
 _PRODUCTS = {operator.__name__ for operator in flop_registry} | {"_grouped_mm", "_scaled_grouped_mm"}
+_ATTENTION = {"ring_attention", "ring_attention_backward"}  # has rates of its own
 _NOTHING_MOVED = {"_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _LOOKED_UP = {"embedding", "embedding_dense_backward"}  # only one row per token
+_NOT_COUNTED = _PRODUCTS | _ATTENTION | _NOTHING_MOVED | _LOOKED_UP
 _NOTHING_READ = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "zero_", "fill_"}
 
 
@@ -48,12 +47,15 @@ class SavedBytes(NamedTuple):
     input: float
 
 
-class Traffic(NamedTuple):
-    """Bytes moved per token and layer, averaged over the layers.
+class Layers(NamedTuple):
+    """Bytes per token that the layers of a model save and move, with Liger's kernels or without.
 
-    forward: in the forward.  tiled: the part of it in modules that tiles recompute.  backward: in the backward.
+    kept: by the layer that saves most.  kept_mean: averaged over the layers.  forward, backward: moved between matmuls
+    in a layer, on average.  tiled: the part of forward in modules that tiles recompute.
     """
 
+    kept: SavedBytes
+    kept_mean: SavedBytes
     forward: float
     tiled: float
     backward: float
@@ -62,14 +64,13 @@ class Traffic(NamedTuple):
 class ModelTrace(NamedTuple):
     """Results of a traced step.
 
-    layers: saved bytes of each layer.  multiplied: parameters that multiply a token in plain (ungrouped) matmuls.
-    keys: the largest (KV heads, head_dim, that of values) of an attention.  passed: memory traffic between matmuls.
+    layers: what the layers save and move.  multiplied: parameters that multiply a token in plain (ungrouped) matmuls.
+    keys: the largest (KV heads, head_dim, that of values) of an attention.
     """
 
-    layers: list[SavedBytes]
+    layers: Layers
     multiplied: float
     keys: tuple[int, int, int]
-    passed: Traffic
 
 
 class TrafficCounter(TorchDispatchMode):
@@ -81,12 +82,15 @@ class TrafficCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.num_bytes = 0
+        self.keys: list[tuple[int, int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count its bytes."""
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
-        if not (func.is_view or name in _PRODUCTS | _NOTHING_MOVED | _LOOKED_UP):
+        if name == "ring_attention":
+            self.keys.append((*args[1].shape[2:], args[2].shape[3]))
+        if not (func.is_view or name in _NOT_COUNTED):
             read = {} if name in _NOTHING_READ else {id(x): x for x in _tensors((args, kwargs))}
             self.num_bytes += sum(map(_num_bytes, (*read.values(), *_tensors(out))))
         return out
@@ -101,7 +105,7 @@ def _num_bytes(x: Tensor) -> int:
 
 
 def trace_layers(model: nn.Module) -> ModelTrace:
-    """Trace a step without checkpointing or tiles; rotary angles, which all layers share, are not counted.
+    """Trace a step without checkpointing or tiles; tensors that all layers share, as rotary angles, are not counted.
 
     Args:
         model: a causal language model on the meta device, in bf16.
@@ -109,28 +113,28 @@ def trace_layers(model: nn.Module) -> ModelTrace:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    keys: list[tuple[int, int, int]] = []
-    AttentionInterface.register(_NAME, partial(_attention, keys))
+    AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, lambda **_: None)
     body: Any = model.get_submodule("model")
     passes = TrafficCounter()
-    counts = [_LayerCounter(layer, passes) for layer in body.layers]
+    saves = _Saves(body, passes)
     before = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation(_NAME)  # type: ignore[operator]
     try:
         ids, positions = (torch.zeros(1, TOKENS, dtype=torch.long, device="meta") for _ in range(2))
-        with passes, FlopCounterMode(display=False) as counter:
+        with passes, FlopCounterMode(display=False) as counter, saved_tensors_hooks(saves.keep, lambda x: x):
             out = body(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)[0]
         forward = passes.num_bytes
         with passes:
             _backward(body, out)
     finally:
         model.set_attn_implementation(before)  # type: ignore[operator]
-        for count in counts:
-            count.remove()
-    moved = (forward, sum(count.tiled_passes for count in counts), passes.num_bytes - forward)
-    passed = Traffic(*(num_bytes / (TOKENS * len(counts)) for num_bytes in moved))
-    return ModelTrace([count.kept for count in counts], counter.get_total_flops() / (2 * TOKENS), max(keys), passed)
+        saves.remove()
+    kept = saves.by_layer()
+    mean = SavedBytes(*(sum(values) / len(kept) for values in zip(*kept, strict=True)))
+    moved = (x / (TOKENS * len(kept)) for x in (forward, saves.tiled_bytes, passes.num_bytes - forward))
+    layers = Layers(max(kept, key=lambda x: x.layer), mean, *moved)
+    return ModelTrace(layers, counter.get_total_flops() / (2 * TOKENS), max(passes.keys))
 
 
 @contextmanager
@@ -150,7 +154,7 @@ def with_liger(model: nn.Module) -> Iterator[None]:
     finally:
         family["apply_rotary_pos_emb"] = rotate
         for module in (*norms, *gated):
-            vars(module).pop("forward", None)  # counting may already have removed it
+            del module.forward
 
 
 class _Fused(torch.autograd.Function):
@@ -177,111 +181,90 @@ def _backward(body: nn.Module, out: Tensor) -> None:
         raise RuntimeError(str(error)) from error
 
 
+class _Group:
+    """Modules of a layer: the storages that they save and are given, and the bytes that their forwards move."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.modules = modules
+        self.saved: dict[int, torch.UntypedStorage] = {}  # kept, so that no other storage gets the same key
+        self.inputs = set[int]()
+        self.moved = 0
+
+    def saved_bytes(self, *, of_inputs: bool) -> int:
+        """Return the bytes saved for a token: the modules' inputs, or everything else."""
+        return sum(x.nbytes() for key, x in self.saved.items() if (key in self.inputs) == of_inputs) // TOKENS
+
+
+class _Saves:
+    """Hooks that note what autograd saves of a layer, of its MLP, and of the modules that tiles recompute."""
+
+    def __init__(self, body: Any, passes: TrafficCounter) -> None:
+        self._passes, self._running = passes, list[_Group]()
+        self._shared = set(map(_key, body.parameters()))
+        self._layers = [(_Group([x]), _Group([_mlp_of(x)]), _Group(modules_to_tile(x))) for x in body.layers]
+        self._hooks = [layer.register_forward_pre_hook(self._share, with_kwargs=True) for layer in body.layers]
+        for group in (group for groups in self._layers for group in groups):
+            for module in group.modules:
+                self._hooks.append(module.register_forward_pre_hook(partial(self._enter, group), with_kwargs=True))
+                self._hooks.append(module.register_forward_hook(partial(self._leave, group)))
+
+    def remove(self) -> None:
+        """Remove the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def keep(self, x: Tensor) -> Tensor:
+        """Note a tensor that autograd saves."""
+        if x.is_meta and (key := _key(x)) not in self._shared:
+            for group in self._running:
+                group.saved[key] = x.untyped_storage()
+        return x
+
+    def by_layer(self) -> list[SavedBytes]:
+        """Return the saved bytes of each layer."""
+        return [
+            SavedBytes(
+                layer.saved_bytes(of_inputs=True) + layer.saved_bytes(of_inputs=False),
+                mlp.saved_bytes(of_inputs=False),
+                tiled.saved_bytes(of_inputs=False),
+                layer.saved_bytes(of_inputs=True),
+            )
+            for layer, mlp, tiled in self._layers
+        ]
+
+    @property
+    def tiled_bytes(self) -> int:
+        """Bytes moved by the modules that tiles recompute."""
+        return sum(tiled.moved for *_, tiled in self._layers)
+
+    def _share(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        self._shared |= set(map(_key, _tensors(kwargs)))  # all but the hidden states
+
+    def _enter(self, group: _Group, module: nn.Module, args: Any, kwargs: Any) -> None:
+        group.inputs |= set(map(_key, _tensors((args, kwargs))))
+        group.moved -= self._passes.num_bytes
+        self._running.append(group)
+
+    def _leave(self, group: _Group, *_: Any) -> None:
+        group.moved += self._passes.num_bytes
+        self._running.remove(group)
+
+
 def _mlp_of(layer: nn.Module) -> nn.Module:
     """Return the largest child of a layer without attention: its MLP or experts."""
     others = [child for child in layer.children() if not any(hasattr(m, "is_causal") for m in child.modules())]
     return max(others, key=lambda child: sum(p.numel() for p in child.parameters()))
 
 
-@dataclass
-class _ModuleGroup:
-    """Counters of a group of modules: bytes saved for backward, and bytes moved between matmuls."""
-
-    num_bytes: int = 0
-    passes: int = 0
-
-
-class _LayerCounter:
-    """Count the storages that the forward of a layer saves, and the memory traffic of its groups of modules."""
-
-    def __init__(self, layer: nn.Module, passes: TrafficCounter) -> None:
-        self._passes = passes
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self._inputs = set[int]()
-        self._shared = {p.untyped_storage()._cdata for p in layer.parameters()}
-        self._mlp, self._tiled = _ModuleGroup(), _ModuleGroup()
-        self._running: list[tuple[_ModuleGroup, set[int]]] = []  # with the storages of the inputs
-        self._layer, self._parts = layer, {_mlp_of(layer): [self._mlp]}
-        for module in modules_to_tile(layer):
-            self._parts.setdefault(module, []).append(self._tiled)
-        layer.forward = self._counted(layer.forward)  # type: ignore[method-assign]
-        for module, parts in self._parts.items():
-            module.forward = self._marked(module.forward, parts)  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        """Restore the forwards of the modules."""
-        for module in (self._layer, *self._parts):
-            vars(module).pop("forward")
-
-    @property
-    def tiled_passes(self) -> int:
-        """Bytes moved by the modules that tiles recompute."""
-        return self._tiled.passes
-
-    @property
-    def kept(self) -> SavedBytes:
-        """Saved bytes per token."""
-        whole = sum(storage.nbytes() for storage in self.storages.values())
-        own = sum(self.storages[key].nbytes() for key in self._inputs & self.storages.keys())
-        counts = (whole, self._mlp.num_bytes, self._tiled.num_bytes, own)
-        return SavedBytes(*(num_bytes // TOKENS for num_bytes in counts))
-
-    def _counted(self, forward: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._shared |= {x.untyped_storage()._cdata for x in _tensors(kwargs.get("position_embeddings"))}
-            self._inputs = {x.untyped_storage()._cdata for x in _tensors(args[:1])}
-            with saved_tensors_hooks(self._keep, lambda x: x):
-                return forward(*args, **kwargs)
-
-        return counted
-
-    def _marked(self, forward: Any, parts: list[_ModuleGroup]) -> Any:
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            inputs = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
-            self._running += [(part, inputs) for part in parts]
-            before = self._passes.num_bytes
-            out = forward(*args, **kwargs)
-            for part in parts:
-                part.passes += self._passes.num_bytes - before
-            del self._running[-len(parts) :]
-            return out
-
-        return marked
-
-    def _keep(self, x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        key = storage._cdata
-        if key not in self._shared and key not in self.storages:
-            self.storages[key] = storage
-            for part, inputs in self._running:
-                if key not in inputs:
-                    part.num_bytes += storage.nbytes()
-        return x
+def _key(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 def _tensors(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
 
 
-class _StandIn(torch.autograd.Function):
-    """Attention that saves the same tensors as ring attention."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = (
-            q.new_empty(*q.shape[:3], v.shape[3]),
-            q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32),
-        )
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
 def _attention(
-    keys: list[tuple[int, int, int]],
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -293,13 +276,10 @@ def _attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stand-in for the attention function of `ringflash.huggingface`, with the same refusals and padding of values."""
+    """Attend as the attention function of `ringflash.huggingface`, with its refusals, but read no positions."""
     error = find_static_error(module, query, key, dropout, sliding_window, True, kwargs, s_aux)
     if error is not None:
         raise error
-    width, value = value.shape[-1], pad_values(key, value)
-    keys.append((key.shape[1], key.shape[3], value.shape[3]))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse = _StandIn.apply(q, k, v)
-    out = out if s_aux is None else apply_sinks((out, lse), s_aux)
-    return out[..., :width], None
+    result: Any = ring_attention(q, k, v, group=None, return_lse=s_aux is not None)
+    return (result if s_aux is None else apply_sinks(result, s_aux)), None

@@ -1,0 +1,217 @@
+"""The all-gather by heads of a job: who gathers what from whom, its buffers, and the time that kernels wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+
+import torch
+
+from ringflash.attention.head_exchange import Share, area_bytes
+from ringflash.attention.schedule import gather_blocks
+from ringflash.attention.sections import (
+    HEADER_BYTES,
+    Sections,
+    buffer_heads,
+    choose_blocks,
+    choose_num_gradient_buffers,
+    choose_sections,
+    fits_unbuffered,
+    order_units,
+    shared_buffer_heads,
+)
+from ringflash.attention.ulysses import shared_kv_heads
+from ringflash.comm.transport import MessageMemory, SymmetricMemory
+from ringflash.commands.plan.job import BF16, FP32, Machine, TrainingJob
+from ringflash.commands.plan.read import ReadShape
+from ringflash.sequence.mask import SequenceMask
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks that share a causal zigzag sequence, with the transport that `auto` chooses.
+
+    A sequence over several whole hosts exchanges heads inside each of them (by_host). The ring is then the ranks that
+    have the same place on their hosts; each has the tokens of its host, and a share of the heads.
+
+    Args:
+        model: with the heads of one rank of the ring.
+        cp_size: number of ranks of the ring.
+        pairs: visible pairs of one rank.
+        exchanging: number of ranks of a host that exchange heads; 1 is none.
+        on_network: fraction of the other ranks that are on other hosts.
+    """
+
+    model: ReadShape
+    seqlen: int
+    cp_size: int
+    pairs: int
+    in_fp8: bool
+    exchanging: int
+    on_network: float
+
+    @property
+    def transport(self) -> str | None:
+        """Name of the transport, as `ring_attention` takes it; None for one rank."""
+        if self.exchanging > 1:
+            return "by_host"
+        return None if self.cp_size == 1 else "nccl" if self.on_network else "copy_engine"
+
+    @property
+    def rows(self) -> int:
+        """Number of tokens of one rank of the ring."""
+        return self.seqlen // self.cp_size
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of half of a rank's K and V."""
+        return 1, self.rows, self.model.num_kv_heads, self.model.kv_dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of K and V on their way."""
+        return torch.uint8 if self.in_fp8 else torch.bfloat16
+
+    @property
+    def key_bytes(self) -> float:
+        """Bytes of a number of K or V on its way; in FP8 a key and its value have a byte of scales in common."""
+        return 1 + 1 / (2 * self.model.kv_dim) if self.in_fp8 else BF16
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Numbers of ranks whose keys are gathered at a time."""
+        name = "nccl" if self.on_network else "copy_engine"
+        sizes = self.model.num_heads, self.seqlen, self.seqlen - self.rows, self.pairs, self.cp_size
+        return choose_blocks(self.shape, *sizes, self.dtype, name)
+
+    @cached_property
+    def sections(self) -> Sections:
+        """Numbers of KV heads that are gathered at a time."""
+        return choose_sections(self.shape, self.model.num_heads, self.seqlen, self.dtype, len(self.blocks))
+
+
+def ring_of(job: TrainingJob, machine: Machine) -> Ring:
+    """Return the ring of a job on a machine; ranks that share a sequence are consecutive."""
+    model, gpus, cp_size = job.model, machine.gpus_per_host, job.cp_size
+    near = cp_size if machine.num_gpus <= gpus else gcd(cp_size, gpus)  # on the host with the fewest ranks of a ring
+    exchanging, on_network = 1, (cp_size - near) / max(1, cp_size - 1)
+    if near == gpus < cp_size and model.num_heads % gpus == 0:
+        kv_heads = len(shared_kv_heads(gpus, model.num_heads, model.num_kv_heads)) // gpus
+        model = replace(model, num_heads=model.num_heads // gpus, num_kv_heads=kv_heads)
+        exchanging, cp_size, on_network = gpus, cp_size // gpus, 1.0
+    pairs = int(job.visible_pairs / cp_size)
+    return Ring(model, job.seqlen, cp_size, pairs, job.fp8_backward is not None, exchanging, on_network)
+
+
+def buffer_bytes(ring: Ring) -> int:
+    """Return the bytes of the transport's buffers, which all layers share, on the rank with most."""
+    several, last = len(ring.blocks) > 1, ring.cp_size - 1
+    # in one block rank 0 gathers most keys, and the last rank receives most gradients
+    ranks = range(0, ring.cp_size, max(1, ring.cp_size // 16)) if several else (0, last)
+    gathered = max(_gathered_bytes(ring, rank) for rank in ranks) if last else 0
+    return gathered + (_exchanged_bytes(ring) if ring.exchanging > 1 else 0)
+
+
+def _gathered_bytes(ring: Ring, rank: int) -> int:
+    """Return the bytes of the areas and buffers of one rank, as `GatheredKV` and `GradientReturn` make them.
+
+    In several blocks there are also sums of the rank's own gradients and the output in fp32, of two sections.
+    """
+    model, heads = ring.model, ring.sections.backward
+    mask = SequenceMask(2 * ring.cp_size)  # a chunk of the layout is one token long
+    blocks = gather_blocks(mask, ring.cp_size, rank, "zigzag", ring.blocks)
+    several = len(blocks) > 1
+
+    def in_units(heads: tuple[int, ...], rows: list[int]) -> tuple[int, ...]:
+        """Rows of the blocks, times heads of the sections, of the units whose keys travel."""
+        units = order_units(len(heads), len(blocks))
+        return tuple(rows[unit.block] * heads[unit.section] for unit in units if unit.stage is not None)
+
+    keys = model.num_kv_heads * blocks[0].capacity
+    if several or not fits_unbuffered(ring.shape, ring.seqlen, ring.dtype):
+        num_buffers = (MessageMemory if ring.on_network else SymmetricMemory).num_buffers
+        rows = [block.num_rows for block in blocks]
+        buffers = Sections(*(in_units(heads, rows) for heads in ring.sections))
+        keys = 2 * model.num_kv_heads + sum(shared_buffer_heads(buffers, num_buffers))
+    arriving = [sum(reader.rank != rank for readers in block.readers for reader in readers) for block in blocks]
+    stages = 2
+    if not several:
+        stages = choose_num_gradient_buffers(ring.shape, model.num_heads, ring.seqlen, ring.pairs, ring.dtype, heads)
+    gradients = sum(buffer_heads(in_units(heads, [block.capacity for block in blocks]), stages))
+    states: float = gradients + max(in_units(heads, arriving))
+    if several:
+        output = model.num_heads // model.num_kv_heads * model.value_dim / (2 * model.kv_dim)
+        states += 2 * sum(buffer_heads(heads)) * (1 + output)
+    return HEADER_BYTES + int(ring.rows * model.kv_dim * (keys * ring.key_bytes + states * FP32))
+
+
+def _exchanged_bytes(ring: Ring) -> int:
+    """Return the bytes of the areas and the buffer over which a host exchanges heads, in a backward."""
+    model, ranks = ring.model, ring.exchanging
+    q, k = (
+        Share(1, ring.rows // ranks, heads, model.head_dim, torch.bfloat16)
+        for heads in (model.num_heads, model.num_kv_heads)
+    )
+    out, v = (x._replace(width=model.value_dim) for x in (q, k))
+    lse = q._replace(width=1, dtype=torch.float32)
+    return 2 * area_bytes(ranks, (k, v, lse, q, out, out)) + area_bytes(ranks, (q, k, v))
+
+
+def exposed_seconds(ring: Ring, machine: Machine, forward: float, backward: float) -> float:
+    """Return the seconds that attention kernels wait for messages in one layer.
+
+    Of an exchange of heads, only that of the queries is hidden, by the arrival of keys from other hosts.
+
+    Args:
+        forward, backward: seconds of the kernels.
+    """
+    if ring.transport is None:
+        return 0.0
+    numbers = 2 * (ring.seqlen - ring.rows) * ring.model.kv_size  # rank 0 sees those of all others
+    link = machine.gpu.nvlink_gbytes * machine.rates.copies * 1e9
+    byte = ring.on_network / (machine.rates.network_gbytes * 1e9) if ring.on_network else 1 / link
+    arrive, leave = numbers * ring.key_bytes * byte, numbers * FP32 * byte  # the last rank owns what all others see
+    q, out, k = (
+        size * ring.rows * BF16 * (1 - 1 / ring.exchanging) / link
+        for size in (ring.model.q_size, ring.model.out_size, ring.model.kv_size)
+    )
+    exposed = 0.0
+    for kernels, heads, returned, queries, results in (
+        (forward, ring.sections.forward, 0.0, q, out),
+        (backward, ring.sections.backward, leave, q + 2 * out, q + 2 * k),
+    ):
+        end = pipeline_seconds(heads, ring.blocks, arrive, returned, kernels, queries)
+        exposed += 2 * k + end - kernels + results
+    return exposed
+
+
+def pipeline_seconds(
+    heads: tuple[int, ...], blocks: tuple[int, ...], arrive: float, leave: float, kernels: float, queries: float = 0.0
+) -> float:
+    """Return the seconds of one pass of an all-gather by heads, whose kernels and messages overlap.
+
+    Messages have one order: the keys of the next unit are ahead of the gradients of this one.
+
+    Args:
+        heads: KV heads of each section.
+        blocks: distances of each block; of several, the first has the rank's own keys, which do not travel.
+        arrive: seconds of all messages with keys.
+        leave: seconds of all messages with gradients; 0 in a forward.
+        kernels: seconds of all kernels.
+        queries: seconds until the queries are there.
+    """
+    units, travelling = order_units(len(heads), len(blocks)), sum(blocks[1:]) or blocks[0]
+    work = [heads[unit.section] * blocks[unit.block] / sum(heads) for unit in units]
+    moved = [share / travelling for unit, share in zip(units, work, strict=True) if unit.stage is not None]
+    link = arrived = moved[0] * arrive
+    device = queries
+    for unit, share in zip(units, work, strict=True):
+        if unit.stage is not None:
+            device = max(device, arrived)
+        device += share / sum(blocks) * kernels
+        if unit.stage is not None:
+            link = arrived = link + (moved[unit.stage + 1] * arrive if unit.stage + 1 < len(moved) else 0.0)
+            if leave:
+                link = max(link, device) + moved[unit.stage] * leave
+    return max(link, device)
