@@ -9,7 +9,7 @@ from math import gcd
 import torch
 
 from ringflash.attention.head_exchange import Share, area_bytes
-from ringflash.attention.schedule import gather_blocks
+from ringflash.attention.schedule import plan_blocks
 from ringflash.attention.sections import (
     HEADER_BYTES,
     Sections,
@@ -120,7 +120,7 @@ def _gathered_bytes(ring: Ring, rank: int) -> int:
     """
     model, heads = ring.model, ring.sections.backward
     mask = SequenceMask(2 * ring.cp_size)  # a chunk of the layout is one token long
-    blocks = gather_blocks(mask, ring.cp_size, rank, "zigzag", ring.blocks)
+    blocks = plan_blocks(mask, ring.cp_size, rank, "zigzag", ring.blocks)
     several = len(blocks) > 1
 
     def in_units(heads: tuple[int, ...], rows: list[int]) -> tuple[int, ...]:
