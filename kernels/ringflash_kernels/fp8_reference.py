@@ -198,8 +198,8 @@ def unpack(records: torch.Tensor, head_dim: int, *, for_backward: bool) -> Keys:
     if for_backward:
         v8 = v8.contiguous().view(E4M3).unflatten(-1, (BLOCK_K, head_dim))
     else:
-        place = torch.tensor(KEY_ORDER).argsort().tolist()
-        v8 = v8.unflatten(-1, (head_dim, BLOCK_K // 16, 16))[..., place].flatten(-2).transpose(-1, -2)
+        inverse = torch.tensor(KEY_ORDER).argsort().tolist()
+        v8 = v8.unflatten(-1, (head_dim, BLOCK_K // 16, 16))[..., inverse].flatten(-2).transpose(-1, -2)
         v8 = v8.contiguous().view(E4M3)
     k8, v8 = (x.transpose(2, 3).flatten(1, 2) for x in (k8, v8))
     scales = tail.contiguous().view(torch.float32)

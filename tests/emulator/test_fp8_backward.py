@@ -105,7 +105,7 @@ def test_interleavings(products):
 
 # (module, source text, what replaces it)
 FAULTS = {
-    "transposed queries in another order": ("fp8.backward_operands", "place // 2 % 2 * 8", "place // 2 % 2 * 4"),
+    "transposed queries in another order": ("fp8.backward_operands", "position // 2 % 2 * 8", "position // 2 % 2 * 4"),
     "the scale of the block before": ("fp8.backward_keys", "scale_ptr + block", "scale_ptr"),
     "gain of dS is not undone": ("fp8.backward_operands", "        k *= gain\n", ""),
     "phase of dS is inverted": (

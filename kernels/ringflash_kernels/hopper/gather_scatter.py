@@ -30,9 +30,9 @@ def _publish(
     if VALUE_DIM < HEAD_DIM:
         value_inside &= column < VALUE_DIM
     first, step = tl.load(offsets_ptr + 2 * head), tl.load(offsets_ptr + 2 * head + 1)
-    place = batch * area_rows + tl.load(row_map_ptr + row, mask=exists, other=0)
+    line = batch * area_rows + tl.load(row_map_ptr + row, mask=exists, other=0)
     # The compiler cannot infer the alignment of a loaded offset; without `multiple_of` it stores 2 bytes at a time.
-    area_at = area_ptr + tl.multiple_of(first + place * step, 16)[:, None] + column
+    area_at = area_ptr + tl.multiple_of(first + line * step, 16)[:, None] + column
     k_at = k_ptr + (batch * k_batch + row * k_row + head * k_head)[:, None] + column
     v_at = v_ptr + (batch * v_batch + row * v_row + head * v_head)[:, None] + column
     tl.store(area_at, tl.load(k_at, mask=inside), mask=inside)
@@ -73,11 +73,11 @@ def _collect(
     value_inside = inside
     if VALUE_DIM < HEAD_DIM:
         value_inside &= column < VALUE_DIM
-    place = tl.load(sources_ptr + row, mask=exists, other=0).to(tl.int64)
+    own_row_index = tl.load(sources_ptr + row, mask=exists, other=0).to(tl.int64)
     first = tl.load(sources_ptr + rows + row, mask=exists, other=0).to(tl.int64)
     size = tl.load(sources_ptr + 2 * rows + row, mask=exists, other=0).to(tl.int64)
     count = tl.load(sources_ptr + 3 * rows + row, mask=exists, other=0)
-    own_at = own_ptr + (batch * own_batch + place * own_row + head * own_head)[:, None] + column
+    own_at = own_ptr + (batch * own_batch + own_row_index * own_row + head * own_head)[:, None] + column
     others_at = others_ptr + (((first + batch * size) * heads + head) * (HEAD_DIM + VALUE_DIM))[:, None] + column
     step = (size * num_batches * heads * (HEAD_DIM + VALUE_DIM))[:, None]
     dk = tl.load(own_at, mask=inside, other=0.0)

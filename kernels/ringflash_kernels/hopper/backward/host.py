@@ -117,7 +117,7 @@ class HopperBackward:
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given, unit last stride."""
-        out = place_of_dq(self.q, out)
+        out = checked_dq(self.q, out)
         with device_guard(self.q.device):
             postprocess(self.accumulated_dq(), out, self.softmax_scale)
         return out
@@ -270,7 +270,7 @@ class HopperBackward:
         return self._views[start, stop]
 
 
-def place_of_dq(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def checked_dq(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Return `out` after checking that it fits q, or a new tensor if it is None."""
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -29,15 +29,15 @@ NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of one int32 in 
 
 
 @gluon.jit
-def send_number(place, number):
+def send_number(slot, number):
     """Store a number, by one warp; visible after waiting for a barrier at which this warp arrives afterwards."""
-    place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    slot.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
-def receive_number(place):
+def receive_number(slot):
     """Load a number that `send_number` stored, by four warps."""
-    return gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.max(slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit

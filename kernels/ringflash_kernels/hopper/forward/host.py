@@ -89,8 +89,8 @@ def forward(
     """
     check_state(softmax_scale, out, lse, acc)
     first, stop = mask.q_span
-    settle(out, lse, acc, slice(0, first))
-    settle(out, lse, acc, slice(stop, q.shape[1]))
+    write_unseen_rows(out, lse, acc, slice(0, first))
+    write_unseen_rows(out, lse, acc, slice(stop, q.shape[1]))
     if first < stop:
         with device_guard(q.device):
             launch = build_launch(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc,
@@ -162,7 +162,7 @@ def check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc:
             raise ValueError(f"{name} must be addressable by TMA, got {problem}; make it contiguous.")
 
 
-def settle(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None, rows: slice) -> None:
+def write_unseen_rows(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None, rows: slice) -> None:
     """Write rows that see no key and that no launch covers: empty without `acc`, otherwise `acc`, cast."""
     if rows.start == rows.stop:
         return

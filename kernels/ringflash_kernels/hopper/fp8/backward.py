@@ -100,7 +100,7 @@ class Fp8Backward:
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dq: see `api.BackwardPass`."""
-        out = host.place_of_dq(self.q, out)
+        out = host.checked_dq(self.q, out)
         dq = self._pass.dq.unflatten(0, (self.q.shape[0], -1)).transpose(1, 2)
         with device_guard(self.q.device):
             scale = self.softmax_scale / self.q.shape[-1]

@@ -232,8 +232,8 @@ def _write(sm, desc, x, coord, W: gl.constexpr):
     D: gl.constexpr = sm.SPLIT
     left, right = halves(x, D)
     for which in gl.static_range(2):
-        place = sm.spare.index(W) if which else dq_staging(sm, W)
-        staged = place._reinterpret(gl.float32, [1, 1, 64, D // 2], desc.layout)
+        memory = sm.spare.index(W) if which else dq_staging(sm, W)
+        staged = memory._reinterpret(gl.float32, [1, 1, 64, D // 2], desc.layout)
         tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
         staged.reshape([64, D // 2]).store(right if which else left)
         fence_async_shared()

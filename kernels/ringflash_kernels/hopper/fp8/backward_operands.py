@@ -87,9 +87,9 @@ def _query_operands(
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
-    place = tl.arange(0, 64)
+    position = tl.arange(0, 64)
     # In KEY_ORDER: position 4 t + 2 h + e of every 16 holds the row 8 h + 2 t + e.
-    row = block * 64 + (place // 16 * 16 + place // 2 % 2 * 8 + place // 4 % 4 * 2 + place % 2)
+    row = block * 64 + (position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2)
     row = row.to(tl.int64)
     column = tl.arange(0, D)
     loaded = (row < seqlen)[:, None]
@@ -116,7 +116,7 @@ def _query_operands(
         factor = share * (total * (1.0 / (448.0 * 256.0)))
         q *= (share * (448.0 / tl.maximum(tl.load(maxima_at + 2), 1e-30)))[:, None]
         dout *= share[:, None]
-        turned = ((batch_head * D + column[:, None]) * padded) + block * 64 + place[None, :]
+        turned = ((batch_head * D + column[:, None]) * padded) + block * 64 + position[None, :]
         tl.store(dout1_ptr + turned, tl.trans(dout.to(tl.float8e4nv)))
         tl.store(q1_ptr + turned, tl.trans(q.to(tl.float8e4nv)))
     else:

@@ -46,9 +46,9 @@ from ringflash_kernels.hopper.forward.host import (
     check_state,
     count_sms,
     kv_heads_per_group,
-    settle,
     tile_counter,
     tile_table,
+    write_unseen_rows,
 )
 from ringflash_kernels.hopper.forward.kernel import (
     Pointers,
@@ -304,7 +304,7 @@ def operand(bits, V: gl.constexpr):
 
 
 @gluon.jit
-def times_values(p, v, PART: gl.constexpr, V: gl.constexpr):
+def issue_values(p, v, PART: gl.constexpr, V: gl.constexpr):
     """Issue one part of P' V of a block."""
     BM: gl.constexpr = V.tiles.block_m
     columns: gl.constexpr = V.tiles.parts[PART]
@@ -314,7 +314,7 @@ def times_values(p, v, PART: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def times_ones(p, ones, V: gl.constexpr):
+def issue_row_sums(p, ones, V: gl.constexpr):
     """Issue the row sums of P' of a block."""
     BM: gl.constexpr = V.tiles.block_m
     layout: gl.constexpr = V.sum_layout
@@ -323,14 +323,14 @@ def times_ones(p, ones, V: gl.constexpr):
 
 
 @gluon.jit
-def with_block(acc, factor, product, PART: gl.constexpr, V: gl.constexpr):
+def add_block(acc, factor, product, PART: gl.constexpr, V: gl.constexpr):
     """Return one part of O, plus P' V of a block times the factor of each row."""
     layout: gl.constexpr = V.acc_layouts[PART]
     return acc[PART] + product * gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None]
 
 
 @gluon.jit
-def of_lanes(factor, row_sum):
+def per_lane(factor, row_sum):
     """Return the factor of each row in the layout of the row sums."""
     layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
     return gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
@@ -341,13 +341,13 @@ def add_values(acc, row_sum, beta, v_scale, bits, v, ones, V: gl.constexpr):
     """Compute O += P' V and the row sums, part by part, because registers hold the product of only one."""
     BM: gl.constexpr = V.tiles.block_m
     p = operand(bits, V)
-    product, sums = warpgroup_mma_wait(0, deps=(times_values(p, v, 0, V), times_ones(p, ones, V)))
+    product, sums = warpgroup_mma_wait(0, deps=(issue_values(p, v, 0, V), issue_row_sums(p, ones, V)))
     sums, _ = sums.reshape([BM, 4, 2]).split()  # two equal columns in each of four lanes
-    row_sum += gl.convert_layout(sums, row_sum.type.layout, assert_trivial=True) * of_lanes(beta, row_sum)
-    first = with_block(acc, beta * v_scale, product, 0, V)
+    row_sum += gl.convert_layout(sums, row_sum.type.layout, assert_trivial=True) * per_lane(beta, row_sum)
+    first = add_block(acc, beta * v_scale, product, 0, V)
     if len(V.tiles.parts) == 2:
-        product = warpgroup_mma_wait(0, deps=(times_values(p, v, 1, V),))
-        parts = (first, with_block(acc, beta * v_scale, product, 1, V))
+        product = warpgroup_mma_wait(0, deps=(issue_values(p, v, 1, V),))
+        parts = (first, add_block(acc, beta * v_scale, product, 1, V))
     else:
         parts = (first,)
     return parts, row_sum
@@ -402,7 +402,7 @@ def step(
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
     bits, reference, alpha, beta = softmax(s, reference, key_of(tile, i, V), rows, factor, MASKED, V)
     acc = rescaled(acc, alpha, V)
-    row_sum = unfused_product(row_sum, of_lanes(alpha, row_sum))
+    row_sum = unfused_product(row_sum, per_lane(alpha, row_sum))
     mbarrier.wait(barriers.v_full.index(index), phase)
     take_turn(kv, W, V)
     v = record_matrices(tiles_at(shared.v, index, V), V)
@@ -599,8 +599,8 @@ def forward(
     check_state(softmax_scale, out, lse, acc)
     q8 = rows.values
     first, stop = mask.q_span
-    settle(out, lse, acc, slice(0, first))
-    settle(out, lse, acc, slice(stop, q8.shape[1]))
+    write_unseen_rows(out, lse, acc, slice(0, first))
+    write_unseen_rows(out, lse, acc, slice(stop, q8.shape[1]))
     if row_max is not None and acc is None:
         row_max[..., :first] = row_max[..., stop:] = -math.inf
     if first < stop:

@@ -53,7 +53,7 @@ def _keys_layout(head_dim, num_warps):
 
 
 @gluon.constexpr_function
-def _places_layout(head_dim, num_warps):
+def _positions_layout(head_dim, num_warps):
     """Return the layout with the same values per thread, for (columns, keys)."""
     keys = 8 if head_dim == 16 * num_warps else 16
     return gl.BlockedLayout([8, keys], [keys // 4, 128 // keys], [num_warps, 1], [1, 0])
@@ -181,7 +181,7 @@ def transposed(v, WARPS: gl.constexpr):
     """Return v as (columns, keys) with each 16 keys in KEY_ORDER; a thread has all 16."""
     KEYS: gl.constexpr = v.shape[0]
     COLUMNS: gl.constexpr = v.shape[1]
-    layout: gl.constexpr = _places_layout(COLUMNS, WARPS)
+    layout: gl.constexpr = _positions_layout(COLUMNS, WARPS)
     v = v.reshape([KEYS // 16, 2, 4, 2, COLUMNS]).permute([4, 0, 2, 1, 3]).reshape([COLUMNS, KEYS])
     return gl.convert_layout(v, layout, assert_trivial=True)
 
@@ -212,7 +212,7 @@ def quantise_records(
         values = rounded(values, biased)
         record += KEYS * COLUMNS
         if TRANSPOSED:
-            store_tile(record, transposed(values, WARPS), COLUMNS, KEYS, _places_layout(COLUMNS, WARPS))
+            store_tile(record, transposed(values, WARPS), COLUMNS, KEYS, _positions_layout(COLUMNS, WARPS))
         else:
             store_tile(record, values, KEYS, COLUMNS, layout)
 
