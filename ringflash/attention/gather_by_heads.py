@@ -119,7 +119,7 @@ class HeadGather:
     def _cached(
         self, name: str, areas: tuple[str, ...], k: torch.Tensor, v: torch.Tensor, num_heads: int, make: Callable[[], T]
     ) -> T:
-        return self.memory.keep(
+        return self.memory.cached(
             (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), areas, make
         )
 

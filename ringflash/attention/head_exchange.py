@@ -120,7 +120,7 @@ class HeadExchange:
 
     def _all_to_all(self, area: str, parts: list[Share], num_first: int, device: torch.device) -> AllToAll:
         arguments = len(self.members), area, self.num_chunks, tuple(parts), num_first, device
-        return self.memory.keep(arguments, (area,), lambda: AllToAll(self.memory, *arguments))
+        return self.memory.cached(arguments, (area,), lambda: AllToAll(self.memory, *arguments))
 
 
 class AllToAll:

@@ -179,7 +179,7 @@ class CallPlan:
             return HeadGather(blocks, memory, *rest, self.keys_of_line > 1)
         assert channel is None or isinstance(channel, PointToPoint)
         hops = self.schedule
-        cuda_graphs.hold(hops, q.device)
+        cuda_graphs.keep_if_captured(hops, q.device)
         return RingOfHops(hops, channel, *rest)
 
 

@@ -12,13 +12,13 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def hold(thing: object, device: torch.device) -> None:
-    """Keep an object alive until `release` if the current call is captured, even if a larger one replaces it later."""
+def keep_if_captured(thing: object, device: torch.device) -> None:
+    """Keep an object alive until `release` if the current call is captured, even if a larger one replaces it."""
     if capturing(device):
-        keep(thing)
+        keep_alive(thing)
 
 
-def keep(thing: object) -> None:
+def keep_alive(thing: object) -> None:
     """Keep an object of a captured call alive until `release`."""
     _held[id(thing)] = thing
 

@@ -112,7 +112,7 @@ class SharedMemory(Threads):
 
         return move
 
-    def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         return self.kept.get((key, sections.MAX_UNBUFFERED_KV_BYTES), areas, make)  # which tests change
 
     def barrier(self, channel: int) -> None:
@@ -214,8 +214,8 @@ class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]
         self.turn = threading.Condition()
         self.ticket = threading.local()
 
-    def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        return super().keep((key, sections.MAX_UNBUFFERED_KV_BYTES), areas, make)
+    def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+        return super().cached((key, sections.MAX_UNBUFFERED_KV_BYTES), areas, make)
 
     def run_in_lane(  # type: ignore[override]
         self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False

@@ -82,10 +82,10 @@ def test_captured_areas_outlive_their_growth(capture: Capture, memory: Symmetric
     memory.reserve("kv", 16)
     old = memory._areas["kv"], memory._handles["kv"]
     capture.on = captured
-    views = memory.keep("views", ("kv",), lambda: ["of the area"])
+    views = memory.cached("views", ("kv",), lambda: ["of the area"])
     capture.on = False
     memory.reserve("kv", 32)
-    assert memory.keep("views", ("kv",), lambda: ["of the new one"]) is not views
+    assert memory.cached("views", ("kv",), lambda: ["of the new one"]) is not views
     held = {id(thing) for thing in cuda_graphs._held.values()}
     assert held == ({id(views), *map(id, old)} if captured else set())
 
@@ -93,7 +93,7 @@ def test_captured_areas_outlive_their_growth(capture: Capture, memory: Symmetric
 def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: SymmetricMemory) -> None:
     memory.reserve("kv", 16)
     capture.on = True
-    memory.keep("views", ("kv",), lambda: ["of the area"])
+    memory.cached("views", ("kv",), lambda: ["of the area"])
     capture.on = False
     for size in (32, 64):
         memory.reserve("kv", size)
@@ -106,11 +106,11 @@ def test_captured_areas_of_messages_outlive_their_growth(capture: Capture, captu
     memory.reserve("kv", 16)
     old = memory._areas["kv"]
     capture.on = captured
-    views = memory.keep("views", ("kv",), lambda: ["of the area"])
+    views = memory.cached("views", ("kv",), lambda: ["of the area"])
     capture.on = False
     memory.reserve("kv", 32)
     assert {id(thing) for thing in cuda_graphs._held.values()} == ({id(views), id(old)} if captured else set())
-    assert memory.keep("views", ("kv",), lambda: ["of the new one"]) is not views
+    assert memory.cached("views", ("kv",), lambda: ["of the new one"]) is not views
 
 
 class Compiled:

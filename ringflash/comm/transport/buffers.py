@@ -38,7 +38,7 @@ def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.
                 views.drop()
             del storage, _storage[device, name]  # free it before the larger one is allocated
         storage = _storage[device, name] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    cuda_graphs.hold(storage, device)
+    cuda_graphs.keep_if_captured(storage, device)
     return storage[:num_bytes].view(dtype).view(shape)
 
 

@@ -25,22 +25,22 @@ class ViewCache:
     """Cache of views of areas and buffers, dropped with their areas so that the views do not outlive them."""
 
     def __init__(self) -> None:
-        self._things: dict[Hashable, tuple[Any, Collection[str]]] = {}
+        self._entries: dict[Hashable, tuple[Any, Collection[str]]] = {}
         drop_with_growth(self)
 
     def get(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         """Return the entry of this key, made if it is missing; `areas` names the areas that its views belong to."""
-        if key not in self._things:
+        if key not in self._entries:
             made = make()  # may drop other entries
-            if len(self._things) == _MAX_CACHED:
-                del self._things[next(iter(self._things))]
-            self._things[key] = made, areas
-        return cast(T, self._things[key][0])
+            if len(self._entries) == _MAX_CACHED:
+                del self._entries[next(iter(self._entries))]
+            self._entries[key] = made, areas
+        return cast(T, self._entries[key][0])
 
     def drop(self, area: str | None = None) -> None:
         """Drop the entries with views of an area; by default all entries."""
-        kept = {} if area is None else {key: both for key, both in self._things.items() if area not in both[1]}
-        self._things = kept
+        entries = {} if area is None else self._entries
+        self._entries = {key: (made, areas) for key, (made, areas) in entries.items() if area not in areas}
 
 
 class Lanes:
@@ -52,13 +52,13 @@ class Lanes:
         self._device = device
         self._areas: dict[str, torch.Tensor] = {}
         self._captured: set[str] = set()  # areas that a CUDA graph reads and writes
-        self._kept = ViewCache()
+        self._cache = ViewCache()
         self._lanes: dict[str, torch.cuda.Stream] = {}
 
-    def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        thing = self._kept.get(key, areas, make)
+    def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+        thing = self._cache.get(key, areas, make)
         if cuda_graphs.capturing(self._device):
-            cuda_graphs.keep(thing)
+            cuda_graphs.keep_alive(thing)
             self._captured.update(areas)
         return thing
 
@@ -97,7 +97,7 @@ class Lanes:
 
     def _retire(self, name: str) -> list[object]:
         """Forget an area that is about to grow. Return its memory if a CUDA graph captured it."""
-        self._kept.drop(name)
+        self._cache.drop(name)
         old = self._areas.pop(name, None)
         if name not in self._captured:
             return []

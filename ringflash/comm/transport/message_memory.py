@@ -43,7 +43,7 @@ class MessageMemory(Lanes):
         if name in self._areas:
             synchronize(self._device)
         for thing in self._retire(name):
-            cuda_graphs.keep(thing)
+            cuda_graphs.keep_alive(thing)
         self._areas[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
@@ -75,7 +75,7 @@ class MessageMemory(Lanes):
 
     def release(self) -> None:
         synchronize(self._device)
-        self._kept.drop()
+        self._cache.drop()
         self._captured.clear()
         self._areas.clear()
 

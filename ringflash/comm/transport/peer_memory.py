@@ -79,7 +79,7 @@ class PeerMemory(Protocol):
         Any two ranks must list their transfers in the same order.
         """
 
-    def keep(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         """Return the cached result of `make` for this key; made again if one of its areas has grown."""
 
     def barrier(self, channel: int) -> None:
@@ -151,7 +151,7 @@ class SymmetricMemory(Lanes):
         gather(self.group, None)  # all ranks have finished reading the old area
         captured, handle = self._retire(name), self._handles.pop(name, None)
         for memory in [*captured, handle] if captured else []:
-            cuda_graphs.keep(memory)
+            cuda_graphs.keep_alive(memory)
         del captured, handle
         make = functools.partial(symmetric_memory.empty, num_bytes, dtype=torch.uint8, device=self._device)
         area, problem = _allocate(make)
@@ -193,7 +193,7 @@ class SymmetricMemory(Lanes):
 
     def release(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._kept.drop()
+        self._cache.drop()
         self._captured.clear()
         self._handles.clear()
         self._areas.clear()
