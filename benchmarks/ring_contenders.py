@@ -201,7 +201,7 @@ class OwnGradients(OwnKeys):
 @contextmanager
 def _own_keys() -> Iterator[None]:
     with (
-        mock.patch.object(ring_of_hops, "Exchange", OwnKeys),
+        mock.patch.object(ring_of_hops, "HopExchange", OwnKeys),
         mock.patch.object(ring_of_hops, "GradientExchange", OwnGradients),
         mock.patch.object(PointToPoint, "post", lambda *_: Pending([])),
     ):

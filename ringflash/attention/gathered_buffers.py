@@ -174,9 +174,9 @@ class GatheredKV:
         ]
 
     def _pulls(self, unit: Unit, slot: torch.Tensor) -> list[Incoming]:
-        """List the K/V that arrive for a unit, in pull order."""
+        """List the K/V that arrive for a unit, from the next rank on: ranks must not all read from rank 0 first."""
         pulls = []
-        for piece in self._in_pull_order(self.blocks[unit.block]):
+        for piece in sorted(self.blocks[unit.block].pieces, key=lambda piece: self._distance(piece.owner)):
             if (unit.stage is None or not self.buffered) and piece.owner == self.memory.rank:
                 continue
             area = self._areas[piece.owner]
@@ -236,12 +236,8 @@ class GatheredKV:
         """Return the first row of a piece in its owner's area."""
         return piece.start if self.buffered else piece.owner_row
 
-    def _in_pull_order(self, block: Gathering) -> list[Piece]:
-        """Sort pieces from the next rank on, so that ranks do not all read from rank 0 first. Local pieces are last."""
-        return sorted(block.pieces, key=lambda piece: self._distance(piece.owner))
-
     def _distance(self, owner: int) -> tuple[bool, bool, int]:
-        """Return the sort key of an owner: from the next rank round to this one."""
+        """Return the sort key of an owner: from the next rank round to this one, whose own pieces are last."""
         return owner <= self.memory.rank, owner == self.memory.rank, owner
 
 

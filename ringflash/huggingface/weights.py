@@ -112,7 +112,7 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
         NotImplementedError: a parameter or buffer that the model's rules leave without values, on every rank.
     """
     _check_set(model, materialize(model, device))
-    tied = _tied(model)
+    tied = {name.rpartition(".")[0] for name in ties_of(model)}
     drawn_on = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     for name, module in model.named_modules():
         if name in tied or not module._parameters:
@@ -222,10 +222,6 @@ def _check_set(model: nn.Module, missing: Iterable[str]) -> None:
             f"_init_weights of {type(model).__name__} must give every tensor its first values, got none for "
             f"{', '.join(names[:3])}; start from a checkpoint, or correct the model's rules."
         )
-
-
-def _tied(model: nn.Module) -> set[str]:
-    return {name.rpartition(".")[0] for name in ties_of(model)}
 
 
 def _seed_of(seed: int, name: str) -> int:

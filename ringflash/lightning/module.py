@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,8 @@ class CausalLM(lightning.LightningModule):
             multiply_in_float8(self.model.model, self.float8, strategy.root_device.type)
         self.flops_of = _flops_of(self.model.model)
         self._in_fp32 = modules_in_fp32(self.model.model)
-        strategy.shard_parameters(self.model, _layers(self.model), in_fp32=self._in_fp32)
+        layers = self.model.get_submodule("model.model.layers").children()
+        strategy.shard_parameters(self.model, layers, in_fp32=self._in_fp32)
         sharded = any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
         device = strategy.root_device if sharded else torch.device("cpu")
         if self.pretrained is None:
@@ -290,11 +291,6 @@ def _flops_of(model: nn.Module) -> Callable[[Sequence[int]], float] | None:
     """Return `training_flops` of a transformers model, or None if its parameters cannot be counted."""
     counted = matmul_sizes(model)
     return None if counted is None else partial(training_flops, counted, layer_windows(model.config))
-
-
-def _layers(model: nn.Module) -> Iterable[nn.Module]:
-    """Return the decoder layers of a model from `build_model`."""
-    return model.get_submodule("model.model.layers").children()
 
 
 def position_buckets(position_ids: torch.Tensor, cu_seqlens: torch.Tensor | None, seqlen: int) -> torch.Tensor:

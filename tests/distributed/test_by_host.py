@@ -139,17 +139,17 @@ def test_rows_of_a_host_are_a_shard_over_hosts(num_hosts: int, num_gpus: int, la
                 [AllToAll(Host2(gpu, areas), num_gpus, area, chunks, (part,), 1, cpu) for gpu in range(num_gpus)]  # type: ignore[arg-type]
                 for area in ("heads", "rows")
             )
-        for passages, given, want in (
+        for exchanges, given, want in (
             (there, [x[None, :, None, None].expand(1, -1, num_gpus, 1) for x in mine], [theirs] * num_gpus),
             (back, [theirs[None, :, None, None]] * num_gpus, mine),
         ):
-            for all_to_all, x in zip(passages, given, strict=True):
+            for all_to_all, x in zip(exchanges, given, strict=True):
                 all_to_all.fill(x)
-            for all_to_all, positions in zip(passages, want, strict=True):
+            for all_to_all, positions in zip(exchanges, want, strict=True):
                 all_to_all.moves[0]()
                 (got,) = all_to_all.arrived()
                 assert all(torch.equal(got[0, :, head, 0], positions) for head in range(got.shape[2]))
-                assert passage.to_host or got.untyped_storage().nbytes() == got.nbytes  # no view of a buffer
+                assert all_to_all.to_host or got.untyped_storage().nbytes() == got.nbytes  # no view of a buffer
 
 
 def test_shared_kv_heads() -> None:

@@ -70,8 +70,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> SymmetricMemory:
     monkeypatch.setattr(_symmetric_memory, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
     monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: SimpleNamespace())
     monkeypatch.setattr(peer_memory, "gather", lambda group, said: [said])
-    monkeypatch.setattr(peer_memory, "_check_places", lambda places: None)
-    monkeypatch.setattr(peer_memory, "_place", lambda device: None)
+    monkeypatch.setattr(peer_memory, "_check_locations", lambda locations: None)
+    monkeypatch.setattr(peer_memory, "_location", lambda device: None)
     for name in ("current_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     return SymmetricMemory(mock.Mock(rank=lambda: 0), 1000)
