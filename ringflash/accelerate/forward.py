@@ -152,8 +152,14 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
         NotImplementedError: no labels; arguments that are not read; noise in the embeddings.
     """
     given = {name: x for name, x in kwargs.items() if x is not None and x is not False}
-    if given.get("output_router_logits") is getattr(causal.config, "output_router_logits", None):
-        given.pop("output_router_logits", None)  # SFTTrainer and others set both
+    configured = bool(getattr(causal.config, "output_router_logits", False))
+    asked = kwargs.get("output_router_logits")
+    if asked is not None and bool(asked) != configured:
+        raise NotImplementedError(
+            f"output_router_logits must be that of the model's configuration, {configured}, got {asked}; set it there "
+            "before the model is prepared, or, with TRL, router_aux_loss_coef=0."
+        )
+    given.pop("output_router_logits", None)
     unknown = sorted(set(given) - _READ - _REDUNDANT)
     if unknown:
         raise NotImplementedError(

@@ -211,7 +211,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     bounds_k = [0, *(bound - first for bound in inner), last - first]
     cu_seqlens_q, cu_seqlens_k = (cu_seqlens.new_tensor(x) for x in (bounds_q, bounds_k))
     ranges = (_longest(bounds_q), _longest(bounds_k), slice(first, last))
-    versions = (cu_seqlens_q._version, cu_seqlens_k._version)
+    versions = (_version(cu_seqlens_q), _version(cu_seqlens_k))
     given = (cu_seqlens_k, *ranges, causal, rank, world_size)
     cu_seqlens_q._ringflash = _Prepared(torch.tensor(bounds, dtype=torch.int32), versions, given)  # type: ignore[attr-defined]
     return cu_seqlens_q, cu_seqlens_k, *ranges
@@ -381,7 +381,7 @@ def _resolve(group: Group) -> dist.ProcessGroup | None:
 def _find_problem(prepared: _Prepared | None, cu_seqlens_q: Tensor, given: tuple[Any, ...]) -> Exception | None:
     """Return the error if arguments are not those prepared for this rank and mask, else None."""
     wrong = ["cu_seqlens_q"]
-    if prepared is not None and prepared.versions == (cu_seqlens_q._version, given[0]._version):
+    if prepared is not None and prepared.versions == (_version(cu_seqlens_q), _version(given[0])):
         pairs = zip(_GIVEN, given, prepared.given, strict=True)
         wrong = [name for name, x, y in pairs if x is not y and (isinstance(x, Tensor) or x != y)]
     if not wrong:
@@ -390,6 +390,11 @@ def _find_problem(prepared: _Prepared | None, cu_seqlens_q: Tensor, given: tuple
         f"{', '.join(wrong)} must be what llama3_flash_attn_prepare_cu_seqlens of ringflash was given or returned, got "
         "a copy, a tensor that was written to, or another; pass on the same."
     )
+
+
+def _version(x: Tensor) -> int:
+    """Return the number of writes to a tensor; 0 for one of inference mode, whose writes torch does not count."""
+    return 0 if x.is_inference() else x._version
 
 
 def _check_stride(heads_k_stride: int, k: Tensor) -> Exception | None:

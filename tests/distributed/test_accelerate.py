@@ -130,6 +130,7 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     attempt("other bounds", model, **good, cu_seq_lens_q=torch.tensor([0, 5, 24]))
     attempt("no labels", model, input_ids=ids)
     attempt("embeddings", model, **good, inputs_embeds=torch.zeros(2, 24, 32))
+    attempt("router logits", model, **good, output_router_logits=True)
     attempt("other tokens on a rank", model, input_ids=ids + (ctx.rank == 1), labels=ids)
     attempt("objects", accelerator.gather_for_metrics, input_data=["text"])
     attempt("second group", put_on_ring, model=accelerator.unwrap_model(model), group=dist.new_group())
@@ -161,6 +162,7 @@ REFUSED = {
     "other bounds": "ValueError: cu_seq_lens_q must be the bounds of the documents of one row",
     "no labels": "NotImplementedError: input_ids and labels must be given",
     "embeddings": "NotImplementedError: a batch must be of input_ids, .*got .'inputs_embeds'.; leave",
+    "router logits": "NotImplementedError: output_router_logits must be that of .* False, got True; set it there",
     "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
     "objects": "NotImplementedError: tensors must be gathered",
     "second group": "RuntimeError: model must be prepared for one group",

@@ -109,6 +109,23 @@ def test_packed_documents_in_other_forms(pool: Pool, form: str, window: tuple[in
     pool.run(varlen_call, form, DOCUMENTS[1], True, window, size=2)
 
 
+def evaluated(ctx: Context) -> None:
+    """Bounds are prepared in inference mode, as by an evaluation."""
+    whole = problem(2, 1)
+    with torch.inference_mode():
+        names.update_ring_flash_attn_params(torch.tensor(DOCUMENTS[1], dtype=torch.int32), ctx.group)
+        q, k, v = (part(whole[x], ctx, False)[0] for x in "qkv")
+        out = names.llama3_flash_attn_varlen_func(
+            q, k, v, **names.DATA_PARAMS, heads_k_stride=1, causal=True, group=ctx.group
+        )
+    want = dense.attention(**whole, causal=True, cu_seqlens=DOCUMENTS[1])["out"]
+    assert_close({"out": out[None]}, {"out": part(want, ctx, False)})
+
+
+def test_packed_documents_in_inference_mode(pool: Pool) -> None:
+    pool.run(evaluated, size=2)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("bounds", DOCUMENTS, ids=str)
