@@ -51,7 +51,7 @@ def measure(tokens: int, rank: int) -> dict[str, Any]:
     cp_size, mask, shape = SEQLEN // tokens, SequenceMask(SEQLEN), (1, tokens, NUM_KV_HEADS, HEAD_DIM)
     whole = schedule.plan_gather(mask, cp_size, rank, "zigzag")
     sizes = sections.choose_blocks(
-        shape, NUM_HEADS, whole.capacity, whole.arriving, whole.pairs, cp_size, torch.bfloat16, "nccl"
+        shape, NUM_HEADS, whole.capacity, whole.returned_rows, whole.pairs, cp_size, torch.bfloat16, "nccl"
     )
     blocks = schedule.plan_blocks(mask, cp_size, rank, "zigzag", sizes)
     calls = {"in blocks": call(blocks, rank), "by sections": call((whole,), rank)}

@@ -263,7 +263,7 @@ def cudnn() -> Contender:
         if x.row.kind not in ("causal", "full"):
             return None
         leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-        out, dout = attention(*leaves, x.row), x.dout.transpose(1, 2)
+        out, dout = attention(*leaves, row=x.row), x.dout.transpose(1, 2)
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
     return Contender("cuDNN", {"forward": build_forward, "backward": build_backward})

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import describe
-from ringflash.attention.schedule import gather
+from ringflash.attention.schedule import plan_gather
 from ringflash.data.order import mix_lengths, shuffled
 from ringflash.sequence.mask import SequenceMask
 
@@ -80,7 +80,7 @@ def count_layout(layout: str, bounds: tuple[int, ...], ranks: int) -> dict[str, 
     mask = SequenceMask(bounds[-1], cu_seqlens=bounds)
     work, keys, abroad, messages = [], [], [], []
     for rank in range(ranks):
-        found = gather(mask, ranks, rank, layout)
+        found = plan_gather(mask, ranks, rank, layout)
         received = [piece for piece in found.pieces if piece.owner != rank]
         work.append(found.mask.num_visible)
         keys.append(sum(piece.size for piece in received) / TOKENS_PER_RANK)

@@ -22,8 +22,8 @@ BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
 
 def main(root: Path = ROOT) -> None:
     """Replace every table between markers, and every quoted figure."""
-    for page, name, table in tables():
-        replace(root / page, name, table)
+    for path, name, table in tables():
+        replace(root / path, name, table)
     for page in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
         text = page.read_text()
         if quoted(text) != text:

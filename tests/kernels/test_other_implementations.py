@@ -31,7 +31,7 @@ def both_passes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torc
                 dlse: torch.Tensor) -> tuple[Tensors, Tensors]:  # fmt: skip
     """Results and gradients of plain attention."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    found = eager(*leaves, visible)
+    found = eager(*leaves, visible=visible)
     seen = visible.any(1)
     loss = (found["out"] * dout.to(q.dtype)).sum() + (found["lse"].masked_fill(~seen, 0.0) * dlse).sum()
     gradients = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(loss, leaves), strict=True))
@@ -55,7 +55,7 @@ def check(impl: str, mask: Mask, *, dlse: bool = True, **heads: object) -> None:
     dout = torch.randn(q.shape, device=q.device).to(q.dtype)
     lse_gradient = torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device) * dlse
     visible = mask.dense(q.device)
-    exact, exact_gradients = both_passes(*(x.double() for x in (q, k, v)), visible, dout, lse_gradient)
+    exact, exact_gradients = both_passes(*(x.double() for x in (q, k, v)), visible=visible, dout=dout, dlse=lse_gradient)
     baseline, baseline_gradients = both_passes(q, k, v, visible, dout, lse_gradient)
     out, lse = attention_forward(q, k, v, impl=impl, mask=mask)
     assert_close({"out": out, "lse": lse}, exact, baseline, num_chunks=4)
