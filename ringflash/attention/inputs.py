@@ -14,7 +14,7 @@ from ringflash.sequence.layout import read_bounds
 def autocast(x: Tensor) -> Tensor:
     """Cast x to the dtype that autocast gives torch's own attention. fp64 stays, as does x without autocast."""
     device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x
     return x.to(torch.get_autocast_dtype(device))
 

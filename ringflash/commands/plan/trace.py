@@ -19,13 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from ringflash.attention.api import ring_attention
-from ringflash.huggingface.attention_function import apply_sinks
-from ringflash.huggingface.validation import find_static_error
 from ringflash.memory.tiles import modules_to_tile
 
 TOKENS = 512  # length of the forward; saved bytes are proportional to it
-_NAME = "saved_bytes"  # a name with "flash" would make transformers look for a package
 _PRODUCTS = {operator.__name__ for operator in flop_registry} | {"_grouped_mm", "_scaled_grouped_mm"}
 _ATTENTION = {"ring_attention", "ring_attention_backward"}  # has rates of its own
 _NOTHING_MOVED = {"_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -108,18 +104,11 @@ def trace_layers(model: nn.Module) -> ModelTrace:
     """Trace a step without checkpointing or tiles; tensors that all layers share, as rotary angles, are not counted.
 
     Args:
-        model: a causal language model on the meta device, in bf16.
+        model: a causal language model on the meta device, in bf16, set up for a ring of one process.
     """
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, lambda **_: None)
     body: Any = model.get_submodule("model")
     passes = TrafficCounter()
     saves = _Saves(body, passes)
-    before = model.config._attn_implementation  # type: ignore[union-attr]
-    model.set_attn_implementation(_NAME)  # type: ignore[operator]
     try:
         ids, positions = (torch.zeros(1, TOKENS, dtype=torch.long, device="meta") for _ in range(2))
         with passes, FlopCounterMode(display=False) as counter, saved_tensors_hooks(saves.keep, lambda x: x):
@@ -128,7 +117,6 @@ def trace_layers(model: nn.Module) -> ModelTrace:
         with passes:
             _backward(body, out)
     finally:
-        model.set_attn_implementation(before)  # type: ignore[operator]
         saves.remove()
     kept = saves.by_layer()
     mean = SavedBytes(*(sum(values) / len(kept) for values in zip(*kept, strict=True)))
@@ -262,24 +250,3 @@ def _key(x: Tensor) -> int:
 
 def _tensors(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend as the attention function of `ringflash.huggingface`, with its refusals, but read no positions."""
-    error = find_static_error(module, query, key, dropout, sliding_window, True, kwargs, s_aux)
-    if error is not None:
-        raise error
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    result: Any = ring_attention(q, k, v, group=None, return_lse=s_aux is not None)
-    return (result if s_aux is None else apply_sinks(result, s_aux)), None
