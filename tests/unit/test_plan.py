@@ -524,13 +524,9 @@ def saved_bytes(config: dict[str, Any], seqlen: int, mlp_tile_tokens: int = 0) -
             kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage())
         return x
 
-    unhooked = layer.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            return unhooked(*args, **kwargs)
-
-    layer.forward = forward  # type: ignore[method-assign]
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+    layer.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    layer.register_forward_hook(lambda *_: hooks.__exit__())
     model(**huggingface.prepare_batch(torch.randint(0, 100, (1, seqlen)), group=None))
     return sum(storage.nbytes() for pointer, storage in kept.items() if pointer not in parameters)
 

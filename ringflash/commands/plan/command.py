@@ -162,13 +162,16 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
             f"{options.files[0]} must be a recipe with model.model and data, got {type(error).__name__}: {error}; "
             "see recipes/lightning."
         ) from error
-    _check_strategy(strategy)
+    if "deepspeed" in (name := str(strategy.get("class_path") if isinstance(strategy, dict) else strategy)).lower():
+        raise NotImplementedError(
+            f"trainer.strategy must be ContextParallelStrategy for a plan, got {name}; ZeRO below stage 3 keeps "
+            "weights whole on every GPU. Leave that recipe out for stage 3, which shards them as FSDP2 does."
+        )
     if (seqlen := _tokens(options.seqlen) if options.seqlen else seqlen) is None:
         raise ValueError("--seqlen must be given with a configuration, got none; a recipe has its own.")
     of_recipe = arguments.get("context_parallel_size", "auto")
-    of_recipe = None if of_recipe == "auto" else of_recipe
-    gpus = (of_recipe or 8) if options.gpus is None else options.gpus
-    cp_size = (of_recipe or gpus) if options.cp is None else options.cp
+    gpus = (8 if of_recipe == "auto" else of_recipe) if options.gpus is None else options.gpus
+    cp_size = (gpus if of_recipe == "auto" else of_recipe) if options.cp is None else options.cp
     shape, windows = model_of(config)
     # "auto" is planned as if Liger were installed
     memory["liger"] = shape.liger is not None if memory["liger"] == "auto" else memory["liger"]
@@ -187,15 +190,6 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
     if job.world_size != gpus:
         raise ValueError(f"--cp must divide --gpus ({gpus}), got {cp_size}; change one of them.")
     return job, machine
-
-
-def _check_strategy(strategy: object) -> None:
-    name = strategy.get("class_path") if isinstance(strategy, dict) else strategy
-    if isinstance(name, str) and "deepspeed" in name.lower():
-        raise NotImplementedError(
-            f"trainer.strategy must be ContextParallelStrategy for a plan, got {name}; ZeRO below stage 3 keeps "
-            "weights whole on every GPU. Leave that recipe out for stage 3, which shards them as FSDP2 does."
-        )
 
 
 def visible_fraction(
