@@ -60,7 +60,7 @@ class WrappedState:
         generated: a transformers model in the module generated tokens off the ring in the last forward.
         whole: attend within this process, as the module did before it was wrapped.
         trace: list to which calls are appended; None records none.
-        key: in `_states`; a string, since torch.compile would treat a changing number as a dynamic one.
+        key: key in `_states`; a string, since torch.compile would treat a changing number as a dynamic one.
     """
 
     options: ModelRing

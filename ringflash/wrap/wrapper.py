@@ -49,7 +49,7 @@ def wrap_attention(
     deterministic: bool = False,
     fp8_backward: str = "bf16",
 ) -> Module:
-    """Make every attention of `module` attend over the whole sequence, of which each rank holds a shard; in place.
+    """Make every attention of `module` attend over the whole sequence, which is sharded over the ranks, in place.
 
     Call it before torch.compile, DDP and FSDP. All other layers must treat each token separately, at its global
     position (`local_positions`); `check_wrapped` compares the module with its result on the whole sequence.

@@ -11,6 +11,8 @@ buffers          the pool of communication buffers
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +31,7 @@ HEAD_EXCHANGES = ("by_host", "ulysses")  # over other transports, within each ho
 UNDECIDED = "copy_engine, by_host or nccl"  # "auto" until the ranks of a group have compared their hosts
 
 Transport = PointToPoint | PeerMemory
+T = TypeVar("T", bound=Transport)
 
 __all__ = [
     "HEAD_EXCHANGES",
@@ -108,11 +111,16 @@ def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
         return PointToPoint(name, group)
     if name == UNDECIDED:
         name = _decided[group] = _decide(group)
+    return _opened(name, group, lambda: _create_transport(name, group))
+
+
+def _opened(name: str, group: dist.ProcessGroup, make: Callable[[], T]) -> T:
+    """Return the transport or memory of a group by name, which `make` opens on first use."""
     key = (name, group.group_name)
     known = _open.get(key)
-    if known is None or known[0] is not group:
-        known = _open[key] = (group, _create_transport(name, group))
-    return known[1]
+    if known is None or known[0] is not group:  # a group that was destroyed may have had the same name
+        known = _open[key] = (group, make())
+    return cast(T, known[1])
 
 
 def _create_transport(name: str, group: dist.ProcessGroup) -> Transport:
@@ -143,12 +151,7 @@ def exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.de
     """
     if device.type == "cpu":  # not cached, as in `open_transport`
         return HostMessageMemory(PointToPoint("gloo", group).among(split.host_of(group.rank())), device)
-    key = (f"heads in {split}", group.group_name)
-    known = _open.get(key)
-    if known is None or known[0] is not group:
-        known = _open[key] = (group, _exchange_memory(group, split, device))
-    assert not isinstance(known[1], PointToPoint)
-    return known[1]
+    return _opened(f"heads in {split}", group, lambda: _exchange_memory(group, split, device))
 
 
 def _exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> PeerMemory:
@@ -185,12 +188,8 @@ def whole_transport(transport: Transport) -> Transport:
 
 def message_memory(channel: PointToPoint, device: torch.device) -> MessageMemory:
     """Return the memory that all-gathers K/V by heads over this channel; cached with the channel."""
-    key = (f"{channel.name} by heads among {channel.members}", channel.group.group_name)
-    known = _open.get(key)
-    if known is None or known[0] is not channel.group:
-        known = _open[key] = (channel.group, MessageMemory(channel, device))
-    assert isinstance(known[1], MessageMemory)
-    return known[1]
+    name = f"{channel.name} by heads among {channel.members}"
+    return _opened(name, channel.group, lambda: MessageMemory(channel, device))
 
 
 def buffer_bytes() -> int:
