@@ -55,7 +55,9 @@ def check(impl: str, mask: Mask, *, dlse: bool = True, **heads: object) -> None:
     dout = torch.randn(q.shape, device=q.device).to(q.dtype)
     lse_gradient = torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device) * dlse
     visible = mask.dense(q.device)
-    exact, exact_gradients = both_passes(*(x.double() for x in (q, k, v)), visible=visible, dout=dout, dlse=lse_gradient)
+    exact, exact_gradients = both_passes(
+        *(x.double() for x in (q, k, v)), visible=visible, dout=dout, dlse=lse_gradient
+    )
     baseline, baseline_gradients = both_passes(q, k, v, visible, dout, lse_gradient)
     out, lse = attention_forward(q, k, v, impl=impl, mask=mask)
     assert_close({"out": out, "lse": lse}, exact, baseline, num_chunks=4)
