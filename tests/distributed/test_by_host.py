@@ -31,8 +31,9 @@ from ringflash.sequence import layout as layouts
 from tests.distributed.test_blocks_of_keys import in_blocks
 from tests.helpers import refusals, ring_check
 from tests.helpers.cases import Case, narrow_cases
+from tests.helpers.left_out import BARRIER, LANES, NOTICED, late, verdict
 from tests.helpers.peer_memory import DELAY_S, Later, SharedMemory, heads_in_shared_memory
-from tests.helpers.pool import Context, Pool, WorkerError
+from tests.helpers.pool import Context, Pool, WorkerError, on_ranks
 
 CASES = [
     Case(num_kv_heads=4),
@@ -75,19 +76,16 @@ def test_by_host(pool: Pool, num_hosts: int) -> None:
         pool.run(check_all, "by_host", num_hosts, [STRIPED], 32)
 
 
-def check_in_shared_memory(ctx: Context, num_hosts: int, cases: list[Case]) -> None:
+@pytest.mark.parametrize("num_hosts", [2, 0])
+@on_ranks(4)
+def test_in_shared_memory(ctx: Context, num_hosts: int) -> None:
     with heads_in_shared_memory():
-        for number, case in enumerate(cases):
+        for number, case in enumerate(CASES):
             with ExitStack() as blocks:
                 if number % 2:
                     blocks.enter_context(in_blocks(1 + number % 3))
                 transport = "by_host" if num_hosts else "ulysses"
                 check_all(ctx, transport, num_hosts, [case], (6, 3, 9, 1, 5)[number % 5])
-
-
-@pytest.mark.parametrize("num_hosts", [2, 0])
-def test_in_shared_memory(pool: Pool, num_hosts: int) -> None:
-    pool.run(check_in_shared_memory, num_hosts, CASES)
 
 
 def test_hosts_of_other_sizes() -> None:
@@ -162,15 +160,11 @@ def test_shared_kv_heads() -> None:
     assert ulysses.shared_kv_heads(8, 32, 8) == tuple(range(8))
 
 
-def test_low_precision_of_shared_heads(pool: Pool) -> None:
+@on_ranks(4)
+def test_low_precision_of_shared_heads(ctx: Context) -> None:
     """The gradients of one KV head are the sum of four ranks' or two."""
-    case = Case(num_kv_heads=1, transport="by_host")
-    pool.run(low_precision, case)
-
-
-def low_precision(ctx: Context, case: Case) -> None:
     for num_hosts in (1, 2):
-        ring_check.check(on_hosts(ctx, num_hosts), case, 32, "bfloat16")
+        ring_check.check(on_hosts(ctx, num_hosts), Case(num_kv_heads=1, transport="by_host"), 32, "bfloat16")
 
 
 def without(ctx: Context, name: str) -> float:
@@ -217,64 +211,46 @@ def unless(skipped: int) -> Callable[..., None]:
 
 def late_copies(seconds: float) -> Callable[..., Later]:
     """Delay what travels last on all ranks but the first of a host."""
-
-    def run_in_lane(
-        self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False
-    ) -> Later:
-        def late() -> None:
-            time.sleep(seconds if self.rank else 0.0)
-            work()
-
-        return _RUN_IN_LANE(self, lane, late, after, urgent=urgent)
-
-    return run_in_lane
+    return late(lambda memory, _: seconds if memory.rank else 0.0)
 
 
-_FILL, _MADE, _BARRIER, _RUN_IN_LANE = AllToAll.fill, AllToAll.__init__, SharedMemory.barrier, SharedMemory.run_in_lane
+_FILL, _MADE, _BARRIER = AllToAll.fill, AllToAll.__init__, SharedMemory.barrier
 _RESERVE, _VIEW, _MEMORY = SharedMemory.reserve, SharedMemory.view, "tests.helpers.peer_memory.SharedMemory"
 _ALL_TO_ALL = "ringflash.attention.head_exchange.AllToAll"
 _LATE = {f"{_ALL_TO_ALL}.fill": slow_fill, f"{_ALL_TO_ALL}.__init__": made_late}
 _ONE: dict[str, Any] = dict.fromkeys(("heads", "rows"), ("heads", 1 << 20))
 PLANTS: dict[str, dict[str, Any]] = {
     "nothing": _LATE,
-    "nothing late": {f"{_MEMORY}.run_in_lane": late_copies(5 * DELAY_S)},
-    "barrier of heads": {f"{_MEMORY}.barrier": unless(1), **_LATE},
-    "barrier of rows": {f"{_MEMORY}.barrier": unless(0), **_LATE},
+    "nothing late": {LANES: late_copies(5 * DELAY_S)},
+    "barrier of heads": {BARRIER: unless(1), **_LATE},
+    "barrier of rows": {BARRIER: unless(0), **_LATE},
     "arrival of queries": {
-        f"{_MEMORY}.run_in_lane": late_copies(5 * DELAY_S),
+        LANES: late_copies(5 * DELAY_S),
         "ringflash.attention.ulysses.replace": lambda attention, **_: attention,
     },
     "second area": {
-        f"{_MEMORY}.run_in_lane": late_copies(50 * DELAY_S),
+        LANES: late_copies(50 * DELAY_S),
         f"{_MEMORY}.reserve": lambda self, name, size: _RESERVE(self, *_ONE.get(name, (name, size))),
         f"{_MEMORY}.view": lambda self, name, *rest: _VIEW(self, _ONE.get(name, [name])[0], *rest),
     },
 }
 
 
-def verdict(ctx: Context, plant: str) -> str:
-    """Return what calls say with one wait left out. A rank that finds a mistake goes on: the others wait for it."""
-    found, ctx = "passed", on_hosts(ctx, 2)
-    with heads_in_shared_memory(), ExitStack() as patches:
-        for target, replacement in PLANTS[plant].items():
-            patches.enter_context(mock.patch(target, replacement))
-        patches.enter_context(mock.patch.object(call_numbers, "check", lambda *_: None))  # would notice some, too
-        for number in range(4):  # other values from call to call, in the same buffers
-            try:
-                ring_check.check(ctx, Case(num_heads=8, num_kv_heads=4, transport="by_host"), 6 - number % 2)
-            except (AssertionError, RuntimeError) as error:
-                found = str(error)
+def heads_verdict(ctx: Context, plant: str) -> str:
+    ctx, case = on_hosts(ctx, 2), Case(num_heads=8, num_kv_heads=4, transport="by_host")
+    with heads_in_shared_memory():
+        found = verdict(lambda number: ring_check.check(ctx, case, 6 - number % 2), 4, PLANTS[plant])
     call_numbers._of_groups.clear()
     return found
 
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_what_is_left_out_is_noticed(pool: Pool, plant: str) -> None:
-    verdicts = pool.run(verdict, plant)
+    verdicts = pool.run(heads_verdict, plant)
     if plant.startswith("nothing"):
         assert verdicts == ["passed"] * 4
     else:
-        wrong = ("errors must stay within their budget", "must be finite exactly where the reference is")
+        wrong = (NOTICED, "must be finite exactly where the reference is")
         assert any(text in verdict for text in wrong for verdict in verdicts), verdicts
 
 
@@ -358,15 +334,12 @@ def test_auto_takes_by_host(pool: Pool) -> None:
         assert all("nothing to exchange inside of several hosts" in text for text in texts)
 
 
-def auto_with_a_mesh(ctx: Context) -> str:
+@on_ranks(4)
+def test_auto_follows_a_mesh_on_cpus(ctx: Context) -> None:
     ctx = on_hosts(ctx, 2)
     ring_check.check(ctx, Case())
     x = torch.ones(1, 8, 4, 16)
-    return str(ringflash.explain(x, x, x, group=ctx.group).transport)
-
-
-def test_auto_follows_a_mesh_on_cpus(pool: Pool) -> None:
-    assert pool.run(auto_with_a_mesh) == ["by_host"] * 4
+    assert str(ringflash.explain(x, x, x, group=ctx.group).transport) == "by_host"
 
 
 def test_hosts_from_names() -> None:
@@ -376,31 +349,24 @@ def test_hosts_from_names() -> None:
         split_hosts(["x", "x", "y"])
 
 
-def refused(ctx: Context) -> list[str]:
-    """Errors of calls that exchange heads."""
-    mesh, texts = on_hosts(ctx, 2).group, []
-    good = {**refusals.good_call(ctx), "group": mesh, "transport": "by_host"}
+@on_ranks(4, timeout_s=20)
+def test_refused_on_every_rank(ctx: Context) -> None:
+    """Calls that exchange heads; good calls before and after are unharmed."""
+    good = {**refusals.good_call(ctx), "group": on_hosts(ctx, 2).group, "transport": "by_host"}
     ringflash.ring_attention(**good)
     q = good["q"]
-    for change in (
-        {"q": torch.ones(1, refusals.LENGTH, 3, 16), "k": q[:, :, :1], "v": q[:, :, :1]},
-        {"transport": "by_host" if ctx.rank else "gloo"},
-        {"impl": "reference" if ctx.rank else "flash9"},
-        {"group": DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("host", "gpu"))},
+    for message, change in (
+        (
+            "num_heads must be divisible by the 2 ranks that exchange heads, got 3",
+            {"q": torch.ones(1, refusals.LENGTH, 3, 16), "k": q[:, :, :1], "v": q[:, :, :1]},
+        ),
+        (r"transport gloo \(rank 0\), by_host \(rank 1, 2, 3\)", {"transport": "by_host" if ctx.rank else "gloo"}),
+        ("impl must be", {"impl": "reference" if ctx.rank else "flash9"}),
+        ("whose ranks ascend", {"group": DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("host", "gpu"))}),
     ):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=message):
             ringflash.ring_attention(**{**good, **change})
-        texts.append(str(error.value))
     ringflash.ring_attention(**good)
-    return texts
-
-
-def test_refused_on_every_rank(pool: Pool) -> None:
-    for heads, transports, impl, order in pool.run(refused, timeout_s=20):
-        assert "num_heads must be divisible by the 2 ranks that exchange heads, got 3" in heads
-        assert "transport gloo (rank 0), by_host (rank 1, 2, 3)" in transports
-        assert "impl must be" in impl
-        assert "whose ranks ascend" in order
 
 
 def lose_the_last(ctx: Context) -> None:

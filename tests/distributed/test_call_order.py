@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from ringflash.attention import sections
 from ringflash.comm import agreement, call_numbers, transport
 from tests.helpers import peer_memory
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, Pool, on_ranks
 
 Call = Callable[[], torch.Tensor]
 
@@ -105,48 +106,22 @@ MISTAKES = {
 }
 
 
-def compared(ctx: Context, mistake: Callable[[Context], None]) -> str:
-    with forgotten(), pytest.raises(ValueError, match="the same call") as raised:
-        mistake(ctx)
-    return str(raised.value)
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_calls_over_gloo_are_refused_with_both_names(pool: Pool, mistake: Callable[[Context], None]) -> None:
+@on_ranks(2)
+def test_calls_over_gloo_are_refused_with_both_names(ctx: Context, mistake: Callable[[Context], None]) -> None:
     """On every rank; nothing is sent."""
-    for text in pool.run(compared, mistake, size=2):
-        assert text.startswith("all ranks of the group must make the same call, got " + MISTAKES[mistake])
-
-
-def a_call_too_few(ctx: Context) -> str:
-    """Rank 1 makes a call that is not compared and sends nothing, as where a device has no memory left for it."""
     with forgotten(), pytest.raises(ValueError) as raised:
+        mistake(ctx)
+    assert str(raised.value).startswith("all ranks of the group must make the same call, got " + MISTAKES[mistake])
+
+
+@on_ranks(2)
+def test_the_number_of_calls_is_compared(ctx: Context) -> None:
+    """Rank 1 makes a call that is not compared and sends nothing, as where a device has no memory left for it."""
+    with forgotten(), pytest.raises(ValueError, match=r"got call 1 \(forward\) \(rank 0\), 2 \(forward\) \(rank 1\)"):
         if ctx.rank:
             call_numbers.begin(ctx.group)
         two_layers(ctx)[0]()
-    return str(raised.value)
-
-
-def test_the_number_of_calls_is_compared(pool: Pool) -> None:
-    for text in pool.run(a_call_too_few, size=2):
-        assert "got call 1 (forward) (rank 0), 2 (forward) (rank 1)" in text
-
-
-def found_at_the_next_call(ctx: Context, memory: Any, mistake: Callable[[Context], None]) -> tuple[str, str, str]:
-    """Return the errors of later calls, and of a check that ranks make together."""
-    texts = []
-    with not_compared(memory):
-        two_layers(ctx)[0]().sum().backward()  # so that areas have their size
-        call_numbers._of_groups.clear()
-        with suppress(RuntimeError, TimeoutError), mock.patch.object(peer_memory, "TIMEOUT_S", 1.0):
-            mistake(ctx)
-        for _ in range(2):
-            with pytest.raises(RuntimeError) as raised:
-                two_layers(ctx)[0]()
-            texts.append(str(raised.value))
-        with pytest.raises(RuntimeError) as raised:
-            agreement.agree(ctx.group, {"checkpoint": "one"})
-        return texts[0], texts[1], str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -158,21 +133,35 @@ def found_at_the_next_call(ctx: Context, memory: Any, mistake: Callable[[Context
         (copy_engine, a_step_left),
     ],
 )
-def test_numbers_that_travel_beside_keys(pool: Pool, memory: Any, mistake: Callable[[Context], None]) -> None:
-    """Every rank that reads K/V of the other one raises at its next call, and at every later one."""
-    for rank, (text, again, together) in enumerate(pool.run(found_at_the_next_call, memory, mistake, size=2)):
-        assert text == again == together
-        assert text.startswith("all ranks of the group must make their calls in one order, got call ")
-        if mistake is backwards_swapped:
-            mine, other = (f"call 3 (backward of call {number})" for number in (1 + rank, 2 - rank))
-            assert f"{mine} on this rank and {other} on rank {1 - rank}, " in text
-        else:
-            mine, other = ("3 (forward)", "3 (backward of call 2)")[:: 1 - 2 * rank]
-            assert f"call {mine} on this rank and call {other} on rank {1 - rank}, " in text
+@on_ranks(2)
+def test_numbers_that_travel_beside_keys(ctx: Context, memory: Any, mistake: Callable[[Context], None]) -> None:
+    """Every rank that reads K/V of the other one raises at its next call, at every later one, and at a check."""
+    texts = set()
+    with not_compared(memory):
+        two_layers(ctx)[0]().sum().backward()  # so that areas have their size
+        call_numbers._of_groups.clear()
+        with suppress(RuntimeError, TimeoutError), mock.patch.object(peer_memory, "TIMEOUT_S", 1.0):
+            mistake(ctx)
+        check = partial(agreement.agree, ctx.group, {"checkpoint": "one"})
+        for call in (two_layers(ctx)[0], two_layers(ctx)[0], check):
+            with pytest.raises(RuntimeError) as raised:
+                call()
+            texts.add(str(raised.value))
+    (text,) = texts
+    assert text.startswith("all ranks of the group must make their calls in one order, got call ")
+    if mistake is backwards_swapped:
+        mine, other = (f"call 3 (backward of call {number})" for number in (1 + ctx.rank, 2 - ctx.rank))
+        assert f"{mine} on this rank and {other} on rank {1 - ctx.rank}, " in text
+    else:
+        mine, other = ("3 (forward)", "3 (backward of call 2)")[:: 1 - 2 * ctx.rank]
+        assert f"call {mine} on this rank and call {other} on rank {1 - ctx.rank}, " in text
 
 
-def in_order(ctx: Context, memory: Any, turns: bool) -> None:
-    """Two steps of two layers with documents, in the right order, then a check."""
+@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads, messages_by_hops])
+@pytest.mark.parametrize("turns", [False, True])
+@on_ranks(4)
+def test_calls_in_one_order_pass(ctx: Context, memory: Any, turns: bool) -> None:
+    """Two steps of two layers, in the right order, then a check. Words also arrive if sections share buffers."""
     with (
         not_compared(memory),
         mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES),
@@ -186,13 +175,6 @@ def in_order(ctx: Context, memory: Any, turns: bool) -> None:
         assert calls.count == 12 and not calls.problem and not calls.unread
 
 
-@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads, messages_by_hops])
-def test_calls_in_one_order_pass(pool: Pool, memory: Any) -> None:
-    """Words also arrive if sections share buffers."""
-    for turns in (False, True):
-        pool.run(in_order, memory, turns, size=4)
-
-
 def as_on_a_gpu(*inputs: Any, **options: Any) -> int:
     """`agree` for tensors of a GPU: a repeated call is not compared."""
     return _agree(*inputs[:3], torch.device("cuda"), **options)
@@ -201,9 +183,13 @@ def as_on_a_gpu(*inputs: Any, **options: Any) -> int:
 _agree = agreement.agree
 
 
-def kinds_in_another_order(ctx: Context) -> list[str]:
-    """Two kinds of layers take turns, as windowed and full ones do; then rank 0 makes one of them out of turn."""
-    texts, exchange = [], mock.Mock(side_effect=agreement._exchange)
+@on_ranks(2)
+def test_kinds_of_layers_that_take_turns_are_compared_once(ctx: Context) -> None:
+    """Two kinds of layers take turns, as windowed and full ones do; then rank 0 makes one of them out of turn.
+
+    It is found by the checksum beside its keys.
+    """
+    exchange = mock.Mock(side_effect=agreement._exchange)
     torch.manual_seed(ctx.rank)
     q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
 
@@ -223,15 +209,8 @@ def kinds_in_another_order(ctx: Context) -> list[str]:
         call(0.1 if ctx.rank else 0.2)
         with pytest.raises(RuntimeError) as raised:
             call(0.1)
-        texts.append(str(raised.value))
-    return texts
-
-
-def test_kinds_of_layers_that_take_turns_are_compared_once(pool: Pool) -> None:
-    """A kind out of turn is found by the checksum beside its keys."""
-    for rank, (text,) in enumerate(pool.run(kinds_in_another_order, size=2)):
-        wanted = f"call 6 (forward) on this rank and call 6 (forward) with other arguments on rank {1 - rank}, "
-        assert wanted in text
+    wanted = f"call 6 (forward) on this rank and call 6 (forward) with other arguments on rank {1 - ctx.rank}, "
+    assert wanted in str(raised.value)
 
 
 def left_before_the_first_message(ctx: Context) -> list[str]:
@@ -270,33 +249,27 @@ def test_an_error_before_the_first_message_is_remembered(pool: Pool) -> None:
         )
 
 
-def not_joined(ctx: Context) -> tuple[str, str, int]:
-    """A rank in error is not answered: its peers repeat a call, which they do not compare."""
+@on_ranks(2)
+def test_an_error_that_no_peer_hears_is_raised_on_its_rank(ctx: Context) -> None:
+    """With what became of the comparison; and the rank's next call is compared, since the peers are in this one.
+
+    A rank in error is not answered: its peers repeat a call, which they do not compare.
+    """
     cuda, answer = torch.device("cuda"), mock.Mock(side_effect=RuntimeError("no answer from some of 2 ranks"))
     with forgotten():
         agreement.agree(ctx.group, {"a": 1}, device=cuda)
         with mock.patch.object(agreement, "_exchange", answer):
-            with pytest.raises(ValueError) as raised:
+            with pytest.raises(ValueError, match="^q must be shorter$") as raised:
                 agreement.agree(ctx.group, {"a": 1}, ValueError("q must be shorter"), device=cuda)
             with pytest.raises(RuntimeError):
                 agreement.agree(ctx.group, {"a": 1}, device=cuda)
-    return str(raised.value), str(raised.value.__cause__), answer.call_count
+    assert str(raised.value.__cause__) == "no answer from some of 2 ranks" and answer.call_count == 2
 
 
-def test_an_error_that_no_peer_hears_is_raised_on_its_rank(pool: Pool) -> None:
-    """With what became of the comparison; and the rank's next call is compared, since the peers are in this one."""
-    want = "q must be shorter", "no answer from some of 2 ranks", 2
-    assert pool.run(not_joined, size=2) == [want] * 2
-
-
-def another_version(ctx: Context) -> str:
+@on_ranks(2)
+def test_versions_are_compared(ctx: Context) -> None:
+    """Messages are as long as this version's constants say."""
     version = "0.0.9" if ctx.rank else ringflash.__version__
     with forgotten(), mock.patch.object(agreement, "_version", lambda: version), pytest.raises(ValueError) as raised:
         two_layers(ctx)[0]()
-    return str(raised.value)
-
-
-def test_versions_are_compared(pool: Pool) -> None:
-    """Messages are as long as this version's constants say."""
-    for text in pool.run(another_version, size=2):
-        assert f"got ringflash {ringflash.__version__} (rank 0), 0.0.9 (rank 1); install one version" in text
+    assert f"got ringflash {ringflash.__version__} (rank 0), 0.0.9 (rank 1); install one version" in str(raised.value)

@@ -17,11 +17,12 @@ import ringflash
 from ringflash.memory import tile_mlps
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, on_ranks
 from tests.helpers.tolerance import assert_close
 
 
-def interleaved(ctx: Context) -> None:
+@on_ranks(2, 3, 4)
+def test_layers_may_interleave(ctx: Context) -> None:
     """Three layers of other lengths and masks forward, then backward in another order than a stack's."""
     cases = [Case(), Case(documents="mixed", layout="contiguous"), Case(causal=False, window="both", num_heads=2)]
     inputs, results, wants = [], [], []
@@ -45,12 +46,8 @@ def interleaved(ctx: Context) -> None:
         assert_close({"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}, wants[i])
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_layers_may_interleave(pool: Pool, size: int) -> None:
-    pool.run(interleaved, size=size)
-
-
-def two_groups(ctx: Context) -> None:
+@on_ranks(4)
+def test_two_groups_at_once(ctx: Context) -> None:
     """Data parallel 2 x context parallel 2: each pair has its own sequence and length."""
     mesh = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("data", "context"))
     data, context = mesh["data"].get_local_rank(), mesh["context"].get_local_rank()
@@ -59,28 +56,23 @@ def two_groups(ctx: Context) -> None:
         ring_check.check(inner, case, chunk=4 + data)
 
 
-def test_two_groups_at_once(pool: Pool) -> None:
-    pool.run(two_groups, size=4)
-
-
-def wrong_mesh(ctx: Context) -> list[str]:
-    """Return the errors for a mesh without a chosen axis, and for one of other ranks."""
+@on_ranks(4)
+def test_a_mesh_of_two_axes_or_of_other_ranks_is_refused(ctx: Context) -> None:
     axes = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("data", "context"))
     lower, upper = (DeviceMesh(ctx.device.type, ranks) for ranks in ([0, 1], [2, 3]))
-    x, texts = torch.ones(1, 8, 2, 16), []
-    for mesh in (axes, lower if ctx.rank > 1 else upper):
-        with pytest.raises(ValueError) as error:
+    x = torch.ones(1, 8, 2, 16)
+    for mesh, message in (
+        (axes, "group must be a 1-D mesh"),
+        (lower if ctx.rank > 1 else upper, "must be a mesh that holds this rank"),
+    ):
+        with pytest.raises(ValueError, match=message):
             ringflash.ring_attention(x, x, x, group=mesh)
-        texts.append(str(error.value))
-    return texts
 
 
-def test_a_mesh_of_two_axes_or_of_other_ranks_is_refused(pool: Pool) -> None:
-    for axes, others in pool.run(wrong_mesh, size=4):
-        assert "group must be a 1-D mesh" in axes and "must be a mesh that holds this rank" in others
-
-
-def round_trip(ctx: Context, layout: str, dim: int) -> None:
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@on_ranks(2, 3)
+def test_unshard_reverses_shard(ctx: Context, layout: str, dim: int) -> None:
     """unshard(shard(x)) is x; the gradient of a shard is the sum over ranks of the gradients at its positions.
 
     The gradient that arrives is its caller's, who may use it again.
@@ -98,14 +90,8 @@ def round_trip(ctx: Context, layout: str, dim: int) -> None:
     assert torch.equal(shard.grad, total * shard.detach())
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_unshard_reverses_shard(pool: Pool, layout: str, dim: int) -> None:
-    pool.run(round_trip, layout, dim, size=2)
-    pool.run(round_trip, layout, dim, size=3)
-
-
-def shard_gradient(ctx: Context) -> None:
+@on_ranks(3)
+def test_shard_is_differentiable(ctx: Context) -> None:
     """The gradient of the whole tensor is zero outside the shard."""
     whole = torch.ones(2, 4 * ctx.size, requires_grad=True)
     ringflash.shard_sequence(whole, ctx.group).sum().backward()
@@ -113,10 +99,6 @@ def shard_gradient(ctx: Context) -> None:
     expected = torch.zeros_like(whole)
     expected[:, mine] = 1
     assert torch.equal(whole.grad, expected)
-
-
-def test_shard_is_differentiable(pool: Pool) -> None:
-    pool.run(shard_gradient, size=3)
 
 
 class MLP(torch.nn.Module):
@@ -127,12 +109,16 @@ class MLP(torch.nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """out: as x."""
         return self.down_proj(self.gate_proj(x).sigmoid() * self.up_proj(x))
 
 
-def tiled_under_fsdp1(ctx: Context, use_orig_params: bool) -> None:
-    """A step of SGD equals that of a module without tiles on one process, which is given what all ranks are."""
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_tiled_mlps_learn_under_fsdp1(ctx: Context, use_orig_params: bool) -> None:
+    """A step of SGD equals that of a module without tiles on one process, which is given what all ranks are.
+
+    FSDP1 has views of a flat parameter in the place of the MLPs' own.
+    """
     torch.manual_seed(0)
     plain = torch.nn.Sequential(MLP(), MLP())
     tiled = copy.deepcopy(plain)
@@ -153,27 +139,19 @@ def tiled_under_fsdp1(ctx: Context, use_orig_params: bool) -> None:
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_tiled_mlps_learn_under_fsdp1(pool: Pool, use_orig_params: bool) -> None:
-    """FSDP1 has views of a flat parameter in the place of the MLPs' own."""
-    pool.run(tiled_under_fsdp1, use_orig_params, size=2)
-
-
 class Layer(torch.nn.Module):
-    """A projection and attention, as a model has them."""
-
     def __init__(self, ctx: Context) -> None:
         super().__init__()
         self.project = torch.nn.Linear(32, 96, dtype=torch.float64)
         self.attention = ringflash.RingAttention(ctx.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """out: (batch, seqlen_local, 32)."""
         q, k, v = self.project(x).unflatten(-1, (3, 2, 16)).unbind(2)
         return self.attention(q, k, v).flatten(2)
 
 
-def compiled(ctx: Context) -> None:
+@on_ranks(2, timeout_s=120)
+def test_compiled_layer_on_a_group(ctx: Context) -> None:
     """One graph, equal output and gradients."""
     torch.manual_seed(0)
     layer = Layer(ctx)
@@ -183,7 +161,3 @@ def compiled(ctx: Context) -> None:
     out = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     (got,) = torch.autograd.grad(out.square().sum(), layer.project.weight)
     assert_close({"out": out.detach(), "dw": got}, {"out": eager.detach(), "dw": expected})
-
-
-def test_compiled_layer_on_a_group(pool: Pool) -> None:
-    pool.run(compiled, size=2, timeout_s=120)

@@ -26,12 +26,12 @@ from ringflash.attention import gathered_buffers, schedule, sections
 from ringflash.attention.sections import Sections
 from ringflash.comm import call_numbers, transport
 from ringflash.comm.transport.buffers import buffer
-from ringflash.comm.transport.lanes import Token
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, narrow_cases, single_cases
+from tests.helpers.left_out import BARRIER, LANES, NOTICED, PULL, slow_lanes, too_early, verdict
 from tests.helpers.peer_memory import DELAY_S, Later, MessageThreads, SharedMemory, copy_engine, messages_by_heads
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, Pool, on_ranks
 
 MANY_HEADS = [Case(num_heads=8, num_kv_heads=8), Case(num_heads=12, num_kv_heads=6, batch=2, causal=False)]
 # All masks run over gloo; 5 has no factor of the grid but one.
@@ -52,8 +52,9 @@ def one_head_a_section() -> AbstractContextManager:
     return mock.patch.object(sections, "choose_sections", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2]))
 
 
-def check_all(ctx: Context) -> int:
-    """Every case against the dense oracle, gathered whole and by turns; the transport's bytes at the end."""
+@on_ranks(2, 4, 3)
+def test_equals_dense(ctx: Context) -> None:
+    """Every case against the dense oracle, gathered whole and by turns; the transport has bytes at the end."""
     with copy_engine():
         for number, case in enumerate(CASES):
             with taking_turns(number % 2 == 0):
@@ -63,7 +64,7 @@ def check_all(ctx: Context) -> int:
         for number, documents in enumerate(("crossing", "mixed", "aligned")):
             with taking_turns(number % 2 == 0):
                 ring_check.check(ctx, Case(layout="balanced", documents=documents), 40)
-        return ringflash.buffer_bytes()
+        assert ringflash.buffer_bytes() > 0
 
 
 def check_unequal_sections(ctx: Context) -> None:
@@ -81,18 +82,15 @@ def stages(count: int) -> AbstractContextManager:
     return mock.patch.object(sections, "choose_num_gradient_buffers", lambda *args: min(count, len(args[-1])))
 
 
-def check_stages(ctx: Context, memory: Callable[[], AbstractContextManager]) -> None:
+@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads])
+@on_ranks(3)
+def test_gradients_sent_together(ctx: Context, memory: Callable[[], AbstractContextManager]) -> None:
     with memory():
         for number, case in enumerate([*CASES[1::4], *MANY_HEADS]):
             with taking_turns(number % 2 == 0), stages(3 + number % 3):
                 ring_check.check(ctx, case, LENGTHS[number % len(LENGTHS)])
         with stages(3):
             check_unequal_sections(ctx)
-
-
-@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads])
-def test_gradients_sent_together(pool: Pool, memory: Callable[[], AbstractContextManager]) -> None:
-    pool.run(check_stages, memory, size=3)
 
 
 @pytest.mark.parametrize("turns", range(1, 9))
@@ -120,7 +118,8 @@ def test_stages(rows: int, ranks: int, stages: int) -> None:
     assert sections.choose_num_gradient_buffers(shape, 32, keys, rows * 8192, torch.bfloat16, heads) == 2  # a window
 
 
-def check_messages(ctx: Context) -> None:
+@on_ranks(2, 4, 3)
+def test_messages_equal_dense(ctx: Context) -> None:
     """Every second case, gathered by messages."""
     with messages_by_heads():
         for number, case in list(enumerate(CASES))[::2]:
@@ -129,17 +128,9 @@ def check_messages(ctx: Context) -> None:
         check_unequal_sections(ctx)
 
 
-@pytest.mark.parametrize("size", [2, 4, 3])
-def test_messages_equal_dense(pool: Pool, size: int) -> None:
-    pool.run(check_messages, size=size)
-
-
-@pytest.mark.parametrize("size", [2, 4, 3])
-def test_equals_dense(pool: Pool, size: int) -> None:
-    assert min(pool.run(check_all, size=size)) > 0
-
-
-def check_groups(ctx: Context, memory: Callable[[], AbstractContextManager]) -> None:
+@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads])
+@on_ranks(4)
+def test_groups_in_turn(ctx: Context, memory: Callable[[], AbstractContextManager]) -> None:
     """Two groups in turn, whose areas are their own and whose buffers are shared; then one of two ranks."""
     whole, halves = dist.new_group(range(ctx.size)), [dist.new_group(ranks) for ranks in ((0, 1), (2, 3))]
     half = halves[ctx.rank // 2]
@@ -152,46 +143,34 @@ def check_groups(ctx: Context, memory: Callable[[], AbstractContextManager]) -> 
 
 
 @pytest.mark.parametrize("memory", [copy_engine, messages_by_heads])
-def test_groups_in_turn(pool: Pool, memory: Callable[[], AbstractContextManager]) -> None:
-    pool.run(check_groups, memory, size=4)
-
-
-def repeats(ctx: Context, memory: Callable[[], AbstractContextManager]) -> bool:
+@on_ranks(4)
+def test_deterministic_mode_repeats(ctx: Context, memory: Callable[[], AbstractContextManager]) -> None:
     with memory(), one_head_a_section():
-        return all(ring_check.repeats_exactly(ctx, Case(causal=False), 6, "float32", "reference") for _ in range(5))
-
-
-@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads])
-def test_deterministic_mode_repeats(pool: Pool, memory: Callable[[], AbstractContextManager]) -> None:
-    assert all(pool.run(repeats, memory, size=4))
+        for _ in range(5):
+            assert ring_check.repeats_exactly(ctx, Case(causal=False), 6, "float32", "reference")
 
 
 KV_HEADS = 6
 
 
-def sizes(ctx: Context, turns: bool) -> list[int]:
-    """Bytes of all buffers: nothing, after a call, after a shorter one, after their release, after a call again."""
-    case = Case(num_heads=KV_HEADS, num_kv_heads=KV_HEADS, causal=False)
-    with copy_engine(), taking_turns(turns):
-        ringflash.release_buffers()
-        found = [ringflash.buffer_bytes()]
-        for chunk in (8, 3):
-            ring_check.check(ctx, case, chunk)
-            found.append(ringflash.buffer_bytes())
-        ringflash.release_buffers()
-        found.append(ringflash.buffer_bytes())
-        ring_check.check(ctx, case, 8)
-        return [*found, ringflash.buffer_bytes()]
-
-
 @pytest.mark.parametrize("turns", [True, False])
-def test_buffers_are_kept_counted_and_released(pool: Pool, turns: bool) -> None:
-    """K/V: two heads of the sequence and a rank's own, or the whole sequence; gradients: two heads, and what comes."""
+@on_ranks(3)
+def test_buffers_are_kept_counted_and_released(ctx: Context, turns: bool) -> None:
+    """K/V: two heads of the sequence and a rank's own, or the whole sequence; gradients: two heads, and what comes.
+
+    After a call, a shorter one, their release, and a call again.
+    """
     head = 2 * (3 * 2 * 8) * Case().head_dim * 8
     shard = head * KV_HEADS // 3
     held = (2 * head + shard if turns else KV_HEADS * head) + 2 * head + head * 2 // 3 + sections.HEADER_BYTES
-    for found in pool.run(sizes, turns, size=3):
-        assert found == [0, held, held, 0, held]
+    case = Case(num_heads=KV_HEADS, num_kv_heads=KV_HEADS, causal=False)
+    with copy_engine(), taking_turns(turns):
+        for chunks in ((8, 3), (8,)):
+            ringflash.release_buffers()
+            assert ringflash.buffer_bytes() == 0
+            for chunk in chunks:
+                ring_check.check(ctx, case, chunk)
+                assert ringflash.buffer_bytes() == held
 
 
 @pytest.mark.parametrize(
@@ -253,28 +232,9 @@ def without(*channels: int) -> Callable[..., None]:
     return lambda self, channel: None if channel in channels else barrier(self, channel)
 
 
-def slow_lanes(*slow: str) -> Callable[..., Later]:
-    """Lanes whose work always comes late."""
-    run_in_lane = SharedMemory.run_in_lane
-
-    def late(self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False) -> Later:
-        def delayed() -> None:
-            time.sleep(5 * DELAY_S if lane in slow else 0.0)
-            work()
-
-        return run_in_lane(self, lane, delayed, after, urgent=urgent)
-
-    return late
-
-
 def one_buffer(name: str, *args: Any) -> torch.Tensor:
     """Every section's K/V arrive where the last one's are read."""
     return _buffer("kv.0" if name.startswith("kv") else name, *args)
-
-
-def too_early(self: gathered_buffers.GatheredKV, section: int, start: Token, computed: list[Token]) -> Token:
-    """K/V arrive in a buffer that is still read."""
-    return _pull(self, section, start, [start] * len(computed))
 
 
 def late_at_home(self: SharedMemory, channel: int) -> None:
@@ -285,22 +245,13 @@ def late_at_home(self: SharedMemory, channel: int) -> None:
         time.sleep(5 * DELAY_S)
 
 
-def no_wait_for_pulls(
-    self: SharedMemory, lane: str, work: Callable[[], None], after: Any, *, urgent: bool = False
-) -> Any:
+def no_wait_for_pulls(self: SharedMemory, lane: str, *args: Any, **options: Any) -> Any:
     """Nobody waits for K/V to arrive."""
-    token = _run_in_lane(self, lane, work, after, urgent=urgent)
+    token = _run_in_lane(self, lane, *args, **options)
     return mock.Mock() if lane == "pull" else token
 
 
-_buffer, _pull, _run_in_lane, _barrier = (
-    buffer,
-    gathered_buffers.GatheredKV.pull,
-    SharedMemory.run_in_lane,
-    SharedMemory.barrier,
-)
-_MEMORY = "tests.helpers.peer_memory"
-_LANE, _BARRIER = f"{_MEMORY}.SharedMemory.run_in_lane", f"{_MEMORY}.SharedMemory.barrier"
+_buffer, _run_in_lane, _barrier = buffer, SharedMemory.run_in_lane, SharedMemory.barrier
 _COMPUTE = slow_lanes("even", "odd")
 _TURNS: dict[str, object] = {"ringflash.attention.sections.MAX_UNBUFFERED_KV_BYTES": 0}
 _STAGES: dict[str, object] = {"ringflash.attention.sections.choose_num_gradient_buffers": lambda *_: 3}
@@ -308,13 +259,13 @@ PLANTS: dict[str, dict[str, object]] = {
     "nothing": {},
     "nothing, by turns": _TURNS,
     "nothing, of three stages": _STAGES,
-    "begin": {_BARRIER: without(gathered_buffers.BEGIN)},
-    "ready": {_BARRIER: without(gathered_buffers.READY)},
-    "free": {_BARRIER: late_at_home},
-    "free, of three stages": {_BARRIER: late_at_home, **_STAGES},
-    "second buffer": {"ringflash.attention.gathered_buffers.buffer": one_buffer, _LANE: _COMPUTE, **_TURNS},
-    "buffer in use": {"ringflash.attention.gathered_buffers.GatheredKV.pull": too_early, _LANE: _COMPUTE, **_TURNS},
-    "arrival": {_LANE: no_wait_for_pulls},
+    "begin": {BARRIER: without(gathered_buffers.BEGIN)},
+    "ready": {BARRIER: without(gathered_buffers.READY)},
+    "free": {BARRIER: late_at_home},
+    "free, of three stages": {BARRIER: late_at_home, **_STAGES},
+    "second buffer": {"ringflash.attention.gathered_buffers.buffer": one_buffer, LANES: _COMPUTE, **_TURNS},
+    "buffer in use": {PULL: too_early, LANES: _COMPUTE, **_TURNS},
+    "arrival": {LANES: no_wait_for_pulls},
 }
 
 
@@ -326,26 +277,18 @@ def numbers_unchecked() -> Iterator[None]:
     call_numbers._of_groups.clear()
 
 
-def verdict(ctx: Context, plant: str) -> str:
-    """Return errors of calls with one thing left out. A rank that finds a mistake goes on: the others wait for it."""
-    found = "passed"
-    transport._open.clear()
-    with copy_engine(), one_head_a_section(), numbers_unchecked(), ExitStack() as patches:
-        for target, replacement in PLANTS[plant].items():
-            patches.enter_context(mock.patch(target, replacement))
-        for number in range(8):  # other values from call to call, in the same buffers
-            try:
-                ring_check.check(ctx, Case(causal=False, num_heads=16, num_kv_heads=16), 6 - number % 2)
-            except AssertionError as error:
-                found = str(error)
-    transport._open.clear()
+def engine_verdict(ctx: Context, plant: str) -> str:
+    case = Case(causal=False, num_heads=16, num_kv_heads=16)
+    with copy_engine(), one_head_a_section():
+        found = verdict(lambda number: ring_check.check(ctx, case, 6 - number % 2), 8, PLANTS[plant])
+    call_numbers._of_groups.clear()
     return found
 
 
 @pytest.mark.parametrize("plant", [name for name in PLANTS if "nothing" not in name])
 def test_what_is_left_out_is_noticed(pool: Pool, plant: str) -> None:
-    verdicts = pool.run(verdict, plant, size=4)
-    assert any("errors must stay within their budget" in text for text in verdicts), verdicts
+    verdicts = pool.run(engine_verdict, plant, size=4)
+    assert any(NOTICED in text for text in verdicts), verdicts
 
 
 def messages_verdict(ctx: Context, early: bool) -> str:
@@ -353,7 +296,7 @@ def messages_verdict(ctx: Context, early: bool) -> str:
     found = "passed"
     with messages_by_heads(), taking_turns(True), ExitStack() as patches:
         if early:
-            patches.enter_context(mock.patch("ringflash.attention.gathered_buffers.GatheredKV.pull", too_early))
+            patches.enter_context(mock.patch(PULL, too_early))
         patches.enter_context(mock.patch(_RUN, slow_lanes_of_messages))
         for number in range(4):
             try:
@@ -369,18 +312,18 @@ def slow_lanes_of_messages(self: MessageThreads, work: Callable[[], None], *args
     _run(self, work, *args)
 
 
-_run, _RUN = MessageThreads._run, f"{_MEMORY}.MessageThreads._run"
+_run, _RUN = MessageThreads._run, "tests.helpers.peer_memory.MessageThreads._run"
 
 
 @pytest.mark.parametrize("early", [True, False])
 def test_messages_wait_for_their_buffers(pool: Pool, early: bool) -> None:
     for text in pool.run(messages_verdict, early, size=2):
-        assert ("errors must stay within their budget" in text) if early else text == "passed"
+        assert (NOTICED in text) if early else text == "passed"
 
 
 @pytest.mark.parametrize("plant", [name for name in PLANTS if "nothing" in name])
 def test_the_control_of_the_controls(pool: Pool, plant: str) -> None:
-    assert pool.run(verdict, plant, size=4) == ["passed"] * 4
+    assert pool.run(engine_verdict, plant, size=4) == ["passed"] * 4
 
 
 def forwards_agree(ctx: Context, pulled: bool) -> bool:
@@ -396,9 +339,9 @@ def forwards_agree(ctx: Context, pulled: bool) -> bool:
 
         want = outputs()
         if ctx.rank == 0:
-            patches.enter_context(mock.patch(_LANE, slow_lanes("pull")))
+            patches.enter_context(mock.patch(LANES, slow_lanes("pull")))
         if not pulled:
-            patches.enter_context(mock.patch(_BARRIER, without(gathered_buffers.PULLED)))
+            patches.enter_context(mock.patch(BARRIER, without(gathered_buffers.PULLED)))
         got = outputs()
     transport._open.clear()
     return all(map(torch.equal, got, want))
@@ -429,7 +372,7 @@ def an_error_on_the_way(ctx: Context, way: str) -> tuple[bool, bool]:
         q, k, v = (torch.randn(1, 8, 6, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
         attend = partial(ringflash.ring_attention, q, k, v, group=ctx.group, causal=False)
         out = attend() if way == "backward" else None
-        with mock.patch(_LANE, refused), pytest.raises(MemoryError):
+        with mock.patch(LANES, refused), pytest.raises(MemoryError):
             attend() if out is None else out.sum().backward()
         over = all(token.query() for token in issued)
         mask = schedule.plan_gather(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag", 1).mask
@@ -462,12 +405,8 @@ def test_explained(pool: Pool) -> None:
     assert all_pairs + pairs == 16 * 17 // 2
 
 
-def test_refused_on_the_cpu(pool: Pool) -> None:
-    assert all("got 'copy_engine'; use 'auto'" in text for text in pool.run(refusal, size=2))
-
-
-def refusal(ctx: Context) -> str:
+@on_ranks(2)
+def test_refused_on_the_cpu(ctx: Context) -> None:
     q = torch.zeros(1, 4, 2, 16)
-    with pytest.raises(NotImplementedError) as error:
+    with pytest.raises(NotImplementedError, match="got 'copy_engine'; use 'auto'"):
         ringflash.ring_attention(q, q, q, group=ctx.group, transport="copy_engine")
-    return str(error.value)

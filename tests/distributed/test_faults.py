@@ -23,6 +23,12 @@ from tests.helpers.pool import Context, Pool, WorkerError
 VICTIM, SECONDS = 1, 3
 
 
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool does not wait long for the victim once the others have ended."""
+    monkeypatch.setattr("tests.helpers.pool.GRACE_SECONDS", 5)
+
+
 def attempt(ctx: Context, fault: str, direction: str) -> None:
     """Make a call in which the victim fails while it still owes its peers messages."""
     ringflash.set_timeout(SECONDS)
@@ -56,6 +62,11 @@ def test_the_others_end_with_the_name_of_the_rank(pool: Pool, fault: str, direct
         assert f"rank {rank} raised" in text
     assert f"rank {VICTIM} over gloo did not finish within {SECONDS} s (" in text
     assert re.search(rf"d?K/d?V of step \d of rank [02] (to|from) rank {VICTIM} over gloo", text)
+    # of the pool itself, whose next run has other processes:
+    if fault == "dies":
+        assert f"rank {VICTIM} raised\nthe process ended with code 3" in text
+    else:
+        assert f"rank {VICTIM} gave no answer\n" in text and "in fail" in text  # its stack
 
 
 def scan(ctx: Context, fault: str) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ringflash
 from ringflash import huggingface
 from ringflash.memory import Memory, save_memory
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, on_ranks
 
 pytest.importorskip("transformers")
 
@@ -68,7 +68,20 @@ def tokens() -> torch.Tensor:
     return torch.randint(0, 61, (1, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def equals_one_process(ctx: Context, kind: str, bounds: tuple[int, ...] | None, layout: str) -> None:
+GRID = list(product(("llama", "qwen3", "mistral", "deepseek_v3"), (None, BOUNDS), ("zigzag", "contiguous")))
+GRID += [("qwen3", BOUNDS, "balanced"), ("gpt_oss", BOUNDS, "balanced")]
+GRID += [  # their attention is that of the others
+    (kind, *case)
+    for kind in ("gpt_oss", "llama4_text", "phi3", "ministral3")
+    for case in ((None, "contiguous"), (BOUNDS, "zigzag"))
+]
+
+
+@pytest.mark.parametrize("kind, bounds, layout", GRID)
+@on_ranks(2, 4)
+def test_loss_and_gradients_equal_one_process(
+    ctx: Context, kind: str, bounds: tuple[int, ...] | None, layout: str
+) -> None:
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     ring, whole = build(kind, ctx.group, layout), build(kind, None)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group, cu_seqlens=cu_seqlens, layout=layout)
@@ -89,25 +102,13 @@ def compare(ctx: Context, ringed: tuple[Any, dict[str, Any]], alone: tuple[Any, 
         assert (got / ctx.size - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
-GRID = list(product(("llama", "qwen3", "mistral", "deepseek_v3"), (None, BOUNDS), ("zigzag", "contiguous")))
-GRID += [("qwen3", BOUNDS, "balanced"), ("gpt_oss", BOUNDS, "balanced")]
-GRID += [  # their attention is that of the others
-    (kind, *case)
-    for kind in ("gpt_oss", "llama4_text", "phi3", "ministral3")
-    for case in ((None, "contiguous"), (BOUNDS, "zigzag"))
-]
+@pytest.mark.parametrize("bounds", [None, (0, 11, 28)])
+@on_ranks(2)
+def test_padding_changes_nothing(ctx: Context, bounds: tuple[int, ...] | None) -> None:
+    """Loss and gradients of experts of whose tokens 4 are padding, beside one process without any.
 
-
-@pytest.mark.parametrize("kind, bounds, layout", GRID)
-@pytest.mark.parametrize("size", [2, 4])
-def test_loss_and_gradients_equal_one_process(
-    pool: Pool, size: int, kind: str, bounds: tuple[int, ...] | None, layout: str
-) -> None:
-    pool.run(equals_one_process, kind, bounds, layout, size=size)
-
-
-def padded_equals_one_process(ctx: Context, bounds: tuple[int, ...] | None) -> None:
-    """Loss and gradients of experts of whose tokens 4 are padding, beside one process without any."""
+    On two ranks, of which one holds all of it.
+    """
     ring, whole = build("gpt_oss", ctx.group), build("gpt_oss", None)
     ids = tokens()[:, :-4]
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
@@ -118,13 +119,15 @@ def padded_equals_one_process(ctx: Context, bounds: tuple[int, ...] | None) -> N
     compare(ctx, (ring, batch), (whole, huggingface.prepare_batch(ids, group=None, cu_seqlens=cu_seqlens)))
 
 
-@pytest.mark.parametrize("bounds", [None, (0, 11, 28)])
-def test_padding_changes_nothing(pool: Pool, bounds: tuple[int, ...] | None) -> None:
-    """On two ranks, of which one holds all of it."""
-    pool.run(padded_equals_one_process, bounds, size=2)
-
-
-def checkpointed_equals_kept(ctx: Context, kind: str, checkpointing: str) -> None:
+@pytest.mark.parametrize(
+    "kind, checkpointing",
+    [
+        ("qwen3", "transformers"), ("ministral3", "transformers"), ("gpt_oss", "attention_kept"),
+        ("llama4_text", "attention_kept"), ("ministral3", "attention_kept"),
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_gradient_checkpointing_changes_nothing(ctx: Context, kind: str, checkpointing: str) -> None:
     models = [build(kind, ctx.group), build(kind, ctx.group)]
     if checkpointing == "transformers":
         models[0].model.gradient_checkpointing_enable()
@@ -151,19 +154,20 @@ def count_attention(model: huggingface.CausalLMWithLoss, batch: dict[str, Any]) 
     return len(calls)
 
 
-@pytest.mark.parametrize(
-    "kind, checkpointing",
-    [
-        ("qwen3", "transformers"), ("ministral3", "transformers"), ("gpt_oss", "attention_kept"),
-        ("llama4_text", "attention_kept"), ("ministral3", "attention_kept"),
-    ],
-)  # fmt: skip
-def test_gradient_checkpointing_changes_nothing(pool: Pool, kind: str, checkpointing: str) -> None:
-    pool.run(checkpointed_equals_kept, kind, checkpointing, size=2)
+FAULTS = {
+    "local positions": "position_ids must be",
+    "padding on one rank": "all ones, got zeros",
+    "4-D mask on one rank": "attention_mask must be None",
+    "cache on one rank": "use_cache must not",
+    "another sequence on one rank": "given to prepare_batch must be the same on all ranks",
+    "other labels on one rank": "given to prepare_batch must be the same on all ranks",
+}
 
 
-def refusal(ctx: Context, fault: str) -> str:
-    """Return what this rank raises when the last rank alone, or all ranks, err."""
+@pytest.mark.parametrize("fault", FAULTS)
+@on_ranks(2, 4)
+def test_refusals_raise_on_every_rank(ctx: Context, fault: str) -> None:
+    """The last rank alone, or all ranks, err."""
     last, length = ctx.rank == ctx.size - 1, LENGTH // ctx.size
     other = fault == "another sequence on one rank" and last
     batch = huggingface.prepare_batch(tokens().flip(1) if other else tokens(), group=ctx.group)
@@ -179,41 +183,14 @@ def refusal(ctx: Context, fault: str) -> str:
         batch["attention_mask"] = torch.zeros(1, 1, length, length)
     if fault == "cache on one rank" and last:
         batch["use_cache"] = True
-    try:
+    with pytest.raises((ValueError, NotImplementedError), match=FAULTS[fault]):
         model(**batch)
-    except (ValueError, NotImplementedError) as error:
-        return str(error)
-    return "nothing raised"
 
 
-FAULTS = {
-    "local positions": "position_ids must be",
-    "padding on one rank": "all ones, got zeros",
-    "4-D mask on one rank": "attention_mask must be None",
-    "cache on one rank": "use_cache must not",
-    "another sequence on one rank": "given to prepare_batch must be the same on all ranks",
-    "other labels on one rank": "given to prepare_batch must be the same on all ranks",
-}
-
-
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_refusals_raise_on_every_rank(pool: Pool, size: int, fault: str) -> None:
-    for message in pool.run(refusal, fault, size=size):
-        assert FAULTS[fault] in message
-
-
-def no_group(ctx: Context) -> str:
+@on_ranks(2)
+def test_refuses_to_guess_the_group(ctx: Context) -> None:
     model = build("llama", ctx.group).model
     for module in model.modules():
         module.__dict__.pop("_ringflash", None)
-    try:
+    with pytest.raises(ValueError, match=r"set_group\(model, group\)"):
         model(**huggingface.prepare_batch(tokens(), group=ctx.group))
-    except ValueError as error:
-        return str(error)
-    return "nothing raised"
-
-
-def test_refuses_to_guess_the_group(pool: Pool) -> None:
-    for message in pool.run(no_group, size=2):
-        assert "set_group(model, group)" in message

@@ -5,6 +5,7 @@ gloo, 2 CPU processes, fp64; needs the huggingface extra.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from ringflash import huggingface, wrap_attention
 from tests.distributed.test_huggingface import build, compare, tokens
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, on_ranks
 
 pytest.importorskip("transformers")
 
@@ -31,22 +32,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 }
 
 
-def changed(ctx: Context, change: str, kind: str, ranks: tuple[int, ...], compiled: bool) -> list[str]:
-    """Errors of three forwards, the first one before the change; the loss of the last must be that of the first."""
-    with_loss = build(kind, ctx.group)
-    model = with_loss.model
-    run = torch.compile(model, backend="aot_eager") if compiled else model
-    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
-    want, errors = run(**batch).logits, []
-    if ctx.rank in ranks:
-        CHANGES[change](model)
-    for _ in range(2):
-        try:
-            assert torch.equal(run(**batch).logits, want)
-            errors.append("")
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
+REFUSED = "attn_implementation must stay 'ringflash' after set_group, got 'sdpa'"
 
 
 @pytest.mark.parametrize(
@@ -59,28 +45,35 @@ def changed(ctx: Context, change: str, kind: str, ranks: tuple[int, ...], compil
         ("set_attn_implementation", "llama", (0, 1), True),
     ],
 )
+@on_ranks(2)
 def test_another_attention_implementation_is_refused_on_every_rank(
-    pool: Pool, change: str, kind: str, ranks: tuple[int, ...], compiled: bool
+    ctx: Context, change: str, kind: str, ranks: tuple[int, ...], compiled: bool
 ) -> None:
     """Once; then the model is on the ring again."""
-    for first, second in pool.run(changed, change, kind, ranks, compiled, size=2):
-        assert "attn_implementation must stay 'ringflash' after set_group, got 'sdpa'" in first and second == ""
+    with_loss = build(kind, ctx.group)
+    model = with_loss.model
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    want = run(**batch).logits
+    if ctx.rank in ranks:
+        CHANGES[change](model)
+    with pytest.raises(ValueError, match=REFUSED):
+        run(**batch)
+    assert torch.equal(run(**batch).logits, want)
 
 
-def wrapped_and_changed(ctx: Context) -> str:
+@on_ranks(2)
+def test_a_wrapped_model_refuses_it_too(ctx: Context) -> None:
     chat = wrap_attention(Chat(build("llama", None).model), ctx.group)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
     chat(**batch)
     second_model(chat.model)
-    return error_of(lambda: chat(**batch))
+    with pytest.raises(ValueError, match=REFUSED):
+        chat(**batch)
 
 
-def test_a_wrapped_model_refuses_it_too(pool: Pool) -> None:
-    for text in pool.run(wrapped_and_changed, size=2):
-        assert "attn_implementation must stay 'ringflash' after set_group, got 'sdpa'" in text
-
-
-def off_the_ring(ctx: Context) -> None:
+@on_ranks(2)
+def test_a_model_can_be_taken_off_the_ring(ctx: Context) -> None:
     model = build("llama", ctx.group).model
     huggingface.set_group(model, None)
     model.set_attn_implementation("sdpa")
@@ -89,19 +82,11 @@ def off_the_ring(ctx: Context) -> None:
     assert (model(tokens()).logits - want).abs().max() <= 1e-10 * want.abs().max()
 
 
-def test_a_model_can_be_taken_off_the_ring(pool: Pool) -> None:
-    pool.run(off_the_ring, size=2)
-
-
-def error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except (ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
-
-
-def unshifted_labels(ctx: Context, past_hooks: bool, ranks: tuple[int, ...]) -> str:
+@pytest.mark.parametrize("past_hooks, ranks", [(False, (0, 1)), (False, (1,)), (True, (0, 1))])
+@on_ranks(2)
+def test_labels_that_would_be_shifted_in_the_shard_are_refused(
+    ctx: Context, past_hooks: bool, ranks: tuple[int, ...]
+) -> None:
     model = build("llama", ctx.group).model
     run = model.forward if past_hooks else model
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
@@ -109,31 +94,19 @@ def unshifted_labels(ctx: Context, past_hooks: bool, ranks: tuple[int, ...]) -> 
     assert torch.isfinite(run(**batch, labels=labels).loss)
     if ctx.rank in ranks:
         batch = batch | {"labels": labels, "shift_labels": None}
-    return error_of(lambda: run(**batch))
+    with pytest.raises(ValueError, match="shift_labels must be given with labels on a ring"):
+        run(**batch)
 
 
-@pytest.mark.parametrize("past_hooks, ranks", [(False, (0, 1)), (False, (1,)), (True, (0, 1))])
-def test_labels_that_would_be_shifted_in_the_shard_are_refused(
-    pool: Pool, past_hooks: bool, ranks: tuple[int, ...]
-) -> None:
-    for text in pool.run(unshifted_labels, past_hooks, ranks, size=2):
-        assert "ValueError: shift_labels must be given with labels on a ring" in text
-
-
-def late_adapters(ctx: Context) -> str:
-    import peft
-
+@on_ranks(2)
+def test_adapters_with_a_loss_of_their_own_put_on_after_set_group_are_refused(ctx: Context) -> None:
+    peft = pytest.importorskip("peft")
     model = build("llama", ctx.group).model
     config = peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9)
     adapted = peft.get_peft_model(model, config)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
-    return error_of(lambda: adapted(**batch, labels=batch["shift_labels"]))
-
-
-def test_adapters_with_a_loss_of_their_own_put_on_after_set_group_are_refused(pool: Pool) -> None:
-    pytest.importorskip("peft")
-    for text in pool.run(late_adapters, size=2):
-        assert "NotImplementedError: peft_type must be one that only changes layers, such as LORA, got ADALORA" in text
+    with pytest.raises(NotImplementedError, match="peft_type must be one that only changes layers, .* got ADALORA"):
+        adapted(**batch, labels=batch["shift_labels"])
 
 
 def _edit(name: str, value: object) -> Callable[[Any], None]:
@@ -146,27 +119,26 @@ EDITS: dict[str, tuple[str, Callable[[Any], None], str]] = {
     "softcap": ("gemma2", _edit("final_logit_softcapping", 30.0), "must be those of lm_head times a number"),
     "scale": ("granite", _edit("logits_scaling", 4.0), "scale of the logits must stay 1, got 0.25"),
     "routers": ("llama", _edit("output_router_logits", True), "output_router_logits must be"),
-    "direction": ("llama", _edit("use_bidirectional_attention", True), "nothing raised"),  # its layers are causal
     "kinds": ("llama", _edit("layer_types", ["linear_attention"] * 2), "layer_types must be"),
 }
 
 
-def edited(ctx: Context, edit: str) -> str:
-    kind, change, _ = EDITS[edit]
+@pytest.mark.parametrize("edit", EDITS)
+@on_ranks(2)
+def test_a_configuration_edited_after_set_group_is_refused(ctx: Context, edit: str) -> None:
+    kind, change, message = EDITS[edit]
     model = build(kind, ctx.group)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
     model(**batch)
+    _edit("use_bidirectional_attention", True)(model.model)  # its layers are causal
+    model(**batch)
     change(model.model)
-    return error_of(lambda: model(**batch))
+    with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)):
+        model(**batch)
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_configuration_edited_after_set_group_is_refused(pool: Pool, edit: str) -> None:
-    for text in pool.run(edited, edit, size=2):
-        assert EDITS[edit][2] in text
-
-
-def other_rotation(ctx: Context) -> None:
+@on_ranks(2)
+def test_a_rotary_embedding_replaced_after_set_group_knows_the_length_of_the_sequence(ctx: Context) -> None:
     """A rotary embedding whose angles depend on the length, put into both models after `set_group`."""
     ring, whole = build("llama", ctx.group), build("llama", None)
     for model in (ring, whole):
@@ -179,11 +151,8 @@ def other_rotation(ctx: Context) -> None:
     compare(ctx, (ring, batches[0]), (whole, batches[1]))
 
 
-def test_a_rotary_embedding_replaced_after_set_group_knows_the_length_of_the_sequence(pool: Pool) -> None:
-    pool.run(other_rotation, size=2)
-
-
-def modes(ctx: Context) -> None:
+@on_ranks(2)
+def test_the_mode_may_change_and_dropout_is_refused_when_it_acts(ctx: Context) -> None:
     """Training, evaluation and training again are one computation where there is no dropout."""
     model = build("llama", ctx.group)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
@@ -192,11 +161,8 @@ def modes(ctx: Context) -> None:
     for layer in model.model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     assert model.eval()(**batch) == losses[0]
-    assert "dropout must be 0, got 0.5" in error_of(lambda: model.train()(**batch))
-
-
-def test_the_mode_may_change_and_dropout_is_refused_when_it_acts(pool: Pool) -> None:
-    pool.run(modes, size=2)
+    with pytest.raises(NotImplementedError, match=r"dropout must be 0, got 0\.5"):
+        model.train()(**batch)
 
 
 class Chat(nn.Module):
@@ -213,7 +179,13 @@ class Chat(nn.Module):
         return self.model.generate(prompt, max_new_tokens=6, do_sample=False)
 
 
-def generates(ctx: Context, kind: str, holder: str) -> None:
+@pytest.mark.parametrize(
+    "kind, holder",
+    [("llama", "copy"), ("llama", "wrapped"), ("mistral", "adapted"), ("phi3", "copy"), ("llama4_text", "copy"),
+     ("gpt_oss", "copy")],
+)  # fmt: skip
+@on_ranks(2)
+def test_one_rank_generates_after_training(ctx: Context, kind: str, holder: str) -> None:
     """Rank 1 generates by itself after a backward; then both go on over the ring, with the loss of before."""
     with_loss = build(kind, ctx.group)
     model, batch = with_loss.model, huggingface.prepare_batch(tokens(), group=ctx.group)
@@ -237,12 +209,3 @@ def generates(ctx: Context, kind: str, holder: str) -> None:
         want = plain.generate(tokens()[:, :9], max_new_tokens=6, do_sample=False)
         assert torch.equal(run(tokens()[:, :9]), want) and want.shape == (1, 15)
     assert with_loss(**batch) == loss
-
-
-@pytest.mark.parametrize(
-    "kind, holder",
-    [("llama", "copy"), ("llama", "wrapped"), ("mistral", "adapted"), ("phi3", "copy"), ("llama4_text", "copy"),
-     ("gpt_oss", "copy")],
-)  # fmt: skip
-def test_one_rank_generates_after_training(pool: Pool, kind: str, holder: str) -> None:
-    pool.run(generates, kind, holder, size=2)

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from ringflash import huggingface
 from tests.helpers.examples import example
 from tests.helpers.hybrids import MODELS, build
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, Pool, on_ranks
 
 pytest.importorskip("transformers")
 
@@ -88,7 +88,9 @@ def test_example_runs(pool: Pool) -> None:
     assert all(line.startswith(f"rank {rank}: loss 5.") for rank, line in enumerate(lines)), lines
 
 
-def variants_equal(ctx: Context, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h"])
+@on_ranks(2)
+def test_checkpoints_copies_and_generate(ctx: Context, kind: str) -> None:
     """Layers that are recomputed in the backward, after other forwards, a copy, and generate in between."""
     model = build(kind)
     huggingface.set_group(model, ctx.group)
@@ -106,12 +108,8 @@ def variants_equal(ctx: Context, kind: str) -> None:
         assert (p.grad - q.grad).abs().max() <= 1e-12 * q.grad.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h"])
-def test_checkpoints_copies_and_generate(pool: Pool, kind: str) -> None:
-    pool.run(variants_equal, kind, size=2)
-
-
-def refused(ctx: Context) -> None:
+@on_ranks(2)
+def test_wrong_calls_are_refused_on_every_rank(ctx: Context) -> None:
     """On every rank, also if a single rank calls wrongly; and the next call is right again."""
     model = build("qwen3_next")
     huggingface.set_group(model, ctx.group)
@@ -128,7 +126,3 @@ def refused(ctx: Context) -> None:
         with pytest.raises(kind, match=message if ctx.rank == 1 else ""):
             model(**good | (change if ctx.rank == 1 else {}))
     assert torch.equal(model(**good).logits, want)
-
-
-def test_wrong_calls_are_refused_on_every_rank(pool: Pool) -> None:
-    pool.run(refused, size=2)

@@ -5,6 +5,7 @@ gloo, 2 CPU processes, fp64; needs the huggingface extra.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import ringflash
 from ringflash import huggingface
 from tests.helpers import models
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, on_ranks
 
 pytest.importorskip("transformers")
 
@@ -76,7 +77,19 @@ def shard_parameters(ring: torch.nn.Module, ctx: Context) -> None:
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
 
 
-def equals_one_process(ctx: Context, kind: str, layout: str, sharded: bool) -> None:
+@pytest.mark.parametrize(
+    "kind, layout, sharded",
+    [
+        ("one", "zigzag", False),
+        ("padded", "zigzag", False),
+        ("packed", "zigzag", False),
+        ("packed", "contiguous", False),
+        ("packed", "balanced", False),
+        ("padded", "zigzag", True),
+    ],
+)
+@on_ranks(2)
+def test_values_and_gradients_are_those_of_one_process(ctx: Context, kind: str, layout: str, sharded: bool) -> None:
     input_ids = tokens(2 if kind == "padded" else 1)
     ring, whole = ring_model(ctx.group, layout), models.build("llama", "sdpa")
     if sharded:
@@ -104,32 +117,6 @@ def equals_one_process(ctx: Context, kind: str, layout: str, sharded: bool) -> N
 
 
 @pytest.mark.parametrize(
-    "kind, layout, sharded",
-    [
-        ("one", "zigzag", False),
-        ("padded", "zigzag", False),
-        ("packed", "zigzag", False),
-        ("packed", "contiguous", False),
-        ("packed", "balanced", False),
-        ("padded", "zigzag", True),
-    ],
-)
-def test_values_and_gradients_are_those_of_one_process(pool: Pool, kind: str, layout: str, sharded: bool) -> None:
-    pool.run(equals_one_process, kind, layout, sharded, size=2)
-
-
-def refused(ctx: Context, changes: dict[str, Any]) -> str:
-    """The error of a call that rank 1 makes with other arguments."""
-    model = ring_model(ctx.group)
-    arguments = {"input_ids": tokens(2), "attention_mask": padding()} | (changes if ctx.rank == 1 else {})
-    try:
-        ringflash.log_probs(model, group=ctx.group, **arguments)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "accepted"
-
-
-@pytest.mark.parametrize(
     "changes, text",
     [
         ({"attention_mask": padding().flip(1)}, "set tokenizer.padding_side = 'right'"),
@@ -139,10 +126,12 @@ def refused(ctx: Context, changes: dict[str, Any]) -> str:
         ({"input_ids": tokens(2).flip(1)}, "must be the same on all ranks of the group"),
     ],
 )
-def test_refusals_are_raised_on_every_rank(pool: Pool, changes: dict[str, Any], text: str) -> None:
+@on_ranks(2, timeout_s=20)
+def test_refusals_are_raised_on_every_rank(ctx: Context, changes: dict[str, Any], text: str) -> None:
     """One rank is wrong, or has another sequence."""
-    got = pool.run(refused, changes, size=2, timeout_s=20)
-    assert all(text in answer for answer in got), got
+    arguments = {"input_ids": tokens(2), "attention_mask": padding()} | (changes if ctx.rank == 1 else {})
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
+        ringflash.log_probs(ring_model(ctx.group), group=ctx.group, **arguments)
 
 
 def test_one_process_needs_no_group() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ringflash import recurrent
 from ringflash.recurrent import Stretch
 from ringflash.sequence.layout import shard_sequence
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, Pool, on_ranks
 
 LENGTH = 12  # three tokens a rank of four: as many as the halo
 DOCUMENTS = ((0, 5, 6, 12), (0, 3, 6, 12))  # within shards, and at their ends
@@ -136,7 +136,8 @@ def test_recurrences_equal_the_whole_sequence(pool: Pool, size: int, layout: str
     pool.run(equals_whole, layout, size=size)
 
 
-def states_matter(ctx: Context) -> None:
+@on_ranks(2)
+def test_a_forgotten_state_would_be_seen(ctx: Context) -> None:
     """Negative control: without the states of previous ranks, the check above would see a difference."""
     for kind in ("conv", "mamba2", "delta"):
         inputs = inputs_of(kind, 1)
@@ -149,11 +150,9 @@ def states_matter(ctx: Context) -> None:
         assert (error > 1e-3) == (ctx.rank > 0)
 
 
-def test_a_forgotten_state_would_be_seen(pool: Pool) -> None:
-    pool.run(states_matter, size=2)
-
-
-def reorders(ctx: Context, layout: str, length: int) -> None:
+@pytest.mark.parametrize("layout, length", [("zigzag", 24), ("striped", 256), ("contiguous", 12)])
+@on_ranks(4)
+def test_order_and_back(ctx: Context, layout: str, length: int) -> None:
     whole = drawn(2, length, 3, seed=1)
     x = shard_sequence(whole, ctx.group, 1, layout).clone().requires_grad_()
     ordered = recurrent.to_sequence_order(x, ctx.group, layout)
@@ -161,8 +160,3 @@ def reorders(ctx: Context, layout: str, length: int) -> None:
     assert torch.equal(recurrent.from_sequence_order(ordered, ctx.group, layout), x)
     ordered.backward(shard_sequence(whole + 1, ctx.group, 1, "contiguous"))
     assert torch.equal(x.grad, shard_sequence(whole + 1, ctx.group, 1, layout))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("layout, length", [("zigzag", 24), ("striped", 256), ("contiguous", 12)])
-def test_order_and_back(pool: Pool, layout: str, length: int) -> None:
-    pool.run(reorders, layout, length, size=4)

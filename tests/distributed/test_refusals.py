@@ -14,7 +14,7 @@ import torch
 import ringflash
 from ringflash_kernels import reference
 from tests.helpers import refusals
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, Pool, on_ranks
 
 
 @pytest.mark.parametrize("name", refusals.REFUSALS)
@@ -23,20 +23,15 @@ def test_refusal(pool: Pool, name: str, size: int) -> None:
     refusals.assert_refused(name, pool.run(refusals.attempt, name, size=size, timeout_s=20))
 
 
-def trusting(ctx: Context) -> str:
-    """With the check off a rank in error raises by itself; no other rank waits for it here."""
+@on_ranks(2)
+def test_check_switched_off_still_refuses_locally(ctx: Context) -> None:
+    """A rank in error raises by itself; no other rank waits for it here."""
     ringflash.set_agreement_check("never")
     try:
-        ringflash.ring_attention(**{**refusals.good_call(ctx), "window_size": (-2, 0)})
-    except ValueError as problem:
-        return str(problem)
+        with pytest.raises(ValueError, match="window_size must be"):
+            ringflash.ring_attention(**{**refusals.good_call(ctx), "window_size": (-2, 0)})
     finally:
         ringflash.set_agreement_check("changed")
-    return "accepted"
-
-
-def test_check_switched_off_still_refuses_locally(pool: Pool) -> None:
-    assert all("window_size must be" in text for text in pool.run(trusting, size=2))
 
 
 def again_after_an_error(ctx: Context, hops: tuple[int, int]) -> str:
@@ -69,8 +64,9 @@ def test_calls_that_did_not_end_alike_are_not_made_again(pool: Pool) -> None:
         )
 
 
-def within_another_threads_call(ctx: Context) -> str:
-    """A second thread calls while the first one is in a kernel."""
+@on_ranks(2)
+def test_threads_do_not_share_the_buffers(ctx: Context) -> None:
+    """A second thread calls while the first one is in a kernel, whose call goes on."""
     q = torch.randn(1, 8, 2, 16)
     call = partial(ringflash.ring_attention, q, q, q, group=ctx.group, impl="reference")
     want, texts, compute = call(), [], reference.forward
@@ -89,48 +85,32 @@ def within_another_threads_call(ctx: Context) -> str:
 
     with mock.patch.object(reference, "forward", forward):
         assert torch.equal(call(), want)
-    return texts[0]
+    assert "must be called by one thread" in texts[0]
 
 
-def test_threads_do_not_share_the_buffers(pool: Pool) -> None:
-    """On every rank; the first thread's call goes on."""
-    assert all("must be called by one thread" in text for text in pool.run(within_another_threads_call, size=2))
-
-
-def long_error(ctx: Context) -> str:
+@on_ranks(2)
+def test_an_error_in_any_letters_reaches_all_ranks(ctx: Context) -> None:
     """The last rank has an error that JSON writes in many more bytes than letters."""
     error = ValueError("é" * 600) if ctx.rank == ctx.size - 1 else None
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match="^" + "é" * 100):
         ringflash.comm.agreement.agree(ctx.group, {}, error)
-    return str(raised.value)
 
 
-def test_an_error_in_any_letters_reaches_all_ranks(pool: Pool) -> None:
-    assert all(text.startswith("é" * 100) for text in pool.run(long_error, size=2))
+@on_ranks(2, timeout_s=20)
+def test_a_call_of_gpus_is_compared_once(ctx: Context) -> None:
+    """All ranks make a call of a GPU's tensors, then the first rank makes it again, alone.
 
-
-def repeated_by_the_first(ctx: Context, device: str) -> None:
-    """All ranks make a call of this device's tensors, then the first rank makes it again, alone."""
+    Also where the group has gloo for CPUs: a host that waits for the others at every call holds its GPU up.
+    """
     for _ in range(2 if ctx.rank == 0 else 1):
-        ringflash.comm.agreement.agree(ctx.group, {"call": "one"}, device=torch.device(device))
+        ringflash.comm.agreement.agree(ctx.group, {"call": "one"}, device=torch.device("cuda"))
 
 
-def test_a_call_of_gpus_is_compared_once(pool: Pool) -> None:
-    """Also where the group has gloo for CPUs: a host that waits for the others at every call holds its GPU up."""
-    pool.run(repeated_by_the_first, "cuda", size=2, timeout_s=20)
-
-
-def refused_the_second_time(ctx: Context) -> str:
-    """Ask twice for what is no call of a GPU, of a group without gloo; then the last rank has an error."""
+@on_ranks(2, timeout_s=20)
+def test_a_check_without_a_device_is_made_every_time(ctx: Context) -> None:
+    """Also over NCCL alone: a rank that remembers the check would go on, and the one in error wait for it."""
     with mock.patch.object(ringflash.comm.agreement, "backend_of", lambda *_: "nccl"):
         ringflash.comm.agreement.agree(ctx.group, {"checkpoint": "one"})
         error = ValueError("damaged meanwhile") if ctx.rank == ctx.size - 1 else None
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(ValueError, match="^damaged meanwhile"):
             ringflash.comm.agreement.agree(ctx.group, {"checkpoint": "one"}, error)
-    return str(raised.value)
-
-
-def test_a_check_without_a_device_is_made_every_time(pool: Pool) -> None:
-    """Also over NCCL alone: a rank that remembers the check would go on, and the one in error wait for it."""
-    for text in pool.run(refused_the_second_time, size=2, timeout_s=20):
-        assert text.startswith("damaged meanwhile")

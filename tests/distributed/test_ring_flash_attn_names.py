@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ringflash.compat import ring_flash_attn as names
 from tests.helpers import dense, models
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, Pool, on_ranks
 from tests.helpers.tolerance import assert_close
 
 SEQLEN, HEADS, DIM = 16, 4, 8
@@ -65,19 +65,16 @@ def assert_dense(ctx: Context, form: str, zigzag: bool, whole: dict, leaves: lis
     assert nothing is None
 
 
-def batch_call(ctx: Context, name: str, form: str, causal: bool, window: tuple[int, int]) -> None:
+@pytest.mark.parametrize("form", ["", "kv", "qkv"])
+@pytest.mark.parametrize("name, causal, window", [("ring", False, (-1, -1)), ("zigzag", True, (5, 0))])
+@on_ranks(2)
+def test_batches(ctx: Context, name: str, form: str, causal: bool, window: tuple[int, int]) -> None:
     whole = problem(HEADS if form == "qkv" else 2, 2)
     zigzag = name == "zigzag"
     leaves = packed(form, *(part(whole[x], ctx, zigzag) for x in "qkv"))
     function = getattr(names, f"{'zigzag_' * zigzag}ring_flash_attn_{form + 'packed_' if form else ''}func")
     result = function(*leaves, 0.0, 0.3, causal, window_size=window, return_attn_probs=True, group=ctx.group)
     assert_dense(ctx, form, zigzag, whole, leaves, result, causal=causal, window_size=window, softmax_scale=0.3)
-
-
-@pytest.mark.parametrize("form", ["", "kv", "qkv"])
-@pytest.mark.parametrize("name, causal, window", [("ring", False, (-1, -1)), ("zigzag", True, (5, 0))])
-def test_batches(pool: Pool, name: str, form: str, causal: bool, window: tuple[int, int]) -> None:
-    pool.run(batch_call, name, form, causal, window, size=2)
 
 
 def varlen_call(ctx: Context, form: str, bounds: list[int], causal: bool, window: tuple[int, int]) -> None:
@@ -147,23 +144,6 @@ def test_prepared_bounds_name_each_rank_s_queries_and_keys(bounds: list[int], wo
         assert torch.equal(seen, want[rank * length : (rank + 1) * length])
 
 
-def refused(ctx: Context, name: str, changes: dict[str, Any], ranks: tuple[int, ...]) -> str:
-    """The error of a call whose arguments these ranks change; the others call it well."""
-    x = torch.randn(1, 8, 4, 8)
-    arguments: dict[str, Any] = {"causal": True, "group": ctx.group}
-    if name.startswith("llama3"):
-        x = x[0]
-        names.update_ring_flash_attn_params(torch.tensor([0, 5, 16], dtype=torch.int32), ctx.group)
-        arguments |= names.DATA_PARAMS | {"heads_k_stride": 1}
-    for key, value in changes.items() if ctx.rank in ranks else ():
-        arguments[key] = getattr(arguments[key], value)() if value in ("clone", "neg_") else value
-    try:
-        getattr(names, name)(x, x, x, **arguments)
-    except (ValueError, NotImplementedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
-
-
 VARLEN = "llama3_flash_attn_varlen_func"
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("ring_flash_attn_func", {"dropout_p": 0.1}, "NotImplementedError: dropout_p must be 0, got 0.1"),
@@ -180,11 +160,25 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("name, changes, text", REFUSALS)
-def test_refusals_are_raised_on_every_rank(pool: Pool, name: str, changes: dict[str, Any], text: str) -> None:
+@on_ranks(2, timeout_s=20)
+def test_refusals_are_raised_on_every_rank(ctx: Context, name: str, changes: dict[str, Any], text: str) -> None:
     """Only rank 1 makes the wrong call. The next call is unharmed."""
-    got = pool.run(refused, name, changes, (1,), size=2, timeout_s=20)
-    assert all(answer.startswith(text) for answer in got), got
-    assert pool.run(refused, name, {}, (), size=2) == ["accepted"] * 2
+
+    def call(changes: dict[str, Any]) -> None:
+        x = torch.randn(1, 8, 4, 8)
+        arguments: dict[str, Any] = {"causal": True, "group": ctx.group}
+        if name.startswith("llama3"):
+            x = x[0]
+            names.update_ring_flash_attn_params(torch.tensor([0, 5, 16], dtype=torch.int32), ctx.group)
+            arguments |= names.DATA_PARAMS | {"heads_k_stride": 1}
+        for key, value in changes.items():
+            arguments[key] = getattr(arguments[key], value)() if value in ("clone", "neg_") else value
+        getattr(names, name)(x, x, x, **arguments)
+
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        call(changes if ctx.rank == 1 else {})
+    assert f"{error.type.__name__}: {error.value}".startswith(text)
+    call({})
 
 
 @pytest.mark.parametrize("name", [x for x in names.__all__ if "stripe" in x or "ring_flash_attn_varlen" in x])
@@ -201,7 +195,8 @@ def test_a_missing_group_and_a_length_that_does_not_divide_are_refused() -> None
         names.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 16]), True, 0, 3)
 
 
-def imported_by_its_own_name(ctx: Context) -> None:
+@on_ranks(4)
+def test_the_package_s_name_leads_here(ctx: Context) -> None:
     """Default arguments run, over the default group of four ranks."""
     modules = dict(sys.modules)
     names.install()
@@ -222,20 +217,19 @@ def imported_by_its_own_name(ctx: Context) -> None:
     assert_close({"out": out}, {"out": part(dense.attention(**whole, causal=False)["out"], ctx, False)})
 
 
-def test_the_package_s_name_leads_here(pool: Pool) -> None:
-    pool.run(imported_by_its_own_name, size=4)
-
-
 def test_install_is_refused_after_the_package() -> None:
     with mock.patch.dict(sys.modules, {"ring_flash_attn": ModuleType("ring_flash_attn")}):
         with pytest.raises(RuntimeError, match="install must be called before ring_flash_attn is imported, got"):
             names.install()
 
 
-def substituted(ctx: Context, bounds: list[int]) -> dict[str, Any]:
-    """Compare a model whose flash attention is ours with dense attention; return errors of wrong calls, by name."""
+@on_ranks(2)
+def test_flash_attention_of_transformers_models_is_substituted(ctx: Context) -> None:
+    """It equals dense attention in logits and gradients; wrong calls are refused."""
+    pytest.importorskip("transformers")
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    bounds = [0, 7, 8, 24]
     names.substitute_hf_flash_attn(ctx.group, heads_k_stride=1)
     names.substitute_hf_flash_attn(ctx.group, heads_k_stride=2)
     try:
@@ -246,13 +240,11 @@ def substituted(ctx: Context, bounds: list[int]) -> dict[str, Any]:
         positions = torch.cat([torch.arange(stop - start) for start, stop in pairs])[None]
         shard = {"input_ids": part(ids, ctx, False), "position_ids": part(positions, ctx, False), "use_cache": False}
         names.DATA_PARAMS.clear()
-        wrong = {"untold": {}, "mask": {"attention_mask": torch.zeros(1, 12, dtype=torch.int64)}}
-        errors = {}
-        for name, changes in wrong.items():
-            with pytest.raises((ValueError, NotImplementedError)) as error:
-                model(**shard | changes)
-            errors[name] = str(error.value)
-            names.update_ring_flash_attn_params(torch.tensor(bounds, dtype=torch.int32), ctx.group)
+        with pytest.raises(ValueError, match="^query must be one row of packed documents under a causal mask, which"):
+            model(**shard)
+        names.update_ring_flash_attn_params(torch.tensor(bounds, dtype=torch.int32), ctx.group)
+        with pytest.raises((ValueError, NotImplementedError), match="^attention_mask must"):
+            model(**shard, attention_mask=torch.zeros(1, 12, dtype=torch.int64))
         logits = model(**shard).logits
         whole = torch.cat([alone(ids[:, start:stop], use_cache=False).logits for start, stop in pairs], 1)
         torch.testing.assert_close(logits, part(whole, ctx, False), rtol=1e-9, atol=1e-12)
@@ -261,13 +253,5 @@ def substituted(ctx: Context, bounds: list[int]) -> dict[str, Any]:
         for got, want in zip(model.parameters(), alone.parameters(), strict=True):
             dist.all_reduce(got.grad, group=ctx.group)
             torch.testing.assert_close(got.grad, want.grad, rtol=1e-9, atol=1e-9 * float(want.grad.abs().max()))
-        return errors
     finally:
         del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-
-
-def test_flash_attention_of_transformers_models_is_substituted(pool: Pool) -> None:
-    pytest.importorskip("transformers")
-    for errors in pool.run(substituted, [0, 7, 8, 24], size=2):
-        assert errors["untold"].startswith("query must be one row of packed documents under a causal mask, which")
-        assert errors["mask"].startswith("attention_mask must")

@@ -20,7 +20,7 @@ from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.faulty_job import GOOD_STEPS, Job
 from tests.helpers.peer_memory import messages_by_heads
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, Pool, on_ranks
 
 TIMEOUT_S = 4
 LIMIT_S = 120.0  # of a busy machine; the ranks end seconds after they began
@@ -143,7 +143,9 @@ def test_a_hop_whose_keys_nobody_else_reads(pool: Pool) -> None:
     assert forward[2:4] == ["for K/V of step 1 from rank 1", "for K/V of step 2 from rank 0"]
 
 
-def marks_by_heads(ctx: Context) -> list[list[str]]:
+@on_ranks(2)
+def test_keys_gathered_by_messages_say_which_section_is_waited_for(ctx: Context) -> None:
+    """No rank waits for all to begin, as over the copy engine: it waits for the messages of a section."""
     recorded.clear()
     with (
         messages_by_heads(),
@@ -151,26 +153,19 @@ def marks_by_heads(ctx: Context) -> list[list[str]]:
         mock.patch("ringflash.attention.sections.choose_sections", lambda *_: Sections((1, 1), (2,))),
     ):
         ring_check.check(ctx, Case(), 4)
-    return recorded
+    assert recorded == [
+        ["forward", "for its device to begin", "for section 0", "for section 1", "issued"],
+        ["backward", "for its device to begin", "for section 0", "for the gradients of section 0", "issued"],
+    ]
 
 
-def test_keys_gathered_by_messages_say_which_section_is_waited_for(pool: Pool) -> None:
-    """No rank waits for all to begin, as over the copy engine: it waits for the messages of a section."""
-    for forward, backward in pool.run(marks_by_heads, size=2):
-        assert forward == ["forward", "for its device to begin", "for section 0", "for section 1", "issued"]
-        gradients = "for the gradients of section 0"
-        assert backward == ["backward", "for its device to begin", "for section 0", gradients, "issued"]
-
-
-def marks_of_states(ctx: Context) -> list[list[str]]:
+@on_ranks(3)
+def test_a_recurrent_layer_says_that_it_waits_for_states(ctx: Context) -> None:
     recorded.clear()
     with mock.patch("ringflash.recurrent.messages.watching", Recorder):
         x = torch.ones(2, 3, requires_grad=True)
         states_before(x, ctx.group).sum().backward()
-    return recorded
-
-
-def test_a_recurrent_layer_says_that_it_waits_for_states(pool: Pool) -> None:
-    for forward, backward in pool.run(marks_of_states, size=3):
-        assert forward == ["forward", "for states of a recurrent layer", "issued"]
-        assert backward == ["backward", "for gradients of states of a recurrent layer", "issued"]
+    assert recorded == [
+        ["forward", "for states of a recurrent layer", "issued"],
+        ["backward", "for gradients of states of a recurrent layer", "issued"],
+    ]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringflash
 from tests.helpers import own_models as own
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, Pool, on_ranks
 
 RTOL = 1e-10
 
@@ -43,7 +43,8 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor, size: int) -> torch.Tens
     return total * size / (own.tokens().numel() - len(own.tokens()))
 
 
-def positions_follow_documents(ctx: Context) -> None:
+@on_ranks(2)
+def test_positions_follow_documents(ctx: Context) -> None:
     """Tokens are their positions: a Lightning module knows those of each batch, whose documents differ."""
     lightning = pytest.importorskip("lightning")
     from ringflash.lightning import SequenceSharding
@@ -57,10 +58,6 @@ def positions_follow_documents(ctx: Context) -> None:
             shard = module.on_before_batch_transfer(batch, 0)
             assert torch.equal(module.positions(shard["input_ids"]), shard["input_ids"][0])
             assert len(shard["input_ids"][0]) == 24 // ctx.size
-
-
-def test_positions_follow_documents(pool: Pool) -> None:
-    pool.run(positions_follow_documents, size=2)
 
 
 def equals_unwrapped(ctx: Context, name: str, compiled: bool) -> None:
@@ -124,7 +121,9 @@ def _adapt(model: nn.Module) -> None:
 LATER = {"attention": _replace_attention, "blocks": _replace_blocks, "adapters": _adapt}
 
 
-def changed_equals_unwrapped(ctx: Context, change: str) -> None:
+@pytest.mark.parametrize("change", LATER)
+@on_ranks(2)
+def test_layers_put_in_after_wrapping_attend_over_the_ring(ctx: Context, change: str) -> None:
     ring, whole = (own.build(own.Model, is_causal=True) for _ in range(2))
     ringflash.wrap_attention(ring, ctx.group)
     shard = ringflash.shard_sequence(own.tokens(), ctx.group)
@@ -137,12 +136,9 @@ def changed_equals_unwrapped(ctx: Context, change: str) -> None:
     assert_close(got.detach(), ringflash.shard_sequence(want.detach(), ctx.group))
 
 
-@pytest.mark.parametrize("change", LATER)
-def test_layers_put_in_after_wrapping_attend_over_the_ring(pool: Pool, change: str) -> None:
-    pool.run(changed_equals_unwrapped, change, size=2)
-
-
-def transformers_equals_unwrapped(ctx: Context) -> None:
+@on_ranks(2, 4)
+def test_transformers_model_within_a_module(ctx: Context) -> None:
+    pytest.importorskip("transformers")
     from ringflash import huggingface
     from tests.helpers import models
 
@@ -159,12 +155,6 @@ def transformers_equals_unwrapped(ctx: Context) -> None:
         assert_close(p.grad, q.grad)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_transformers_model_within_a_module(pool: Pool, size: int) -> None:
-    pytest.importorskip("transformers")
-    pool.run(transformers_equals_unwrapped, size=size)
-
-
 class Partly(own.Attention):
     """Checkpoints a function, not the module: the second run is outside of every forward."""
 
@@ -177,8 +167,6 @@ class Partly(own.Attention):
 
 
 class Told(own.Attention):
-    """Attends as it is told."""
-
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how

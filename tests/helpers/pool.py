@@ -5,12 +5,15 @@
 
 `body` is a module-level function; workers import it by name. If a rank raises, all ranks' tracebacks are in
 the error; if one hangs, the stacks of all are. Either way the processes are replaced before the next run.
+A body is a test by itself with `@on_ranks(2)`.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -24,6 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -153,6 +157,29 @@ class Pool:
         return Path(self._folder.name) / f"stack{self._generation}.{rank}"
 
 
+def on_ranks(*sizes: int, timeout_s: float | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a body a test, which so many ranks of the fixture `pool` run; with several sizes, it is run on each.
+
+    The other arguments of the body are the test's: parameters and fixtures whose values can be pickled.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(body)
+        context, *others = signature.parameters.values()
+
+        def test(pool: Pool, num_ranks: int, **arguments: Any) -> None:
+            found = pool.run(body, *(arguments[x.name] for x in others), size=num_ranks, timeout_s=timeout_s)
+            for skipped in filter(None, found):
+                raise skipped
+
+        functools.update_wrapper(test, body)
+        taken = [context.replace(name="pool"), context.replace(name="num_ranks"), *others]
+        test.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("num_ranks", sizes)(test)
+
+    return decorate
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -175,8 +202,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int
         except EOFError:
             return
         try:
-            body = getattr(importlib.import_module(module), name)
+            body = inspect.unwrap(getattr(importlib.import_module(module), name))
             answer = True, body(Context(groups[size], rank, size, device), *args)
+        except pytest.skip.Exception as skipped:
+            answer = True, skipped
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)
