@@ -21,7 +21,6 @@ class Crash(lightning.Callback):
     """Kills the last rank, in its first life, once the checkpoint before is whole: threads write it meanwhile."""
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """Without any chance to clean up."""
         last = trainer.global_rank == trainer.world_size - 1
         if trainer.global_step == STEP and last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             (checkpoints,) = trainer.checkpoint_callbacks
@@ -34,7 +33,6 @@ class Preemption(lightning.Callback):
     """Sends the signal $SIGNAL to the launcher, the process $LAUNCHER, and waits until this rank has heard of it."""
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """Once, from the first rank."""
         if trainer.global_step == STEP and trainer.is_global_zero:
             os.kill(int(os.environ["LAUNCHER"]), signal.Signals[os.environ["SIGNAL"]])
             (stop,) = (x for x in trainer.callbacks if isinstance(x, StopOnSignal))
@@ -46,7 +44,6 @@ class CrashWhileSaving(lightning.Callback):
     """Kills the last rank in its first life, when another has written its part of the second checkpoint."""
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """Put it before the writing."""
         last = trainer.global_rank == trainer.world_size - 1
         if last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             FileSystemWriter.write_data = _killed_at_second_call(FileSystemWriter.write_data)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Checkpoints and what they survive, on every rank of one launch; what each rank found goes to <out>/<rank>.json.
+"""Checkpoints and what they survive: parts of test_checkpoints.py, on every rank of one launch.
 
     torchrun --nproc_per_node 2 -m tests.recipes.checkpoint_worker <folder of texts> <out>
 
@@ -8,7 +8,6 @@ Accidents are planted in the class of torch that writes a rank's part.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import torch
@@ -29,9 +28,18 @@ from recipes.lightning.text import TextData
 from ringflash.lightning import CausalLM, ContextParallelStrategy, StopOnSignal
 from ringflash.lightning.module import empty_model
 from ringflash.lightning.strategy import check_fits, saved_entries
+from tests.recipes.launching import make_parts
 from tests.recipes.strategy_worker import CONFIG
 
 STEPS = 5
+
+
+class Run(NamedTuple):
+    """The folders of a launch, and the first training in it, of five steps."""
+
+    texts: str
+    out: Path
+    trainer: lightning.Trainer
 
 
 class Hostile:
@@ -107,50 +115,67 @@ def message(call: Callable[[], object]) -> str:
         call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return "none"
+    return "no error"
 
 
-def overlap(texts: str, out: Path) -> dict[str, Any]:
-    """Rank 1 begins to write only once the next step has ended."""
+def overlap(run: Run) -> None:
+    """Rank 1 begins to write only once the next step has ended: until then there is no checkpoint, at the end one."""
     after = threading.Event()
-    saves = Saves({1: [out / "overlap.ckpt"]}, after)
+    saves = Saves({1: [run.out / "overlap.ckpt"]}, after)
     in_time: list[bool] = []
     with before_writing(lambda _: in_time.append(dist.get_rank() != 1 or after.wait(60))):
-        fit(texts, [saves], steps=3)
-    return {"in_time": in_time, "whole": saves.whole[:2], "end": is_complete(out / "overlap.ckpt")}
+        fit(run.texts, [saves], steps=3)
+    assert in_time == [True] and saves.whole[:2] == [[False], [False]], (in_time, saves.whole)
+    assert is_complete(run.out / "overlap.ckpt")
 
 
-def failures(texts: str, out: Path) -> dict[str, Any]:
-    """The second of three, or the last, cannot be written; the folder is a file."""
-    (out / "file").touch()
+def kept(run: Run) -> None:
+    """The last two of five are there, with nothing else in the folder."""
+    assert {path.name for path in (run.out / "kept").iterdir()} == {"epoch=0-step=4.ckpt", "epoch=0-step=5.ckpt"}
+
+
+def synchronous(run: Run) -> None:
+    """A checkpoint is whole when saving returns: on request while training, and always after it."""
+    saves = Saves({1: [run.out / "synchronous.ckpt"]})
+    fit(run.texts, [saves], steps=2, async_checkpoint=False)
+    assert saves.whole == [[False], [True]] and is_complete(run.out / "afterwards.ckpt")
+
+
+def full_disk(run: Run) -> None:
+    """Both ranks fail at the next save, or at the end; the checkpoint before is there, the one after not begun."""
     runs = {
-        "next": {1: [out / "good.ckpt"], 2: [out / "full.ckpt"], 4: [out / "later.ckpt"]},
-        "end": {2: [out / "full_end.ckpt"]},
-        "folder": {2: [out / "file" / "x.ckpt"]},
+        "next": {1: [run.out / "good.ckpt"], 2: [run.out / "full.ckpt"], 4: [run.out / "later.ckpt"]},
+        "end": {2: [run.out / "full_end.ckpt"]},
     }
-    found = {}
     with before_writing(disk_full_on_rank_1):
-        for name, saves in runs.items():
+        for saves in runs.values():
             callback = Saves(saves)
-            error = message(lambda callback=callback: fit(texts, [callback], steps=4))
-            found[name] = {"error": error, "steps": len(callback.whole)}
-    whole = sorted(path.name for path in out.glob("*.ckpt") if is_complete(path))
-    return {**found, "whole": [name for name in whole if name in ("good.ckpt", "full.ckpt", "later.ckpt")]}
+            error = message(lambda callback=callback: fit(run.texts, [callback], steps=4))
+            assert error.startswith("RuntimeError: a checkpoint was not written: OSError on rank 1: "), error
+            assert "No space left on device" in error and "(seen on ranks [0, 1])" in error, error
+            assert len(callback.whole) == 4
+    assert [is_complete(path) for (path,) in runs["next"].values()] == [True, False, False]
+
+
+def folder_that_is_a_file(run: Run) -> None:
+    """Both ranks fail."""
+    (run.out / "file").touch()
+    error = message(lambda: fit(run.texts, [Saves({2: [run.out / "file" / "x.ckpt"]})], steps=4))
+    assert "was not written: NotADirectoryError on rank 0" in error, error
 
 
 class Fails(lightning.Callback):
     """An error of the training."""
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """After the first step."""
         raise ValueError("planted")
 
 
-def error_while_writing(texts: str, out: Path) -> dict[str, Any]:
-    """The parts are written only after the training has failed."""
+def error_while_writing(run: Run) -> None:
+    """The parts are written only after the training has failed, whose error is the one that is raised."""
     failed = threading.Event()
     teardown = ContextParallelStrategy.teardown
-    path = out / "error.ckpt"
+    path = run.out / "error.ckpt"
 
     class Late(ContextParallelStrategy):
         def teardown(self) -> None:
@@ -158,22 +183,19 @@ def error_while_writing(texts: str, out: Path) -> dict[str, Any]:
             teardown(self)
 
     with before_writing(lambda _: failed.wait(60)):
-        error = message(lambda: fit(texts, [Saves({1: [path]}), Fails()], strategy=Late()))
+        error = message(lambda: fit(run.texts, [Saves({1: [path]}), Fails()], strategy=Late()))
     dist.barrier()
-    return {"error": error, "whole": is_complete(path)}
+    assert error == "ValueError: planted" and is_complete(path), error
 
 
-def twice(texts: str, out: Path) -> dict[str, Any]:
+def twice(run: Run) -> None:
     """The same name in quick succession, and another right after; a crash has left the one replaced before."""
-    names = [out / "a.ckpt", out / "a.ckpt", out / "b.ckpt"]
+    names = [run.out / "a.ckpt", run.out / "a.ckpt", run.out / "b.ckpt"]
     for name in ("a.ckpt", "a.ckpt.replaced"):
-        (out / name / "part").mkdir(parents=True, exist_ok=True)
-    fit(texts, [Saves({1: names, 2: names[:1]})], steps=2)
-    steps = {path.name: torch.load(path / "meta.pt")["global_step"] for path in names}
-    return {
-        "steps": steps,
-        "left": [path.name for path in out.iterdir() if path.name.startswith(("a.ckpt.", "b.ckpt."))],
-    }
+        (run.out / name / "part").mkdir(parents=True, exist_ok=True)
+    fit(run.texts, [Saves({1: names, 2: names[:1]})], steps=2)
+    assert [torch.load(path / "meta.pt")["global_step"] for path in names[1:]] == [2, 1]
+    assert not [path for path in run.out.iterdir() if path.name.startswith(("a.ckpt.", "b.ckpt."))]
 
 
 class Signalled(TextData):
@@ -186,56 +208,74 @@ class Signalled(TextData):
         return super().train_dataloader()
 
 
-def early_signal(texts: str) -> list[int]:
-    """The step at which both ranks stop, of a run that was to make more in any case; what it leaves of that."""
-    trainer = fit(texts, [StopOnSignal()], data=Signalled, min_steps=STEPS - 1)
-    return [trainer.global_step, trainer.min_steps]
+def early_signal(run: Run) -> None:
+    """One rank had it, once Lightning's own handler was set: that one sends, and the ranks wait for one another.
+
+    Though the trainer's min_steps, 4, are not reached: Lightning would train on, and save after each step.
+    """
+    trainer = fit(run.texts, [StopOnSignal()], data=Signalled, min_steps=STEPS - 1)
+    assert (trainer.global_step, trainer.min_steps) == (2, 4)
 
 
-def fitting(trainer: lightning.Trainer, out: Path) -> dict[str, str]:
-    """Return what is said of a checkpoint, of one of parameters alone, and to models of other sizes."""
-    path, weights, found = out / "afterwards.ckpt", out / "weights.ckpt", {}
-    trainer.save_checkpoint(weights, weights_only=True)
+def another_model(run: Run) -> None:
+    """A checkpoint is refused to models of other sizes, and one of parameters only to a training.
+
+    torch would leave a layer too many in it unread.
+    """
+    path, weights = run.out / "afterwards.ckpt", run.out / "weights.ckpt"
+    run.trainer.save_checkpoint(weights, weights_only=True)
     saved = saved_entries(path)
-    for name, value in (("num_hidden_layers", 2), ("num_hidden_layers", 1), ("intermediate_size", 64)):
+    for name, value, problem in (
+        ("num_hidden_layers", 2, "no error"),
+        ("num_hidden_layers", 1, "input_layernorm.weight of shape (32,) in it and none here, and 8 more"),
+        ("intermediate_size", 64, "down_proj.weight of shape (32, 48) in it and (32, 64) here, and 5 more"),
+    ):
         module = CausalLM(CONFIG)
         module.model = empty_model({**CONFIG, name: value}, None, module.memory)
-        found[f"{name}={value}"] = message(lambda module=module: check_fits(path, saved, module, trainer.optimizers))
-    found["weights"] = message(lambda: check_fits(weights, saved_entries(weights), None, trainer.optimizers))
-    return found
+        found = message(lambda module=module: check_fits(path, saved, module, run.trainer.optimizers))
+        assert problem in found, found
+    found = message(lambda: check_fits(weights, saved_entries(weights), None, run.trainer.optimizers))
+    assert "must have the optimizer's state to be continued, got only parameters" in found, found
 
 
-def other_options(trainer: lightning.Trainer, path: Path) -> dict[str, float]:
-    """A checkpoint's options, loaded into an optimizer that has one more and no state yet."""
-    (optimizer,) = trainer.optimizers
+def other_options(run: Run) -> None:
+    """A checkpoint's options are loaded into an optimizer that has one more, which it keeps, and no state yet.
+
+    A scheduler adds one to its optimizer: torch would not load a checkpoint from before.
+    """
+    (optimizer,) = run.trainer.optimizers
     saved, options = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]
     optimizer.state.clear()
     optimizer.zero_grad()
     options |= {"lr": 7.0, "added": 5.0}
-    trainer.strategy.load_checkpoint(path)
+    run.trainer.strategy.load_checkpoint(run.out / "afterwards.ckpt")
     options = optimizer.param_groups[0]
-    return {"lr": options["lr"] - saved, "added": options["added"], "states": len(optimizer.state)}
+    assert (options["lr"], options["added"]) == (saved, 5) and optimizer.state
 
 
 class Started(lightning.Callback):
     """The step at which a training begins, and the checkpoint that it begins from."""
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """After the checkpoint was loaded."""
         self.step, self.path = trainer.global_step, str(trainer.ckpt_path)
 
 
-def damaged(texts: str, folder: Path) -> dict[str, Any]:
-    """A bit is flipped in the newest checkpoint's tensors; then in all of them. By name, and on automatic resume."""
-    newest, previous = complete_checkpoints(folder)
+def damaged(run: Run) -> None:
+    """A flipped bit is refused by both ranks; on automatic resume the checkpoint before takes its place.
+
+    If all are damaged, the run ends with the error of the oldest.
+    """
+    newest, previous = complete_checkpoints(run.out / "kept")
     flip_bit(newest / "__1_0.distcp", -1000)
     started = Started()
-    resume = [started, SameCheckpoint(newest, folder)]
-    found = {"by name": message(lambda: fit(texts, [], ckpt_path=newest))}
-    fit(texts, resume, ckpt_path=newest, steps=STEPS + 1)
-    found |= {"step": started.step, "path": Path(started.path).name}
+    resume = [started, SameCheckpoint(newest, run.out / "kept")]
+    error = message(lambda: fit(run.texts, [], ckpt_path=newest))
+    assert "step=5.ckpt/__1_0.distcp must hold the bytes that were written, got" in error, error
+    fit(run.texts, resume, ckpt_path=newest, steps=STEPS + 1)
+    assert (started.step, Path(started.path).name) == (4, "epoch=0-step=4.ckpt")
     flip_bit(previous / "__0_0.distcp", -1000)
-    return {**found, "all": message(lambda: fit(texts, resume, ckpt_path=newest))}
+    error = message(lambda: fit(run.texts, resume, ckpt_path=newest))
+    assert "step=4.ckpt/__0_0.distcp must hold the bytes that were written, got" in error, error
 
 
 def flip_bit(path: Path, offset: int) -> None:
@@ -248,29 +288,27 @@ def flip_bit(path: Path, offset: int) -> None:
     dist.barrier()
 
 
+def hostile(run: Run) -> None:
+    """A pickle is refused with the name of what it would call; nothing is called, which the output shows."""
+    dist.barrier()
+    torch.save(Hostile(), run.out / "a.ckpt" / "meta.pt")
+    dist.barrier()
+    error = message(lambda: run.trainer.strategy.load_checkpoint(run.out / "a.ckpt"))
+    assert error.startswith("ValueError") and "posix.system" in error, error
+
+
+TESTS = (
+    overlap, kept, another_model, damaged, other_options, synchronous, full_disk, folder_that_is_a_file,
+    error_while_writing, early_signal, twice, hostile,
+)  # fmt: skip
+
+
 def main(texts: str, out: Path) -> None:
-    """Do all runs."""
-    found: dict[str, Any] = {"overlap": overlap(texts, out)}
+    """Train with a checkpoint of every step, of which two are kept, and one afterwards; then make all parts."""
     keep = ModelCheckpoint(out / "kept", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
     trainer = fit(texts, [keep])
-    found["kept"] = sorted(path.name for path in (out / "kept").iterdir())
     trainer.save_checkpoint(out / "afterwards.ckpt")
-    found["afterwards"] = is_complete(out / "afterwards.ckpt")
-    found["fitting"] = fitting(trainer, out)
-    found["damaged"] = damaged(texts, out / "kept")
-    found["other_options"] = other_options(trainer, out / "afterwards.ckpt")
-    saves = Saves({1: [out / "synchronous.ckpt"]})
-    fit(texts, [saves], steps=2, async_checkpoint=False)
-    found["synchronous"] = saves.whole
-    found["failures"] = failures(texts, out)
-    found["error"] = error_while_writing(texts, out)
-    found["early_signal"] = early_signal(texts)
-    found["twice"] = twice(texts, out)
-    dist.barrier()
-    torch.save(Hostile(), out / "a.ckpt" / "meta.pt")
-    dist.barrier()
-    found["hostile"] = message(lambda: trainer.strategy.load_checkpoint(out / "a.ckpt"))
-    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    make_parts(out, TESTS, Run(texts, out, trainer))
 
 
 if __name__ == "__main__":

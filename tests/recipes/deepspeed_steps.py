@@ -7,23 +7,42 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
+from ringflash.training.mesh import DATA_AXIS
 from ringflash.training.seeding import seeded
 from tests.helpers.one_step import Tensors
-from tests.recipes.launching import ROOT
+from tests.recipes.launching import ROOT, error_of
 
 CLIPPING, OTHER_CLIPPING, DECAY = 0.05, 0.2, 0.5
+CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+CP_SIZE = 2
+FP32_EPS = 2.0**-23
+
+
+class Run(NamedTuple):
+    """The folders of a launch, and its mesh."""
+
+    texts: str
+    out: Path
+    mesh: DeviceMesh
+
+    @property
+    def dp_size(self) -> int:
+        """Number of sequences at a time."""
+        return self.mesh[DATA_AXIS].size()
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -77,26 +96,23 @@ def short_trainer(strategy: DeepSpeedContextParallelStrategy, **options: Any) ->
     )  # fmt: skip
 
 
-def scheduled_rates(cp_size: int) -> list[float]:
-    """Learning rates after each step, of a scheduler that the config alone names."""
+def scheduled_rates(run: Run) -> None:
+    """The scheduler of the config is followed if the module makes none: a linear warm-up over four steps."""
     warm_up = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
     config = {**config_of("zero1"), "scheduler": {"type": "WarmupLR", "params": warm_up}}
     module = Line()
-    trainer = short_trainer(DeepSpeedContextParallelStrategy(cp_size, config=config))
+    trainer = short_trainer(DeepSpeedContextParallelStrategy(CP_SIZE, config=config))
     trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 2)))
-    return module.rates
+    assert module.rates == pytest.approx([0.0, 0.025, 0.05, 0.075])
 
 
-def unequal_batches(cp_size: int) -> str:
-    """Return the error of a data rank with a batch more than the other."""
-    strategy = DeepSpeedContextParallelStrategy(cp_size, config=config_of("zero1"))
+def unequal_batches(run: Run) -> None:
+    """A data rank with a batch more than the other is refused: it would wait for gradients that the other lacks."""
+    strategy = DeepSpeedContextParallelStrategy(CP_SIZE, config=config_of("zero1"))
     module = Line()
     module.train_dataloader = lambda: torch.utils.data.DataLoader(torch.randn(1 + strategy.dp_rank, 2))  # type: ignore
-    try:
-        short_trainer(strategy).fit(module)
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+    error = error_of(short_trainer(strategy).fit, module)
+    assert error.startswith("data loaders must have as many batches on every rank, got [1] and [2]"), error
 
 
 class ByHand(Line):
@@ -163,35 +179,44 @@ def furthest(got: Tensors, want: nn.Module) -> float:
     return max(((got[n].double() - p).abs().max() / p.abs().max()).item() for n, p in wanted.items())
 
 
-def stepping(name: str) -> dict[str, float]:
-    """Errors of steps by hand, and of accumulated ones in epochs that end in the middle of a step."""
-    found = {}
-    epochs = [[0, 1], [2], [0, 1], [2]]
-    for kind, steps, count, options in (
-        (ByHand, [[0, 1], [2, 3]], 4, {"max_epochs": 1}),
-        (Line, epochs, 3, {"max_epochs": 2, "gradient_clip_val": CLIPPING, "accumulate_grad_batches": 2}),
-    ):
-        keeper, module = Keeper(), made(kind)
-        config = config_of(name)
-        del config["train_micro_batch_size_per_gpu"]  # which Lightning asks of the loader
-        strategy = DeepSpeedContextParallelStrategy(config=config)
-        trainer = short_trainer(strategy, callbacks=[keeper], max_steps=-1, **options)
-        trainer.fit(module, DataLoader(batches_of(4)[:count], batch_size=None))
-        assert trainer.global_step == len(steps)
-        want = made(kind)
-        trained(want, steps, [CLIPPING] * len(steps), parts=2)
-        found[kind.__name__] = furthest(keeper.weights, want)
-    return found
+def steps(run: Run) -> None:
+    """Steps by hand, clipped, each after four backwards; and accumulated ones in epochs that end in the middle of one.
+
+    Each of up to four steps of fp32 rounds some ten times: gradients, their norm, the clipping, the update.
+    """
+    for name in CONFIGS:
+        epochs = [[0, 1], [2], [0, 1], [2]]
+        for kind, batches, count, options in (
+            (ByHand, [[0, 1], [2, 3]], 4, {"max_epochs": 1}),
+            (Line, epochs, 3, {"max_epochs": 2, "gradient_clip_val": CLIPPING, "accumulate_grad_batches": 2}),
+        ):
+            keeper, module = Keeper(), made(kind)
+            config = config_of(name)
+            del config["train_micro_batch_size_per_gpu"]  # which Lightning asks of the loader
+            strategy = DeepSpeedContextParallelStrategy(config=config)
+            trainer = short_trainer(strategy, callbacks=[keeper], max_steps=-1, **options)
+            trainer.fit(module, DataLoader(batches_of(4)[:count], batch_size=None))
+            assert trainer.global_step == len(batches)
+            want = made(kind)
+            trained(want, batches, [CLIPPING] * len(batches), parts=2)
+            assert furthest(keeper.weights, want) <= 40 * FP32_EPS, (name, kind)
 
 
-def other_stage(name: str, path: Path) -> str:
-    """Return the error of a run at this stage about a checkpoint of another."""
+def checkpoints(run: Run) -> None:
+    """Checkpoints are evaluated and continued, at stage 1 with an average of the weights, which is kept in them."""
+    for name in ("zero1", "zero3"):
+        found = resuming(name, run.out / f"{name}.ckpt", average=name == "zero1")
+        assert max(found.values()) <= 80 * FP32_EPS, (name, found)
+
+
+def other_stages(run: Run) -> None:
+    """A run at another stage than the checkpoint's is refused: DeepSpeed fails without a word."""
     loader = DataLoader(batches_of(4), batch_size=None)
-    try:
-        short_trainer(DeepSpeedContextParallelStrategy(config=config_of(name))).fit(Line(), loader, ckpt_path=path)
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+    for name, other, stage in (("zero0", "zero1", "1 or 2"), ("zero2", "zero3", "3")):
+        trainer = short_trainer(DeepSpeedContextParallelStrategy(config=config_of(name)))
+        error = error_of(trainer.fit, Line(), loader, ckpt_path=run.out / f"{other}.ckpt")
+        assert error.startswith("ckpt_path must be a checkpoint of this run's ZeRO stage, got "), error
+        assert f"the parts of stage {stage}; train at that stage" in error, error
 
 
 def resuming(name: str, path: Path, average: bool) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -10,11 +11,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore
@@ -132,6 +135,38 @@ def run_ranks(
 ) -> str:
     """Start `Ranks` and return what they print."""
     return Ranks(program, *arguments, num_ranks=num_ranks, **environment).finish(timeout_s)
+
+
+def make_parts(out: Path, parts: Sequence[Callable[[Any], None]], run: Any) -> None:
+    """Make parts of a test on this rank, one after the other; <out>/<rank>.json has what each of them raised, or ""."""
+    found = {}
+    for part in parts:
+        try:
+            part(run)
+            found[part.__name__] = ""
+        except Exception:
+            found[part.__name__] = traceback.format_exc()
+    Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def read_results(out: Path) -> list[dict[str, Any]]:
+    """What each rank has written to <out>/<rank>.json."""
+    return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(len(list(out.glob("*.json"))))]
+
+
+def assert_made(ranks: Sequence[dict[str, str]], part: Callable[[Any], None]) -> None:
+    """Assert that a part raised nothing on any rank."""
+    problems = [f"rank {rank}: {found[part.__name__]}" for rank, found in enumerate(ranks) if found[part.__name__]]
+    assert not problems, "\n".join(problems)
+
+
+def error_of(call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The message of the refusal of a call."""
+    try:
+        call(*args, **options)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "not refused"
 
 
 def train(recipe: str | Path, *arguments: str | Path, num_ranks: int, **environment: str) -> str:

@@ -40,7 +40,6 @@ class Told(lightning.Callback):
         layer.register_full_backward_pre_hook(lambda *_: self._meet("backward"), prepend=True)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """Count the steps."""
         self.step = trainer.global_step + 1
 
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -62,7 +61,6 @@ class Told(lightning.Callback):
 
 
 def strategy(kind: str) -> Any:
-    """A new one."""
     if kind == "lightning":
         return ContextParallelStrategy()
     from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
@@ -104,7 +102,6 @@ def evaluation(kind: str, texts: str, out: Path) -> list[bool]:
 
 
 def main(texts: str, out: Path, kind: str) -> None:
-    """All places, and an evaluation."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {place: interrupted(place, kind, texts, out) for place in PLACES}
     found["evaluation"] = evaluation(kind, texts, out)

@@ -1,4 +1,4 @@
-"""Runs of a tiny model on every rank of one launch; what each rank found goes to <out>/<rank>.json.
+"""Runs of a tiny model: parts of test_strategy.py, on every rank of one launch.
 
     torchrun --nproc_per_node 4 -m tests.recipes.strategy_worker <folder of texts> <out>
 
@@ -7,7 +7,7 @@ The reference is plain torch in one process: no mesh, no shards, no Lightning.
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import random
 import sys
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import torch
@@ -34,6 +34,7 @@ from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
+from tests.recipes.launching import error_of, make_parts
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -43,7 +44,16 @@ SEQLEN, DP_SIZE, CP_SIZE, STEPS, NUM_EVAL = 48, 2, 2, 3, 4
 SAVING = Memory("attention_kept", offload_checkpoints=True, mlp_tile_tokens=7)
 CLIPPING = {"norm": 0.05, "value": 1e-3}  # both far below what the gradients are
 
+RTOL_FP64 = 1e-11
+
 Tensors = dict[str, torch.Tensor]
+
+
+class Run(NamedTuple):
+    """The folders of a launch."""
+
+    texts: str
+    out: Path
 
 
 class LightningClipping(CausalLM):
@@ -122,12 +132,20 @@ def reference_model(seed: int) -> nn.Module:
         torch.set_default_dtype(torch.float32)
 
 
-def evaluation(folder: str) -> dict[str, Any]:
-    """Largest error of the losses over fixed sequences, whole and by position, against one process's own sums."""
+def assert_close(got: float, want: float) -> None:
+    """Assert that a number is that of one process, in fp64."""
+    assert abs(got - want) <= RTOL_FP64 * abs(want), (got, want)
+
+
+def evaluation(run: Run) -> None:
+    """Losses over fixed sequences, whole and by position, are those of one process's own sums: means over tokens.
+
+    Sequences with more documents have fewer labels: the mean of the sequences' means is another number.
+    """
     module, strategy = CausalLM(CONFIG), ContextParallelStrategy(context_parallel_size=CP_SIZE, layout="balanced")
     trainer = trainer_with(plugins=[DoublePrecision()], strategy=strategy)
-    trainer.validate(module, datamodule=data(folder), verbose=False)
-    model, errors = reference_model(module.seed), {}
+    trainer.validate(module, datamodule=data(run.texts), verbose=False)
+    model = reference_model(module.seed)
     for name, text in (("train", trainer.datamodule.train), ("held_out", trainer.datamodule.held_out)):
         sums: dict[int, list[float]] = {}
         for i in range(NUM_EVAL):
@@ -136,20 +154,23 @@ def evaluation(folder: str) -> dict[str, Any]:
         want = {bucket: sum(losses) / len(losses) for bucket, losses in sums.items()}
         got = module.eval_losses_by_position[name]
         assert got.keys() == want.keys() and len(want) > 2, (got, want)
-        errors[f"{name} by position"] = max(abs(got[bucket] - loss) / loss for bucket, loss in want.items())
+        for bucket, loss in want.items():
+            assert_close(got[bucket], loss)
         every = [loss for losses in sums.values() for loss in losses]
-        errors[name] = abs(module.eval_losses[name] - sum(every) / len(every)) / (sum(every) / len(every))
-    return errors
+        assert_close(module.eval_losses[name], sum(every) / len(every))
 
 
-def passkey(folder: str) -> dict[str, Any]:
-    """The keys' losses over the ring, in stripes, and as one process computes them from whole logits."""
+def passkey(run: Run) -> None:
+    """The keys' losses over the ring, in stripes, are as one process computes them from whole logits.
+
+    A model that knows nothing finds no key, and is as surprised by the right digits.
+    """
     seqlen, callback = 256, Passkey(depths=(0.1, 0.9), num_keys=2, num_digits=3, seed=1)
-    module, texts = CausalLM(CONFIG), TextData(seqlen, folder, ".txt", num_eval_sequences=1)
+    module, texts = CausalLM(CONFIG), TextData(seqlen, run.texts, ".txt", num_eval_sequences=1)
     strategy = ContextParallelStrategy(layout="striped")
     trainer = trainer_with(plugins=[DoublePrecision()], callbacks=[callback], strategy=strategy)
     trainer.validate(module, datamodule=texts, verbose=False)
-    model, draw, wanted = reference_model(module.seed), random.Random(1), {}
+    model, draw = reference_model(module.seed), random.Random(1)
     for depth in callback.depths:
         losses = []
         for _ in range(2):
@@ -158,11 +179,8 @@ def passkey(folder: str) -> dict[str, Any]:
             hidden = model.model.model(input_ids=ids, position_ids=torch.arange(seqlen)[None], use_cache=False)
             logits = model.model.lm_head(hidden.last_hidden_state)[0, -4:-1]
             losses.append(nn.functional.cross_entropy(logits, ids[0, -3:]).item())
-        wanted[depth] = sum(losses) / len(losses)
-    return {
-        "errors": [abs(callback.found[depth].loss - loss) / loss for depth, loss in wanted.items()],
-        "found": [found.keys for found in callback.found.values()],
-    }
+        assert_close(callback.found[depth].loss, sum(losses) / len(losses))
+        assert callback.found[depth].keys == 0.0
 
 
 def token_losses(model: Any, sample: Any) -> Iterator[tuple[int, float]]:
@@ -177,56 +195,79 @@ def token_losses(model: Any, sample: Any) -> Iterator[tuple[int, float]]:
             yield bucket, nn.functional.cross_entropy(logits[i], ids[0, i + 1]).item()
 
 
-def compare(
-    module_class: Callable[..., CausalLM], algorithm: str, folder: str, strategy: ContextParallelStrategy | None = None
-) -> dict[str, Any]:
-    """Largest errors over all steps and parameters, relative to the largest value of each."""
+def equals_one_process(
+    run: Run,
+    algorithm: str,
+    module_class: Callable[..., CausalLM] = CausalLM,
+    strategy: ContextParallelStrategy | None = None,
+) -> None:
+    """Gradients, weights, losses and logged norms of three clipped steps of AdamW are those of one process, in fp64.
+
+    The norm is that of the whole gradient before clipping, which is large enough to be clipped.
+    """
     recorder, trainer = fit(
-        module_class(CONFIG), folder, plugins=[DoublePrecision()],
+        module_class(CONFIG), run.texts, plugins=[DoublePrecision()],
         gradient_clip_val=CLIPPING[algorithm], gradient_clip_algorithm=algorithm,
         strategy=strategy or ContextParallelStrategy(CP_SIZE),
     )  # fmt: skip
-    errors: dict[str, Any] = {"gradient": 0.0, "weight": 0.0, "loss": 0.0}
     expected = reference(CausalLM(CONFIG), trainer.datamodule.train, algorithm)
-    for (grads, weights), metrics, (ref_grads, ref_weights, loss, norm) in zip(
-        recorder.steps, recorder.metrics, expected, strict=True
-    ):
-        for key, ours, theirs in (("gradient", grads, ref_grads), ("weight", weights, ref_weights)):
+    for step, metrics, (grads, weights, loss, norm) in zip(recorder.steps, recorder.metrics, expected, strict=True):
+        for ours, theirs in zip(step, (grads, weights), strict=True):
             assert ours.keys() == theirs.keys()
-            worst = max(((ours[n] - theirs[n]).abs().max() / theirs[n].abs().max()).item() for n in theirs)
-            errors[key] = max(errors[key], worst)
-        errors["loss"] = max(errors["loss"], abs(metrics["loss"] - loss) / loss)
-        if "grad_norm" in metrics:
-            errors["grad_norm"] = max(errors.get("grad_norm", 0.0), abs(metrics["grad_norm"] - norm) / norm)
-            errors["clipped"] = norm > CLIPPING[algorithm]
-    return errors
+            for name, want in theirs.items():
+                assert (ours[name] - want).abs().max() <= RTOL_FP64 * want.abs().max(), name
+        assert_close(metrics["loss"], loss)
+        assert norm > CLIPPING[algorithm]
+        if module_class is not LightningClipping:
+            assert_close(metrics["grad_norm"], norm)
 
 
-def replicated(folder: str, path: Path) -> dict[str, Any]:
-    """Run `compare` with two copies of the parameters; a run without copies reads its checkpoint."""
+def clipped_by_norm(run: Run) -> None:
+    """Gradients are clipped by our norm."""
+    equals_one_process(run, "norm")
+
+
+def clipped_by_value(run: Run) -> None:
+    """Gradients are clipped by value, and activations are saved on."""
+    equals_one_process(run, "value", partial(CausalLM, memory=SAVING))
+
+
+def clipped_by_lightning(run: Run) -> None:
+    """Gradients are clipped by Lightning's own hook, which logs no norm."""
+    equals_one_process(run, "norm", LightningClipping)
+
+
+def replicated(run: Run) -> None:
+    """Two copies of parameters, each sharded over two ranks, are written once, as if sharded over all.
+
+    A run without copies reads the checkpoint.
+    """
+    path = run.out / "replicated.ckpt"
     strategy = ContextParallelStrategy(CP_SIZE, replicate_size=2, layout="balanced")
-    found = compare(CausalLM, "norm", folder, strategy)
+    equals_one_process(run, "norm", strategy=strategy)
     module, trainer = strategy.lightning_module, strategy._trainer
     trainer.save_checkpoint(path)
-    placed = {str(p.placements) for p in module.parameters()}
-    whole = {name: p.detach().full_tensor() for name, p in module.named_parameters()}
+    assert {str(p.placements) for p in module.parameters()} == {"(Replicate(), Shard(dim=0))"}
     other = CausalLM(CONFIG)
-    trainer_with(plugins=[DoublePrecision()]).validate(other, datamodule=data(folder), ckpt_path=path, verbose=False)
-    read = {name: p.detach().full_tensor() for name, p in other.named_parameters()}
+    trainer_with(plugins=[DoublePrecision()]).validate(other, datamodule=data(run.texts), ckpt_path=path, verbose=False)
+    assert {str(p.placements) for p in other.parameters()} == {"(Shard(dim=0),)"}
+    for read, p in zip(other.parameters(), module.parameters(), strict=True):
+        assert torch.equal(read.detach().full_tensor(), p.detach().full_tensor())
     pieces = FileSystemReader(path).read_metadata().storage_data.values()
-    return found | {
-        "placements": sorted(placed), "read": all(torch.equal(read[name], x) for name, x in whole.items()),
-        "written": sum(part.stat().st_size for part in path.glob("*.distcp")) / sum(piece.length for piece in pieces),
-        "over_all": {str(p.placements) for p in other.parameters()} == {"(Shard(dim=0),)"},
-    }  # fmt: skip
+    assert sum(part.stat().st_size for part in path.glob("*.distcp")) == sum(piece.length for piece in pieces)
 
 
-def precision(name: str, folder: str) -> dict[str, Any]:
-    """Return the dtypes of parameters in one of Lightning's precisions, and what the run logs."""
-    module = CausalLM(CONFIG)
-    recorder, _ = fit(module, folder, precision=name, gradient_clip_val=1.0)
-    dtypes, frequencies = {str(p.dtype) for p in module.parameters()}, {str(x.dtype) for x in module.buffers()}
-    return {"dtypes": sorted(dtypes), "frequencies": sorted(frequencies), "metrics": recorder.metrics}
+def precisions(run: Run) -> None:
+    """Parameters have the dtype that is asked for, frequencies are exact, and metrics the same on every rank."""
+    for name, dtype in (("32-true", "float32"), ("bf16-mixed", "float32"), ("bf16-true", "bfloat16")):
+        module = CausalLM(CONFIG)
+        recorder, _ = fit(module, run.texts, precision=name, gradient_clip_val=1.0)
+        assert {str(p.dtype) for p in module.parameters()} == {f"torch.{dtype}"}, name
+        assert {str(x.dtype) for x in module.buffers()} == {"torch.float32"}, name
+        assert all(math.isfinite(x) for step in recorder.metrics for x in step.values()), recorder.metrics
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, recorder.metrics)
+        assert everyone == [recorder.metrics] * len(everyone)
 
 
 class Clock(lightning.Callback):
@@ -273,10 +314,11 @@ class Losses(lightning.Callback):
         self.parts.append(outputs["loss"])
 
 
-def progress(folder: str) -> dict[str, Any]:
-    """Tokens a second of each step's line; an evaluation comes in the middle of the second step. Errors of the loss.
+def progress(run: Run) -> None:
+    """Tokens are counted with the time they took, and a loss is that of all four batches of a step.
 
-    The sanity check takes half of the sequences.
+    An evaluation comes in the middle of the second step: the time is counted anew. The sanity check takes half of the
+    sequences, whose losses are not shown beside those of all.
     """
     clock, recorder, losses, lines = Clock(), Recorder(), Losses(), Progress(every_n_steps=1)
     progress_module.time = clock  # type: ignore[assignment]
@@ -284,37 +326,29 @@ def progress(folder: str) -> dict[str, Any]:
         callbacks=[clock, lines, Probe(clock), recorder, losses], logger=Curve(), accumulate_grad_batches=4,
         check_val_every_n_epoch=None, val_check_interval=6, num_sanity_val_steps=1,
     )  # fmt: skip
-    trainer.fit(LightningClipping(CONFIG), datamodule=data(folder))  # logs no norm
+    trainer.fit(LightningClipping(CONFIG), datamodule=data(run.texts))  # logs no norm
+    assert {x["tokens_per_second"] for x in recorder.metrics if "tokens_per_second" in x} == {DP_SIZE * float(SEQLEN)}
+    assert [step for step, _ in lines.evaluations] == [1, 3]
     wanted = torch.stack(losses.parts).reshape(STEPS, 4).sum(1)
     dist.all_reduce(wanted)
     logged = torch.tensor([batch["loss"] for batch in recorder.metrics[3::4]])
-    return {
-        "speeds": [step["tokens_per_second"] for step in recorder.metrics if "tokens_per_second" in step],
-        "errors": (logged / (wanted / dist.get_world_size()) - 1).abs().tolist(),
-        "evaluated_at": [step for step, _ in lines.evaluations],
-    }
+    torch.testing.assert_close(logged, wanted / dist.get_world_size(), rtol=1e-6, atol=0)
 
 
-def refusal(folder: str) -> dict[str, Any]:
-    """The error of sizes that do not multiply to the ranks, and whether anything was sent before it."""
-    try:
-        fit(CausalLM(CONFIG), folder, strategy=ContextParallelStrategy(3, 1))
-    except ValueError as error:
-        first = str(error)
-    try:
-        fit(CausalLM(CONFIG), folder, strategy=ContextParallelStrategy(replicate_size=3))
-    except ValueError as error:
-        return {"message": first, "copies": str(error), "joined": dist.is_initialized()}
-    return {}
+def wrong_sizes(run: Run) -> None:
+    """Three does not divide four: every rank says so, and no process group was made."""
+    error = error_of(fit, CausalLM(CONFIG), run.texts, strategy=ContextParallelStrategy(3, 1))
+    assert "must be the number of ranks (4), got 1 * 3; start 3 ranks" in error, error
+    error = error_of(fit, CausalLM(CONFIG), run.texts, strategy=ContextParallelStrategy(replicate_size=3))
+    assert error.startswith("replicate_size must divide the number of ranks (4), got 3; 1"), error
+    assert not dist.is_initialized()
 
 
-def second_share(folder: str) -> str:
-    """The error of an evaluation for which Lightning would share the sequences out."""
-    try:
-        trainer_with(use_distributed_sampler=True).validate(CausalLM(CONFIG), datamodule=data(folder), verbose=False)
-    except ValueError as error:
-        return str(error)
-    return "not refused"
+def second_share(run: Run) -> None:
+    """Lightning's default would judge by half of each data rank's sequences, and say nothing."""
+    trainer = trainer_with(use_distributed_sampler=True)
+    error = error_of(trainer.validate, CausalLM(CONFIG), datamodule=data(run.texts), verbose=False)
+    assert "use_distributed_sampler must be False" in error, error
 
 
 class Idle(lightning.LightningModule):
@@ -332,48 +366,39 @@ class Idle(lightning.LightningModule):
         """None."""
 
 
-def uneven() -> list[str]:
-    """The errors of data ranks of which one has a batch more, in training, evaluation and prediction."""
-    errors = []
+def uneven(run: Run) -> None:
+    """A data rank with a batch more than the other would wait for it half an hour, whatever the trainer does."""
     for name in ("fit", "validate", "test", "predict"):
         batches = torch.utils.data.DataLoader(range(1 + int(os.environ["RANK"]) // CP_SIZE))
-        try:
-            getattr(trainer_with(limit_val_batches=0 if name == "fit" else None), name)(Idle(), batches)
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
+        trainer = trainer_with(limit_val_batches=0 if name == "fit" else None)
+        assert error_of(getattr(trainer, name), Idle(), batches) == (
+            "data loaders must have as many batches on every rank, got [1] and [2]; drop or repeat sequences until all "
+            "have as many."
+        )
 
 
-def mesh(folder: str) -> dict[str, Any]:
-    """Return this rank's place."""
+def mesh(run: Run) -> None:
+    """Ranks 0 and 1 share a sequence, 2 and 3 another; all four share the parameters; samplers split by data.
+
+    All groups have the timeout asked for.
+    """
     limit = timedelta(seconds=1234)
-    _, trainer = fit(CausalLM(CONFIG), folder, strategy=ContextParallelStrategy(CP_SIZE, timeout=limit))
-    strategy = trainer.strategy
-    groups = [*strategy.device_mesh.get_all_groups(), strategy.shard_mesh.get_group()]
-    return {
-        "timeouts": [group._get_backend(torch.device("cpu")).options._timeout == limit for group in groups],
-        "axes": list(strategy.device_mesh.mesh_dim_names), "sizes": [strategy.dp_size, strategy.cp_size],
-        "cp_ranks": dist.get_process_group_ranks(strategy.cp_group), "shard_size": strategy.shard_mesh.size(),
-        "sampler": strategy.distributed_sampler_kwargs, "num_consumed": trainer.datamodule.num_consumed,
-    }  # fmt: skip
+    _, trainer = fit(CausalLM(CONFIG), run.texts, strategy=ContextParallelStrategy(CP_SIZE, timeout=limit))
+    strategy, first = trainer.strategy, dist.get_rank() // 2
+    assert strategy.device_mesh.mesh_dim_names == ("data_parallel", "context_parallel")
+    assert (strategy.dp_size, strategy.cp_size, strategy.shard_mesh.size()) == (2, 2, 4)
+    assert dist.get_process_group_ranks(strategy.cp_group) == [2 * first, 2 * first + 1]
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": first}
+    assert trainer.datamodule.num_consumed == 6
+    for group in (*strategy.device_mesh.get_all_groups(), strategy.shard_mesh.get_group()):
+        assert group._get_backend(torch.device("cpu")).options._timeout == limit
 
 
-def main() -> None:
-    """All of it, one after the other."""
-    folder, out = sys.argv[1:]
-    found = {"refusal": refusal(folder), "mesh": mesh(folder)}
-    found["uneven"] = uneven()
-    found["second_share"] = second_share(folder)
-    found["evaluation"] = evaluation(folder)
-    found["passkey"] = passkey(folder)
-    found["norm"] = compare(CausalLM, "norm", folder)
-    found["replicated"] = replicated(folder, Path(out, "replicated.ckpt"))
-    found["value"] = compare(partial(CausalLM, memory=SAVING), "value", folder)
-    found["lightning"] = compare(LightningClipping, "norm", folder)
-    found["progress"] = progress(folder)
-    found |= {name: precision(name, folder) for name in ("32-true", "bf16-mixed", "bf16-true")}
-    Path(out, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+TESTS = (
+    wrong_sizes, mesh, uneven, second_share, evaluation, passkey, clipped_by_norm, replicated, clipped_by_value,
+    clipped_by_lightning, progress, precisions,
+)  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    make_parts(Path(sys.argv[2]), TESTS, Run(sys.argv[1], Path(sys.argv[2])))

@@ -31,7 +31,6 @@ def arguments(folder: Path, name: str, **flags: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This module's folder of runs."""
     return tmp_path_factory.mktemp("runs")
 
 

@@ -40,7 +40,6 @@ def losses(folder: Path, version: int) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This module's folder of runs."""
     return tmp_path_factory.mktemp("runs")
 
 

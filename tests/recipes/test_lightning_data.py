@@ -12,18 +12,12 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from recipes.lightning.text import SEPARATOR, PackedText, TextData, is_held_out, text_files
-from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.lightning.data import CountConsumed, _check_epochs
 from ringflash.training.mesh import mesh_sizes
 from tests.recipes.launching import write_text
 
 DOCUMENTS = [b"a", b"bb" * 20, b"ccc", bytes(range(256)), b"d" * 5]
-
-
-def take(order: SampleOrder, count: int) -> list[int]:
-    """The first samples."""
-    return [index for index, _ in zip(order, range(count), strict=False)]
 
 
 def test_packing_keeps_every_byte() -> None:
@@ -47,7 +41,6 @@ def test_bounds_are_where_documents_start(seqlen: int) -> None:
 
 
 def test_text_that_fills_no_sequence_is_refused() -> None:
-    """The message names the length and what there is."""
     with pytest.raises(ValueError, match="text must fill a sequence of seqlen 64 tokens, got 4; give more files"):
         PackedText([b"abc"], 64)
 
@@ -72,33 +65,8 @@ def test_files_are_the_same_in_any_order_of_the_disk(tmp_path: Path) -> None:
 
 
 def test_folder_without_files_is_refused(tmp_path: Path) -> None:
-    """The message names the suffix and the folder."""
     with pytest.raises(ValueError, match=f"folder must hold files that end in '.md', got none in {tmp_path}"):
         text_files(str(tmp_path), ".md")
-
-
-def test_data_ranks_share_out_each_epoch() -> None:
-    """Three data ranks together draw what one would, and every epoch has every sequence once."""
-    one = take(SampleOrder(10, seed=5, dp_rank=0, dp_size=1, first=0), 30)
-    three = [take(SampleOrder(10, seed=5, dp_rank=r, dp_size=3, first=0), 10) for r in range(3)]
-    assert [three[i % 3][i // 3] for i in range(30)] == one
-    epochs = [one[:10], one[10:20], one[20:]]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-
-
-@pytest.mark.parametrize("dp_size", [1, 2, 3])
-def test_order_continues_on_another_number_of_data_ranks(dp_size: int) -> None:
-    """1, 2 or 3 data ranks draw from there what one rank would draw after 6 samples."""
-    one = take(SampleOrder(10, seed=5, dp_rank=0, dp_size=1, first=0), 18)
-    ranks = [take(SampleOrder(10, seed=5, dp_rank=r, dp_size=dp_size, first=6), 12 // dp_size) for r in range(dp_size)]
-    assert [ranks[i % dp_size][i // dp_size] for i in range(12)] == one[6:]
-
-
-def test_order_follows_the_seed() -> None:
-    """Equal for equal seeds, another for another."""
-    a, b, c = (take(SampleOrder(50, seed=s, dp_rank=0, dp_size=1, first=0), 50) for s in (1, 1, 2))
-    assert a == b != c
 
 
 def test_checkpoint_of_other_data_is_refused() -> None:
@@ -149,18 +117,6 @@ def test_place_in_the_middle_of_a_step_is_that_of_its_begin(dp_size: int) -> Non
     CountConsumed().on_save_checkpoint(trainer, CausalLM({"model_type": "llama"}), checkpoint)
     assert checkpoint["TextData"]["num_consumed"] == 8 * dp_size
     assert all(count == 8 for kind in batches.values() for count in kind.values())
-
-
-@pytest.mark.parametrize(("ready", "begin"), [(6, 8), (8, 8), (9, 12)])
-def test_resumed_step_begins_with_its_first_batch(ready: int, begin: int) -> None:
-    """Four batches a step now: Lightning ends a step by the number of batches so far."""
-    batches = {kind: {"ready": ready, "completed": ready} for kind in ("current", "total")}
-    checkpoint = {"state_dict": {}, "loops": {"fit_loop": {"epoch_loop.batch_progress": batches}}}
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(fn=TrainerFn.FITTING), datamodule=TextData(seqlen=16), accumulate_grad_batches=4
-    )
-    CountConsumed().on_load_checkpoint(trainer, CausalLM({"model_type": "llama"}), checkpoint)
-    assert all(count == begin for kind in batches.values() for count in kind.values())
 
 
 @pytest.mark.parametrize(("config", "got"), [({"vocab_size": 256}, 256), ({}, 32000)])
@@ -237,7 +193,6 @@ def test_sizes_fill_the_world(data: int | str, context: int | str, world: int, s
 
 @pytest.mark.parametrize(("data", "context"), [(2, 3), ("auto", 3), (3, "auto"), (1, 2), ("auto", 8), (8, "auto")])
 def test_sizes_that_do_not_multiply_are_refused(data: int | str, context: int | str) -> None:
-    """The message says what must hold, what was got, and what to do."""
     with pytest.raises(
         ValueError, match=rf"must be the number of ranks \(4\), got {data} \* {context}; start \d+ ranks, or set"
     ):
@@ -246,6 +201,5 @@ def test_sizes_that_do_not_multiply_are_refused(data: int | str, context: int | 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, "all"])
 def test_sizes_that_are_no_counts_are_refused(size: object) -> None:
-    """A positive integer or "auto"."""
     with pytest.raises(ValueError, match="context_parallel_size must be 'auto' or a positive integer, got"):
         mesh_sizes("auto", size, 4)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from tests.recipes.launching import run
 
 
 def test_lightning_adapter_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing it without lightning says which extra to install."""
     for name in [name for name in sys.modules if name.split(".")[0] == "lightning" or "ringflash.lightning" in name]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lightning", None)
@@ -21,7 +20,6 @@ def test_lightning_adapter_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_deepspeed_adapter_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing it without deepspeed says which extra to install."""
     for name in [name for name in sys.modules if name.startswith("ringflash.deepspeed")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
@@ -30,7 +28,6 @@ def test_deepspeed_adapter_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_accelerate_backend_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registering it without accelerate says which extra to install."""
     import ringflash.accelerate
 
     monkeypatch.setitem(sys.modules, "accelerate", None)
@@ -39,7 +36,6 @@ def test_accelerate_backend_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_linear_layers_in_fp8_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking for them without torchao says which extra to install."""
     from ringflash.lightning.float8 import multiply_in_float8
 
     monkeypatch.setitem(sys.modules, "torchao", None)
@@ -48,7 +44,6 @@ def test_linear_layers_in_fp8_name_their_extra(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_token_files_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing them without numpy says which extra to install."""
     for name in [name for name in sys.modules if name.split(".")[0] == "numpy" or "ringflash.data" in name]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "numpy", None)
@@ -67,12 +62,21 @@ assert not new & {"torch._dynamo", "torch.distributed.tensor"}, "as long an impo
 assert ringflash.wrap_attention and ringflash.check_wrapped
 x = torch.randn(1, 8, 2, 16)
 assert ringflash.ring_attention(x, x, x, group=None).shape == x.shape
+from ringflash import huggingface
+try:
+    huggingface.register()
+except RuntimeError as error:
+    print(error)
 """
 
 
 def test_ringflash_itself_needs_no_extra() -> None:
-    """In a process of its own: the core imports without them, and little beside torch, and attends."""
-    run([sys.executable, "-c", WITHOUT_EXTRAS])
+    """In a process of its own: the core imports without them, and little beside torch, and attends.
+
+    transformers is named only when it is needed.
+    """
+    said = run([sys.executable, "-c", WITHOUT_EXTRAS])
+    assert "transformers must be version 5.17 or later" in said and "pip install ringflash[huggingface]" in said
 
 
 def test_other_strategies_are_refused() -> None:
@@ -106,7 +110,6 @@ def test_parameters_in_fp16_are_refused() -> None:
 
 
 def test_mesh_before_the_processes_have_joined_is_refused() -> None:
-    """The message says when to read it."""
     from ringflash.lightning import ContextParallelStrategy
 
     with pytest.raises(RuntimeError, match="shard_mesh must be read after the processes have joined"):

@@ -181,11 +181,7 @@ def test_split_holds_out_the_same_documents_for_every_seed(count: int, percent: 
     assert len(held_out) == -(-count * percent // 100)
     assert torch.equal(held_out, split(count, percent, seed + 1)[1])
     assert torch.equal(trained, split(count, percent, seed)[0])
-
-
-def test_split_follows_the_seed() -> None:
-    """Another order for another seed."""
-    assert not torch.equal(split(300, 5.0, 0)[0], split(300, 5.0, 1)[0])
+    assert len(trained) < 100 or not torch.equal(trained, split(count, percent, seed + 1)[0])
 
 
 @SHARED

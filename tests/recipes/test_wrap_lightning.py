@@ -1,12 +1,12 @@
 """The README's diff, applied to a plain LightningModule: two ranks train and judge as one process without it.
 
-Two gloo processes on the CPU (wrap_worker.py), fp64.
+Gloo processes on the CPU, fp64 (wrap_worker.py, which says what each part shows).
 """
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ from torch.nn.functional import cross_entropy
 
 from ringflash.lightning import SequenceSharding
 from ringflash.lightning.first_step import FirstStep
-from tests.recipes.launching import ROOT, run_ranks
-
-RTOL = 1e-10
+from tests.recipes.launching import ROOT, assert_made, read_results, run_ranks
+from tests.recipes.wrap_worker import TESTS
 
 
 def readme_diff() -> list[str]:
@@ -47,60 +46,29 @@ def write_changed(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of each of two ranks, and of the one rank of a second launch."""
-    folder = tmp_path_factory.mktemp("wrap")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, str]]]:
+    """Errors of each rank, by part, of a launch of one rank and of one of two."""
+    folder, found = tmp_path_factory.mktemp("wrap"), {}
     write_changed(folder)
-    run_ranks("tests.recipes.wrap_worker", folder, folder, num_ranks=2)
-    run_ranks("tests.recipes.wrap_worker", folder, folder, num_ranks=1)
-    return [json.loads(Path(folder, f"{name}.json").read_text()) for name in ("0of2", "1of2", "0of1")]
+    for num_ranks in TESTS:
+        out = tmp_path_factory.mktemp("found")
+        run_ranks("tests.recipes.wrap_worker", folder, out, num_ranks=num_ranks)
+        found[num_ranks] = read_results(out)
+    return found
 
 
-@pytest.fixture(scope="module")
-def ranks(launches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results of each of two ranks."""
-    return launches[:2]
+@pytest.mark.parametrize(
+    ("num_ranks", "part"),
+    [(size, part) for size, parts in TESTS.items() for part in parts],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_on_ranks(launches: dict[int, list[dict[str, str]]], num_ranks: int, part: Callable[[Any], None]) -> None:
+    assert_made(launches[num_ranks], part)
 
 
 def test_the_diff_changes_three_lines() -> None:
     """Beside the import."""
     assert sum(line.startswith("-") for line in readme_diff()) == 3
-
-
-@pytest.mark.parametrize("quantity", ["weights", "loss", "eval_loss", "manual", "average", "compiled"])
-def test_training_equals_the_plain_module(ranks: list[dict[str, Any]], quantity: str) -> None:
-    """After three steps, also of its own backward, with a layer that inductor compiles, and as a moving average.
-
-    Losses are logged as the plain module logs them: the mean over the tokens of all ranks, not those of one rank.
-    """
-    assert all(rank[quantity] <= RTOL for rank in ranks), ranks
-
-
-def test_shuffled_data_is_in_one_order(launches: list[dict[str, Any]]) -> None:
-    """On two ranks and on one: by Lightning's sampler under the strategy, by a generator of one's own anywhere.
-
-    "plain" is the module without the diff under Lightning's default strategy; with it, it runs there as well.
-    """
-    *two, one = (found["orders"] for found in launches)
-    assert len(one["own"]) == 12 and max(abs(a - b) for a, b in zip(one["own"], one["lightning"], strict=True)) > 1e-3
-    for rank in two:
-        assert rank["lightning"] == pytest.approx(one["lightning"], rel=RTOL)
-        assert rank["own"] == pytest.approx(one["plain"], rel=RTOL)
-    assert one["default strategy"] == pytest.approx(one["plain"], rel=RTOL)
-    assert one["own"] == pytest.approx(one["plain"], rel=RTOL)
-
-
-def test_callbacks_meet_shards(ranks: list[dict[str, Any]]) -> None:
-    """FSDP2 leaves an outermost module whole after a forward without a backward: an evaluation, the comparison."""
-    hooks = ("validation batch", "sanity validation", "comparison", "step")
-    for rank in ranks:
-        assert rank["whole"] == dict.fromkeys(hooks, 0)
-
-
-def test_callbacks_decide_alike(ranks: list[dict[str, Any]]) -> None:
-    """Decisions follow the mean over ranks: 2, 1, 1.5, 2. By its own scores rank 1 would stop after 2."""
-    for rank in ranks:
-        assert rank["decisions"] == {"best": ["epoch=1.ckpt", 1.0], "stopped": 3, "score": 2.0, "worst": 3.0}
 
 
 def test_sum_without_a_choice_is_refused() -> None:
@@ -112,32 +80,6 @@ def test_sum_without_a_choice_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="sync_dist must be given with reduce_fx=.*sum.*, got none for n; True"):
             log()
-
-
-def test_comparison_leaves_no_trace(ranks: list[dict[str, Any]]) -> None:
-    """Three steps have counted in a buffer and collected in a list, and nothing else has."""
-    assert all(rank["counted"] == [3, [0, 1, 2]] for rank in ranks), ranks
-
-
-@pytest.mark.parametrize(
-    ("what", "beginning"),
-    [
-        ("misplaced", "model.blocks.0.attn must be given the q"),
-        ("tied", "head.weight must be in the unit of model.embedding.weight, whose"),  # FSDP2 would part them
-        ("unshifted", "token_loss must be given the labels of the whole sequence ([31] in its calls), got [30] over"),
-        ("local_mean", "training_step's loss, averaged over the ring, must be that of the whole sequence ("),
-        ("uncut", "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super"),
-        ("batches", "batch must be the same on all ranks of a ring, which each take a part of it, got 2 different"),
-        (
-            "averaged",
-            "callbacks must not copy the module, whose parameters are sharded, got EMAWeightAveraging; average",
-        ),
-    ],
-)
-def test_what_would_train_otherwise_is_refused(ranks: list[dict[str, Any]], what: str, beginning: str) -> None:
-    """Before the first step, on every rank."""
-    for rank in ranks:
-        assert rank["refusals"][what].startswith(beginning), rank["refusals"][what]
 
 
 def test_batch_with_a_mask_is_refused() -> None:

@@ -1,6 +1,6 @@
-"""Training on token files, on every rank of one launch; what each rank found goes to <out>/<rank>-of-<ranks>.json.
+"""Training on token files: parts of test_token_data.py, on every rank of one launch.
 
-    torchrun --nproc_per_node 2 -m tests.recipes.tokens_worker <folder> <out>
+    torchrun --nproc_per_node 2 -m tests.recipes.tokens_worker <folder> <out> <checkpoint>
 
 Two ranks write a checkpoint after three steps with a sequence each, and continue it sharing one; a later run on one
 rank continues the same checkpoint. The reference for every batch is `prepare_batch` on plain lists.
@@ -8,14 +8,14 @@ rank continues the same checkpoint. The reference for every batch is `prepare_ba
 
 from __future__ import annotations
 
-import json
+import math
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,11 +27,19 @@ from ringflash.lightning import CausalLM, ContextParallelStrategy, TokenData
 from ringflash.lightning.strategy import strategy_of
 from ringflash.sequence.padding import IGNORE_INDEX
 from tests.helpers.tokens import read_all, whole_sequence
+from tests.recipes.launching import make_parts
 from tests.recipes.strategy_worker import CONFIG
 
-WORLD_SIZE = int(os.environ["WORLD_SIZE"])
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 SEQLEN, SEED, HELD_OUT_PERCENT, STEPS = 48, 3, 20.0, 3
 RATES = {"learning_rate": 1e-5, "weight_decay": 0.5, "betas": (0.8, 0.9)}
+
+
+class Run(NamedTuple):
+    """The folder of token files, and the checkpoint that two ranks write."""
+
+    folder: Path
+    checkpoint: Path
 
 
 class Recorder(lightning.Callback):
@@ -96,60 +104,105 @@ def fit(data: TokenData, folder: Path, cp_size: int, **options: Any) -> dict[str
     if save is not None:
         trainer.save_checkpoint(save)
     found = {"indices": recorder.indices, "wrong": recorder.wrong, "num_consumed": data.num_consumed}
-    groups = [[group[name] for name in ("lr", "weight_decay", "betas")] for group in trainer.optimizers[0].param_groups]
+    groups = [[x["lr"], x["weight_decay"], *x["betas"]] for x in trainer.optimizers[0].param_groups]
     return {**found, "eval_losses": module.eval_losses, "num_sequences": len(data.train), "groups": groups}
 
 
 def token_data(folder: Path, **options: Any) -> TokenData:
-    """The data module under test."""
     options = {"seqlen": SEQLEN, "held_out_percent": HELD_OUT_PERCENT, "num_eval_sequences": 2, "seed": SEED, **options}
     return TokenData(str(folder), **options)
 
 
-def error_of(call: Callable[[], Any]) -> str:
-    """Type and message of the error of a call."""
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "none"
+def in_order(found: dict[str, Any]) -> list[int]:
+    """The sequences that one rank would draw first."""
+    assert found["num_sequences"] > 9
+    order = iter(SampleOrder(found["num_sequences"], seed=SEED, dp_rank=0, dp_size=1, first=0))
+    return [next(order) for _ in range(9)]
 
 
-def mid_step(folder: Path, path: Path) -> list[dict[int, float]]:
-    """Norms of three steps of four sequences; and of those after a checkpoint in the middle of the second."""
+def data_ranks(run: Run) -> None:
+    """Two ranks draw what one would; every batch is that of `prepare_batch`: each key, dtype and value, no more."""
+    found = fit(token_data(run.folder), run.folder, 1, save=run.checkpoint)
+    assert found["wrong"] == [] and found["indices"] == in_order(found)[dist.get_rank() : 6 : 2], found
+
+
+def ring(run: Run) -> None:
+    """Training continues in the middle of an epoch, on a ring of two ranks or on one.
+
+    Losses for the trained and the held-out sequences are the same on both ranks.
+    """
+    found = fit(token_data(run.folder), run.folder, WORLD_SIZE, checkpoint=run.checkpoint, steps=2 * STEPS)
+    assert found["wrong"] == [] and found["indices"] == in_order(found)[6:] and found["num_consumed"] == 9, found
+    losses, everyone = found["eval_losses"], [None] * WORLD_SIZE
+    assert losses.keys() == {"train", "held_out"} and all(math.isfinite(x) for x in losses.values())
+    dist.all_gather_object(everyone, losses)
+    assert everyone == [losses] * WORLD_SIZE
+
+
+def corrupt_file(run: Run) -> None:
+    """Both ranks name the file that one of them has, and who has it; neither waits for the other."""
+    where = run.folder.with_name("tokens-corrupt") if dist.get_rank() else run.folder
+    with pytest.raises(ValueError, match="^shards in .*got others in 00001.bin") as error:
+        fit(token_data(where), run.folder, 2)
+    assert error.type.__name__ == ("TokenFileError" if dist.get_rank() else "ValueError")
+    assert dist.get_rank() or str(error.value).endswith("(raised on ranks [1])")
+
+
+def wrong_data(run: Run) -> None:
+    """Other files on another rank, and a model without some of the tokens, are refused on both."""
+    where = run.folder.with_name("tokens-other") if dist.get_rank() else run.folder
+    with pytest.raises(ValueError, match="must hold the same token files on every rank"):
+        fit(token_data(where), run.folder, 2)
+    with pytest.raises(ValueError, match="vocab_size of the model must be 257 or more"):
+        fit(token_data(run.folder), run.folder, 2, config={**CONFIG, "vocab_size": 100})
+
+
+def another_split(run: Run) -> None:
+    """A checkpoint of another split is refused."""
+    with pytest.raises(ValueError, match="must be that of the checkpoint"):
+        data = token_data(run.folder, held_out_percent=30.0)
+        fit(data, run.folder, WORLD_SIZE, checkpoint=run.checkpoint, steps=2 * STEPS)
+
+
+def mid_step(run: Run) -> None:
+    """A checkpoint in the middle of a step goes on with the whole step, to the same bits.
+
+    Two of the step's four sequences had gradients, which no checkpoint holds: all four come again.
+    """
+    path = run.checkpoint.with_name("mid_step.ckpt")
     whole, resumed = Norms(6, path), Norms()
-    for callback, checkpoint in ((whole, None), (resumed, str(path))):
-        data = token_data(folder)
-        fit(data, folder, 1, checkpoint=checkpoint, callbacks=[callback], accumulate_grad_batches=4)
+    for callback, checkpoint in ((whole, None), (resumed, path)):
+        data = token_data(run.folder)
+        fit(data, run.folder, 1, checkpoint=checkpoint, callbacks=[callback], accumulate_grad_batches=4)
         assert data.num_consumed == 4 * STEPS
-    return [whole.norms, resumed.norms]
+    assert sorted(whole.norms) == [1, 2, 3] and sorted(resumed.norms) == [2, 3]
+    assert resumed.norms.items() <= whole.norms.items()
 
 
-def main() -> None:
-    """Continue on one rank; or train on two, continue there, and be refused."""
-    folder, out = map(Path, sys.argv[1:])
-    found: dict[str, Any] = {}
-    checkpoint = {"checkpoint": str(out / "saved.ckpt"), "steps": 2 * STEPS}
-    if WORLD_SIZE == 2:
-        found["data"] = fit(token_data(folder), folder, 1, save=out / "saved.ckpt")
-        rank = dist.get_rank()
-        for name in ("corrupt", "other"):
-            where = folder.with_name(f"{folder.name}-{name}") if rank == 1 else folder
-            found[name] = error_of(lambda where=where: fit(token_data(where), folder, 2))
-        small = {**CONFIG, "vocab_size": 100}
-        found["vocabulary"] = error_of(lambda: fit(token_data(folder), folder, 2, config=small))
-    else:
-        found["mid_step"] = mid_step(folder, out / "mid_step.ckpt")
-        found["epochs"] = fit(token_data(folder), folder, 1, steps=3 * STEPS, limit_train_batches=STEPS, max_epochs=3)
-    found["context"] = fit(token_data(folder), folder, WORLD_SIZE, **checkpoint)
-    if WORLD_SIZE == 1:
-        options = {**checkpoint, "steps": STEPS + 1, "rates": RATES, "accumulate_grad_batches": 2}
-        found["changed"] = fit(token_data(folder), folder, 1, **options)
-    found["resumed_with_other"] = error_of(
-        lambda: fit(token_data(folder, held_out_percent=30.0), folder, WORLD_SIZE, **checkpoint)
-    )
-    (out / f"{dist.get_rank()}-of-{WORLD_SIZE}.json").write_text(json.dumps(found))
+def epochs(run: Run) -> None:
+    """Epochs of the trainer go on in the data: three of three steps each, and no sequence comes a second time."""
+    found = fit(token_data(run.folder), run.folder, 1, steps=3 * STEPS, limit_train_batches=STEPS, max_epochs=3)
+    assert found["wrong"] == [] and found["num_consumed"] == 9 and len(set(found["indices"])) == 9, found
+
+
+def other_options(run: Run) -> None:
+    """Continuing with more batches a step begins with a whole step, and with other rates has those.
+
+    Six sequences in three steps, then a step of two: with the count of batches as it was it would have one. Decay and
+    betas are other ones, too; the rate is that after four steps of the warm-up.
+    """
+    options = {"checkpoint": run.checkpoint, "steps": STEPS + 1, "rates": RATES, "accumulate_grad_batches": 2}
+    found = fit(token_data(run.folder), run.folder, 1, **options)
+    assert found["num_consumed"] == 8 and found["wrong"] == [], found
+    rate = 1e-5 * CausalLM({}).rate_factor(4)
+    assert found["groups"] == [[rate, 0.5, 0.8, 0.9], [rate, 0.0, 0.8, 0.9]], found
+
+
+TESTS = {  # by the number of ranks
+    2: (data_ranks, corrupt_file, wrong_data, ring, another_split),
+    1: (mid_step, epochs, ring, other_options, another_split),
+}
 
 
 if __name__ == "__main__":
-    main()
+    make_parts(Path(sys.argv[2]), TESTS[WORLD_SIZE], Run(Path(sys.argv[1]), Path(sys.argv[3])))

@@ -53,7 +53,6 @@ class MissedLayer(CausalLM):
 
 
 def right(group: Any) -> CausalLM:
-    """A training without a mistake."""
     return CausalLM(CONFIG)
 
 
@@ -63,7 +62,6 @@ def summed_evaluation(group: Any) -> CausalLM:
 
 
 def missed_layer(group: Any) -> CausalLM:
-    """One of its layers was forgotten."""
     return MissedLayer(CONFIG)
 
 

@@ -113,7 +113,6 @@ def drawn(seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """All of it, one after the other."""
     folder, out = map(Path, sys.argv[1:])
     found: dict[str, Any] = {"untied": started(folder, "untied", save=out / "saved.ckpt")}
     found["tied"] = started(folder, "tied")

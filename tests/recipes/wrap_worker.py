@@ -1,6 +1,8 @@
-"""A module with the README's diff, trained on two ranks, and without it in one process; prints what went wrong.
+"""A module with the README's diff, trained on two ranks, and without it on one: parts of test_wrap_lightning.py.
 
-torchrun --nproc_per_node 2 -m tests.recipes.wrap_worker <folder with changed_gpt.py> <folder of results>
+    torchrun --nproc_per_node 2 -m tests.recipes.wrap_worker <folder with changed_gpt.py> <out>
+
+A launch of one rank has left its losses in the folder.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
+import pytest
 import torch
 import torch._inductor.config
 import torch.distributed as dist
@@ -24,11 +27,19 @@ from ringflash.lightning import ContextParallelStrategy, ModelCheckpoint
 from ringflash.loss import shift_labels
 from ringflash.training.seeding import seeded
 from tests.helpers import own_models as own
+from tests.recipes.launching import error_of, make_parts
 from tests.recipes.plain_gpt import GPT
 
-STEPS = 3
+STEPS, RTOL = 3, 1e-10
 AVERAGED = 0.25  # weight of a step's parameters in their moving average
 SCORES = [[4.0, 1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0, 0.0]]  # of both ranks, by epoch
+
+
+class Run(NamedTuple):
+    """The module with the README's diff, and the folder of its file."""
+
+    kind: Any
+    folder: str
 
 
 def loader(seed: int = 2) -> DataLoader[Any]:
@@ -109,27 +120,35 @@ class Losses(lightning.Callback):
         self.found.append(outputs["loss"].item())
 
 
-def losses_of(module: lightning.LightningModule, seed: int | None, **options: Any) -> list[float]:
+def losses_of(kind: Any, seed: int | None, strategy: Any = None) -> list[float]:
     """Losses over two epochs of shuffled sequences."""
     losses = Losses()
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=seed is None, plugins=[DoublePrecision()],
-        devices=int(os.environ["WORLD_SIZE"]), callbacks=[losses], **options,
+        devices=int(os.environ["WORLD_SIZE"]), callbacks=[losses], strategy=strategy or ContextParallelStrategy(),
     )  # fmt: skip
-    trainer.fit(module, datamodule=Shuffled(seed))
+    trainer.fit(build(kind), datamodule=Shuffled(seed))
     return losses.found
 
 
-def orders(kind: Any) -> dict[str, Any]:
-    """Losses over shuffled data, by the two ways in which any number of ranks draws the same order."""
-    found = {
-        "lightning": losses_of(build(kind), None, strategy=ContextParallelStrategy()),
-        "own": losses_of(build(kind), 5, strategy=ContextParallelStrategy()),
-    }
-    if dist.get_world_size() == 1:
-        found |= {"plain": losses_of(build(GPT), 5), "default strategy": losses_of(build(kind), 5)}
-    return found
+def orders_on_one_rank(run: Run) -> None:
+    """Shuffled data is in one order: Lightning's, or that of a generator of one's own, with the diff and without.
+
+    With the diff, the module runs under Lightning's default strategy as well.
+    """
+    ring, plain = losses_of(run.kind, None), losses_of(GPT, 5, strategy="auto")
+    assert len(plain) == 12 and max(abs(a - b) for a, b in zip(plain, ring, strict=True)) > 1e-3
+    assert losses_of(run.kind, 5) == pytest.approx(plain, rel=RTOL)
+    assert losses_of(run.kind, 5, strategy="auto") == pytest.approx(plain, rel=RTOL)
+    Path(run.folder, "losses").write_text(json.dumps([ring, plain]))
+
+
+def orders(run: Run) -> None:
+    """Two ranks draw the order that one draws, by the same two ways."""
+    ring, plain = json.loads(Path(run.folder, "losses").read_text())
+    assert losses_of(run.kind, None) == pytest.approx(ring, rel=RTOL)
+    assert losses_of(run.kind, 5) == pytest.approx(plain, rel=RTOL)
 
 
 def build(kind: type[lightning.LightningModule]) -> lightning.LightningModule:
@@ -139,7 +158,6 @@ def build(kind: type[lightning.LightningModule]) -> lightning.LightningModule:
 
 
 def varied(kind: Any, **methods: Any) -> Any:
-    """With other methods."""
     return build(type("Varied", (kind,), methods))
 
 
@@ -177,13 +195,16 @@ def manual_step(module: Any, batch: Any, batch_idx: int) -> None:
     module.untoggle_optimizer(optimizer)
 
 
-def manual(kind: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Return what it has trained, counted and collected."""
-    module = varied(kind, training_step=manual_step, automatic_optimization=False)
+def manual(run: Run) -> None:
+    """A step with its own backward trains as the plain module; the comparison before it leaves no trace.
+
+    Three steps have counted in a buffer and collected in a list, and nothing else has.
+    """
+    module = varied(run.kind, training_step=manual_step, automatic_optimization=False)
     module.model.register_buffer("seen", torch.zeros(()))
     module.losses = []
-    found = train(module, devices=2, strategy=ContextParallelStrategy())
-    return found["weights"], [module.model.seen.item(), module.losses]
+    assert_trained(train(module, devices=2, strategy=ContextParallelStrategy())["weights"], plainly()[0])
+    assert (module.model.seen.item(), module.losses) == (3, [0, 1, 2])
 
 
 def judge(module: Any, batch: Any, batch_idx: int) -> None:
@@ -193,99 +214,107 @@ def judge(module: Any, batch: Any, batch_idx: int) -> None:
     module.log_dict({"worst": torch.tensor(score)}, reduce_fx="max")
 
 
-def decisions(kind: Any, folder: str) -> dict[str, Any]:
-    """Return a rank's best epoch and its score, the epoch after which it stops, and its last logged values."""
-    module = varied(kind, validation_step=judge)
-    best = ModelCheckpoint(folder, monitor="score", filename="{epoch}")
+def decisions(run: Run) -> None:
+    """Callbacks decide by the mean over ranks: 2, 1, 1.5, 2. By its own scores rank 1 would stop after epoch 2."""
+    module = varied(run.kind, validation_step=judge)
+    best = ModelCheckpoint(run.folder, monitor="score", filename="{epoch}")
     stop = EarlyStopping("score", patience=2)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy=ContextParallelStrategy(), max_epochs=5, logger=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, callbacks=[best, stop],
     )  # fmt: skip
     trainer.fit(module, loader(), loader())
-    metrics = {name: value.item() for name, value in trainer.callback_metrics.items() if name != "loss"}
-    score = best.best_model_score
-    return {
-        "best": [Path(best.best_model_path).name, None if score is None else score.item()],
-        "stopped": stop.stopped_epoch, **metrics,
-    }  # fmt: skip
+    assert (Path(best.best_model_path).name, best.best_model_score) == ("epoch=1.ckpt", 1.0)
+    assert stop.stopped_epoch == 3
+    assert (trainer.callback_metrics["score"], trainer.callback_metrics["worst"]) == (2.0, 3.0)
 
 
-def compiled(kind: Any) -> dict[str, Any]:
-    """The weights it has trained with a layer that inductor compiles."""
+def compiled(run: Run) -> None:
+    """A module with a layer that inductor compiles trains as the plain one."""
     torch._inductor.config.compile_threads = 1  # starting others takes longer than this layer
-    module = build(kind)
+    module = build(run.kind)
     module.model.blocks[1].compile()
     found = train(module, devices=2, strategy=ContextParallelStrategy(), limit_val_batches=0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    weights: dict[str, Any] = found["weights"]
-    return weights
+    assert_trained(found["weights"], plainly()[0])
 
 
-def refused(module: lightning.LightningModule, **options: Any) -> str:
-    """Return the error before the first step."""
-    try:
-        train(module, devices=2, strategy=ContextParallelStrategy(), **options)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "accepted"
+def refusals(run: Run) -> None:
+    """Modules, batches and callbacks that would train something else are refused before the first step."""
+    for message, module, options in (
+        (
+            "model.blocks.0.attn must be given the q",
+            varied(run.kind, positions=lambda self, tokens: torch.arange(tokens.shape[1])), {},
+        ),
+        ("head.weight must be in the unit of model.embedding.weight, whose", tied(run.kind), {}),  # FSDP2 parts them
+        (
+            "token_loss must be given the labels of the whole sequence ([31] in its calls), got [30] over",
+            varied(run.kind, step=unshifted), {},
+        ),
+        (
+            "training_step's loss, averaged over the ring, must be that of the whole sequence (",
+            varied(run.kind, step=local_mean), {},
+        ),
+        (
+            "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super",
+            varied(run.kind, on_before_batch_transfer=lambda self, batch, _: batch), {},
+        ),
+        (
+            "batch must be the same on all ranks of a ring, which each take a part of it, got 2 different",
+            build(run.kind), {"seed": dist.get_rank()},
+        ),
+        (
+            "callbacks must not copy the module, whose parameters are sharded, got EMAWeightAveraging; average",
+            build(run.kind), {"callbacks": [EMAWeightAveraging()]},
+        ),
+    ):  # fmt: skip
+        error = error_of(train, module, devices=2, strategy=ContextParallelStrategy(), **options)
+        assert error.startswith(message), error
 
 
-def refusals(kind: Any) -> dict[str, str]:
-    """Errors of modules, batches and callbacks that would train something else."""
-    return {
-        "misplaced": refused(varied(kind, positions=lambda self, tokens: torch.arange(tokens.shape[1]))),
-        "tied": refused(tied(kind)), "unshifted": refused(varied(kind, step=unshifted)),
-        "local_mean": refused(varied(kind, step=local_mean)),
-        "uncut": refused(varied(kind, on_before_batch_transfer=lambda self, batch, _: batch)),
-        "batches": refused(build(kind), seed=dist.get_rank()),
-        "averaged": refused(build(kind), callbacks=[EMAWeightAveraging()]),
-    }  # fmt: skip
+def training(run: Run) -> None:
+    """Weights, losses, and a moving average of the weights are those of the plain module; callbacks meet shards.
 
-
-def main() -> None:
-    """All of it."""
-    folder, out = sys.argv[1:]
-    sys.path.insert(0, folder)
-    from changed_gpt import GPT as Changed  # type: ignore[import-not-found]
-
-    found = {"orders": orders(Changed)}
-    if dist.get_world_size() == 2:
-        found |= everything(Changed, out)
-    Path(out, f"{dist.get_rank()}of{dist.get_world_size()}.json").write_text(json.dumps(found))
-
-
-def everything(kind: Any, out: str) -> dict[str, Any]:
-    """Results of two ranks that train, average, decide and refuse."""
-    changed, sharded = build(kind), Sharded()
+    Losses are logged as the plain module logs them: the mean over the tokens of all ranks, not those of one rank. FSDP2
+    leaves an outermost module whole after a forward without a backward: an evaluation, the comparison.
+    """
+    changed, sharded = build(run.kind), Sharded()
     ring = train(changed, devices=2, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded])
-    whole = build(GPT).double()
-    optimizer, losses = whole.configure_optimizers(), []
+    weights, average, loss, evaluation = plainly()
+    assert_trained(ring["weights"], weights)
+    assert_trained(sharded.full_average(changed), average)
+    assert abs(ring["metrics"]["loss"] - loss) <= RTOL and abs(ring["metrics"]["eval_loss"] - evaluation) <= RTOL
+    assert sharded.whole == dict.fromkeys(("validation batch", "sanity validation", "comparison", "step"), 0)
+
+
+def plainly() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float, float]:
+    """Weights, their moving average, the last loss and the loss of an evaluation, of the plain module."""
+    whole, loss = build(GPT).double(), torch.zeros(())
+    optimizer = whole.configure_optimizers()
     average = {name: p.detach().clone() for name, p in whole.named_parameters()}
     for batch in loader():
-        losses.append(whole.step(batch))
+        loss = whole.step(batch)
         optimizer.zero_grad()
-        losses[-1].backward()
+        loss.backward()
         optimizer.step()
         for name, p in whole.named_parameters():
             average[name].lerp_(p.detach(), AVERAGED)
     with torch.no_grad():
         evaluation = torch.stack([whole.step(batch) for batch in loader()]).mean().item()
-    by_hand, counted = manual(kind)
-    averaged = sharded.full_average(changed)
-    in_graphs = compiled(kind)
-    errors = [
-        [((weights[n] - p).abs().max() / p.abs().max()).item() for n, p in whole.named_parameters()]
-        for weights in (ring["weights"], by_hand, in_graphs)
-    ]
-    off = [((averaged[name] - x).abs().max() / x.abs().max()).item() for name, x in average.items()]
-    return {
-        "weights": max(errors[0]), "loss": abs(ring["metrics"]["loss"] - losses[-1].item()),
-        "eval_loss": abs(ring["metrics"]["eval_loss"] - evaluation), "manual": max(errors[1]), "counted": counted,
-        "average": max(off), "whole": sharded.whole, "decisions": decisions(kind, out),
-        "compiled": max(errors[2]), "refusals": refusals(kind),
-    }  # fmt: skip
+    return {name: p.detach() for name, p in whole.named_parameters()}, average, loss.item(), evaluation
+
+
+def assert_trained(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """Assert that parameters are the wanted ones."""
+    for name, x in want.items():
+        assert (got[name] - x).abs().max() <= RTOL * x.abs().max(), name
+
+
+TESTS = {1: (orders_on_one_rank,), 2: (orders, training, manual, compiled, decisions, refusals)}  # by number of ranks
 
 
 if __name__ == "__main__":
-    main()
+    sys.path.insert(0, sys.argv[1])
+    from changed_gpt import GPT as Changed  # type: ignore[import-not-found]
+
+    make_parts(Path(sys.argv[2]), TESTS[int(os.environ["WORLD_SIZE"])], Run(Changed, sys.argv[1]))
