@@ -297,18 +297,6 @@ def _atomic(function):
     return atomic
 
 
-def _exchange(storage, offset, value) -> None:
-    storage[offset] = value
-
-
-def atomic_cas(pointer: Pointer, compare, value, sem=None, scope=None) -> Tensor:
-    current_partition().pause()
-    old = pointer.load()
-    if truth(old == compare):
-        pointer.store(value)
-    return old
-
-
 def arange(start, end, layout=None) -> Tensor:
     start, end = integer(start), integer(end)
     assert (end - start) & (end - start - 1) == 0, f"arange of {end - start} elements: not a power of two"
@@ -378,23 +366,17 @@ class Language:
     full_like = staticmethod(lambda x, value, **_: full(x.shape, value, x.dtype))
     zeros_like = staticmethod(lambda x, **_: full(x.shape, 0, x.dtype))
     clamp = staticmethod(_clamp)
-    load, store, atomic_cas = map(staticmethod, (load, store, atomic_cas))
+    load, store = map(staticmethod, (load, store))
     atomic_add = staticmethod(_atomic(np.add.at))
     atomic_max = staticmethod(_atomic(np.maximum.at))
-    atomic_min = staticmethod(_atomic(np.minimum.at))
-    atomic_xchg = staticmethod(_atomic(_exchange))
     exp2, exp, log, log2, sqrt = (staticmethod(_float_function(f)) for f in (np.exp2, np.exp, np.log, np.log2, np.sqrt))
-    rsqrt = staticmethod(_float_function(lambda x: 1 / np.sqrt(x)))
-    fma = staticmethod(lambda a, b, c: a * b + c)
     max = staticmethod(lambda x, axis=None, **_: x.max(axis))
     min = staticmethod(lambda x, axis=None, **_: x.min(axis))
     sum = staticmethod(lambda x, axis=None, **_: reduce_sum(x, axis))
-    convert_layout = multiple_of = max_contiguous = max_constancy = set_auto_layout = staticmethod(_first)
-    cast = staticmethod(lambda x, dtype, **_: x.to(dtype) if isinstance(x, Tensor) else Tensor(x, dtype))
+    convert_layout = multiple_of = staticmethod(_first)
     to_tensor = staticmethod(lambda x: x if isinstance(x, Tensor) else Tensor(x, result_dtype(x, x)))
     reshape = staticmethod(lambda x, *shape: x.reshape(*shape))
     permute = staticmethod(lambda x, *order: x.permute(*order))
-    expand_dims = staticmethod(lambda x, axis: Tensor(np.expand_dims(x.data, axis), x.dtype))
     split = staticmethod(lambda x: x.split())
     trans = staticmethod(lambda x: x.permute(1, 0))
     dot = staticmethod(lambda a, b: Tensor(_product(a.data, b.data), real_gl.float32))
@@ -403,8 +385,6 @@ class Language:
     range = staticmethod(device_range)
     static_range = staticmethod(_static_range)
     assume, static_assert = staticmethod(assume), staticmethod(static_assert)
-    static_print = device_print = staticmethod(_no_effect)
-    thread_barrier = barrier = debug_barrier = staticmethod(_no_effect)
     allocate_shared_memory = staticmethod(allocate_shared_memory)
     warp_specialize = staticmethod(warp_specialize)
     inline_asm_elementwise = staticmethod(inline_asm_elementwise)

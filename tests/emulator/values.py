@@ -172,8 +172,6 @@ class Tensor:
             data = np.trunc(np.nan_to_num(data.astype(np.float64)))
         return Tensor(data.astype(numpy_dtype(dtype)), dtype)
 
-    cast = to
-
     def reshape(self, *shape) -> Tensor:
         return Tensor(self.data.reshape(_dims(shape)), self.dtype)
 

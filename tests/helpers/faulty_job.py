@@ -105,7 +105,6 @@ class Job:
         return codes, [self._log(rank).read_text(errors="replace") for rank in range(len(codes))]
 
     def close(self) -> None:
-        """End what still runs."""
         for rank in self._ranks:
             if rank.poll() is None:
                 rank.kill()
@@ -123,18 +122,15 @@ class _Forked:
         self._process.start()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
         return self._process.exitcode
 
     def kill(self) -> None:
-        """End it."""
         self._process.kill()
 
 
@@ -147,7 +143,6 @@ def _be_rank(log: Path, task: Task) -> None:
 
 
 def main(task: Task) -> None:
-    """The life of a rank."""
     torch.set_num_threads(1)
     device = torch.device(task.device)
     if device.type == "cuda":

@@ -190,13 +190,11 @@ def test_strategy_leaves_the_callers_config_alone() -> None:
 
 
 def test_another_device_than_deepspeeds_is_refused() -> None:
-    """The remedy is a variable."""
     with pytest.raises(ValueError, match="must be the trainer's .tpu., got .*; set DS_ACCELERATOR=tpu before"):
         _check_device("tpu")
 
 
 def test_mesh_before_the_processes_have_joined_is_refused() -> None:
-    """The message says when to read it."""
     with pytest.raises(RuntimeError, match="device_mesh must be read after the processes have joined"):
         _ = DeepSpeedContextParallelStrategy(stage=1).device_mesh
 

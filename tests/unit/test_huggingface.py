@@ -229,15 +229,6 @@ def test_ones_mask_is_fine() -> None:
     assert torch.equal(model(**batch, attention_mask=torch.ones(1, LENGTH)).logits, model(**batch).logits)
 
 
-def test_padding_changes_nothing() -> None:
-    model = huggingface.CausalLMWithLoss(build(), None)
-    ids = tokens()
-    padded = ringflash.pad_sequence(ids, ringflash.loss.shift_labels(ids), cp_size=5)
-    batch = huggingface.prepare_batch(padded.tokens, group=None, labels=padded.labels)
-    assert batch["input_ids"].shape[1] == 30
-    assert_equal(model(**batch), model(**huggingface.prepare_batch(ids, group=None)))
-
-
 def test_compiled_model_equals_eager_and_still_refuses() -> None:
     eager, model = build(), build()
     compiled = torch.compile(model, backend="aot_eager")

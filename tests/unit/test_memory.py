@@ -42,7 +42,6 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def config(family: str) -> dict[str, Any]:
-    """Keywords of a small model."""
     return {
         "model_type": family, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": LAYERS,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
@@ -154,7 +153,6 @@ def test_a_layer_computed_again_leaves_its_tiles_out(family: str) -> None:
 
 
 def doubled(forward: Any) -> Any:
-    """Twice what it puts out."""
     return lambda x: 2 * forward(x)
 
 

@@ -52,7 +52,6 @@ class Event:
         self.queue, self.place = queue, place
 
     def synchronize(self) -> None:
-        """The host waits."""
         self.queue.run(self.place)
 
 
@@ -60,7 +59,6 @@ class Current:
     """The stream of the layers, whose work runs at once."""
 
     def wait_event(self, event: Event) -> None:
-        """Work to come waits."""
         event.synchronize()
 
 
@@ -85,16 +83,13 @@ class StandIn:
         self.queues: list[Queue] = []
 
     def Stream(self, device: torch.device) -> Queue:
-        """A new one."""
         self.queues.append(Queue())
         return self.queues[-1]
 
     def stream(self, queue: Queue) -> Late:
-        """A context in which copies are the stream's."""
         return Late(queue)
 
     def current_stream(self, device: torch.device) -> Current:
-        """The layers'."""
         return Current()
 
 
@@ -125,7 +120,6 @@ def loss_of(layers: nn.ModuleList, x: torch.Tensor, host: HostCopies | None) -> 
 
 
 def gradients(layers: nn.ModuleList) -> list[torch.Tensor]:
-    """Gradients of every parameter."""
     return [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]
 
 

@@ -62,8 +62,6 @@ def test_gradcheck() -> None:
 
 
 class Layer(torch.nn.Module):
-    """A projection and attention, as a model has them."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -71,7 +69,6 @@ class Layer(torch.nn.Module):
         self.attention = ringflash.RingAttention(None, window_size=(7, -1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """out: (batch, seqlen, 32)."""
         q, k, v = self.project(x).unflatten(-1, (3, 2, 16)).unbind(2)
         return self.attention(q, k, v).flatten(2)
 
