@@ -17,7 +17,7 @@ import torch.distributed as dist
 import ringflash
 from ringflash.accelerate.forward import put_on_ring
 from tests.helpers import models, trainer
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, Pool, on_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -75,15 +75,12 @@ def test_a_step_with_zero_is_that_of_one_process(pool: Pool, stage: int, tmp_pat
         assert spent["step"][0] <= 1, spent
 
 
-def zero_refused(ctx: Context, folder: str) -> None:
+@on_ranks(4)
+def test_settings_of_zero_that_do_not_average_are_refused(ctx: Context, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
     for key, value in (("gradient_allreduce_op", "sum"), ("sequence_parallel_size", 2)):
         with pytest.raises(ValueError, match=f"{key} must "):
-            trainer.step_with_zero(ctx, folder, {"zero_optimization": {"stage": 1}, key: value})
-
-
-def test_settings_of_zero_that_do_not_average_are_refused(pool: Pool, tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    pool.run(zero_refused, str(tmp_path))
+            trainer.step_with_zero(ctx, str(tmp_path), {"zero_optimization": {"stage": 1}, key: value})
 
 
 def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:

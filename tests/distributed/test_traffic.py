@@ -101,7 +101,7 @@ def test_the_next_hop_is_posted_before_the_kernel(pool: Pool) -> None:
 
 @on_ranks(3)
 def test_buffers_are_allocated_once(ctx: Context) -> None:
-    """By a long call; short ones and as long ones use them again."""
+    """A long call makes them; short ones and as long ones use them again."""
     ringflash.release_buffers()
     assert ringflash.buffer_bytes() == 0
     sizes = set()

@@ -5,7 +5,7 @@ gloo, 2 and 4 CPU processes, fp64. The unwrapped module runs torch's own attenti
 
 from __future__ import annotations
 
-import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -200,44 +200,41 @@ PATTERNS = {
 }  # fmt: skip
 
 
-def refused_on_every_rank(ctx: Context, make: Any, options: dict[str, Any], error: str, last_rank: bool) -> str:
-    chosen: dict[str, Any] = {"make": make, **options}
-    if last_rank and ctx.rank < ctx.size - 1:
-        chosen = {}
-    model = own.build(own.Model, **chosen)
+def refused(ctx: Context, layer: Any, error: type[Exception], message: str, last_rank: bool = False) -> None:
+    """Assert that a wrapped model of such layers, on the last rank or on all, ends with this error on every rank."""
+    made = layer if not last_rank or ctx.rank == ctx.size - 1 else own.Attention
+    model = own.build(own.Model, make=made)
     ringflash.wrap_attention(model, ctx.group)
     shard = ringflash.shard_sequence(own.tokens(), ctx.group)
-    try:
+    with pytest.raises(error, match=message):
         model(shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)).sum().backward()
-    except Exception as problem:
-        assert type(problem).__name__ == error, repr(problem)
-        return str(problem)
-    raise AssertionError("accepted")
 
 
 @pytest.mark.parametrize("how", CALLS)
-def test_calls_are_refused_with_the_layers_name(pool: Pool, how: str) -> None:
-    error = "InternalTorchDynamoError" if how == "flex" else "NotImplementedError"  # flex compiles its own call
-    for text in pool.run(refused_on_every_rank, Told, {"how": how}, error, False, size=2):
-        assert text.removeprefix("NotImplementedError: ").startswith("blocks.0.attn must attend "), text
-        assert re.search(PATTERNS[how], text), text
+@on_ranks(2)
+def test_calls_are_refused_with_the_layers_name(ctx: Context, how: str) -> None:
+    error: Any = NotImplementedError
+    if how == "flex":  # which compiles its own call
+        error = torch._dynamo.exc.InternalTorchDynamoError
+    message = rf"^(NotImplementedError: )?(?=blocks\.0\.attn must attend )[\s\S]*{PATTERNS[how]}"
+    refused(ctx, partial(Told, how), error, message)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_around_the_call_alone_is_refused(pool: Pool, reentrant: bool) -> None:
+@on_ranks(2)
+def test_checkpoint_around_the_call_alone_is_refused(ctx: Context, reentrant: bool) -> None:
     """The backward would run torch's attention on the shard."""
-    options = {"use_reentrant": reentrant}
-    for text in pool.run(refused_on_every_rank, Partly, options, "NotImplementedError", False, size=2):
-        assert "checkpoint the module, not a function in it" in text
+    refused(ctx, partial(Partly, reentrant), NotImplementedError, "checkpoint the module, not a function in it")
 
 
-def test_one_ranks_refusal_reaches_the_others(pool: Pool) -> None:
+@on_ranks(2)
+def test_one_ranks_refusal_reaches_the_others(ctx: Context) -> None:
     """The others have gone on to the ring."""
-    texts = pool.run(refused_on_every_rank, Told, {"how": "mask"}, "NotImplementedError", True, size=2)
-    assert all("blocks.0.attn must attend without attn_mask" in text for text in texts), texts
+    message = r"blocks\.0\.attn must attend without attn_mask"
+    refused(ctx, partial(Told, "mask"), NotImplementedError, message, last_rank=True)
 
 
-def checked(ctx: Context, kind: type[own.Model], options: dict[str, Any]) -> str:
+def check(ctx: Context, kind: type[own.Model], options: dict[str, Any]) -> None:
     model = ringflash.wrap_attention(own.build(kind, **options), ctx.group)
 
     def run(group: dist.ProcessGroup | None) -> None:
@@ -245,12 +242,8 @@ def checked(ctx: Context, kind: type[own.Model], options: dict[str, Any]) -> str
         shard = ringflash.shard_sequence(own.tokens(), group)
         model(shard, ringflash.local_positions(own.LENGTH, size, rank))
 
-    try:
-        ringflash.check_wrapped(model, run)
-    except ValueError as error:
-        return str(error)
+    ringflash.check_wrapped(model, run)
     assert model.training and all(block.training for block in model.blocks)
-    return ""
 
 
 class ScaledByLength(own.Attention):
@@ -268,16 +261,18 @@ class Single(own.Model):
         self.blocks = self.blocks[:1]
 
 
-def test_check_finds_a_scale_of_the_shards_length(pool: Pool) -> None:
+@on_ranks(2)
+def test_check_finds_a_scale_of_the_shards_length(ctx: Context) -> None:
     """q, k and v are right."""
-    for text in pool.run(checked, Single, {}, size=2):
-        assert text.startswith("blocks.0.attn must be given the is_causal and scale"), text
-        assert "(True, 0.32), got True, 0.16" in text
+    message = r"^blocks\.0\.attn must be given the is_causal and scale .*\(True, 0\.32\), got True, 0\.16"
+    with pytest.raises(ValueError, match=message):
+        check(ctx, Single, {})
 
 
 @pytest.mark.parametrize("name", ["learned", "rotary", "gqa", "bidirectional", "bound"])
-def test_check_accepts_what_is_right(pool: Pool, name: str) -> None:
-    assert pool.run(checked, own.Model, MODELS[name], size=2) == ["", ""]
+@on_ranks(2)
+def test_check_accepts_what_is_right(ctx: Context, name: str) -> None:
+    check(ctx, own.Model, MODELS[name])
 
 
 class Compiled(own.Model):
@@ -289,15 +284,15 @@ class Compiled(own.Model):
             block.compile(backend="aot_eager", fullgraph=True)
 
 
-def test_check_accepts_compiled_layers(pool: Pool) -> None:
+@on_ranks(2, timeout_s=120)
+def test_check_accepts_compiled_layers(ctx: Context) -> None:
     """The whole sequence's attention, compiled, is an operator that wrapping refuses."""
-    assert pool.run(checked, Compiled, MODELS["rotary"], size=2, timeout_s=120) == ["", ""]
+    check(ctx, Compiled, MODELS["rotary"])
 
 
 @pytest.mark.parametrize("name", ["learned", "rotary", "bound"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_check_finds_positions_counted_from_the_shard(pool: Pool, size: int, name: str) -> None:
+@on_ranks(2, 4)
+def test_check_finds_positions_counted_from_the_shard(ctx: Context, name: str) -> None:
     """On every rank, with the first layer that is given something else."""
-    for text in pool.run(checked, own.Misplaced, MODELS[name], size=size):
-        assert text.startswith("blocks.0.attn"), text
-        assert "positions must be global" in text
+    with pytest.raises(ValueError, match=r"^blocks\.0\.attn.*positions must be global"):
+        check(ctx, own.Misplaced, MODELS[name])

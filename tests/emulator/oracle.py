@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ringflash_kernels.mask import Mask, Region
+from tests.emulator.emulator import EmulationError, Emulator
 
 MASKS = {
     "full": Mask.full(128, 256),
@@ -133,3 +135,14 @@ def oracle_and_baseline(q, k, v, mask, scale, **grads) -> tuple[dict[str, torch.
     """The same attention in fp64 and, by plain eager operations, in the dtype of q."""
     exact = attention(q.double(), k.double(), v.double(), mask, scale, **{n: g.double() for n, g in grads.items()})
     return exact, attention(q, k, v, mask, scale, **grads)
+
+
+def is_caught(fault: tuple[str, str, str], mask: Mask, check: Callable[[Mask, Emulator], None]) -> bool:
+    """Return whether a check, or the emulator, sees the fault in one of a few interleavings."""
+    mask = Mask(mask.seqlen_q, mask.seqlen_k, mask.regions)  # keeps nothing that was made without the fault, or with
+    for seed in range(3):
+        try:
+            check(mask, Emulator(seed, faults=[fault]))
+        except (AssertionError, EmulationError):
+            return True
+    return False

@@ -183,7 +183,7 @@ def lightning_equals_plain(run: Run) -> None:
 
 
 def default_clipping(run: Run) -> None:
-    """Nothing is clipped unless the config says so: DeepSpeed's own default is a norm of 1."""
+    """No norm is clipped unless the config says so: DeepSpeed's own default is 1."""
     model = nn.Linear(2, 2)
     engine, *_ = deepspeed.initialize(
         model=model, config=config_of("zero1"), optimizer=torch.optim.SGD(model.parameters())

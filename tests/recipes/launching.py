@@ -150,7 +150,7 @@ def make_parts(out: Path, parts: Sequence[Callable[[Any], None]], run: Any) -> N
 
 
 def read_results(out: Path) -> list[dict[str, Any]]:
-    """What each rank has written to <out>/<rank>.json."""
+    """Results that each rank has written to <out>/<rank>.json."""
     return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(len(list(out.glob("*.json"))))]
 
 
