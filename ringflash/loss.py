@@ -62,7 +62,7 @@ def cross_entropy(
         group: ranks that share the sequence; None for one process.
         num_tokens: labelled tokens of the whole sequence, the same on all ranks of the group: an int, or a tensor of
             one integer. Default: counted from the labels.
-        chunk_tokens: tokens whose logits are in memory together; by default as many as fill 512 MiB in fp32.
+        chunk_tokens: tokens whose logits are in memory together; by default those of 512 MiB in fp32.
         logit_scale: factor of models that scale their logits (Granite, Cohere).
     Returns:
         loss: scalar, fp32 (fp64 for fp64). A shard without labels contributes 0, with zero gradients.

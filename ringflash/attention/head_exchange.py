@@ -58,7 +58,7 @@ class HeadExchange:
     Args:
         memory: areas of the ranks of the host.
         members: these ranks in the group.
-        channel: transport among whose calls the watchdog counts this one.
+        channel: transport under which the watchdog counts this call.
         layout: layout of the rows.
         pass_name: "forward" or "backward".
         call: number of the call; it travels with the first tensors.

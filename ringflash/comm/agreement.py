@@ -75,8 +75,8 @@ def agree(
             not compared again, since its host would wait for the other hosts every time. Any other call is compared.
         timeout: limit of the wait for the other ranks, default 120 s. The ring's own timeout
             (`ringflash.set_timeout`) applies if it is longer.
-        call: number of the call, if this is a ring call. Compared like the signature and the version of ringflash,
-            but a new number is no reason to compare.
+        call: number of the call, if this is a ring call. It is compared along with the signature and the version of
+            ringflash, but does not cause a comparison.
     Returns:
         A checksum of the signature, 16 bits; 0 if calls are not compared.
     Raises:

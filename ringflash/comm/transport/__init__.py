@@ -180,7 +180,7 @@ def transport_name(transport: Transport | None) -> str | None:
 
 
 def whole_transport(transport: Transport) -> Transport:
-    """Return the transport whose calls, of all ranks and both algorithms, have one order with those of this one."""
+    """Return the transport that orders calls of this one: messages of the whole group, or the memory itself."""
     if isinstance(transport, MessageMemory):
         transport = transport.channel
     return transport.whole if isinstance(transport, PointToPoint) else transport
