@@ -49,6 +49,16 @@ class Check:
             return "FAILED"
         return "not compared" if self.ratio is None else "ok"
 
+    def add(self, name: str, ratio: float, position: int | None = None) -> bool:
+        """Add the error over budget of one name; return False if it exceeds the budget for the first time."""
+        self.ratio = max(self.ratio or 0.0, ratio)
+        if ratio <= 1 or name in self.failed:
+            return True
+        if not self.failed:
+            self.position = position
+        self.failed.append(name)
+        return False
+
     def as_json(self) -> dict[str, Any]:
         """Return the check as plain values."""
         return {"verdict": self.verdict, **asdict(self)}
@@ -117,9 +127,7 @@ def _inputs(runs: Runs) -> Check:
     for name in names:
         wrong = (runs.got.inputs[name] != runs.want.inputs[name]).movedim(1, 0).flatten(1).any(1)
         if wrong.any():
-            if check.position is None:
-                check.ratio, check.position = float("inf"), int(wrong.nonzero()[0])
-            check.failed.append(name)
+            check.add(name, float("inf"), int(wrong.nonzero()[0]))
     return check
 
 
@@ -131,12 +139,8 @@ def _by_position(name: str, runs: Runs, read: Callable[[Observation], Tensors]) 
     for key in names:
         size = want[key].shape[1] // runs.num_chunks
         for index, (x, base, reference) in enumerate(_chunks(runs, got[key], baseline[key], want[key])):
-            spent = _spent(x, base, reference, usual, runs.eps)
-            check.ratio = max(check.ratio or 0.0, spent.ratio)
-            if spent.ratio > 1 and key not in check.failed:
-                check.failed.append(key)
-                if check.position is None:
-                    check.position = index * size + spent.first_row
+            ratio, first_row = _spent(x, base, reference, usual, runs.eps)
+            check.add(key, ratio, index * size + first_row)
     return check
 
 
@@ -149,10 +153,7 @@ def _whole(name: str, runs: Runs, read: Callable[[Observation], Tensors]) -> Che
     check = _lacking(name, got, want)
     usual = _usual((baseline[key], want[key]) for key in want)
     for key in (key for key in want if key in got):
-        ratio = _spent(got[key], baseline[key], want[key], usual, runs.eps).ratio
-        check.ratio = max(check.ratio or 0.0, ratio)
-        if ratio > 1:
-            check.failed.append(key)
+        check.add(key, _spent(got[key], baseline[key], want[key], usual, runs.eps)[0])
     return check
 
 
@@ -169,10 +170,7 @@ def _scalars(name: str, runs: Runs, read: Callable[[Observation], dict[str, floa
     usual = _usual((runs.baseline.layers[key], runs.want.layers[key]) for key in last)
     for key, value in ((key, got[key]) for key in want if key in got):
         x, base, reference = (torch.tensor(v, dtype=torch.float64) for v in (value, baseline[key], want[key]))
-        ratio = _spent(x, base, reference, usual, runs.eps).ratio
-        check.ratio = max(check.ratio or 0.0, ratio)
-        if ratio > 1:
-            check.failed.append(key)
+        if not check.add(key, _spent(x, base, reference, usual, runs.eps)[0]):
             check.note = f"{value:.6g} at cp=N, {want[key]:.6g} at cp=1"
     return check
 
@@ -190,12 +188,6 @@ def _agreement(runs: Runs) -> Check:
     return Check("gradients equal on all ranks", 2.0 if wrong else 0.0, wrong)
 
 
-@dataclass(frozen=True)
-class _Spent:
-    ratio: float
-    first_row: int
-
-
 def _usual(pairs: Any) -> float:
     """Return the upper quartile of the baseline's relative errors."""
     errors = [_relative(base, want) for base, want in pairs]
@@ -207,7 +199,7 @@ def _relative(base: Tensor, want: Tensor) -> float:
     return (base.double() - want.double()).abs().max().item() / size if size > 0 else 0.0
 
 
-def _spent(got: Tensor, base: Tensor, want: Tensor, usual: float, eps: float) -> _Spent:
+def _spent(got: Tensor, base: Tensor, want: Tensor, usual: float, eps: float) -> tuple[float, int]:
     """Return error over budget (the worse of maximum and mean) and the first row (dim 1) that exceeds it."""
     want = want.double()
     error, allowed = (got.double() - want).abs(), (base.double() - want).abs()
@@ -217,7 +209,7 @@ def _spent(got: Tensor, base: Tensor, want: Tensor, usual: float, eps: float) ->
     limits = [2 * max(a, usual * b) + eps * b for a, b in zip(_extent(allowed), _extent(size), strict=True)]
     ratios = [_over(e, limit) for e, limit in zip(_extent(error), limits, strict=True)]
     rows = error.movedim(1, 0).flatten(1).amax(1) > limits[0] if error.dim() > 1 else torch.zeros(1, dtype=torch.bool)
-    return _Spent(max(ratios), int(rows.nonzero()[0]) if rows.any() else 0)
+    return max(ratios), int(rows.nonzero()[0]) if rows.any() else 0
 
 
 def _extent(x: Tensor) -> tuple[float, float]:

@@ -51,22 +51,23 @@ class Reach:
 
 def explain(check: Check, runs: Runs, probes: list[Reach], sharded: ShardedPositions) -> tuple[str, str]:
     """Return (the first difference with its position, its likely cause) of a failed check."""
+    name, seen, want = check.failed[0], runs.got, runs.want
     where = "" if check.position is None else f" at {sharded.describe(check.position)}"
-    first = f"{check.name}: {check.failed[0]}{where}"
+    first = f"{check.name}: {name}{where}"
     if check.name == "layer outputs":
-        if not runs.got.layers[check.failed[0]].isfinite().all():
-            return first, infinite_hint(check.failed[0], runs)
-        index = next((part for part in check.failed[0].split(".") if part.isdigit()), "0")
+        if not seen.layers[name].isfinite().all():
+            return first, infinite_hint(name, runs)
+        index = next((part for part in name.split(".") if part.isdigit()), "0")
         assert check.position is not None
-        return first, layer_hint(check.failed[0], check.position, probes, sharded, int(index) > 0)
+        return first, layer_hint(check.position, probes, sharded, int(index) > 0)
     hints = {
         "weights before": lambda: (
             "the models differ before the first step: build them from one seed or one checkpoint on every rank."
         ),
-        "batch": lambda: batch_hint(check.failed[0], runs, sharded),
+        "batch": lambda: batch_hint(name, runs, sharded),
         "loss": lambda: loss_hint(runs, sharded),
         "loss gradient by position": lambda: loss_hint(runs, sharded),
-        "evaluation loss": lambda: _evaluation_hint(check.failed[0], runs, sharded),
+        "evaluation loss": lambda: _scale_hint(name, seen.eval_losses[name] / want.eval_losses[name], sharded.cp_size),
         "gradients": lambda: gradient_hint(check.failed, runs, sharded),
         "gradients equal on all ranks": lambda: gradient_hint(check.failed, runs, sharded),
     }
@@ -91,7 +92,7 @@ def infinite_hint(name: str, runs: Runs) -> str:
     return f"{name} puts out NaN or infinity, {where}: look for a division by 0 or an overflow in it."
 
 
-def layer_hint(name: str, position: int, probes: list[Reach], sharded: ShardedPositions, earlier_agree: bool) -> str:
+def layer_hint(position: int, probes: list[Reach], sharded: ShardedPositions, earlier_agree: bool) -> str:
     """Name the mistake of an attention layer whose output differs from `position` on, from probes of what it sees."""
     for probe in probes:
         own = next(set(p) for p in map(sharded.positions, range(sharded.cp_size)) if probe.position in p)
@@ -153,11 +154,6 @@ def _scale_hint(what: str, scale: float, cp_size: int) -> str:
     if abs(scale * cp_size - 1) < 0.01:
         return f"{what} is 1/{cp_size} of the truth: the factor cp_size is missing, or it is averaged twice."
     return f"{what} is {scale:.4g} times the truth: look at what it is divided by."
-
-
-def _evaluation_hint(name: str, runs: Runs, sharded: ShardedPositions) -> str:
-    """Name the mistake of an evaluation loss whose training loss is correct."""
-    return _scale_hint(name, runs.got.eval_losses[name] / runs.want.eval_losses[name], sharded.cp_size)
 
 
 def gradient_hint(failed: list[str], runs: Runs, sharded: ShardedPositions) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ringflash import huggingface
 from ringflash import loss as token_loss
+from ringflash.flops import layer_windows
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.training.seeding import seeded
 
@@ -228,10 +229,9 @@ def windows_of(module: nn.Module) -> list[int | None]:
     The list is empty unless the model is transformers'.
     """
     config = next((m.config for m in module.modules() if hasattr(m, "config")), None)
-    layers: int = getattr(config, "num_hidden_layers", 0)
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
-    return [window if kind == "sliding_attention" else None for kind in types]  # type: ignore[misc]
+    if not hasattr(config, "num_hidden_layers"):
+        return []
+    return [w + 1 if isinstance(w, int) else None for w in layer_windows(config)]
 
 
 def vocab_size_of(module: nn.Module) -> int:

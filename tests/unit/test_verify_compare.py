@@ -96,8 +96,8 @@ def test_positions_are_named_with_chunk_and_rank() -> None:
 def test_positions_of_the_shard_are_suspected_only_where_they_differ_from_global_ones() -> None:
     place = ShardedPositions(SEQLEN, 2, "zigzag")
     probes = [Reach(0, [0, 1, 30], [0, 1, 30])]
-    assert "(RoPE) of the shard's own" in layer_hint("layers.0", 8, probes, place, False)
-    assert "what else the layer has at cp=N" in layer_hint("layers.0", 7, probes, place, False)
+    assert "(RoPE) of the shard's own" in layer_hint(8, probes, place, False)
+    assert "what else the layer has at cp=N" in layer_hint(7, probes, place, False)
 
 
 @pytest.mark.parametrize(("everywhere", "where"), [(False, "only at cp=N"), (True, "at cp=1 as well")])
