@@ -28,7 +28,6 @@ from ringflash.attention.inputs import with_mean_head_dim
 from ringflash.attention.operands import Operands
 from ringflash.attention.options import RingOptions
 from ringflash.attention.plan import CallPlan
-from ringflash.attention.schedule import build
 from ringflash.attention.sections import choose_sections
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.call_numbers import NO_NUMBER
@@ -480,14 +479,6 @@ def test_flops_are_counted_by_hand() -> None:
     assert time.parts["attention forward"] * peak * HOST.rates.attention_forward == pytest.approx(attention)
     assert time.parts["attention backward"] * peak * HOST.rates.attention_backward == pytest.approx(2.5 * attention)
     assert time.model_flops * time.step == pytest.approx(products + 3 * attention)
-
-
-@pytest.mark.parametrize("window", [None, 0, 1, 17, 62, 63, 100])
-def test_visible_pairs_are_those_of_the_schedule(window: int | None) -> None:
-    mask = SequenceMask(64, window_size=(-1 if window is None else window, -1))
-    pairs = sum(build(mask, 4, rank, "zigzag").num_visible for rank in range(4))
-    job = replace(JOB, seqlen=64, cp_size=4, visible_fraction=visible_fraction(64, [window]))
-    assert job.visible_pairs == pytest.approx(pairs, rel=1e-12)
 
 
 def test_recomputing_attention_costs_its_forward() -> None:
