@@ -25,6 +25,7 @@ from ringflash.huggingface.recurrent_layers import use_sequence_order
 from ringflash.huggingface.validation import (
     attention_modules,
     check_adapters,
+    check_attention_class,
     check_direction,
     check_layer_type,
     check_model,
@@ -48,13 +49,14 @@ def register() -> None:
     try:
         from transformers import AttentionInterface, masking_utils, modeling_utils
         from transformers.masking_utils import AttentionMaskInterface
+        from transformers.utils import generic
     except ImportError as cause:
         raise RuntimeError(
             f"transformers must be version 5.17 or later, got {cause}; pip install ringflash[huggingface]."
         ) from cause
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _pass_padding_mask)
-    for module in (modeling_utils, masking_utils):
+    for module in (generic, modeling_utils, masking_utils):
         _exempt_from_flash_attention(module)
 
 
@@ -100,6 +102,7 @@ def set_group(
     check_model(base)
     check_rope(base)
     for module in modules:
+        check_attention_class(module)
         check_layer_type(module)
         check_direction(module)
     _check_layout(modules, layout)

@@ -1,6 +1,6 @@
 """Checks of a model, its adapters and its attention calls that need no tensor's values.
 
-set_group        check_adapters, check_model, check_rope, check_layer_type, check_direction
+set_group        check_adapters, check_model, check_rope, check_attention_class, check_layer_type, check_direction
 attention call   find_static_error and, in layer 0, find_shape_error, which `consistency` raises on every rank
 """
 
@@ -179,6 +179,19 @@ def check_model(base: nn.Module) -> None:
         raise NotImplementedError(
             f"model must take position_ids, got {type(base).__name__}, which counts the tokens of the shard; use "
             "another model."
+        )
+
+
+def check_attention_class(module: nn.Module) -> None:
+    """Raise NotImplementedError for attention that calls flash-attention itself, on the shard only.
+
+    Falcon and GPT-J have a class for each implementation. If their code was loaded before `register`, they take that of
+    flash-attention for every name with "flash" in it.
+    """
+    if type(module).__name__.endswith("FlashAttention2"):
+        raise NotImplementedError(
+            f"attention must follow attn_implementation, got {type(module).__name__}, which would attend to each shard "
+            "by itself; use another model."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,23 @@ def test_refuses_positions_of_another_shape() -> None:
     assert isinstance(error, ValueError) and "(1 or batch, 24)" in str(error)
     lost = find_shape_error(query, None, None)  # as in Ministral3 without set_group
     assert "got None" in str(lost) and "the model to set_group, which looks for them" in str(lost)
+
+
+@pytest.mark.parametrize("loaded_before", [False, True])
+@pytest.mark.parametrize("kind", ["falcon", "gptj"])
+def test_refuses_classes_that_call_flash_attention(
+    kind: str, loaded_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers has none for our name, and code that it loaded before `register` takes flash-attention's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    huggingface.register()
+    if loaded_before:
+        code = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        monkeypatch.setattr(code, "is_flash_attention_requested", lambda config: True, raising=False)
+    config = AutoConfig.for_model(kind, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, rotary_dim=4)
+    with pytest.raises((KeyError, NotImplementedError), match="ringflash|FlashAttention2, which would attend to each"):
+        huggingface.set_group(AutoModelForCausalLM.from_config(config, attn_implementation="ringflash"), None)
 
 
 def test_refuses_chunks_in_a_balanced_layout() -> None:
