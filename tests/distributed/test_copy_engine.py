@@ -52,7 +52,7 @@ def one_head_a_section() -> AbstractContextManager:
     return mock.patch.object(sections, "choose_sections", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2]))
 
 
-@on_ranks(2, 4, 3)
+@on_ranks(2, 4, 3, timeout_s=150)
 def test_equals_dense(ctx: Context) -> None:
     """Every case against the dense oracle, gathered whole and by turns; the transport has bytes at the end."""
     with copy_engine():
