@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,11 +44,15 @@ class SavedBytes(NamedTuple):
     input: float
 
 
-class Layers(NamedTuple):
+@dataclass(frozen=True)
+class Layers:
     """Bytes per token that the layers of a model save and move, with Liger's kernels or without.
 
-    kept: by the layer that saves most.  kept_mean: averaged over the layers.  forward, backward: moved between matmuls
-    in a layer, on average.  tiled: the part of forward in modules that tiles recompute.
+    Args:
+        kept: saved by the layer that saves most.
+        kept_mean: saved by a layer on average.
+        forward: moved between matmuls in the forward of a layer on average; `backward` likewise.
+        tiled: the part of `forward` in modules that tiles recompute.
     """
 
     kept: SavedBytes
