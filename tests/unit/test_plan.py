@@ -462,11 +462,13 @@ def test_a_tile_of_all_tokens_is_none_in_checkpointed_layers() -> None:
 
 
 def test_offloaded_checkpoints_are_pinned_in_powers_of_two() -> None:
-    """1.25 times the tokens take twice the host's memory; a GiB for each layer of 1,048,576 tokens over 8 GPUs."""
+    """1.25 times the tokens take twice the host's memory; of 1,048,576 over 8 GPUs a layer takes a GiB on each."""
     job = replace(JOB, offload_checkpoints=True)
     layers = job.model.num_layers
-    assert host_bytes(JOB) == 0
-    assert [host_bytes(replace(job, seqlen=n << 18)) for n in (2, 4, 5, 8)] == [layers * n << 29 for n in (1, 2, 4, 4)]
+    assert host_bytes(JOB, HOST) == 0
+    kept = [host_bytes(replace(job, seqlen=n << 18), HOST) for n in (2, 4, 5, 8)]
+    assert kept == [8 * layers * n << 29 for n in (1, 2, 4, 4)]
+    assert 2 * host_bytes(job, replace(HOST, gpus_per_host=4)) == host_bytes(job, HOST)
 
 
 def test_flops_are_counted_by_hand() -> None:
@@ -676,6 +678,7 @@ def test_the_remedies_are_flags_to_paste(plan: Plan) -> None:
     found = plan(*command)
     change, gpus = (re.search(f"{words} *(--.*)", found.out) for words in ("so, add:", "GPUs:"))
     assert change is not None and gpus is not None and change[1].startswith("--model.memory.")
+    assert "and the memory of a host keeps 576 GiB" in found.out
     assert plan(*command, *change[1].split()).status == 0 == plan(*command, *gpus[1].split()).status
     assert found.status == 1 == plan(*command, *change[1].split(), "--model.memory.offload_checkpoints", "false").status
 

@@ -85,7 +85,7 @@ def make_plan(job: TrainingJob, machine: Machine) -> dict[str, Any]:
         "parameters": job.model.parameters,
         "memory_bytes": memory,
         "memory_at": moment,
-        "host_memory_bytes": host_bytes(job) * min(machine.num_gpus, machine.gpus_per_host),
+        "host_memory_bytes": host_bytes(job, machine),
         "fits": fits(job, machine),
         "longest_sequence": longest_sequence(job, machine),
         "step_seconds": time.parts,
@@ -108,6 +108,7 @@ def _remedy(job: TrainingJob, machine: Machine) -> dict[str, Any]:
         keys = {key.rpartition(".")[2]: key for key in _RECIPE_KEYS}
         flags = " ".join(f"--{keys[name]} {str(value).lower()}" for name, value in change.items())
         remedy |= {"changes": list(names), "seconds": step_time(changed, machine).step, "flags": flags}
+        remedy["host_memory_bytes"] = host_bytes(changed, machine)
     return remedy
 
 
@@ -255,7 +256,9 @@ def _verdict(plan: dict[str, Any]) -> list[str]:
     remedy, lines = plan["remedy"], ["[red]It does not fit.[/]"]
     if "changes" in remedy:
         changes = ", and ".join(remedy["changes"])
-        lines.append(f"cheapest change: {changes}; a step then takes {remedy['seconds']:.1f} s")
+        kept = remedy["host_memory_bytes"]
+        of_host = f", and the memory of a host keeps {kept / GIB:.0f} GiB" if kept else ""
+        lines.append(f"cheapest change: {changes}; a step then takes {remedy['seconds']:.1f} s{of_host}")
         lines.append(f"  to plan it or to train so, add: {remedy['flags']}")
     if remedy["gpus"]:
         lines.append(f"unchanged it fits over {remedy['gpus']} GPUs: --gpus {remedy['gpus']} --cp {remedy['cp']}")

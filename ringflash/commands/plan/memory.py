@@ -62,10 +62,11 @@ def _moments(job: TrainingJob, ring: Ring) -> dict[str, dict[str, int]]:
     }  # fmt: skip
 
 
-def host_bytes(job: TrainingJob) -> int:
-    """Return the bytes of offloaded checkpoints of one GPU; torch rounds what it pins up to a power of two."""
+def host_bytes(job: TrainingJob, machine: Machine) -> int:
+    """Return the bytes of offloaded checkpoints of a full host; torch rounds what it pins up to a power of two."""
     pinned = 1 << (layer_input_bytes(job) - 1).bit_length()
-    return job.model.num_layers * pinned if job.offload_checkpoints else 0
+    num_gpus = min(machine.num_gpus, machine.gpus_per_host)
+    return num_gpus * job.model.num_layers * pinned if job.offload_checkpoints else 0
 
 
 def checkpoint_bytes(job: TrainingJob) -> int:
