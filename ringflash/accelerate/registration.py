@@ -236,7 +236,7 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) ->
 def create_accelerator_and_postprocess(original: Callable[..., Any], self: Any) -> None:
     """Create the accelerator; let TRL's trainers that compare completions of a prompt count rings."""
     original(self)
-    if (size := ring_size(self.accelerator.parallelism_config)) > 1 and hasattr(self.args, "num_generations"):
+    if (size := ring_size(self.accelerator.parallelism_config)) > 1 and hasattr(self.args, "num_generations_eval"):
         from ringflash.accelerate.trl import count_groups_of_rings
 
         count_groups_of_rings(self.args, size)
