@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
+ORDER = 2  # version of these orders and of their use: a checkpoint's place in the data means nothing in another one
+
 
 class SampleOrder(Sampler[int]):
     """Endless sampler of the sequences of one data rank, starting from sample number `first`.

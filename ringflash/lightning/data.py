@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ringflash.comm.agreement import READ_TIMEOUT, agree, gather
 from ringflash.data.files import TokenFiles, raise_for
 from ringflash.data.format import TokenFileError
-from ringflash.data.order import SampleOrder, mix_lengths
+from ringflash.data.order import ORDER, SampleOrder, mix_lengths
 from ringflash.data.sequences import TokenSequences, split
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.strategy import ContextParallelStrategy, strategy_of
@@ -110,10 +110,10 @@ class SequenceData(lightning.LightningDataModule):
         if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
             return
         for name, value in self.identity().items():
-            if state_dict[name] != value:
+            if state_dict.get(name) != value:
                 raise ValueError(
-                    f"{name} must be that of the checkpoint ({state_dict[name]}), got {value}; "
-                    "resume with the same text, seqlen and seed."
+                    f"{name} must be that of the checkpoint ({state_dict.get(name)}), got {value}; "
+                    "resume with the same text, seqlen, seed and version of ringflash."
                 )
         self.num_consumed = state_dict["num_consumed"]
 
@@ -300,9 +300,9 @@ class TokenData(SequenceData):
         return self._sequences(trained, strategy), self._sequences(held_out, strategy)
 
     def identity(self) -> dict[str, Any]:
-        """Add the files' fingerprint and the percentage held out."""
-        tokens = self.files.header.fingerprint
-        return {**super().identity(), "tokens": tokens, "held_out_percent": self.held_out_percent}
+        """Add the files' fingerprint, the percentage held out, and the version of the order of documents."""
+        added = {"tokens": self.files.header.fingerprint, "held_out_percent": self.held_out_percent, "order": ORDER}
+        return {**super().identity(), **added}
 
     def _sequences(self, documents: torch.Tensor, strategy: ContextParallelStrategy) -> TokenSequences:
         cp_rank = strategy.cp_mesh.get_local_rank()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,3 +49,14 @@ def test_on_ranks(launches: dict[int, list[dict[str, str]]], num_ranks: int, par
 def test_held_out_part_that_is_none_or_all_is_refused(percent: float) -> None:
     with pytest.raises(ValueError, match=f"held_out_percent must be between 0 and 100, got {percent}"):
         TokenData("tokens", 48, held_out_percent=percent)
+
+
+def test_checkpoint_of_another_order_is_refused() -> None:
+    """Its place names other documents. Before documents were mixed by length, checkpoints did not name their order."""
+    data: Any = TokenData("tokens", 48)
+    data.files, data.train = SimpleNamespace(header=SimpleNamespace(fingerprint="f")), range(5)
+    state = data.state_dict()
+    data.load_state_dict(state)
+    for older in ({**state, "order": 1}, {name: x for name, x in state.items() if name != "order"}):
+        with pytest.raises(ValueError, match=r"order must be that of the checkpoint \((1|None)\), got 2; resume with"):
+            data.load_state_dict(older)
