@@ -130,14 +130,17 @@ def test_experts_of_batches_and_frozen_routers() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts the FLOPs of matrix products."""
+    """Counts the FLOPs of matrix products, and notes their dtypes."""
 
-    flops = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.dtypes = 0, set[torch.dtype]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=out)
+            self.dtypes.add(out.dtype)
         return out
 
 
@@ -184,6 +187,7 @@ def test_the_last_product_is_left_out_where_nothing_needs_it(change: str, produc
             out = mlp(x.requires_grad_())
         with Products() as counted:
             out.double().square().sum().backward()
+        assert counted.dtypes == {out.dtype}  # the backward computes again under the forward's autocast
         flops.append(counted.flops)
         outs.append(out)
     assert flops[1] - flops[0] == products * 2 * 40 * 32 * 80
