@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from threading import Lock
 from types import TracebackType
 from typing import Self
@@ -42,7 +42,7 @@ class RingCall:
         RuntimeError: the ranks made earlier calls in different orders.
     """
 
-    __slots__ = ("_autocast", "_lock", "_plan", "_tracked", "device", "error", "forward", "group", "number")
+    __slots__ = ("_lock", "_modes", "_plan", "_tracked", "device", "error", "forward", "group", "number")
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, forward: int = 0) -> None:
         self.group, self.device, self.forward = group, device, forward
@@ -51,7 +51,7 @@ class RingCall:
         self._plan: CallPlan | None = None
         self._lock: Lock | None = None
         self._tracked: AbstractContextManager[Posted] | None = None
-        self._autocast: torch.autocast | None = None
+        self._modes = ExitStack()
 
     def __enter__(self) -> Self:
         if self.group is not None:
@@ -99,9 +99,11 @@ class RingCall:
 
     def start(self, q: Tensor, k: Tensor) -> RingOfHops | HeadGather | Ulysses:
         """Return the algorithm of a call that all ranks agreed on. Autocast is off from here to the end of the call."""
+        if torch.is_inference_mode_enabled():  # its tensors are read-only elsewhere, and buffers outlive the call
+            self._modes.enter_context(torch.inference_mode(False))
+            self._modes.enter_context(torch.no_grad())
         if torch.is_autocast_enabled(self.device.type):
-            self._autocast = torch.autocast(self.device.type, enabled=False)
-            self._autocast.__enter__()
+            self._modes.enter_context(torch.autocast(self.device.type, enabled=False))
         if self.group is None:
             return self.checked.open(q, k, self.number)
         self._tracked = agreement.tracked_call(self.group)
@@ -115,8 +117,7 @@ class RingCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._autocast is not None:
-                self._autocast.__exit__(kind, error, trace)
+            self._modes.close()
             if self._tracked is not None:
                 self._tracked.__exit__(kind, error, trace)
         finally:

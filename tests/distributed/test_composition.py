@@ -6,6 +6,7 @@ gloo, 2 to 4 CPU processes, fp64.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import ringflash
 from ringflash.memory import tile_mlps
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
+from tests.helpers.peer_memory import messages_by_heads
 from tests.helpers.pool import Context, on_ranks
 from tests.helpers.tolerance import assert_close
 
@@ -44,6 +46,21 @@ def test_layers_may_interleave(ctx: Context) -> None:
         out, lse, dout, dlse = results[i]
         dq, dk, dv = torch.autograd.grad((out, lse), inputs[i], (dout, dlse))
         assert_close({"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}, wants[i])
+
+
+@on_ranks(2)
+def test_training_after_inference_mode(ctx: Context) -> None:
+    """The first call allocates buffers and their views, into which later calls write."""
+    case = Case(head_dim=24)
+    whole = ring_check.problem(case, 2 * ctx.size * 6, torch.float64, ctx.device)
+    for path in (nullcontext, messages_by_heads):
+        with path():
+            with torch.inference_mode():
+                q, k, v = (ring_check.shard(ctx, case, x) for x in whole[:3])
+                out = ringflash.ring_attention(q, k, v, group=ctx.group)
+            want = ring_check.oracle(case, whole, 6, torch.float64)["out"]
+            assert_close({"out": out}, {"out": ring_check.shard(ctx, case, want)})
+            ring_check.check(ctx, case)
 
 
 @on_ranks(4)
