@@ -46,7 +46,14 @@ from ringflash.commands.plan.memory import (
     worst_moment,
 )
 from ringflash.commands.plan.ring import Ring, buffer_bytes, pipeline_seconds, ring_of
-from ringflash.commands.plan.search import CHANGES, cheapest_change, fewest_gpus, fits, longest_sequence
+from ringflash.commands.plan.search import (
+    CHANGES,
+    cheapest_change,
+    fastest_split,
+    fewest_gpus,
+    fits,
+    longest_sequence,
+)
 from ringflash.commands.plan.timing import step_time
 from ringflash.commands.plan.trace import TrafficCounter
 from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
@@ -627,6 +634,26 @@ def test_the_cheapest_change_fits_and_no_cheaper_one_does(
             other = replace(job, **change)  # type: ignore[arg-type]
             if fits(other, HOST) and other.precision == job.precision:
                 assert least == 1 and step_time(changed, HOST).step <= step_time(other, HOST).step
+
+
+def test_the_fastest_split_fits_and_no_faster_one_does() -> None:
+    """At a million tokens that is a ring inside each host, since one GPU cannot hold a sequence."""
+    machine = replace(HOST, num_gpus=64)
+    split = fastest_split(replace(JOB, cp_size=64), machine)
+    assert split is not None and fits(split, machine) and (split.cp_size, split.dp_size) == (8, 8)
+    for cp_size in (1, 2, 4, 16, 32, 64):
+        other = replace(JOB, cp_size=cp_size, dp_size=64 // cp_size)
+        if fits(other, machine):
+            assert other.dp_size / step_time(other, machine).step < split.dp_size / step_time(split, machine).step
+    assert fastest_split(replace(JOB, seqlen=1 << 30), machine) is None
+
+
+def test_nics_receive_the_keys_of_other_hosts_once() -> None:
+    job, machine = replace(JOB, cp_size=64), replace(HOST, num_gpus=64)
+    numbers = 2 * job.seqlen * 7 // 8 * job.model.kv_size  # K and V of the seven other hosts
+    of_all_nics = 8 * ring_of(job, machine).network_bytes
+    assert of_all_nics == numbers * (2 + 2 + 4)  # bf16 in both passes, gradients in fp32
+    assert ring_of(JOB, HOST).network_bytes == 0
 
 
 def test_more_gpus_are_named_only_where_they_suffice() -> None:

@@ -19,6 +19,7 @@ from ringflash.commands.plan.ring import ring_of
 from ringflash.commands.plan.search import (
     CHANGES,
     cheapest_change,
+    fastest_split,
     fewest_gpus,
     fits,
     longest_sequence,
@@ -76,12 +77,13 @@ def run(options: Namespace) -> int:
 
 def make_plan(job: TrainingJob, machine: Machine) -> dict[str, Any]:
     """Return everything that the command prints, in bytes, seconds and tokens."""
-    time = step_time(job, machine)
+    time, ring, split = step_time(job, machine), ring_of(job, machine), fastest_split(job, machine)
     moment, memory = worst_moment(job, machine)
     plan: dict[str, Any] = {
         "job": asdict(job),
         "machine": asdict(machine),
-        "transport": ring_of(job, machine).transport,
+        "transport": ring.transport,
+        "network_bytes": job.model.num_layers * ring.network_bytes,
         "parameters": job.model.parameters,
         "memory_bytes": memory,
         "memory_at": moment,
@@ -92,6 +94,12 @@ def make_plan(job: TrainingJob, machine: Machine) -> dict[str, Any]:
         "mfu": time.model_flops / (machine.gpu.peak_tflops * 1e12),
         "model_tflops_per_gpu": time.model_flops / 1e12,
         "tokens_per_second": job.seqlen * job.dp_size / time.step,
+        "fastest_split": split
+        and {
+            "cp": split.cp_size,
+            "dp": split.dp_size,
+            "tokens_per_second": split.seqlen * split.dp_size / step_time(split, machine).step,
+        },
     }
     if not plan["fits"]:
         plan["remedy"] = _remedy(job, machine)
@@ -233,7 +241,14 @@ def _print(plan: dict[str, Any]) -> None:
     )
     if plan["host_memory_bytes"]:
         out.print(f"kept in the memory of a host, in addition: {plan['host_memory_bytes'] / GIB:.0f} GiB")
+    if plan["network_bytes"]:
+        out.print(f"K, V and gradients that a NIC receives in a step: {plan['network_bytes'] / GIB:.1f} GiB")
     out.print(f"longest sequence that fits: {plan['longest_sequence']:,} tokens")
+    if (split := plan["fastest_split"]) and split["cp"] != job["cp_size"]:
+        out.print(
+            f"fastest split of these GPUs that fits: --cp {split['cp']}, {split['dp']} sequences in a step, "
+            f"{split['tokens_per_second']:,.0f} tokens/s"
+        )
     for line in _verdict(plan):
         out.print(line)
     if (computed := model["computed_parameters"] / model["matmul_parameters"]) > 1.01:

@@ -74,6 +74,16 @@ class Ring:
         return torch.uint8 if self.in_fp8 else torch.bfloat16
 
     @property
+    def gathered(self) -> int:
+        """Count the numbers of K and V that rank 0 gathers in a pass: it sees the keys of all other ranks."""
+        return 2 * (self.seqlen - self.rows) * self.model.kv_size
+
+    @property
+    def network_bytes(self) -> float:
+        """Bytes of K, V and their gradients that the NIC of one GPU receives in both passes of one layer."""
+        return self.on_network * self.gathered * (2 * self.key_bytes + FP32)
+
+    @property
     def key_bytes(self) -> float:
         """Bytes of a number of K or V on its way; in FP8 a key and its value have a byte of scales in common."""
         return 1 + 1 / (2 * self.model.kv_dim) if self.in_fp8 else BF16
@@ -168,10 +178,10 @@ def exposed_seconds(ring: Ring, machine: Machine, forward: float, backward: floa
     """
     if ring.transport is None:
         return 0.0
-    numbers = 2 * (ring.seqlen - ring.rows) * ring.model.kv_size  # rank 0 sees those of all others
     link = machine.gpu.nvlink_gbytes * machine.rates.copies * 1e9
     byte = ring.on_network / (machine.rates.network_gbytes * 1e9) if ring.on_network else 1 / link
-    arrive, leave = numbers * ring.key_bytes * byte, numbers * FP32 * byte  # the last rank owns what all others see
+    # the last rank owns what all others see
+    arrive, leave = ring.gathered * ring.key_bytes * byte, ring.gathered * FP32 * byte
     q, out, k = (
         size * ring.rows * BF16 * (1 - 1 / ring.exchanging) / link
         for size in (ring.model.q_size, ring.model.out_size, ring.model.kv_size)
