@@ -31,7 +31,7 @@ from ringflash.comm.transport.lanes import T, ViewCache
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 
 DELAY_S = 0.004
-TIMEOUT_S = 10.0
+TIMEOUT_S = 20.0
 _CHANNELS = 4  # of barriers
 
 
