@@ -12,13 +12,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import TCPStore
 
@@ -135,6 +136,12 @@ def run_ranks(
 ) -> str:
     """Start `Ranks` and return what they print."""
     return Ranks(program, *arguments, num_ranks=num_ranks, **environment).finish(timeout_s)
+
+
+def each_part(tests: Mapping[int, Sequence[Callable[[Any], None]]]) -> pytest.MarkDecorator:
+    """Run a test of (num_ranks, part) for each part, by the number of ranks that make it."""
+    made = [(num_ranks, part) for num_ranks, parts in tests.items() for part in parts]
+    return pytest.mark.parametrize(("num_ranks", "part"), made, ids=lambda x: getattr(x, "__name__", x))
 
 
 def make_parts(out: Path, parts: Sequence[Callable[[Any], None]], run: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from ringflash.lightning import TokenData
 from tests.helpers.tokens import write_tokens
-from tests.recipes.launching import assert_made, read_results, run_ranks
+from tests.recipes.launching import assert_made, each_part, read_results, run_ranks
 from tests.recipes.tokens_worker import TESTS
 
 DOCUMENTS = [[256, *((i * 31 + j * 7) % 256 for j in range(5 + i * 13 % 60))] for i in range(40)]
@@ -36,11 +36,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[st
     return found
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "part"),
-    [(size, part) for size, parts in TESTS.items() for part in parts],
-    ids=lambda x: getattr(x, "__name__", x),
-)
+@each_part(TESTS)
 def test_on_ranks(launches: dict[int, list[dict[str, str]]], num_ranks: int, part: Callable[[Any], None]) -> None:
     assert_made(launches[num_ranks], part)
 

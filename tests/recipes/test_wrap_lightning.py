@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from ringflash.lightning import SequenceSharding
 from ringflash.lightning.first_step import FirstStep
-from tests.recipes.launching import ROOT, assert_made, read_results, run_ranks
+from tests.recipes.launching import ROOT, assert_made, each_part, read_results, run_ranks
 from tests.recipes.wrap_worker import TESTS
 
 
@@ -57,11 +57,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[st
     return found
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "part"),
-    [(size, part) for size, parts in TESTS.items() for part in parts],
-    ids=lambda x: getattr(x, "__name__", x),
-)
+@each_part(TESTS)
 def test_on_ranks(launches: dict[int, list[dict[str, str]]], num_ranks: int, part: Callable[[Any], None]) -> None:
     assert_made(launches[num_ranks], part)
 
