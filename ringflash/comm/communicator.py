@@ -80,20 +80,22 @@ def _end_gloo() -> None:
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
     gc.collect()  # free groups in reference cycles, such as a trainer and its module
-    deadline = time.monotonic() + 1.0
-    time.sleep(0.01)  # lets a thread that waits for the GIL continue
-    while _gloo_works() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    deadline, states = time.monotonic() + 1.0, _gloo_states()
+    while states and time.monotonic() < deadline:
+        time.sleep(0.01)  # lets a thread that waits for the interpreter go on
+        if set(states := _gloo_states()) <= {"S"}:
+            break
 
 
-def _gloo_works() -> bool:
-    """Return True if a thread of gloo is running; False also where the system does not list threads in /proc."""
+def _gloo_states() -> list[str]:
+    """Return the state of each thread of gloo, "S" if it sleeps; none where the system does not list them in /proc."""
+    states = []
     for stat in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # the thread has ended
-            name, _, state = stat.read_text().partition("(")[2].rpartition(")")
-            if "gloo" in name and state.split()[0] != "S":
-                return True
-    return False
+            name, _, fields = stat.read_text().partition("(")[2].rpartition(")")
+            if "gloo" in name:
+                states.append(fields.split()[0])
+    return states
 
 
 @atexit.register  # after `_end_gloo`, and so called before it
