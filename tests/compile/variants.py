@@ -194,6 +194,8 @@ def _fp8(recorder: Recorder, head_dim: int) -> None:
     q, k = _operands(head_dim, torch.bfloat16)
     recorder.variant = f"hd{head_dim} bfloat16"
     rows = quantise.quantise_q(q)
+    recorder.variant = f"hd{head_dim} bfloat16 dequantised"
+    quantise.dequantised_q(q)
     for for_backward in (False, True):
         recorder.variant = f"hd{head_dim} bfloat16" + (" for the backward" if for_backward else "")
         records = quantise.quantise_kv(k, k, for_backward=for_backward)

@@ -169,8 +169,11 @@ def test_quantiser_has_the_bits_of_the_specification(head_dim, for_backward):
     with cuda_properties(2):
         module = Emulator().load("fp8.quantise")
         rows, records = module.quantise_q(q), module.quantise_kv(k, v, for_backward=for_backward)
+        dequantised = module.dequantised_q(q)
     exact = fp8_reference.quantise_q(q)
+    scales = exact.scales.repeat_interleave(fp8_reference.BLOCK_Q, -1)[..., : q.shape[1]].transpose(1, 2)
     pairs = [(rows.scales, exact.scales), (rows.values, exact.values)]
+    pairs += [(dequantised, exact.values.float() * scales.unsqueeze(-1))]
     exact = fp8_reference.quantise_kv(k, v, for_backward=for_backward)
     pairs += zip(*(fp8_reference.unpack(x, head_dim, for_backward=for_backward) for x in (records, exact)), strict=True)
     for x, y in pairs:

@@ -63,7 +63,9 @@ def test_quantiser_has_the_bits_of_the_specification(head_dim: int, for_backward
     q, k, v = draw(333, 333, head_dim, outliers=True)
     q[0, 3, 1, 5], k[1, 150, 1, 7], v[0, 20, 0, 1], k[0, 256:] = math.nan, math.inf, -math.inf, 0.0
     rows, exact = quantise.quantise_q(q), fp8_reference.quantise_q(q)
+    scales = exact.scales.repeat_interleave(fp8_reference.BLOCK_Q, -1)[..., : q.shape[1]].transpose(1, 2)
     pairs = [(rows.values, exact.values), (rows.scales, exact.scales)]
+    pairs += [(quantise.dequantised_q(q), exact.values.float() * scales.unsqueeze(-1))]
     records = [module.quantise_kv(k, v, for_backward=for_backward) for module in (quantise, fp8_reference)]
     pairs += zip(*(fp8_reference.unpack(x, head_dim, for_backward=for_backward) for x in records), strict=True)
     for x, y in pairs:

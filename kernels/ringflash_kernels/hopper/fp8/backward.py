@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ringflash_kernels.api import device_guard
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, Rows, check_products, check_row_max
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, check_products, check_row_max
 from ringflash_kernels.hopper.backward import host
 from ringflash_kernels.hopper.backward.host import HopRectangle, block_descriptor, hop_of, row_tile
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
@@ -23,11 +23,10 @@ from ringflash_kernels.hopper.fp8.backward_operands import (
     KeyOperands,
     QueryOperands,
     add_rotated_back,
-    dequantised,
     parts,
     statistics,
 )
-from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
+from ringflash_kernels.hopper.fp8.quantise import dequantised_q, quantise_kv, quantise_q
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
@@ -64,14 +63,13 @@ class Fp8Backward:
         check_products(products, q.shape[-1], deterministic)
         check_row_max(products, row_max)
         self.q, self.softmax_scale = q, softmax_scale
-        rows = quantise_q(q)
         dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
         if products == "bf16":
             self._pass: _Dequantised | _Products = _Dequantised(
-                dout, rows, out, lse, softmax_scale, dlse, deterministic
+                dout, dequantised_q(q), out, lse, softmax_scale, dlse, deterministic
             )
         else:
-            self._pass = _Products(dout, q, rows, out, lse, softmax_scale, dlse, products, row_max)
+            self._pass = _Products(dout, q, out, lse, softmax_scale, dlse, products, row_max)
 
     def add(
         self,
@@ -116,7 +114,7 @@ class _Dequantised:
     def __init__(
         self,
         dout: torch.Tensor,
-        rows: Rows,
+        q: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
         softmax_scale: float,
@@ -126,7 +124,7 @@ class _Dequantised:
         scale = softmax_scale / dout.shape[-1]
         self.softmax_scale, self._lse = softmax_scale, lse
         self._backward = host.HopperBackward(
-            dout.to(torch.bfloat16), dequantised(rows), out, lse, softmax_scale=scale, dlse=dlse,
+            dout.to(torch.bfloat16), q, out, lse, softmax_scale=scale, dlse=dlse,
             deterministic=deterministic,
         )  # fmt: skip
 
@@ -136,11 +134,12 @@ class _Dequantised:
 
     def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
         keys = KeyOperands(records, dk.shape[-1], self._lse, mode="bf16", softmax_scale=self.softmax_scale)
-        rotated = torch.zeros_like(dk, dtype=torch.float32, memory_format=torch.contiguous_format)
+        rotated = torch.empty_like(dk, dtype=torch.float32, memory_format=torch.contiguous_format)
         values = dv if dv.dtype == torch.float32 else torch.empty_like(rotated)
-        if not accumulate:
-            values.zero_()
-        self._backward.add(*(cut(x, 1, (0, mask.seqlen_k)) for x in (keys.k, keys.v)), mask, rotated, values)
+        if accumulate:
+            rotated.zero_()
+        k, v = (cut(x, 1, (0, mask.seqlen_k)) for x in (keys.k, keys.v))
+        self._backward.add(k, v, mask, rotated, values, accumulate=accumulate)
         add_rotated_back(rotated, dk, 1.0, accumulate=accumulate)
         if values is not dv:
             dv.copy_(values)
@@ -153,7 +152,6 @@ class _Products(host.HopperBackward):
         self,
         dout: torch.Tensor,
         q: torch.Tensor,
-        rows: Rows,
         out: torch.Tensor,
         lse: torch.Tensor,
         softmax_scale: float,
@@ -163,7 +161,7 @@ class _Products(host.HopperBackward):
     ) -> None:
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, False
-        self.products, self._rows = products, rows
+        self.products, self._rows = products, quantise_q(q)
         self._given = dout, out, lse, dlse, row_max if products == "fp8" and row_max is not None else lse
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views = {}

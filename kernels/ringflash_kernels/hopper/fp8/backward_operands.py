@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, E4M3, TAIL_BYTES, Rows, rotate_back
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, E4M3, TAIL_BYTES, rotate_back
 from ringflash_kernels.hopper.launcher import Launcher
 
 SCALES = 8  # fp32 scales of a tile: of S, dP, delta, dK and dV; the rest is unused
@@ -291,12 +291,6 @@ def parts(records: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Ten
     k8, v8, tail = records.split((size, size, TAIL_BYTES), -1)
     k8, v8 = (x.view(E4M3).unflatten(-1, (BLOCK_K, head_dim)) for x in (k8, v8))
     return k8, v8, tail.view(torch.float32)
-
-
-def dequantised(rows: Rows) -> torch.Tensor:
-    """Return the rotated q in bf16, which is exact: (batch, seqlen_q, num_heads, head_dim)."""
-    scales = rows.scales.repeat_interleave(BLOCK_Q, -1)[..., : rows.values.shape[1]]
-    return rows.values.to(torch.bfloat16) * scales.transpose(1, 2).unsqueeze(-1).to(torch.bfloat16)
 
 
 def add_rotated_back(

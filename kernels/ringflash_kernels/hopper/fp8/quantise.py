@@ -133,9 +133,9 @@ def rows_of(x, stride_b, stride_s, stride_h, batch, block, head, seqlen, ROWS: g
 @gluon.jit
 def quantise_rows(
     x, values, scales, seqlen, num_heads, num_blocks, stride_b, stride_s, stride_h, value_b, value_s, value_h,
-    COLUMNS: gl.constexpr, ROWS: gl.constexpr, SIGNS: gl.constexpr, WARPS: gl.constexpr,
+    COLUMNS: gl.constexpr, ROWS: gl.constexpr, SIGNS: gl.constexpr, DEQUANTISED: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Quantise q of one block and head."""
+    """Quantise q of one block and head; store it in e4m3 with its scale, or DEQUANTISED, which bf16 holds exactly."""
     layout: gl.constexpr = _columns_layout(COLUMNS, WARPS)
     head = gl.program_id(0) % num_heads
     block = gl.program_id(0) // num_heads % num_blocks
@@ -143,8 +143,11 @@ def quantise_rows(
     q, column = rows_of(x, stride_b, stride_s, stride_h, batch, block, head, seqlen, ROWS, COLUMNS, layout)
     q = rotated(q, column, SIGNS, WARPS)
     q, biased = with_exponent(q)
-    gl.store(scales + (batch * num_heads + head) * num_blocks + block, power_of_two(biased))
     q = gl.convert_layout(rounded(q, biased), layout)
+    if DEQUANTISED:
+        q = (q.to(gl.float32) * power_of_two(biased)).to(gl.bfloat16)
+    else:
+        gl.store(scales + (batch * num_heads + head) * num_blocks + block, power_of_two(biased))
     row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     at = values + batch.to(gl.int64) * value_b + head.to(gl.int64) * value_h
     inside = (row < seqlen)[:, None] & (column < COLUMNS)[None, :]
@@ -228,19 +231,30 @@ def quantise_q(q: torch.Tensor) -> Rows:
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16; copied unless its last stride is 1.
     """
+    values = torch.empty(q.shape, dtype=E4M3, device=q.device)
+    scales = torch.empty(q.shape[0], q.shape[2], -(-q.shape[1] // BLOCK_Q), device=q.device)
+    _quantise_rows(q, values, scales)
+    return Rows(values, scales)
+
+
+def dequantised_q(q: torch.Tensor) -> torch.Tensor:
+    """Return `quantise_q` of q times its scales, still rotated: (batch, seqlen_q, num_heads, head_dim), bf16, exact."""
+    values = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+    _quantise_rows(q, values, None)
+    return values
+
+
+def _quantise_rows(q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None) -> None:
+    """Write values and scales of q; without `scales`, values times scales."""
     q = _with_unit_stride(q)
     batch, seqlen, num_heads, head_dim = q.shape
-    num_blocks = -(-seqlen // BLOCK_Q)
-    values = torch.empty(q.shape, dtype=E4M3, device=q.device)
-    scales = torch.empty(batch, num_heads, num_blocks, device=q.device)
-    warps = _WARPS[head_dim]
+    num_blocks, warps, dequantised = -(-seqlen // BLOCK_Q), _WARPS[head_dim], scales is None
     with device_guard(q.device):
         _ROWS[warps](
-            head_dim, num_blocks * num_heads * batch,
-            q, values, scales, seqlen, num_heads, num_blocks, *q.stride()[:3], *values.stride()[:3],
-            COLUMNS=head_dim, ROWS=BLOCK_Q, SIGNS=_SIGNS, WARPS=warps,
+            (head_dim, dequantised), num_blocks * num_heads * batch,
+            q, values, values if scales is None else scales, seqlen, num_heads, num_blocks, *q.stride()[:3],
+            *values.stride()[:3], COLUMNS=head_dim, ROWS=BLOCK_Q, SIGNS=_SIGNS, DEQUANTISED=dequantised, WARPS=warps,
         )  # fmt: skip
-    return Rows(values, scales)
 
 
 def quantise_kv(
