@@ -72,10 +72,10 @@ class Rates:
     passes: float = 0.32
     attention_forward: float = 0.64
     attention_backward: float = 0.59
-    fp8_attention_forward: float = 0.88
-    fp8_attention_backward: float = 0.69
-    fp8_scores_backward: float = 0.64
-    fp8_bf16_backward: float = 0.56
+    fp8_attention_forward: float = 1.02
+    fp8_attention_backward: float = 0.71
+    fp8_scores_backward: float = 0.68
+    fp8_bf16_backward: float = 0.61
     copies: float = 0.8
     nvlink: float = 0.6
     network_gbytes: float = 30.0

@@ -86,7 +86,7 @@ def activation_bytes(job: TrainingJob, kept: SavedBytes) -> int:
 
     The MLP of a tile is recomputed and keeps only its input.
     """
-    return int(job.local_tokens * (kept.layer - (kept.tiled if job.tile_tokens else 0)))
+    return int(job.local_tokens * (kept.layer - (kept.mlp if job.tile_tokens else 0)))
 
 
 def layer_bytes(job: TrainingJob, ring: Ring) -> int:
@@ -100,9 +100,9 @@ def layer_bytes(job: TrainingJob, ring: Ring) -> int:
     if job.checkpointing != "none":
         recomputed = activation_bytes(job, kept) - int(tokens * kept.input)
         recomputed -= _attention_kept(job) if job.checkpointing == "attention_kept" else 0
-    mlp = gradients = int(tokens * (kept.mlp - (kept.tiled if job.tile_tokens else 0)))  # as large as what it saves
+    mlp = gradients = 0 if job.tile_tokens else int(tokens * kept.mlp)  # as large as what it saves
     if job.tile_tokens:  # a tile's activations, sums over tiles, a tile's gradients of experts
-        mlp += int(2 * min(job.tile_tokens, tokens) * kept.tiled)
+        mlp += int(2 * min(job.tile_tokens, tokens) * kept.mlp)
         mlp += model.tiled_parameters * FP32 + min(model.tiled_parameters, model.expert_parameters) * BF16
     norm = tokens * model.hidden_size * (BF16 if job.liger else 3 * FP32) - gradients
     attention = attention_work_bytes(ring) - gradients - _norm_bytes(job)

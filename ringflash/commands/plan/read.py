@@ -28,6 +28,7 @@ class ReadShape:
         layer_parameters: of the largest layer.
         expert_parameters: of all experts of the largest layer.
         tiled_parameters: of the modules that tiles recompute, in the layer with most of them.
+        tiled_share: part of matmul_parameters in modules that tiles recompute.
         embedding_parameters: of the output embedding.
         root_parameters: of the model outside its layers.
         matmul_parameters: parameters that multiply a token; of experts, only those that the token is routed to.
@@ -49,6 +50,7 @@ class ReadShape:
     layer_parameters: int
     expert_parameters: int
     tiled_parameters: int
+    tiled_share: float
     embedding_parameters: int
     root_parameters: int
     matmul_parameters: float
@@ -112,7 +114,9 @@ def read_shape(model: Any) -> ReadShape:
             f"{type(error).__name__}: {shown}; no plan counts what its layers keep."
         ) from error
     largest = max(layers, key=_size)
+    tiled = [sum(map(_size, modules_to_tile(layer))) for layer in layers]
     head, matmul = model.get_output_embeddings().weight.numel(), counted.matmul_parameters
+    unused = sum(map(_size, layers)) + head - matmul  # parameters of experts that a token is not sent to; and norms
     return ReadShape(
         family=config.model_type,
         num_layers=len(layers),
@@ -125,7 +129,8 @@ def read_shape(model: Any) -> ReadShape:
         parameters=_size(model),
         layer_parameters=_size(largest),
         expert_parameters=max(_experts(layer) for layer in layers),
-        tiled_parameters=max(sum(map(_size, modules_to_tile(layer))) for layer in layers),
+        tiled_parameters=max(tiled),
+        tiled_share=max(0.0, sum(tiled) - unused) / matmul,
         embedding_parameters=head,
         root_parameters=_size(model) - sum(map(_size, layers)),
         matmul_parameters=matmul,

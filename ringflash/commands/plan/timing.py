@@ -39,6 +39,7 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
     backward = 2.5 * padded * attention / (peak * backward_rate)  # but MFU counts only twice the forward
     linear = model.computed_parameters / model.matmul_parameters * products / (peak * rates.products)
     in_layers = 1 - model.embedding_parameters / model.matmul_parameters
+    again = in_layers if job.checkpointing != "none" else model.tiled_share if job.tile_tokens else 0.0
     work = forward + backward + linear
     exposed = exposed_seconds(ring_of(job, machine), machine, forward / model.num_layers, backward / model.num_layers)
     parts = {
@@ -46,7 +47,7 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
         "attention backward": backward,
         "attention again": forward if job.checkpointing == "full" else 0.0,
         "linear": linear,
-        "linear again": 0.0 if job.checkpointing == "none" else in_layers * linear / 3,
+        "linear again": again * linear / 3,
         "between products": _passed_bytes(job) / (machine.gpu.memory_gbytes * rates.passes * 1e9),
         "ring exposed": model.num_layers * exposed,
         "parameters exposed": _parameters_exposed(job, machine, work),
@@ -76,7 +77,7 @@ def _passed_bytes(job: TrainingJob) -> float:
     if job.checkpointing != "none":
         layer += layers.forward
     elif job.tile_tokens:
-        layer += layers.tiled
+        layer += layers.mlp
     if job.tile_tokens:
         sums = -(-tokens // job.tile_tokens) * model.tiled_parameters * (BF16 + 2 * FP32)
     return model.num_layers * (tokens * layer + sums) + tokens * model.vocab_size * _LOGIT_BYTES + _sharded_bytes(job)

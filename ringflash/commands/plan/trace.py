@@ -34,13 +34,12 @@ _NOTHING_READ = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like",
 class SavedBytes(NamedTuple):
     """Bytes that one layer saves per token.
 
-    layer: everything.  mlp: by the MLP, without its input.  tiled: by the modules that tiles recompute, without their
+    layer: everything.  mlp: by the modules that tiles recompute (of a layer without such, by its MLP), without their
     inputs.  input: the layer's own input; 0 if its first norm saves a copy instead.
     """
 
     layer: float
     mlp: float
-    tiled: float
     input: float
 
 
@@ -52,13 +51,13 @@ class Layers:
         kept: saved by the layer that saves most.
         kept_mean: saved by a layer on average.
         forward: moved between matmuls in the forward of a layer on average; `backward` likewise.
-        tiled: the part of `forward` in modules that tiles recompute.
+        mlp: the part of `forward` in the modules of `SavedBytes.mlp`.
     """
 
     kept: SavedBytes
     kept_mean: SavedBytes
     forward: float
-    tiled: float
+    mlp: float
     backward: float
 
 
@@ -125,7 +124,7 @@ def trace_layers(model: nn.Module) -> ModelTrace:
         saves.remove()
     kept = saves.by_layer()
     mean = SavedBytes(*(sum(values) / len(kept) for values in zip(*kept, strict=True)))
-    moved = (x / (TOKENS * len(kept)) for x in (forward, saves.tiled_bytes, passes.num_bytes - forward))
+    moved = (x / (TOKENS * len(kept)) for x in (forward, saves.mlp_bytes, passes.num_bytes - forward))
     layers = Layers(max(kept, key=lambda x: x.layer), mean, *moved)
     return ModelTrace(layers, counter.get_total_flops() / (2 * TOKENS), max(passes.keys))
 
@@ -189,12 +188,12 @@ class _Group:
 
 
 class _Saves:
-    """Hooks that note what autograd saves of a layer, of its MLP, and of the modules that tiles recompute."""
+    """Hooks that note what autograd saves of a layer, and of its MLP."""
 
     def __init__(self, body: Any, passes: TrafficCounter) -> None:
         self._passes, self._running = passes, list[_Group]()
         self._shared = set(map(_key, body.parameters()))
-        self._layers = [(_Group([x]), _Group([_mlp_of(x)]), _Group(modules_to_tile(x))) for x in body.layers]
+        self._layers = [(_Group([x]), _Group(modules_to_tile(x) or [_mlp_of(x)])) for x in body.layers]
         self._hooks = [layer.register_forward_pre_hook(self._share, with_kwargs=True) for layer in body.layers]
         for group in (group for groups in self._layers for group in groups):
             for module in group.modules:
@@ -219,16 +218,15 @@ class _Saves:
             SavedBytes(
                 layer.saved_bytes(of_inputs=True) + layer.saved_bytes(of_inputs=False),
                 mlp.saved_bytes(of_inputs=False),
-                tiled.saved_bytes(of_inputs=False),
                 layer.saved_bytes(of_inputs=True),
             )
-            for layer, mlp, tiled in self._layers
+            for layer, mlp in self._layers
         ]
 
     @property
-    def tiled_bytes(self) -> int:
-        """Bytes moved by the modules that tiles recompute."""
-        return sum(tiled.moved for *_, tiled in self._layers)
+    def mlp_bytes(self) -> int:
+        """Bytes moved by the MLPs of all layers."""
+        return sum(mlp.moved for _, mlp in self._layers)
 
     def _share(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         self._shared |= set(map(_key, _tensors(kwargs)))  # all but the hidden states
