@@ -232,8 +232,6 @@ def main(args: list[str] | None = None) -> None:
     began = time.perf_counter()
     steps = train(list(runs.values()), options.steps, options.seconds)
     seconds = time.perf_counter() - began
-    for variant, model in first.items():
-        layers[variant]["end"] = gradient_errors(model, sequences)
     results = {
         "environment": describe("lightning"),
         "about": about(shape, steps, seeds, options.peak_rate, first.values()),
@@ -243,9 +241,17 @@ def main(args: list[str] | None = None) -> None:
         "final": {variant: final_losses(runs, variant, steps, sequences) for variant in first},
         "layers": layers,
     }
-    print(json.dumps(results["final"], indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(results) + "\n")
+    print(json.dumps(results["final"], indent=1), flush=True)
+    write(results, options.json)  # now as well, so that an interrupted run keeps its losses
+    for variant, model in first.items():
+        layers[variant]["end"] = gradient_errors(model, sequences)
+    write(results, options.json)
+
+
+def write(results: dict[str, Any], path: Path | None) -> None:
+    """Write the results, if a file was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(results) + "\n")
 
 
 def read_text() -> tuple[Tensor, Tensor]:
