@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.lightning.trainer_checks import TrainerChecks
@@ -25,7 +26,7 @@ class StopOnSignal(lightning.Callback):
     `trainer.validate`, `test` and `predict` have nothing to save: there SIGTERM has the handler that it had before
     Lightning, which by default ends the process.
 
-    The strategies add this callback to every trainer that has none.
+    The strategies add this callback to every trainer that has none, and run it after the other callbacks.
     """
 
     def __init__(self) -> None:
@@ -83,9 +84,15 @@ class StopOnSignal(lightning.Callback):
 
 
 def add_stop_on_signal(trainer: lightning.Trainer) -> None:
-    """Insert a `StopOnSignal` before the other callbacks of a trainer that has none."""
-    if not any(isinstance(callback, StopOnSignal) for callback in trainer.callbacks):
-        trainer.callbacks.insert(0, StopOnSignal())
+    """Place the `StopOnSignal` of a trainer, or a new one, after all callbacks but those that write checkpoints.
+
+    Its checkpoint then has the other callbacks' state as of the end of the step, not of the step before.
+    """
+    others: list[Any] = trainer.callbacks
+    stop = next((x for x in others if isinstance(x, StopOnSignal)), StopOnSignal())
+    others = [x for x in others if x is not stop]
+    first = next((i for i, x in enumerate(others) if isinstance(x, Checkpoint)), len(others))
+    trainer.callbacks[:] = [*others[:first], stop, *others[first:]]
 
 
 def _handle_sigterm(handler: Any) -> None:

@@ -208,13 +208,28 @@ class Signalled(TextData):
         return super().train_dataloader()
 
 
+class Counter(lightning.Callback):
+    """Counts batches, as an average of weights does in its state."""
+
+    batches = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+
 def early_signal(run: Run) -> None:
     """One rank had it, once Lightning's own handler was set: that one sends, and the ranks wait for one another.
 
     Though the trainer's min_steps, 4, are not reached: Lightning would train on, and save after each step.
     """
-    trainer = fit(run.texts, [StopOnSignal()], data=Signalled, min_steps=STEPS - 1)
+    counter = Counter()
+    trainer = fit(run.texts, [StopOnSignal(), counter], data=Signalled, min_steps=STEPS - 1)
     assert (trainer.global_step, trainer.min_steps) == (2, 4)
+    (saved,) = Path(trainer.log_dir or trainer.default_root_dir).glob("interrupted-step=2.ckpt")
+    assert torch.load(saved / "meta.pt")["callbacks"]["Counter"] == {"batches": 2}
 
 
 def another_model(run: Run) -> None:
