@@ -44,7 +44,8 @@ def register() -> None:
         (ParallelismConfig, _validate_accelerator), (Accelerator, prepare), (Accelerator, prepare_model),
         (Accelerator, gather_for_metrics), (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
         (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, compute_loss),
-        (Trainer, prediction_step), (Trainer, _track_num_input_tokens), (Trainer, create_accelerator_and_postprocess),
+        (Trainer, prediction_step), (Trainer, _track_num_input_tokens), (Trainer, store_flos),
+        (Trainer, create_accelerator_and_postprocess),
     ]  # fmt: skip
     missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
     if missing:
@@ -279,6 +280,13 @@ def _track_num_input_tokens(original: Callable[..., Any], self: Any, *args: Any)
     original(self, *args)
     counted = self.state.num_input_tokens_seen - before
     self.state.num_input_tokens_seen = before + counted // ring_size(self.accelerator.parallelism_config)
+
+
+def store_flos(original: Callable[..., Any], self: Any) -> None:
+    """Count the operations of each ring once: each of its ranks has counted those of the whole batch."""
+    before = self.state.total_flos
+    original(self)
+    self.state.total_flos = before + (self.state.total_flos - before) / ring_size(self.accelerator.parallelism_config)
 
 
 def prediction_step(

@@ -54,7 +54,7 @@ def count_groups_of_rings(args: Any, cp_size: int) -> None:
         args: of TRL's trainer; generation_batch_size is set.
     Raises:
         ValueError: groups of num_generations that batches of a ring divide.
-        NotImplementedError: rewards scaled by their deviation over all groups.
+        NotImplementedError: rewards scaled by their deviation over all groups; a quantile of the entropies of all.
     """
     held = args.per_device_train_batch_size * args.steps_per_generation
     in_eval = args.num_generations_eval or args.num_generations
@@ -76,6 +76,11 @@ def count_groups_of_rings(args: Any, cp_size: int) -> None:
                 f"{name} must not be {value!r} with cp_backend='ringflash', got it: TRL would count each completion "
                 "once for every rank of a ring; scale rewards within groups."
             )
+    if (quantile := getattr(args, "top_entropy_quantile", 1.0)) < 1:
+        raise NotImplementedError(
+            f"top_entropy_quantile must be 1 with cp_backend='ringflash', got {quantile}: TRL takes the quantile of "
+            "entropies of all ranks, which has each token once for every rank of a ring; leave it out."
+        )
     args.generation_batch_size = held * (args.world_size // cp_size)
 
 

@@ -60,6 +60,7 @@ def test_groups_that_rings_would_divide_are_refused() -> None:
     assert refusal(do_eval=True, num_generations_eval=3) == "24"
     assert "scale_rewards must not be 'batch'" in refusal(scale_rewards="batch")
     assert "normalize_advantages must not be True" in refusal(normalize_advantages=True)
+    assert "top_entropy_quantile must be 1 " in refusal(top_entropy_quantile=0.2)
 
 
 def test_head_in_fp32_is_so_under_autocast() -> None:

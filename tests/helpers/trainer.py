@@ -113,7 +113,11 @@ def train(
     names = "loss", "grad_norm", "eval_loss", "num_input_tokens_seen"
     logged = [{k: x[k] for k in names if k in x} for x in trainer.state.log_history if "train_loss" not in x]
     saved = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    return {"logged": [x for x in logged if x], "parameters": {k: x.clone() for k, x in saved.items()}}
+    return {
+        "logged": [x for x in logged if x],
+        "parameters": {k: x.clone() for k, x in saved.items()},
+        "flos": trainer.state.total_flos if packed or rings == 1 else None,  # rings pad their rows to other lengths
+    }
 
 
 def step_with_zero(ctx: Context, folder: str, config: dict[str, Any]) -> dict[str, tuple[float, str]]:
