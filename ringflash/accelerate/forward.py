@@ -18,6 +18,7 @@ from ringflash.accelerate.trl import FusedHead, fused_head_of, score_batch
 from ringflash.comm.agreement import agree
 from ringflash.huggingface.options import NAME
 from ringflash.huggingface.validation import without_peft
+from ringflash.sequence.layout import shard_sequence
 from ringflash.sequence.padding import pad_sequence
 
 _READ = {"attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch", "cu_seq_lens_q"}
@@ -183,15 +184,19 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
 
 
 def shard_rows(rows: BatchRows, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Pad a batch for the layout, and return this rank's shard as `prepare_batch` does."""
+    """Pad a batch for the layout, and return this rank's shard for `CausalLMWithLoss.decode`, with its labels."""
     size = group.size()
     ids, labels, bounds = pad_sequence(rows.input_ids, rows.labels, rows.cu_seqlens, cp_size=size)
     padded = ids.shape != rows.input_ids.shape
     mask = pad_sequence(torch.ones_like(rows.input_ids), cp_size=size).tokens if padded else None
     positions = "global" if bounds is None else "document"
-    return huggingface.prepare_batch(
+    shard = huggingface.prepare_batch(
         ids, group=group, labels=labels, cu_seqlens=bounds, attention_mask=mask, position_ids=positions
     )
+    columns = None
+    if rows.columns is not None:
+        columns = shard_sequence(pad_sequence(rows.columns, cp_size=size).tokens, group)
+    return {**shard, "length": rows.length, "columns": columns}
 
 
 def _mean_of_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:

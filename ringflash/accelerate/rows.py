@@ -16,12 +16,16 @@ class BatchRows(NamedTuple):
     input_ids, labels: (batch, seqlen), or (1, total_tokens) if rows are padded or packed; labels are shifted.
     cu_seqlens: (num_documents + 1,), int32, on the CPU, or None where each row is one document.
     indices: (total_tokens,), int64, index of each token in the flattened batch, or None for all of them.
+    length: largest position in the batch as transformers counts them, plus 1.
+    columns: (1, total_tokens), int64, index of each token in its row of the batch, or None if rows are unchanged.
     """
 
     input_ids: Tensor
     labels: Tensor
     cu_seqlens: Tensor | None
     indices: Tensor | None
+    length: int
+    columns: Tensor | None
 
 
 def shift_rows(labels: Tensor) -> Tensor:
@@ -64,9 +68,10 @@ def read_rows(
     starts = _document_starts(is_token, begins, position_ids, attention_mask is not None)
     if bounds is not None:
         starts = _compare(bounds, starts, position_ids is not None)
+    length = input_ids.shape[1] if position_ids is None else int(position_ids.max()) + 1
     padded = not bool(is_token.all())
     if not padded and not bool(starts[:, 1:].any()):
-        return BatchRows(input_ids, labels, None, None)
+        return BatchRows(input_ids, labels, None, None, length, None)
     if bool((labels != IGNORE_INDEX)[~is_token].any()):
         raise ValueError(
             f"labels must be {IGNORE_INDEX} where attention_mask is 0, got a token; have the collator write them."
@@ -74,7 +79,8 @@ def read_rows(
     indices = is_token.flatten().nonzero()[:, 0]
     first = starts.flatten()[indices].nonzero()[:, 0].int().cpu()
     cu_seqlens = None if len(first) == 1 else torch.cat([first, first.new_tensor([len(indices)])])
-    return BatchRows(input_ids.flatten()[indices][None], labels.flatten()[indices][None], cu_seqlens, indices)
+    tokens, shifted = input_ids.flatten()[indices][None], labels.flatten()[indices][None]
+    return BatchRows(tokens, shifted, cu_seqlens, indices, length, indices[None] % input_ids.shape[1])
 
 
 def _check_mask(begins: Tensor, left_padding: bool) -> None:

@@ -107,7 +107,7 @@ def set_group(
         check_direction(module)
     _check_layout(modules, layout)
     inputs = ForwardInputs.watch(base, modules, options)
-    use_global_length(base, options)
+    use_global_length(base, inputs)
     use_sequence_order(model, options, inputs)
     guard_losses(model, inputs)
     generate_locally(model, inputs)

@@ -33,9 +33,16 @@ class ForwardInputs:
         configs: the configurations by which transformers chooses the attention and the masks.
     Attributes:
         takes_whole_batches: the model's forward shifts labels itself, before it cuts them.
+        counts_positions: a layer counts the positions of its tokens, which may be given to it as `columns`.
+        length: length of the sequence in the current forward, for rotations that depend on it; None is that of the
+            padded sequence.
+        next_length: `length` of the next forward.
     """
 
     takes_whole_batches = False
+    counts_positions = False
+    length: int | None = None
+    next_length: int | None = None
 
     def __init__(self, names: tuple[str, ...], options: ModelRing, configs: list[Any]) -> None:
         self._names = names
@@ -62,11 +69,12 @@ class ForwardInputs:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self._documents_given_to = None if given.get("cu_seqlens") is None else type(model).__name__
         self._position_ids = given.get("position_ids")
+        self.length, self.next_length = self.next_length, None
         if self.options.group is not None:
             self._restore_implementation()
             for child in model.children():
                 if depends_on_length(child) and not hasattr(child, "_ringflash"):  # added after set_group
-                    use_global_length(child, self.options)
+                    use_global_length(child, self)
 
     def note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note labels that the model would shift inside the shard; a forward pre-hook of the model with the head."""

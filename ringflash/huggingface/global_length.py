@@ -17,14 +17,19 @@ from ringflash.huggingface.options import NAME, ModelRing
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def use_global_length(model: nn.Module, options: ModelRing) -> None:
-    """Hook the modules of a model that depend on the sequence's length or count positions. May be called again."""
+def use_global_length(model: nn.Module, inputs: Any) -> None:
+    """Hook the modules of a model that depend on the sequence's length or count positions. May be called again.
+
+    Args:
+        inputs: the model's `ForwardInputs`.
+    """
     for module in model.modules():
         if depends_on_length(module):
-            module._ringflash = options  # type: ignore[assignment]
+            module._ringflash, module._ringflash_inputs = inputs.options, inputs
             if _append_longest not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_append_longest, with_kwargs=True)
                 module.register_forward_hook(_drop_longest)
+        inputs.counts_positions |= _counts_positions(module)
         if _counts_positions(module) and _add_offsets not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_add_offsets, with_kwargs=True)
 
@@ -43,10 +48,10 @@ def _counts_positions(module: nn.Module) -> bool:
 
 
 @torch.compiler.disable(reason="transformers reads the largest position")
-def _append_longest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+def _append_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Append the largest position of all ranks, because transformers takes the largest one for the length."""
-    group = module._ringflash.group  # type: ignore[union-attr]
-    if group is None:
+    group, length = module._ringflash.group, module._ringflash_inputs.length
+    if group is None and length is None:
         return None
     position_ids: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
     if position_ids.dim() != 2:
@@ -54,12 +59,32 @@ def _append_longest(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             f"position_ids must be (batch, seqlen) where the rotation depends on the length, got "
             f"{tuple(position_ids.shape)}; use yarn, llama3 or linear."
         )
-    longest = position_ids.amax(-1, keepdim=True)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-    longer = torch.cat([position_ids, longest], -1)
+    if length is not None:  # the layout's padding has no part in it
+        position_ids = torch.clamp(position_ids, max=length - 1)
+    if group is not None:
+        longest = position_ids.amax(-1, keepdim=True)
+        grown = longest.new_full(longest.shape, _grown_to(module, *args[2:], **kwargs) - 1)
+        found = torch.stack([longest, grown])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        longest, grown = found
+        from_growth = longest + 1 >= getattr(module, "original_max_seq_len", 0)
+        longest = torch.where(from_growth, longest.maximum(grown), longest)
+        position_ids = torch.cat([position_ids, longest], -1)
     if "position_ids" in kwargs:
-        return args, {**kwargs, "position_ids": longer}
-    return (args[0], longer, *args[2:]), kwargs
+        return args, {**kwargs, "position_ids": position_ids}
+    return (args[0], position_ids, *args[2:]), kwargs
+
+
+def _grown_to(module: Any, layer_type: str | None = None, **_: Any) -> int:
+    """Return the length to which the angles of a "dynamic" rotation have grown, and at which they stay; otherwise 0.
+
+    Lengths from the original one on do not shrink them. A rank that generates by itself grows only its own.
+    """
+    kinds = module.rope_type
+    if (kinds if layer_type is None else kinds[layer_type]) != "dynamic":
+        return 0
+    grown = module.max_seq_len_cached
+    return int(grown if layer_type is None else getattr(module, f"{layer_type}_max_seq_len_cached", grown))
 
 
 def _drop_longest(module: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
@@ -69,14 +94,22 @@ def _drop_longest(module: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
 
 
 def _add_offsets(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Pass a cache whose length is the offset of each token, because the layer adds that length to local indices."""
+    """Pass a cache whose length is the offset of each token, because the layer adds that length to local indices.
+
+    The keyword `columns` has the positions, if they are not those in the padded sequence.
+    """
     if getattr(module.config, "_attn_implementation", None) != NAME:  # type: ignore[union-attr]
         return None
     if kwargs.get("past_key_values") is not None:
         raise NotImplementedError("past_key_values must be None, got a cache; pass use_cache=False.")
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     options: ModelRing = module._ringflash  # type: ignore[assignment]
-    return args, {**kwargs, "past_key_values": _OffsetCache(_offsets(options, hidden.shape[1], hidden.device))}
+    columns = kwargs.pop("columns", None)
+    if columns is None:
+        offsets = _offsets(options, hidden.shape[1], hidden.device)
+    else:
+        offsets = columns - torch.arange(hidden.shape[1], device=hidden.device)
+    return args, {**kwargs, "past_key_values": _OffsetCache(offsets)}
 
 
 @torch.compiler.disable(reason="positions are cached from call to call")

@@ -85,6 +85,9 @@ def _prepare(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     mask = pad_sequence(mask, cp_size=cp_size, layout=layout).tokens
     positions = "global" if cu_seqlens is None else "document"
-    return prepare_batch(
+    batch = prepare_batch(
         tokens, group=group, cu_seqlens=bounds, attention_mask=mask, layout=layout, position_ids=positions
     )
+    if cu_seqlens is None:
+        return {**batch, "length": input_ids.shape[1]}
+    return {**batch, "length": int(cu_seqlens.diff().max()), "columns": batch["position_ids"]}

@@ -65,14 +65,19 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         is_token: Tensor | None = None,
         per_token: bool = False,
         temperature: float | None = None,
+        length: int | None = None,
+        columns: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's scalar loss; arguments as `prepare_batch` returns them.
 
         Args:
             per_token: return `ringflash.loss.score_tokens` instead.
             temperature: return `ringflash.loss.token_log_probs` of logits / temperature instead.
+            length, columns: as `decode`; `prepare_batch` does not return them.
         """
-        hidden, weight, balance = self.decode(input_ids, position_ids, cu_seqlens, use_cache, checksum, is_token)
+        hidden, weight, balance = self.decode(
+            input_ids, position_ids, cu_seqlens, use_cache, checksum, is_token, length, columns
+        )
         if temperature is not None:
             return token_loss.token_log_probs(
                 hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens,
@@ -96,17 +101,25 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         use_cache: bool = False,
         checksum: Tensor | None = None,
         is_token: Tensor | None = None,
+        length: int | None = None,
+        columns: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return this rank's hidden states, the output embedding, and the balancing loss of experts if there is one.
 
         Args: as `forward`.
+            length: length of the sequence before it was padded for the layout, for rotations that depend on it.
+            columns: (1, seqlen_local), the positions that layers would count in the user's batch (Llama 4).
         """
         check_adapters(self)  # some may have been added since, also around this module
         causal: Any = without_peft(self.model)
         self._check_head_unchanged(causal)
+        inputs, counted = getattr(causal, "_ringflash_inputs", None), {}
+        if inputs is not None:
+            inputs.next_length = length
+            counted = {"columns": columns} if inputs.counts_positions else {}
         outputs = causal.model(
             input_ids=input_ids, use_cache=use_cache, position_ids=position_ids, cu_seqlens=cu_seqlens,
-            checksum=checksum, is_token=is_token,
+            checksum=checksum, is_token=is_token, **counted,
         )  # fmt: skip
         balance = None
         if _has_router_loss(causal):

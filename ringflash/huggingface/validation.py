@@ -17,7 +17,7 @@ from ringflash.huggingface.global_length import LENGTH_DEPENDENT, depends_on_len
 # Arguments that models pass to every attention call and no attention reads.
 _HARMLESS = {
     "position_ids", "cache_position", "num_items_in_batch", "labels", "shift_labels", "is_token", "logits_to_keep",
-    "output_hidden_states", "return_dict",
+    "output_hidden_states", "return_dict", "columns",
 }  # fmt: skip
 
 _CACHE_REMEDY = "pass use_cache=False; to generate, call generate of the model that set_group was given"

@@ -51,6 +51,7 @@ def test_training_is_that_of_one_process(pool: Pool, alone: Pool, case: str, tmp
     for rank, ring in enumerate(rings):
         assert len(ring["logged"]) == 4 and "eval_loss" in ring["logged"][-1]
         assert_alike(ring, one)
+        assert ring["flos"] in (one["flos"], None)
         assert rank > 0 or set(ring["parameters"]) == set(one["parameters"])
     if "save_steps" in options:  # one process goes on from the ring's first checkpoint
         (resumed,) = alone.run(trainer.train, f"{tmp_path}/ring", name, packed, sizes, options, True)
@@ -63,6 +64,25 @@ def assert_alike(ring: dict[str, Any], one: dict[str, Any]) -> None:
     assert ring["logged"][-1]["eval_loss"] == pytest.approx(one["logged"][-1]["eval_loss"], rel=1e-12)
     for key, got in ring["parameters"].items():  # FSDP gathers them on the first rank
         torch.testing.assert_close(got, one["parameters"][key], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name, changes", [("chunks", {}), *(("llama", x) for x in models.ROTATIONS.values())])
+@on_ranks(2)
+def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, changes: dict[str, Any]) -> None:
+    """A row of 21 tokens, which the layout pads, and padded rows, which become documents of one row.
+
+    "chunks" is Llama 4, whose attention counts positions.
+    """
+    ring, whole = (models.build(name, "sdpa", **changes) for _ in range(2))
+    put_on_ring(ring, ctx.group)
+    ids = models.tokens(2)[:, :21]
+    mask = torch.ones_like(ids)
+    mask[0, 17:] = 0
+    for rows, shown in ((ids[:1], mask[1:]), (ids, mask)):
+        batch = {"input_ids": rows, "attention_mask": shown}
+        labels = rows.masked_fill(shown == 0, -100)
+        want = trainer.loss_in_fp64(whole(**batch).logits, labels, 61)
+        torch.testing.assert_close(ring(**batch, labels=labels).loss, want, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

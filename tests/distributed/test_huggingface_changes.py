@@ -16,6 +16,7 @@ from torch import nn
 
 from ringflash import huggingface, wrap_attention
 from tests.distributed.test_huggingface import build, compare, tokens
+from tests.helpers import models
 from tests.helpers.pool import Context, on_ranks
 
 pytest.importorskip("transformers")
@@ -209,3 +210,17 @@ def test_one_rank_generates_after_training(ctx: Context, kind: str, holder: str)
         want = plain.generate(tokens()[:, :9], max_new_tokens=6, do_sample=False)
         assert torch.equal(run(tokens()[:, :9]), want) and want.shape == (1, 15)
     assert with_loss(**batch) == loss
+
+
+@on_ranks(2)
+def test_ranks_rotate_alike_after_one_of_them_has_generated(ctx: Context) -> None:
+    """transformers' "dynamic" angles stay at the longest sequence so far: those of the rank that generated."""
+    trained = []
+    for group in (ctx.group, None):
+        model: Any = models.build("llama", **models.ROTATIONS["dynamic"])
+        huggingface.set_group(model, group)
+        if group is None or ctx.rank == 1:
+            model.generate(torch.cat([tokens()] * 2, 1), max_new_tokens=2, do_sample=False)
+        batch = huggingface.prepare_batch(tokens(), group=group)
+        trained.append((huggingface.CausalLMWithLoss(model, group), batch))
+    compare(ctx, *trained)

@@ -117,6 +117,27 @@ def test_values_and_gradients_are_those_of_one_process(ctx: Context, kind: str, 
 
 
 @pytest.mark.parametrize(
+    "name, changes, kind",
+    [("chunks", {}, "packed"), *(("llama", changes, "one") for changes in models.ROTATIONS.values())],
+)
+@pytest.mark.parametrize("alone", [False, True])
+@on_ranks(2)
+def test_lengths_and_positions_are_those_without_padding(
+    ctx: Context, name: str, changes: dict[str, Any], kind: str, alone: bool
+) -> None:
+    """Angles that depend on the length, and Llama 4, whose attention counts positions: in each document."""
+    group = None if alone else ctx.group
+    ring = models.build(name, **changes)
+    huggingface.set_group(ring, group)
+    got = ringflash.log_probs(
+        huggingface.CausalLMWithLoss(ring, group), tokens(1), group=group, temperature=TEMPERATURE,
+        cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32) if kind == "packed" else None,
+    )  # fmt: skip
+    want, _ = plain(models.build(name, "sdpa", **changes), tokens(1), kind)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
     "changes, text",
     [
         ({"attention_mask": padding().flip(1)}, "set tokenizer.padding_side = 'right'"),

@@ -37,6 +37,18 @@ EXPERTS: dict[str, tuple[str, dict]] = {
         "qwen3_moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
 }  # fmt: skip
+# Angles that grow with the length of a sequence, and those that have two sets.
+ROTATIONS: dict[str, dict] = {
+    "dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 16,
+    },
+    "longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0],
+            "original_max_position_embeddings": 21,
+        },
+    },
+}  # fmt: skip
 LENGTH = 24
 BOUNDS = (0, 7, 8, 24)
 
