@@ -90,9 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--fp8_backward", default="bf16", help="products of the backward in e4m3 (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="samples of a contender")
     parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample")
-    parser.add_argument(
-        "--probes", action="store_true", help="also time rings without messages or copies, and NCCL by hops"
-    )
+    parser.add_argument("--probes", action="store_true", help="also time rings without messages or copies")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--toy", action="store_true", help="small rows on the CPU: shows that it runs, and no speed")
     return parser.parse_args()

@@ -20,11 +20,9 @@ from torch.distributed.nn.functional import all_to_all_single
 import ringflash
 from benchmarks import flash_attn_4_as_2
 from benchmarks.bench_kernels import document_bounds
-from ringflash.attention import plan, ring_of_hops
-from ringflash.comm.transport import Pending, PointToPoint, buffer
+from ringflash.comm.transport import Pending, PointToPoint
 from ringflash.comm.transport.copies import Copies
 from ringflash.sequence.layout import chunks_of_rank
-from ringflash_kernels.api import state_dtype
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 DOCUMENTS = {  # kinds of packed documents: fewest and most tokens, log-uniform
@@ -171,59 +169,16 @@ def ring_over(transport: str, setting: Setting) -> Built:
     return built
 
 
-class OwnKeys:
-    """Exchange that sends nothing: every hop uses the rank's own K/V. Results are wrong; only kernels are timed."""
-
-    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor, *_: object) -> None:
-        self.kv = k, v
-
-    def arrive(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.kv
-
-    def finish(self) -> None:
-        """Return without waiting, since nothing is in flight."""
-
-
-class OwnGradients(OwnKeys):
-    """Exchange of the backward that sends nothing: dK and dV of every hop are added to the rank's own."""
-
-    def __init__(self, transport: object, hops: object, k: torch.Tensor, v: torch.Tensor, *_: object) -> None:
-        super().__init__(transport, hops, k, v)
-        self.total = buffer("dkv.own", (2, *k.shape), state_dtype(k.dtype), k.device).zero_()
-
-    def gradients_of(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.total[0], self.total[1]
-
-    def finish_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.total[0], self.total[1]
-
-
-@contextmanager
-def _own_keys() -> Iterator[None]:
-    with (
-        mock.patch.object(ring_of_hops, "HopExchange", OwnKeys),
-        mock.patch.object(ring_of_hops, "GradientExchange", OwnGradients),
-        mock.patch.object(PointToPoint, "post", lambda *_: Pending([])),
-    ):
-        yield
-
-
-def _by_hops() -> AbstractContextManager:
-    return mock.patch.object(plan.CallPlan, "gathers_by_heads", lambda *_: False)
-
-
-def by_hops(setting: Setting) -> Built | str:
-    """Build `ours` over NCCL in a ring of hops, which is the default if the buffers of an all-gather are too large."""
-    built = ours("nccl")(setting)
-    return built if isinstance(built, str) else built._replace(around=_by_hops)
+def _nothing_sent() -> AbstractContextManager:
+    return mock.patch.object(PointToPoint, "post", lambda *_: Pending([]))
 
 
 def kernels_alone(setting: Setting) -> Built | str:
-    """Build a ring of kernels without messages; the difference to NCCL is the cost of its communication."""
+    """Build `ours` without messages; the difference to NCCL is the cost of its communication. Results are wrong."""
     if setting.impl.endswith("_fp8"):
         return "is for K/V that travel as they are"
     transport = "gloo" if setting.device.type == "cpu" else "nccl"
-    return Built(_ours(setting, setting.group, transport), setting.inputs(), _own_keys)
+    return Built(_ours(setting, setting.group, transport), setting.inputs(), _nothing_sent)
 
 
 def _no_copies() -> AbstractContextManager:
@@ -320,7 +275,6 @@ CONTENDERS: dict[str, Callable[[Setting], Built | str]] = {
 PROBES: dict[str, Callable[[Setting], Built | str]] = {
     "kernels alone": kernels_alone,
     "copy_engine, without copies": without_copies,
-    "ringflash, nccl by hops": by_hops,
 }
 
 

@@ -173,14 +173,14 @@ class CallPlan:
         if isinstance(channel, PointToPoint) and self.members:
             channel = channel.among(self.members)
         blocks = self.key_blocks(q, k, transport_name(channel))
-        rest = self.impl, self.softmax_scale, self.options.deterministic, call, self.options.fp8_backward
+        how = self.impl, self.softmax_scale, self.options.deterministic
         if channel is not None and blocks:
             memory = message_memory(channel, q.device) if isinstance(channel, PointToPoint) else channel
-            return HeadGather(blocks, memory, *rest, self.keys_of_line > 1)
+            return HeadGather(blocks, memory, *how, call, self.options.fp8_backward, self.keys_of_line > 1)
         assert channel is None or isinstance(channel, PointToPoint)
         hops = self.schedule
         cuda_graphs.keep_if_captured(hops, q.device)
-        return RingOfHops(hops, channel, *rest)
+        return RingOfHops(hops, channel, *how, self.options.fp8_backward)
 
 
 def plan_call(

@@ -1,4 +1,4 @@
-"""Attention over a ring of hops: gloo. Over NCCL, only tests and benchmarks run it.
+"""Attention over a ring of hops, over gloo; and attention of a single process, whose only hop has its own K/V.
 
     forward    wait K/V(t)                   post K/V(t + 1)                kernel(t): (out, lse) carried in fp32
     backward   wait K/V(t), add dK/dV(t - 2) post K/V(t + 1), dK/dV(t - 1)  kernel(t): dQ stays, dK/dV in fp32
@@ -6,7 +6,7 @@
 On each hop a rank receives the K/V of one other rank from their owner, while the kernel computes the previous hop. In
 the backward it sends the fp32 gradients of the hop back to the owner, who adds them up in the order of the steps
 (docs/decisions/0002). K/V are double-buffered, and so are outgoing gradients: a buffer is written again two hops
-later, by a message that the stream orders after its last reader. Source of the idea: Liu et al. 2023,
+later, by a message that is posted after its last reader. Source of the idea: Liu et al. 2023,
 arXiv:2310.01889; zigzag order as in Zhu's ring-flash-attention.
 """
 
@@ -21,11 +21,8 @@ import torch
 from ringflash.attention.gather_by_heads import profiler_range
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Hop, Schedule
-from ringflash.comm.call_numbers import NO_NUMBER, CallNumber, Words
-from ringflash.comm.transport import Message, Pending, PointToPoint, buffer, transport_name
-from ringflash.comm.transport.point_to_point import kernel_options
+from ringflash.comm.transport import Message, Pending, PointToPoint, buffer
 from ringflash.comm.wait_timer import waiting
-from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash_kernels.api import begin_backward, implementation, out_shape, rounds, state_dtype
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
@@ -39,7 +36,6 @@ class RingOfHops:
         schedule: this rank's hops.
         transport: None for a single process.
         impl: kernel implementation, chosen and checked.
-        call: its number in the group.
         fp8_backward: as `ring_attention`.
     """
 
@@ -48,7 +44,6 @@ class RingOfHops:
     impl: str
     softmax_scale: float
     deterministic: bool
-    call: CallNumber = NO_NUMBER
     fp8_backward: str = "bf16"
 
     def forward(
@@ -72,19 +67,16 @@ class RingOfHops:
         single = len(computed) == 1 or out.dtype == state
         carried = out if single else buffer("out", tuple(out.shape), state, out.device)
         hops = self.schedule.hops
-        options = kernel_options(self.impl, transport_name(self.transport), q.device)
         kept = {} if row_max is None else {"row_max": row_max}
-        with watching(self.transport, "forward", q.device) as call:
-            with waiting(q.device):
-                exchange = HopExchange(self.transport, hops, k, v, operands, kernel, self.call)
-            for _, hop, arrived in self._arrivals(exchange, call, q.device):
-                target = out if hop.step == computed[-1] else carried
-                acc = None if hop.step == computed[0] else carried
-                with profiler_range(f"ringflash::forward_step{hop.step}"):
-                    forward(q, *arrived, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **kept, **options)
-            with waiting(q.device):
-                exchange.finish()
-            call.mark("for the last messages")
+        with waiting(q.device):
+            exchange = HopExchange(self.transport, hops, k, v, operands, kernel)
+        for _, hop, arrived in self._arrivals(exchange, q.device):
+            target = out if hop.step == computed[-1] else carried
+            acc = None if hop.step == computed[0] else carried
+            with profiler_range(f"ringflash::forward_step{hop.step}"):
+                forward(q, *arrived, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **kept)
+        with waiting(q.device):
+            exchange.finish()
         return out, lse
 
     def backward(
@@ -116,30 +108,27 @@ class RingOfHops:
             return gradients.finish(_empty(q)), dk, dv
         hops, operands = self.schedule.hops, self._operands(k, v, for_backward=True)
         kernel, add = implementation(self.impl, q, k, v), operands.add(gradients)
-        with watching(self.transport, "backward", q.device) as call:
-            with waiting(q.device):
-                exchange = GradientExchange(self.transport, hops, k, v, operands, kernel, self.call)
-            for index, hop, arrived in self._arrivals(exchange, call, q.device):
-                with profiler_range(f"ringflash::backward_step{hop.step}"):
-                    add(*arrived, hop.mask, *exchange.gradients_of(index), accumulate=True)
-            with waiting(q.device):
-                dk, dv = exchange.finish_gradients()
-            call.mark("for the last gradients")
+        with waiting(q.device):
+            exchange = GradientExchange(self.transport, hops, k, v, operands, kernel)
+        for index, hop, arrived in self._arrivals(exchange, q.device):
+            with profiler_range(f"ringflash::backward_step{hop.step}"):
+                add(*arrived, hop.mask, *exchange.gradients_of(index), accumulate=True)
+        with waiting(q.device):
+            dk, dv = exchange.finish_gradients()
         return gradients.finish(_empty(q)), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
     def num_posted(self) -> int:
-        """Batches of messages that this rank has posted; over NCCL in earlier calls as well."""
+        """Batches of messages that this rank has posted."""
         return 0 if self.transport is None else self.transport.num_posted
 
     def _arrivals(
-        self, exchange: HopExchange, call: CallInFlight | Unwatched, device: torch.device
+        self, exchange: HopExchange, device: torch.device
     ) -> Iterator[tuple[int, Hop, tuple[torch.Tensor, ...]]]:
         """Yield each hop with visible keys, after its K and V have arrived: index, hop, operands of the kernel."""
         for index, hop in enumerate(self.schedule.hops):
             with profiler_range(f"ringflash::arrive_step{hop.step}"), waiting(device):
                 arrived = exchange.arrive(index)
             if hop.source is not None:
-                _mark(call, hop)
                 yield index, hop, arrived
 
     def _operands(self, k: torch.Tensor, v: torch.Tensor, *, for_backward: bool) -> Operands:
@@ -153,16 +142,6 @@ def _empty(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _mark(call: CallInFlight | Unwatched, hop: Hop) -> None:
-    """Tell the watchdog what the stream waits for before a hop. Sends and receives of a hop end together."""
-    if hop.step == 0:
-        call.mark("for its device to come to step 0")
-    elif hop.reader is None:
-        call.mark("for K/V of step {} from rank {}", hop.step, hop.source)
-    else:
-        call.mark("for K/V of step {} from rank {} and to rank {}", hop.step, hop.source, hop.reader)
-
-
 class HopExchange:
     """Messages of K/V between ranks: those of the next hop travel while the caller computes the current one.
 
@@ -172,7 +151,6 @@ class HopExchange:
         k, v: (batch, seqlen_local, num_kv_heads, head_dim) of this rank; sent in one message.
         operands: form in which they travel.
         kernel: implementation that packs them.
-        call: number of the call. Over NCCL it is sent with K/V; over gloo the ranks have compared it already.
     """
 
     def __init__(
@@ -183,18 +161,12 @@ class HopExchange:
         v: torch.Tensor,
         operands: Operands,
         kernel: ModuleType,
-        call: CallNumber = NO_NUMBER,
     ) -> None:
-        self.transport, self.hops, self.k, self.v, self.call = transport, hops, k, v, call
-        self.operands = operands
+        self.transport, self.hops, self.k, self.v, self.operands = transport, hops, k, v, operands
         self.pending = Pending([])
-        self.words: Words | None = None
         if transport is not None:
             self.own = self._lines("kv.own")
             operands.pack(k, v, kernel, self.own)
-            if _numbered(transport):
-                self.words = self._words()
-                self.words.write(call)
 
     def arrive(self, index: int) -> tuple[torch.Tensor, ...]:
         """Wait for the operands of hop number `index`, post the messages of the next hop, and return the operands."""
@@ -210,11 +182,8 @@ class HopExchange:
         self.pending = self.transport.post(*self._messages_during(index))
 
     def finish(self) -> None:
-        """Order the stream after the last message. The buffers can then be reused."""
+        """Wait for the last message. The buffers can then be reused."""
         self.pending.wait()
-        if self.transport is not None and self.words is not None:
-            senders = list(map(self.transport.rank_in_group, self.words.senders))
-            self.words.compare_later(self.transport.group, self.call, senders)
 
     def _messages_during(self, index: int) -> tuple[list[Message], list[Message]]:
         """Return the messages that travel while hop number `index` computes: the K/V of the next hop."""
@@ -222,29 +191,14 @@ class HopExchange:
             return [], []
         hop = self.hops[index + 1]
         what = f"K/V of step {hop.step}"
-        sends, recvs = [Message(self.own, hop.reader, what)], [Message(self._incoming(index + 1), hop.source, what)]
-        if self.words is not None:
-            what = f"the call's number at step {hop.step}"
-            sends.append(Message(self.words.own, hop.reader, what))
-            if hop.source is not None:
-                recvs.append(Message(self.words.slot_of(hop.source), hop.source, what))
-        return sends, recvs
+        return [Message(self.own, hop.reader, what)], [Message(self._incoming(index + 1), hop.source, what)]
 
     def _incoming(self, index: int) -> torch.Tensor:
         """Return the buffer that receives the K/V of a hop."""
         return self._lines(f"kv.{index % 2}")
 
-    def _words(self) -> Words:
-        senders = sorted({hop.source for hop in self.hops if hop.source is not None and hop.step != 0})
-        return Words(torch.empty(1, dtype=torch.int64, device=self.k.device), senders, self.k.device)
-
     def _lines(self, name: str) -> torch.Tensor:
         return buffer(name, self.operands.lines_of(self.k), self.operands.dtype, self.k.device)
-
-
-def _numbered(transport: PointToPoint) -> bool:
-    """True if numbers of calls travel with K/V, because the ranks have not compared their calls."""
-    return transport.name == "nccl"
 
 
 class GradientExchange(HopExchange):
@@ -261,9 +215,8 @@ class GradientExchange(HopExchange):
         v: torch.Tensor,
         operands: Operands,
         kernel: ModuleType,
-        call: CallNumber = NO_NUMBER,
     ) -> None:
-        super().__init__(transport, hops, k, v, operands, kernel, call)
+        super().__init__(transport, hops, k, v, operands, kernel)
         self.total = self._buffer("dkv.own", state_dtype(k.dtype)).zero_()
 
     def gradients_of(self, index: int) -> KeyValue:

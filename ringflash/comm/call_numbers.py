@@ -125,17 +125,6 @@ class Words:
             return None
         return torch.empty_like(self.arrived, device="cpu", pin_memory=device.type == "cuda")
 
-    def compare_later(self, group: dist.ProcessGroup, call: CallNumber, ranks: Sequence[int]) -> None:
-        """Copy the words that have arrived on the current stream to the host, for a later `check`.
-
-        Args:
-            ranks: ranks of the senders within the group.
-        """
-        on_host = self.for_host(call)
-        if on_host is not None:
-            on_host.copy_(self.arrived, non_blocking=True)
-            expect(group, torch.cuda.current_stream().record_event(), call, on_host, ranks)
-
 
 def expect(
     group: dist.ProcessGroup, arrival: Arrival, call: CallNumber, words: torch.Tensor, senders: Sequence[int]

@@ -1,7 +1,7 @@
 """Ranks whose calls are not in one order: left out, swapped in the backward, or left by an error. 2 or 4 CPU processes.
 
 Over gloo the ranks compare every call. Where they do not, as on GPUs, the numbers of the calls travel beside K/V: over
-emulated peer memory, over messages by heads, and over messages by hops.
+emulated peer memory, and over messages by heads.
 """
 
 from __future__ import annotations
@@ -47,17 +47,6 @@ def not_compared(memory: Callable[[], AbstractContextManager]) -> Iterator[None]
     """Leave the ranks only the words beside K/V to learn about each other's calls."""
     with forgotten(), memory():
         ringflash.set_agreement_check("never")
-        yield
-
-
-@contextmanager
-def messages_by_hops() -> Iterator[None]:
-    """Calls over gloo send what they send over NCCL."""
-    stream = mock.Mock()
-    with (
-        mock.patch("ringflash.attention.ring_of_hops._numbered", lambda _: True),
-        mock.patch("torch.cuda.current_stream", lambda *_: stream),
-    ):
         yield
 
 
@@ -129,7 +118,6 @@ def test_the_number_of_calls_is_compared(ctx: Context) -> None:
     [
         (copy_engine, backwards_swapped),
         (messages_by_heads, backwards_swapped),
-        (messages_by_hops, backwards_swapped),
         (copy_engine, a_step_left),
     ],
 )
@@ -157,7 +145,7 @@ def test_numbers_that_travel_beside_keys(ctx: Context, memory: Any, mistake: Cal
         assert f"call {mine} on this rank and call {other} on rank {1 - ctx.rank}, " in text
 
 
-@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads, messages_by_hops])
+@pytest.mark.parametrize("memory", [copy_engine, messages_by_heads])
 @pytest.mark.parametrize("turns", [False, True])
 @on_ranks(4)
 def test_calls_in_one_order_pass(ctx: Context, memory: Any, turns: bool) -> None:

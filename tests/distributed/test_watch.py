@@ -1,7 +1,7 @@
 """Ranks that die, raise or sleep in a ring whose host does not wait: the others end and name the cause. 3 processes.
 
-Over the shared memory of CPU processes, by the watch as it runs on GPUs but for the driver's events. And what a ring of
-hops, and keys gathered by messages, tell the watch, in gloo's processes.
+Over the shared memory of CPU processes, by the watch as it runs on GPUs but for the driver's events. And what keys
+gathered by messages, and recurrent layers, tell the watch, in gloo's processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.faulty_job import GOOD_STEPS, Job
 from tests.helpers.peer_memory import messages_by_heads
-from tests.helpers.pool import Context, Pool, on_ranks
+from tests.helpers.pool import Context, on_ranks
 
 TIMEOUT_S = 4
 LIMIT_S = 120.0  # of a busy machine; the ranks end seconds after they began
@@ -119,28 +119,6 @@ class Recorder(AbstractContextManager):
 
 
 recorded: list[list[str]] = []
-
-
-def marks(ctx: Context, case: Case) -> list[list[str]]:
-    """Return the marks of the forward and of the backward."""
-    recorded.clear()
-    with mock.patch("ringflash.attention.ring_of_hops.watching", Recorder):
-        ring_check.check(ctx, case, 4)
-    return recorded
-
-
-def test_a_ring_of_hops_says_which_rank_it_waits_for(pool: Pool) -> None:
-    for rank, (forward, backward) in enumerate(pool.run(marks, Case(causal=False), size=3)):
-        hops = [f"for K/V of step {t} from rank {(rank - t) % 3} and to rank {(rank + t) % 3}" for t in (1, 2)]
-        start = "for its device to come to step 0"
-        assert forward == ["forward", start, *hops, "for the last messages", "issued"]
-        assert backward == ["backward", start, *hops, "for the last gradients", "issued"]
-
-
-def test_a_hop_whose_keys_nobody_else_reads(pool: Pool) -> None:
-    """Contiguous and causal: rank 2 of 3 reads all keys, and nobody reads its own."""
-    *_, (forward, _) = pool.run(marks, Case(layout="contiguous"), size=3)
-    assert forward[2:4] == ["for K/V of step 1 from rank 1", "for K/V of step 2 from rank 0"]
 
 
 @on_ranks(2)

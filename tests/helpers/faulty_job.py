@@ -32,7 +32,6 @@ from tests.helpers import shared_gpu
 from tests.helpers.forked import forked
 from tests.helpers.peer_memory import copy_engine, heads_in_shared_memory
 from tests.helpers.pool import _free_port
-from tests.helpers.ring_check import by_hops
 from tests.recipes.launching import ROOT
 
 GOOD_STEPS = 3
@@ -52,7 +51,6 @@ class Task(NamedTuple):
     impl: str
     victim: int
     timeout_s: float
-    by_hops: bool
 
 
 class Job:
@@ -62,7 +60,6 @@ class Job:
         size: ranks; on GPUs one each, as far as there are any.
         victim: the rank that meets the fault.
         timeout_s: for `ringflash.set_timeout`.
-        by_hops: NCCL passes keys on hop by hop, as where it takes too much memory to gather them by heads.
     """
 
     def __init__(
@@ -75,7 +72,6 @@ class Job:
         impl: str,
         victim: int = 1,
         timeout_s: float,
-        by_hops: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ringflash-faults-")
         self._ranks: list[subprocess.Popen[bytes] | _Forked] = []
@@ -84,7 +80,7 @@ class Job:
         env = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         port = _free_port()
         for rank in range(size):
-            task = Task(rank, size, port, transport, fault, device, impl, victim, timeout_s, by_hops)
+            task = Task(rank, size, port, transport, fault, device, impl, victim, timeout_s)
             leaves = fault == "none" or (fault == "raises" and rank == victim)  # its interpreter, in order
             if device == "cpu" and not leaves:
                 self._ranks.append(_Forked(self._log(rank), task))
@@ -161,8 +157,6 @@ def main(task: Task) -> None:
                 patches.enter_context(patch)
         elif task.fault == "none":
             patches.enter_context(mock.patch("ringflash.comm.watchdog.thread._PERIOD_S", 0.005))
-        if task.by_hops:
-            patches.enter_context(by_hops(True))
         step = _Step(task, device)
         for _ in range(GOOD_STEPS):
             step()

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import zlib
 from typing import Any, NamedTuple, Protocol
-from unittest import mock
 
 import torch
 
 import ringflash
-from ringflash.attention.plan import CallPlan
 from tests.helpers import dense, tolerance
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context
@@ -117,12 +115,6 @@ def strided(x: torch.Tensor, strides: str) -> torch.Tensor:
     if strides == "sliced":
         return torch.stack((x, x), -1)[..., 0].detach()
     return x.contiguous()
-
-
-def by_hops(hops: bool) -> mock._patch:
-    """Calls over NCCL go by hops, which no call but those over gloo does, or by heads."""
-    gathers = CallPlan.gathers_by_heads
-    return mock.patch.object(CallPlan, "gathers_by_heads", lambda *args: not hops and gathers(*args))
 
 
 class HasLayout(Protocol):

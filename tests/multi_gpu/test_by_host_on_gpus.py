@@ -57,7 +57,7 @@ def out_of_reach() -> mock._patch:
 def measure(ctx: Context, transport: str, way: str, *args: object) -> list[Ratio]:
     case, *rest = args
     assert isinstance(case, Case)
-    with ring_check.by_hops("hops" in way), heads_over("nccl" if "messages" in way else "copy_engine"):
+    with heads_over("nccl" if "messages" in way else "copy_engine"):
         return ring_check.measure(_on_hosts(ctx, transport), replace(case, transport=transport), *rest)  # type: ignore[arg-type]
 
 
@@ -68,7 +68,7 @@ def _on_hosts(ctx: Context, transport: str) -> Context:
     return ctx._replace(group=DeviceMesh(ctx.device.type, grid, mesh_dim_names=("host", "gpu")))
 
 
-@pytest.mark.parametrize("way", ["by heads", "by heads, messages", "by hops, messages"])
+@pytest.mark.parametrize("way", ["copy engine", "messages"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_by_host(pool: Pool, setup: Setup, table: Table, case: Case, way: str) -> None:
     spent = pool.run(measure, "by_host", way, suited(case, setup.impl), CHUNK, setup.dtype, setup.impl)

@@ -102,11 +102,6 @@ def replay_in_sections(ctx: Context, transport: str, impl: str) -> list[float]:
         return replay(ctx, transport, impl)
 
 
-def replay_by_hops(ctx: Context, transport: str, impl: str) -> list[float]:
-    with ring_check.by_hops(True):
-        return replay(ctx, transport, impl)
-
-
 def replay(ctx: Context, transport: str, impl: str) -> list[float]:
     """Largest difference of (out, dq, dk, dv) between a replay on new values and a call on them.
 
@@ -146,7 +141,6 @@ def replay(ctx: Context, transport: str, impl: str) -> list[float]:
 REPLAYS = {
     "nccl": replay,
     "nccl, sections": replay_in_sections,
-    "nccl, hops": replay_by_hops,
     "copy_engine": replay,
     "copy_engine, sections": replay_in_sections,
 }

@@ -1,8 +1,8 @@
 """A rank that dies, raises or sleeps ends the others with an error that names it. Two GPUs or more.
 
-Over the copy engine and NCCL, there by heads, by hops and for states of recurrent layers. Ranks are processes of their
-own, since they end. All jobs run at once on the same GPUs: each of them mostly waits. Three have no fault, a watch that
-looks all the time, captured calls, and calls under way while something else is captured.
+Over the copy engine and NCCL, there for keys and for states of recurrent layers. Ranks are processes of their own,
+since they end. All jobs run at once on the same GPUs: each of them mostly waits. Two have no fault, a watch that looks
+all the time, captured calls, and calls under way while something else is captured.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ pytestmark = pytest.mark.multi_gpu
 
 TIMEOUT_S = 15.0
 LIMIT_S = 100.0  # for processes that start, the timeout, and the 30 seconds that docs/troubleshooting.md promises
-HOPS = "nccl by hops"
 PLACES = {  # where a rank waits for one that has not begun
     "copy_engine": "for all ranks to begin",
     "nccl": "for section 0",
-    HOPS: r"for K/V of step \d+ from rank \d+( and to rank \d+)?",
     RECURRENT: "for states of a recurrent layer",
 }
 FAULTS = [(way, fault) for fault in ("raises", "dies", "sleeps") for way in ("nccl", "copy_engine")]
-FAULTS += [(HOPS, "sleeps"), (RECURRENT, "dies")]
+FAULTS += [(RECURRENT, "dies")]
 HEALTHY = [(way, "none") for way in PLACES if way != RECURRENT]
 CALL = 2 * GOOD_STEPS + 1  # forward and backward of the good steps, then the one that the victim does not make
 
@@ -41,8 +39,7 @@ def ends(setup: Setup) -> Iterator[Ends]:
         pytest.skip("needs GPUs")
     jobs = {
         (way, fault): Job(
-            setup.ranks, transport=way.removesuffix(" by hops"), by_hops=way == HOPS, fault=fault, device="cuda",
-            impl=setup.impl, timeout_s=TIMEOUT_S,
+            setup.ranks, transport=way, fault=fault, device="cuda", impl=setup.impl, timeout_s=TIMEOUT_S,
         )
         for way, fault in FAULTS + HEALTHY
     }  # fmt: skip
@@ -63,7 +60,7 @@ def test_the_others_end_with_the_name_of_the_rank(ends: Ends, way: str, fault: s
     silent = (
         "does not answer: it has died" if fault != "sleeps" else f"has not begun call {CALL} (its last, backward call"
     )
-    transport = "nccl" if way in (HOPS, RECURRENT) else way
+    transport = "nccl" if way == RECURRENT else way
     for rank, text in enumerate(texts):
         assert f"rank {rank} has done {GOOD_STEPS} steps" in text, shown
         if rank == 1:

@@ -1,4 +1,4 @@
-"""FP8 rings on GPUs: records over the copy engine and NCCL, by heads and by hops, within the tolerance of the CPU tier.
+"""FP8 rings on GPUs: records over the copy engine and NCCL, within the tolerance of the CPU tier.
 
 One GPU serves several ranks with `--ranks 4 --share-gpus`. `--backend gloo` runs the specification by hops.
 """
@@ -11,7 +11,6 @@ import pytest
 
 from ringflash.attention.operands import Operands
 from tests.distributed.test_fp8 import ALIGNED, compared
-from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
 from tests.multi_gpu.conftest import Setup
@@ -27,7 +26,7 @@ CASES = [
 ]
 
 
-def check(ctx: Context, transport: str, hops: bool, chunk: int, fp8_backward: str, impl: str) -> set[bool]:
+def check(ctx: Context, transport: str, chunk: int, fp8_backward: str, impl: str) -> set[bool]:
     """Assert that every case keeps within the tolerance; return whether its K and V travelled as records."""
     rounded: set[bool] = set()
     original = Operands.unpack
@@ -39,22 +38,20 @@ def check(ctx: Context, transport: str, hops: bool, chunk: int, fp8_backward: st
     with ExitStack() as patches:
         patches.enter_context(over(transport))
         patches.enter_context(pytest.MonkeyPatch.context()).setattr(Operands, "unpack", unpack)
-        if transport == "nccl":
-            patches.enter_context(ring_check.by_hops(hops))
         for case in CASES:
             compared(ctx, case, chunk, fp8_backward, impl)
     return rounded
 
 
 @pytest.mark.parametrize("fp8_backward", ["bf16", "fp8_scores", "fp8"])
-@pytest.mark.parametrize(("transport", "hops"), [("copy_engine", False), ("nccl", False), ("nccl", True)])
-def test_records_travel(pool: Pool, setup: Setup, transport: str, hops: bool, fp8_backward: str) -> None:
+@pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
+def test_records_travel(pool: Pool, setup: Setup, transport: str, fp8_backward: str) -> None:
     """In chunks of whole records."""
     if setup.backend == "gloo":
-        transport, hops, impl = "gloo", True, "reference_fp8"
+        transport, impl = "gloo", "reference_fp8"
     else:
         impl = "hopper_fp8"
-    seen = pool.run(check, transport, hops, ALIGNED, fp8_backward, impl)
+    seen = pool.run(check, transport, ALIGNED, fp8_backward, impl)
     assert seen == [{True}] * setup.ranks
 
 
@@ -63,4 +60,4 @@ def test_other_chunks(pool: Pool, setup: Setup, transport: str) -> None:
     """Chunks of 160 tokens: by heads, K and V travel in bf16."""
     if setup.backend == "gloo":
         pytest.skip("gloo gathers nothing by heads")
-    assert pool.run(check, transport, False, 160, "fp8", "hopper_fp8") == [{False}] * setup.ranks
+    assert pool.run(check, transport, 160, "fp8", "hopper_fp8") == [{False}] * setup.ranks

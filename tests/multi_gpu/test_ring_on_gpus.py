@@ -1,8 +1,7 @@
 """The distributed cases on GPUs: NCCL, one process a GPU, low precision by the tolerance policy. Two GPUs or more.
 
 The cases are those of the gloo tier, with chunks long enough that a kernel has several tiles; a few more run at a
-length where most tiles are full. NCCL gathers keys by heads; some cases pass hop by hop, as where that takes too much
-memory, and some have many sections, which no case is long enough for.
+length where most tiles are full. Some have many sections, which no case is long enough for.
 """
 
 from __future__ import annotations
@@ -55,14 +54,6 @@ def suited(case: Case, impl: str) -> Case:
     return replace(case, head_dim=next(size for size in sizes if size >= case.head_dim))
 
 
-BY_HOPS = [
-    Case(),
-    Case(documents="mixed"),
-    Case(causal=False, window="both", documents="crossing", layout="contiguous"),
-    Case(window="left"),
-    Case(layout="striped", documents="crossing"),
-    Case(batch=3, num_heads=6, num_kv_heads=2, head_dim=128),
-]
 SECTIONS = [
     Case(num_heads=16, num_kv_heads=8, head_dim=128),
     Case(num_heads=8, num_kv_heads=8, documents="mixed", batch=1),
@@ -77,15 +68,6 @@ def measure(ctx: Context, transport: str, *args: Any) -> list[Ratio]:
     unused = "HeadGather" if transport == "gloo" else "RingOfHops"
     refused = mock.patch(f"ringflash.attention.plan.{unused}", mock.Mock(side_effect=AssertionError(unused)))
     with over(transport), refused:
-        return ring_check.measure(ctx, *args)
-
-
-def measure_by_hops(ctx: Context, transport: str, *args: Any) -> list[Ratio]:
-    with (
-        over(transport),
-        ring_check.by_hops(True),
-        mock.patch("ringflash.attention.plan.HeadGather", mock.Mock(side_effect=AssertionError("by heads"))),
-    ):
         return ring_check.measure(ctx, *args)
 
 
@@ -128,8 +110,8 @@ def measure_in_blocks(ctx: Context, *args: Any) -> list[Ratio]:
         return measure(ctx, *args)
 
 
-def repeats(ctx: Context, hops: bool, transport: str, *args: Any) -> bool:
-    with over(transport), ring_check.by_hops(hops):
+def repeats(ctx: Context, transport: str, *args: Any) -> bool:
+    with over(transport):
         return ring_check.repeats_exactly(ctx, *args)
 
 
@@ -174,13 +156,6 @@ def test_long(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
     assert_within(table.add(f"long-{case}", spent))
 
 
-@pytest.mark.parametrize("case", BY_HOPS, ids=str)
-def test_case_by_hops(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
-    case = suited(case, setup.impl)
-    spent = pool.run(measure_by_hops, setup.backend, case, CHUNK, setup.dtype, setup.impl)
-    assert_within(table.add(f"by-hops-{case}", spent))
-
-
 @pytest.mark.parametrize("turns", [False, True], ids=["whole", "turns"])
 @pytest.mark.parametrize("case", SECTIONS, ids=str)
 def test_many_sections(pool: Pool, setup: Setup, table: Table, case: Case, turns: bool) -> None:
@@ -196,11 +171,10 @@ def test_in_blocks(pool: Pool, setup: Setup, table: Table, case: Case) -> None:
     assert_within(table.add(f"blocks-{case}", spent))
 
 
-@pytest.mark.parametrize("by_hops", [False, True], ids=["by heads", "by hops"])
 @pytest.mark.parametrize("case", [Case(), Case(documents="mixed", window="both", causal=False)], ids=str)
-def test_deterministic(pool: Pool, setup: Setup, case: Case, by_hops: bool) -> None:
+def test_deterministic(pool: Pool, setup: Setup, case: Case) -> None:
     args = suited(case, setup.impl), CHUNK, setup.dtype, setup.impl
-    assert all(pool.run(repeats, by_hops, setup.backend, *args))
+    assert all(pool.run(repeats, setup.backend, *args))
 
 
 @pytest.mark.parametrize("name", refusals.REFUSALS)

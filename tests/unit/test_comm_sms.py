@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import ringflash
-from ringflash.attention import ring_of_hops
-from ringflash.attention.schedule import build
+from ringflash.attention import gather_by_heads
+from ringflash.attention.gather_by_heads import ForwardUnits, HeadGather
+from ringflash.attention.sections import Unit
 from ringflash.comm.transport.point_to_point import check_capture, comm_sms
-from ringflash.sequence.mask import SequenceMask
 
 
 @pytest.fixture(autouse=True)
@@ -41,16 +41,15 @@ def test_no_number_is_refused(num_sms: Any) -> None:
 @pytest.mark.parametrize("left, told", [(8, {"num_sms": 124}), (500, {"num_sms": 1}), (0, {})])
 def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
     ringflash.set_comm_sms(left)
-    kernel, q = mock.Mock(), torch.zeros(1, 4, 2, 16)
-    whole = build(SequenceMask(4, True, (-1, -1), None), 1, 0, "zigzag")
-    call = ring_of_hops.RingOfHops(whole, None, "hopper", 1.0, False)
+    q, block, gathered = torch.zeros(1, 4, 2, 16), mock.Mock(), mock.MagicMock()
+    call = HeadGather((block,), mock.Mock(), "hopper", 1.0, False)
     with (
-        mock.patch.object(ring_of_hops, "implementation", lambda *_: kernel),
-        mock.patch.object(ring_of_hops, "transport_name", lambda _: "nccl"),
+        mock.patch.object(gather_by_heads, "implementation", mock.Mock()),
+        mock.patch.object(gather_by_heads, "transport_name", lambda _: "nccl"),
         mock.patch("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
     ):
-        call.forward(q, q, q)
-    options = kernel.forward.call_args.kwargs
+        ForwardUnits(call, gathered, q, q, torch.zeros(1, 2, 4), None)._launch(0, Unit(0, 0, 0))
+    options = gathered.operands.forward.return_value.call_args.kwargs
     assert {name: value for name, value in options.items() if name == "num_sms"} == told
 
 
