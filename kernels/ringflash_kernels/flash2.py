@@ -23,7 +23,7 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
     if q.shape[-1] > 256 or q.shape[-1] % 8:
         return f"head_dim {q.shape[-1]} (a multiple of 8 up to 256)"
     if q.device.type != "cuda":
-        return f"device {q.device.type} (cuda)"
+        return f"device {q.device.type} (cuda only)"
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return "compute capability below 8.0"
     return None

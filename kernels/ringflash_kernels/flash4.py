@@ -25,7 +25,7 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
     if q.shape[-1] not in _HEAD_DIMS:
         return f"head_dim {q.shape[-1]} (one of {_HEAD_DIMS})"
     if q.device.type != "cuda":
-        return f"device {q.device.type} (cuda)"
+        return f"device {q.device.type} (cuda only)"
     if torch.cuda.get_device_capability(q.device)[0] not in _CAPABILITIES:
         return "a compute capability other than 9.x and 10.x"
     if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:

@@ -68,7 +68,7 @@ def test_other_narrow_values_are_refused_by_name(widths):
     named = f"head_dim {widths[0]} of q and k and {widths[1]} of v (192 and 128, or one for all)"
     assert host.unsupported(q, q, v) == named
     q, v = (torch.empty(1, 8, 1, width, dtype=torch.bfloat16) for width in (192, 128))
-    assert host.unsupported(q, q, v) == "device cpu (cuda)"
+    assert host.unsupported(q, q, v) == "device cpu (cuda only)"
 
 
 @_BOTH

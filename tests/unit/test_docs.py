@@ -10,8 +10,10 @@ import re
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from benchmarks import draw_figures, quotes, write_tables
+from ringflash.commands.doctor.judge import declared_ranges
 from tests.recipes.launching import ROOT
 
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -118,6 +120,18 @@ def test_links_lead_to_files() -> None:
         if "://" not in target and not (page.parent / target).exists()
     ]
     assert not missing
+
+
+def test_the_table_of_versions_is_that_of_the_project() -> None:
+    """Ranges as pyproject.toml declares them, and CI's versions as it pins them."""
+    pinned = dict(re.findall(r"^([a-z-]+)==(.*)$", (ROOT / ".ci" / "constraints.txt").read_text(), re.MULTILINE))
+    rows = re.findall(
+        r"^\| ([a-z-]+) \| (>=\S+) \| (\S+).* \| .* \|$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE
+    )
+    ranges = declared_ranges()
+    assert len(rows) == 8
+    assert [name for name, allowed, _ in rows if SpecifierSet(allowed) != ranges[name]] == []
+    assert [name for name, _, tried in rows if tried not in (pinned[name], "none:")] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:

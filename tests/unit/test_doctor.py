@@ -33,7 +33,8 @@ HEALTHY: dict[str, Any] = {
     "gpus": [GPU] * 2,
     "packages": {
         "torch": "2.11.0", "triton": "3.6.0", "lightning": "2.6.6", "pytorch-lightning": "2.6.6",
-        "deepspeed": "0.19.8", "transformers": "5.17.0",
+        "deepspeed": "0.19.8", "transformers": "5.17.0", "accelerate": "1.15.0", "trl": "1.16.0",
+        "liger-kernel": "0.8.5",
     },
     "peers": [[True, True], [True, True]], "kernel_environment": "",
     "shared_memory_bytes": 16 << 30,
@@ -61,7 +62,7 @@ def test_a_healthy_machine_is_ok() -> None:
     ("name", "version"),
     [
         ("torch", "2.9.0"), ("triton", "3.5.1"), ("triton", "3.9.0"), ("lightning", "2.6.2"),
-        ("pytorch_lightning", "2.6.3"), ("deepspeed", "0.18.0"), ("transformers", "4.57.0"),
+        ("pytorch_lightning", "2.6.3"), ("deepspeed", "0.18.0"), ("transformers", "4.57.0"), ("liger_kernel", "0.7.0"),
     ],
 )  # fmt: skip
 def test_a_version_outside_its_range_is_a_fault(name: str, version: str) -> None:
@@ -115,7 +116,7 @@ def test_variables_that_hurt(name: str, value: str, hurts: bool) -> None:
 def test_ranges_are_those_of_the_project() -> None:
     ranges = declared_ranges()
     assert "2.6.6" in ranges["lightning"] and "2.6.2" not in ranges["lightning"]
-    assert ranges.keys() == {"torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers"}
+    assert ranges.keys() == HEALTHY["packages"].keys()
 
 
 def test_a_clone_that_is_not_installed_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

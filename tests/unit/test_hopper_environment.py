@@ -69,4 +69,4 @@ def test_a_hopper_gpu_without_the_means_is_an_error_for_auto_too() -> None:
 def test_elsewhere_nothing_is_asked_of_the_machine() -> None:
     q = torch.zeros(1, 8, 2, 64)
     with with_triton("2.0.0"):
-        assert implementation.unsupported(q, q, q) == "device cpu (cuda)"
+        assert implementation.unsupported(q, q, q) == "device cpu (cuda only)"

@@ -762,6 +762,11 @@ def test_a_recipe_that_would_not_run_is_not_planned(plan: Plan, tmp_path: Path, 
     assert found.status == 2 and message in found.err
 
 
+def test_an_overlay_without_its_recipe_is_named(plan: Plan) -> None:
+    found = plan([str(RECIPES / "1m_cp8_8gpus.yaml")])
+    assert found.status == 2 and "must have model.model or model.pretrained, got neither" in found.err
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [

@@ -18,7 +18,7 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
             use a slower kernel instead.
     """
     if q.device.type != "cuda":
-        return f"device {q.device.type} (cuda)"
+        return f"device {q.device.type} (cuda only)"
     if torch.cuda.get_device_capability(q.device) != (9, 0):
         return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(q.device)))} (9.0)"
     check_environment()

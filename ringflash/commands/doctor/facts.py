@@ -15,7 +15,10 @@ import torch
 from ringflash.comm.group import this_host
 from ringflash_kernels.api import hopper_environment_error
 
-PACKAGES = ("ringflash", "torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers")
+PACKAGES = (
+    "ringflash", "torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers", "accelerate", "trl",
+    "liger-kernel",
+)  # fmt: skip
 VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "WORLD_SIZE", "RANK")
 _TIMEOUT_S = 20
 

@@ -12,6 +12,8 @@ from typing import Any, Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from ringflash.commands.doctor.facts import PACKAGES
+
 Facts = dict[str, Any]
 
 _CORE = ("torch", "triton")
@@ -78,9 +80,8 @@ def declared_ranges() -> dict[str, SpecifierSet]:
     except PackageNotFoundError:
         project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
         lines = [*project["dependencies"], *(x for extra in project["optional-dependencies"].values() for x in extra)]
-    wanted = ("torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers")
     found = [Requirement(line) for line in lines]
-    return {requirement.name: requirement.specifier for requirement in found if requirement.name in wanted}
+    return {requirement.name: requirement.specifier for requirement in found if requirement.name in PACKAGES}
 
 
 def gpus(facts: Facts) -> Iterator[Finding]:

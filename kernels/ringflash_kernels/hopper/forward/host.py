@@ -42,7 +42,7 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
     if forward_tiles(q.shape[-1], v.shape[-1]) is None:
         return _head_dims(q.shape[-1], v.shape[-1])
     if q.device.type != "cuda":
-        return f"device {q.device.type} (cuda)"
+        return f"device {q.device.type} (cuda only)"
     if torch.cuda.get_device_capability(q.device) != (9, 0):
         return f"compute capability {torch.cuda.get_device_capability(q.device)} (9, 0)"
     for name, x in (("q", q), ("k", k), ("v", v)):
