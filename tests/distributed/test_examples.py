@@ -1,4 +1,4 @@
-"""Examples of the documents, run as printed on two CPU processes over gloo.
+"""Examples of the documents, run on CPU processes over gloo, as printed or with other sizes.
 
 The README's is in test_newcomer.py, those of Trainer and TRL are in test_trainer_examples.py. The ranks are forked
 with the imports already done (tests/recipes/launching.py): torchrun would take most of the time.
@@ -20,6 +20,22 @@ CHECK_FREED = f"""
 import weakref
 group = weakref.ref(dist.group.WORLD)
 {END}print("group freed" if group() is None else "group alive")
+"""
+TWO_RINGS = """
+import torch, torch.distributed as dist
+from ringflash import huggingface
+from tests.helpers import models
+
+dist.init_process_group("gloo")
+model, whole = models.build(), models.build(impl="sdpa")
+sequences = torch.randint(0, 61, (2, 1, 24), generator=torch.Generator().manual_seed(1))
+logits = whole(input_ids=sequences[:, 0]).logits[:, :-1]
+torch.nn.functional.cross_entropy(logits.flatten(0, 1), sequences[:, 0, 1:].flatten()).backward()
+EXAMPLE
+for (name, sharded), one in zip(model.named_parameters(), whole.parameters(), strict=True):
+    torch.testing.assert_close(sharded.grad.full_tensor(), one.grad, rtol=0, atol=1e-10, msg=name)
+print("gradients are equal")
+dist.destroy_process_group()
 """
 
 
@@ -51,6 +67,14 @@ def test_nothing_keeps_the_group_of_a_transformers_model(tmp_path: Path) -> None
     printed = run(code.removesuffix(END) + CHECK_FREED, tmp_path)
     assert printed.count(": loss 5.") == 2, printed
     assert printed.count("group freed") == 2, printed
+
+
+def test_two_rings_train_what_one_process_trains(tmp_path: Path) -> None:
+    """On 2 x 2 CPU processes instead of 2 x 4 GPUs."""
+    code = example("docs/huggingface.md", "from torch.distributed.device_mesh")
+    assert code.count('"cuda", (2, 4)') == 1
+    code = TWO_RINGS.replace("EXAMPLE", code.replace('"cuda", (2, 4)', '"cpu", (2, 2)'))
+    assert run(code, tmp_path, 4).count("gradients are equal") == 4
 
 
 def test_deepspeed_learns(tmp_path: Path) -> None:
