@@ -123,14 +123,22 @@ def test_a_recipe_that_is_not_there_is_refused(launcher: str, dry: str) -> None:
         run(["bash", f"launch/{launcher}", "nowhere.yaml"], DRY_RUN=dry, **place)
 
 
-@pytest.mark.parametrize("launcher", ["local.sh", "host.sh", "slurm.sbatch"])
-def test_help_names_the_options_and_variables_of_the_launcher(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ("local.sh", ("dry-run", "NPROC")),
+        ("host.sh", ("dry-run", "NPROC", "RDZV_ENDPOINT")),
+        ("slurm.sbatch", ("DRY_RUN", "SPARE")),
+    ],
+)
+def test_help_names_the_options_and_variables_of_the_launcher(
+    launcher: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
     """From any folder; and where the recipe's own flags are listed."""
     command = ["bash", "-c", f"cd {tmp_path} && bash {LAUNCH / launcher} --help"]
     shown = run(command)
-    for word in ("recipe.yaml", "dry-run" if launcher != "slurm.sbatch" else "DRY_RUN", "train fit --help"):
-        assert word in shown
-    assert ("MAX_RESTARTS" in shown) == (launcher != "slurm.sbatch") and "#" not in shown and "SBATCH" not in shown
+    assert [word for word in ("recipe.yaml", "train fit --help", "MAX_RESTARTS", *words) if word not in shown] == []
+    assert "#" not in shown and "SBATCH" not in shown
 
 
 def test_slurm_dry_run() -> None:

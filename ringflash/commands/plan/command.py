@@ -164,8 +164,8 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
         config = merge_config(read_config(Path(pretrained)) if pretrained else {}, model.get("model") or {})
         if not config:
             raise ValueError(
-                f"{options.files[0]} must have model.model or model.pretrained, got neither; name the recipe that it is "
-                "laid over first."
+                f"{options.files[0]} must have model.model or model.pretrained, got neither; name the recipe that it "
+                "is laid over first."
             )
         memory = asdict(Memory(**(model.get("memory") or {})))
         strategy, accumulated = trainer.get("strategy"), trainer.get("accumulate_grad_batches") or 1
