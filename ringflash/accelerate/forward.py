@@ -200,7 +200,7 @@ def shard_rows(rows: BatchRows, group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def _mean_of_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the mean over the ranks, with the gradient of this rank's own value."""
+    """Return the mean over the ranks, the same to the bit on each, with the gradient of this rank's own value."""
     mean = x.detach().clone()
     dist.all_reduce(mean, group=group)
-    return x + (mean / group.size() - x.detach())
+    return (x - x.detach()) + mean / group.size()

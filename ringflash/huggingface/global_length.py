@@ -63,6 +63,8 @@ def _append_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         position_ids = torch.clamp(position_ids, max=length - 1)
     if group is not None:
         longest = position_ids.amax(-1, keepdim=True)
+        if length is not None:  # of padding in the user's batch, too, which is left out of position_ids
+            longest = torch.full_like(longest, length - 1)
         grown = longest.new_full(longest.shape, _grown_to(module, *args[2:], **kwargs) - 1)
         found = torch.stack([longest, grown])
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)

@@ -126,6 +126,8 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             logits = _router_logits(causal, outputs)
             balance = router_loss(logits, causal.num_experts, causal.num_experts_per_tok, self.group, is_token)
             self.router_loss = balance.detach()
+        if (unshard := getattr(causal.lm_head, "unshard", None)) is not None:
+            unshard()  # FSDP2's unit of its own, whose forward, which would gather it, never runs
         return outputs.last_hidden_state, _weight_of(causal.lm_head), balance
 
     @property

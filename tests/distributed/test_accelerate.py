@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, bool, dict[str, int], dict[str, Any]]] = {
     ),
     "experts": ("qwen3_experts", False, {"cp_size": 4}, {"gradient_checkpointing": True}),
     "fsdp": ("llama", True, {"cp_size": 2, "dp_shard_size": 2}, {"fsdp": True, "fsdp_config": LAYERS}),
+    "fsdp, adapted": ("llama adapted", True, {"cp_size": 4}, {"fsdp": True, "fsdp_config": LAYERS}),
 }
 
 
@@ -69,7 +70,7 @@ def assert_alike(ring: dict[str, Any], one: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name, changes", [("chunks", {}), *(("llama", x) for x in models.ROTATIONS.values())])
 @on_ranks(2)
 def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, changes: dict[str, Any]) -> None:
-    """A row of 21 tokens, which the layout pads, and padded rows, which become documents of one row.
+    """A row of 21 tokens, which the layout pads, and rows that are all padded, which become documents of one row.
 
     "chunks" is Llama 4, whose attention counts positions.
     """
@@ -77,12 +78,15 @@ def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, c
     put_on_ring(ring, ctx.group)
     ids = models.tokens(2)[:, :21]
     mask = torch.ones_like(ids)
-    mask[0, 17:] = 0
-    for rows, shown in ((ids[:1], mask[1:]), (ids, mask)):
+    mask[:, 17:] = 0
+    for rows, shown in ((ids[:1], torch.ones_like(mask[:1])), (ids, mask)):
         batch = {"input_ids": rows, "attention_mask": shown}
         labels = rows.masked_fill(shown == 0, -100)
         want = trainer.loss_in_fp64(whole(**batch).logits, labels, 61)
-        torch.testing.assert_close(ring(**batch, labels=labels).loss, want, rtol=1e-9, atol=0)
+        loss = ring(**batch, labels=labels).loss
+        torch.testing.assert_close(loss, want, rtol=1e-9, atol=0)
+        dist.broadcast(first := loss.detach().clone(), 0, group=ctx.group)
+        assert loss == first
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from ringflash.training.seeding import seeded
 from tests.helpers import models
 from tests.helpers.one_step import one_process, worst
 from tests.helpers.pool import Context
@@ -63,10 +64,21 @@ def loss_in_fp64(
 
 
 def build(ctx: Context, name: str, sizes: dict[str, int]) -> tuple[Any, Any]:
-    """The model of a name, and the configuration of its rings; one process has none, and a loss in fp64."""
-    model: Any = models.build(name, "sdpa")
+    """The model of a name, and the configuration of its rings; one process has none, and a loss in fp64.
+
+    Args:
+        name: with " adapted" at its end the model has PEFT's adapters.
+    """
+    model: Any = models.build(name.removesuffix(" adapted"), "sdpa")
     if ctx.size == 1:
         model.loss_function = loss_in_fp64
+    if name.endswith(" adapted"):
+        import peft
+
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        with seeded(1):
+            model = peft.get_peft_model(model, config).double()
+    if ctx.size == 1:
         return model, None
     from accelerate import ParallelismConfig
 
