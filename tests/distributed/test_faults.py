@@ -108,9 +108,9 @@ def compare_late(ctx: Context) -> list[list[int]]:
         mock.patch("ringflash.comm.timeouts._set", timedelta(seconds=60)),
     ):
         for number in range(2):
-            time.sleep(1.0 if ctx.rank == 0 else 0.0)
+            time.sleep(0.6 if ctx.rank == 0 else 0.0)
             agreement.agree(ctx.group, {"late call": number})
-            time.sleep(1.0 if ctx.rank == 0 else 0.0)
+            time.sleep(0.6 if ctx.rank == 0 else 0.0)
             found.append(agreement.gather(ctx.group, number))
     return found
 

@@ -30,9 +30,11 @@ BACKWARD = f"in backward call {2 * (GOOD_STEPS + 1)}"
 Ended = tuple[list[int | None], list[str]]  # exit codes and what was printed, by rank
 
 
-def begun(fault: str, victim: int = 1, size: int = 3, timeout_s: float = TIMEOUT_S) -> Job:
+def begun(
+    fault: str, victim: int = 1, size: int = 3, timeout_s: float = TIMEOUT_S, transport: str = "copy_engine"
+) -> Job:
     return Job(
-        size, transport="copy_engine", fault=fault, device="cpu", impl="reference", victim=victim, timeout_s=timeout_s
+        size, transport=transport, fault=fault, device="cpu", impl="reference", victim=victim, timeout_s=timeout_s
     )
 
 
@@ -41,6 +43,8 @@ def ended() -> dict[tuple[str, int], Ended]:
     """Jobs by fault and victim, side by side: they wait most of their time."""
     faults = (("raises", 1), ("dies", 1), ("sleeps", 1), ("dies", 0))
     jobs = {(fault, victim): begun(fault, victim) for fault, victim in faults}
+    jobs["none", 1] = begun("none", size=2, timeout_s=60)
+    jobs["dies while heads are exchanged", 1] = begun("dies", size=2, transport="ulysses")
     found = {which: job.finish(LIMIT_S) for which, job in jobs.items()}
     assert jobs["raises", 1].ended[0] == 1  # waits for nobody
     return found
@@ -82,16 +86,15 @@ def test_the_rank_that_keeps_the_store_may_be_the_one_that_dies(ended: dict[tupl
         assert "the process that keeps the group's store, often rank 0, may be gone" in texts[rank]
 
 
-def test_ranks_without_a_fault_end_well() -> None:
-    codes, texts = begun("none", size=2, timeout_s=60).finish(LIMIT_S)
+def test_ranks_without_a_fault_end_well(ended: dict[tuple[str, int], Ended]) -> None:
+    codes, texts = ended["none", 1]
     assert codes == [0, 0], texts
     assert all("has ended well" in text and "made no progress" not in text for text in texts)
 
 
-def test_an_exchange_of_heads_is_watched() -> None:
+def test_an_exchange_of_heads_is_watched(ended: dict[tuple[str, int], Ended]) -> None:
     """Rank 1 dies in its backward; rank 0 waits in vain for the rows of its gradients."""
-    job = Job(2, transport="ulysses", fault="dies", device="cpu", impl="reference", timeout_s=TIMEOUT_S)
-    codes, texts = job.finish(LIMIT_S)
+    codes, texts = ended["dies while heads are exchanged", 1]
     assert codes == [1, -9], texts
     report = next(line for line in texts[0].splitlines() if "made no progress" in line and "asking" not in line)
     assert "ring attention over copy_engine made no progress" in report
