@@ -70,7 +70,7 @@ def assert_alike(ring: dict[str, Any], one: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name, changes", [("chunks", {}), *(("llama", x) for x in models.ROTATIONS.values())])
 @on_ranks(2)
 def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, changes: dict[str, Any]) -> None:
-    """A row of 21 tokens, which the layout pads, and rows that are all padded, which become documents of one row.
+    """Rows that are all padded, which become documents of one row, and a row of 21 tokens, which the layout pads.
 
     "chunks" is Llama 4, whose attention counts positions.
     """
@@ -79,14 +79,26 @@ def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, c
     ids = models.tokens(2)[:, :21]
     mask = torch.ones_like(ids)
     mask[:, 17:] = 0
-    for rows, shown in ((ids[:1], torch.ones_like(mask[:1])), (ids, mask)):
+    for rows, shown in ((ids, mask), (ids[:1], torch.ones_like(mask[:1]))):
         batch = {"input_ids": rows, "attention_mask": shown}
         labels = rows.masked_fill(shown == 0, -100)
         want = trainer.loss_in_fp64(whole(**batch).logits, labels, 61)
-        loss = ring(**batch, labels=labels).loss
-        torch.testing.assert_close(loss, want, rtol=1e-9, atol=0)
-        dist.broadcast(first := loss.detach().clone(), 0, group=ctx.group)
-        assert loss == first
+        torch.testing.assert_close(ring(**batch, labels=labels).loss, want, rtol=1e-9, atol=0)
+
+
+@on_ranks(2)
+def test_losses_of_the_ranks_are_equal_to_the_bit(ctx: Context) -> None:
+    """A loop may branch on the loss. In fp32, twenty batches, whose labels are nearly all on one rank."""
+    ring = models.build("llama", "sdpa").float()
+    put_on_ring(ring, ctx.group)
+    ids = models.tokens(20)
+    labels = ids.clone()
+    labels[:, :17] = -100
+    losses = torch.stack(
+        [ring(input_ids=x[None], labels=y[None]).loss.detach() for x, y in zip(ids, labels, strict=True)]
+    )
+    dist.broadcast(first := losses.clone(), 0, group=ctx.group)
+    assert torch.equal(losses, first)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
