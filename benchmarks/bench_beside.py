@@ -1,6 +1,6 @@
 """Times of ring attention and of an FSDP2-like all-gather on another communicator, in turn and concurrently.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_beside.py [--transport nccl]
+    torchrun --nproc-per-node 2 benchmarks/bench_beside.py [--transport nccl [--comm_sms 8]]
     torchrun --nproc-per-node 2 benchmarks/bench_beside.py --toy                  (CPU, gloo: only tests the script)
 
 The time of both together is at best the longer of the two, and at worst, without any overlap, their sum.
@@ -20,6 +20,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
+import ringflash  # noqa: E402
 from benchmarks.bench_ring import ROWS, TOY, join, run, timed  # noqa: E402
 from benchmarks.ring_contenders import Setting, ring_over  # noqa: E402
 
@@ -30,13 +31,19 @@ def main() -> None:
     """Time both passes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", default="", help="default gloo on CPUs, copy_engine on GPUs")
+    parser.add_argument("--comm_sms", type=int, default=0, help="SMs that the forward leaves free, over nccl")
     parser.add_argument("--toy", action="store_true", help="small, on the CPU")
     options = parser.parse_args()
+    if options.comm_sms and options.transport != "nccl":
+        parser.error(
+            f"--comm_sms must be given with --transport nccl only, got {options.transport!r}; others take no SMs."
+        )
     device = join(options.toy)
     assert dist.group.WORLD is not None
     row = TOY[0] if options.toy else next(row for row in ROWS if "8192 tokens" in str(row))
     setting = Setting(row, dist.group.WORLD, device, torch.float32 if options.toy else torch.bfloat16)
     entry = ring_over(options.transport or ("gloo" if options.toy else "copy_engine"), setting)
+    ringflash.set_comm_sms(options.comm_sms)
     other = dist.new_group(list(range(dist.get_world_size())))
     shard = torch.randn(1 << (10 if options.toy else 26), device=device).bfloat16()
     whole = torch.empty(dist.get_world_size() * shard.numel(), device=device, dtype=shard.dtype)

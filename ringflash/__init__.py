@@ -23,6 +23,7 @@ from ringflash.attention.api import Explanation, RingAttention, explain, ring_at
 from ringflash.comm.agreement import set_agreement_check
 from ringflash.comm.timeouts import set_timeout
 from ringflash.comm.transport import buffer_bytes, release_buffers
+from ringflash.comm.transport.point_to_point import set_comm_sms
 from ringflash.sequence.layout import local_positions, shard_sequence, unshard_sequence
 from ringflash.sequence.padding import PaddedBatch, pad_sequence
 
@@ -47,6 +48,7 @@ __all__ = [
     "release_buffers",
     "ring_attention",
     "set_agreement_check",
+    "set_comm_sms",
     "set_timeout",
     "shard_sequence",
     "unshard_sequence",

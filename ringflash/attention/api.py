@@ -18,6 +18,7 @@ from ringflash.attention.sections import choose_sections
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
 from ringflash.comm.transport import HEAD_EXCHANGES, buffer_bytes
+from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash.sequence.mask import check_window_size
 
 
@@ -123,6 +124,7 @@ class Explanation:
         transport: None for one process.
         steps: a line for each section or hop.
         num_visible: query-key pairs that this rank computes.
+        comm_sms: SMs that the kernels leave to NCCL.
         buffer_bytes: communication buffers that this process holds already.
     """
 
@@ -133,6 +135,7 @@ class Explanation:
     cp_rank: int
     steps: tuple[str, ...]
     num_visible: int
+    comm_sms: int
     buffer_bytes: int
     transport_reason: str = ""
 
@@ -141,7 +144,8 @@ class Explanation:
             f"impl {self.impl} ({self.impl_reason}), transport {self.transport} ({self.transport_reason}), "
             f"rank {self.cp_rank} of {self.cp_size}",
             *self.steps,
-            f"{self.num_visible} visible pairs on this rank, {self.buffer_bytes} bytes of buffers held by now",
+            f"{self.num_visible} visible pairs on this rank",
+            f"{self.comm_sms} SMs left to messages, {self.buffer_bytes} bytes of buffers held by now",
         ]
         return "\n".join(lines)
 
@@ -171,7 +175,7 @@ def explain(
     plan = plan_call(q, k, v, cu_seqlens, arguments)
     return Explanation(
         plan.impl, plan.impl_reason, plan.transport, *options.size_and_rank, _steps(plan, q, with_mean_head_dim(k, v)),
-        plan.schedule.num_visible, buffer_bytes(), plan.transport_reason,
+        plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(), plan.transport_reason,
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
 from ringflash.comm.transport import buffer, transport_name
 from ringflash.comm.transport.lanes import Token
 from ringflash.comm.transport.peer_memory import PeerMemory
+from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash_kernels.api import BackwardPass, begin_backward, implementation, out_shape, state_dtype
@@ -196,6 +197,7 @@ class ForwardUnits(UnitWork):
         super().__init__(call, gathered, q)
         self.out, self.lse, self.row_max = out, lse, row_max
         self.forward = gathered.operands.forward(implementation(call.impl, q, q, q))
+        self.options = kernel_options(call.impl, transport_name(call.memory), q.device)
         single = len(self.seen) == 1 or q.dtype == lse.dtype
         self.carried = [] if single else self._states(lse.dtype)
 
@@ -208,7 +210,7 @@ class ForwardUnits(UnitWork):
         self.forward(
             self.q[:, :, heads], *operands, mask, self.call.softmax_scale,
             out=out if unit.block == self.seen[-1] else carried, lse=self.lse[:, heads],
-            acc=None if unit.block == self.seen[0] else carried, **kept,
+            acc=None if unit.block == self.seen[0] else carried, **kept, **self.options,
         )  # fmt: skip
 
     def _states(self, dtype: torch.dtype) -> list[torch.Tensor]:

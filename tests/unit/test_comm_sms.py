@@ -1,0 +1,65 @@
+"""SMs left to NCCL: which calls leave any, and that the kernel is told. One process, no GPU: the kernel is a mock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import ringflash
+from ringflash.attention import gather_by_heads
+from ringflash.attention.gather_by_heads import ForwardUnits, HeadGather
+from ringflash.attention.sections import Unit
+from ringflash.comm.transport.point_to_point import check_capture, comm_sms
+
+
+@pytest.fixture(autouse=True)
+def default() -> Iterator[None]:
+    yield
+    ringflash.set_comm_sms(0)
+
+
+def test_only_our_kernels_over_nccl_leave_any() -> None:
+    assert comm_sms("hopper", "nccl") == 0
+    ringflash.set_comm_sms(8)
+    assert comm_sms("hopper", "nccl") == comm_sms("hopper_fp8", "nccl") == 8
+    for impl, transport in (("hopper", "copy_engine"), ("hopper", None), ("flash2", "nccl"), ("reference", "gloo")):
+        assert comm_sms(impl, transport) == 0
+
+
+@pytest.mark.parametrize("num_sms", [-1, 1.5, None])
+def test_no_number_is_refused(num_sms: Any) -> None:
+    with pytest.raises(ValueError, match=f"num_sms must be 0 or more multiprocessors, got {num_sms}; the default"):
+        ringflash.set_comm_sms(num_sms)
+
+
+@pytest.mark.parametrize("left, told", [(8, {"num_sms": 124}), (500, {"num_sms": 1}), (0, {})])
+def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
+    ringflash.set_comm_sms(left)
+    q, block, gathered = torch.zeros(1, 4, 2, 16), mock.Mock(), mock.MagicMock()
+    call = HeadGather((block,), mock.Mock(), "hopper", 1.0, False)
+    with (
+        mock.patch.object(gather_by_heads, "implementation", mock.Mock()),
+        mock.patch.object(gather_by_heads, "transport_name", lambda _: "nccl"),
+        mock.patch("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
+    ):
+        ForwardUnits(call, gathered, q, q, torch.zeros(1, 2, 4), None)._launch(0, Unit(0, 0, 0))
+    options = gathered.operands.forward.return_value.call_args.kwargs
+    assert {name: value for name, value in options.items() if name == "num_sms"} == told
+
+
+@pytest.mark.parametrize("register, refused", [(None, True), ("1", True), ("0", False)])
+def test_capture_beside_expandable_segments(
+    monkeypatch: pytest.MonkeyPatch, register: str | None, refused: bool
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if register is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
+    with pytest.raises(RuntimeError, match="NCCL_GRAPH_REGISTER must be 0") if refused else nullcontext():
+        check_capture()
