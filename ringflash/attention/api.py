@@ -65,7 +65,8 @@ def ring_attention(
             sends K/V between hosts once instead of once per GPU. Both need num_heads divisible by the number of ranks
             that exchange heads. Hosts are those of the mesh, or those that the ranks of a 1-D group run on. "auto"
             chooses "by_host" if there are several hosts, several GPUs on each, and enough heads.
-        deterministic: repeated calls give bitwise equal gradients, with slower kernels.
+        deterministic: repeated calls give bitwise equal gradients, with slower kernels. True also if
+            `torch.use_deterministic_algorithms` is on.
         fp8_backward: products of the backward that the two FP8 `impl` compute in e4m3: "bf16" none, "fp8_scores"
             dout v^T, "fp8" also the products that give dk and dv (docs/fp8.md). Other kernels take "bf16" only.
         return_lse: also return the log-sum-exp, differentiable.
@@ -106,6 +107,8 @@ def attend(
         raise
     if not torch.compiler.is_compiling():
         _check_differentiation(q, k, v)
+    if torch.are_deterministic_algorithms_enabled():
+        options = options._replace(deterministic=True)
     width, v = v.shape[-1] if v.dim() else 0, pad_values(k, v)
     grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
     out, lse = operators.attend(

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ringflash
 from ringflash.attention import operators, plan
+from ringflash.attention.options import RingOptions
 from ringflash.memory.layers import keep_attention
 from ringflash.sequence.layout import read_bounds
 from ringflash_kernels import reference
@@ -137,6 +138,14 @@ def test_an_option_of_another_type_is_refused(options: dict[str, Any]) -> None:
     """The operator would refuse it, but eager calls pass by it: "no" was a causal mask."""
     with pytest.raises(RuntimeError, match="Expected a value of type 'bool'"):
         ringflash.ring_attention(*draw(), group=None, **options)
+
+
+def test_torchs_deterministic_mode_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for enabled in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda enabled=enabled: enabled)
+        with mock.patch.object(operators, "attend", wraps=operators.attend) as attend:
+            ringflash.ring_attention(*draw(), group=None)
+        assert RingOptions(None, *attend.call_args.args[9:14]).deterministic == enabled
 
 
 def test_integers_of_numpy_are_integers() -> None:
