@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 -m tests.recipes.wrap_worker <folder with changed_gpt.py> <out>
 
-A launch of one rank has left its losses in the folder.
+A launch of one rank has left its losses, and a checkpoint of a run without the diff, in the folder.
 """
 
 from __future__ import annotations
@@ -120,16 +120,50 @@ class Losses(lightning.Callback):
         self.found.append(outputs["loss"].item())
 
 
+def trainer_with(losses: Losses, strategy: Any, **options: Any) -> lightning.Trainer:
+    return lightning.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, plugins=[DoublePrecision()], devices=int(os.environ["WORLD_SIZE"]),
+        callbacks=[losses], strategy=strategy, **options,
+    )  # fmt: skip
+
+
 def losses_of(kind: Any, seed: int | None, strategy: Any = None) -> list[float]:
     """Losses over two epochs of shuffled sequences."""
-    losses = Losses()
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=seed is None, plugins=[DoublePrecision()],
-        devices=int(os.environ["WORLD_SIZE"]), callbacks=[losses], strategy=strategy or ContextParallelStrategy(),
-    )  # fmt: skip
+    losses, strategy = Losses(), strategy or ContextParallelStrategy()
+    trainer = trainer_with(losses, strategy, max_epochs=2, use_distributed_sampler=seed is None)
     trainer.fit(build(kind), datamodule=Shuffled(seed))
     return losses.found
+
+
+def adam(module: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def steps_with_adam(kind: Any, strategy: Any, end: int, start: Path | None = None) -> tuple[lightning.Trainer, Losses]:
+    """Train to a number of steps, from a checkpoint if one is given.
+
+    The module is in fp64 from the start: Lightning's default strategy loads weights before its plugin converts them.
+    """
+    losses = Losses()
+    trainer = trainer_with(losses, strategy, max_steps=end, use_distributed_sampler=False)
+    trainer.fit(varied(kind, configure_optimizers=adam).double(), loader(), ckpt_path=start)
+    return trainer, losses
+
+
+def start_without_a_ring(run: Run) -> None:
+    """A checkpoint of the plain module under Lightning's default strategy, and the losses of its next steps."""
+    start = Path(run.folder, "plain.ckpt")
+    steps_with_adam(GPT, "auto", 2)[0].save_checkpoint(start)
+    losses = steps_with_adam(GPT, "auto", 5, start)[1].found
+    Path(run.folder, "losses_after_plain").write_text(json.dumps(losses))
+
+
+def continue_on_a_ring(run: Run) -> None:
+    """Weights and optimizer state of a run without a ring."""
+    want = json.loads(Path(run.folder, "losses_after_plain").read_text())
+    got = steps_with_adam(run.kind, ContextParallelStrategy(), 5, Path(run.folder, "plain.ckpt"))[1].found
+    assert len(want) == 3 and got == pytest.approx(want, rel=RTOL)
 
 
 def orders_on_one_rank(run: Run) -> None:
@@ -310,7 +344,10 @@ def assert_trained(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
         assert (got[name] - x).abs().max() <= RTOL * x.abs().max(), name
 
 
-TESTS = {1: (orders_on_one_rank,), 2: (orders, training, manual, compiled, decisions, refusals)}  # by number of ranks
+TESTS = {  # by number of ranks
+    1: (orders_on_one_rank, start_without_a_ring),
+    2: (orders, continue_on_a_ring, training, manual, compiled, decisions, refusals),
+}
 
 
 if __name__ == "__main__":
