@@ -1,1 +1,1 @@
-"""The command line `ringflash`: `doctor`, `plan`, `verify` and `bench`. No other package imports this one."""
+"""The command line `ringflash`: `doctor`, `plan`, `verify`, `bench` and `recipes`, which no other package imports."""
