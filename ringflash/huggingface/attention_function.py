@@ -80,7 +80,8 @@ def set_group(
     Raises:
         ValueError: the model does not use attn_implementation="ringflash".
         NotImplementedError: attention that is not causal, windowed or full; other layers that mix tokens; positions
-            that the model counts itself; PEFT adapters that do more than change layers.
+            that the model counts itself; layers that are left out at random; PEFT adapters that do more than change
+            layers.
     """
     config = getattr(model, "config", None)
     used = getattr(config, "_attn_implementation", None)

@@ -154,7 +154,8 @@ def check_model(base: nn.Module) -> None:
     Args:
         base: as `find_base` returns it.
     Raises:
-        NotImplementedError: layers other than attention that mix tokens, or positions that the model counts itself.
+        NotImplementedError: layers other than attention that mix tokens, positions that the model counts itself, or
+            layers that are left out at random.
     """
     for layer in recurrent_modules(base):
         if not any(p.kind is p.VAR_KEYWORD for p in signature(type(layer).forward).parameters.values()):
@@ -169,6 +170,11 @@ def check_model(base: nn.Module) -> None:
             raise NotImplementedError(
                 f"{name} must treat tokens one by one, got {type(module).__name__}, which would end with the shard; "
                 "use a model with attention, Mamba-2 layers, gated delta rules or LFM2's convolutions (docs/hybrid.md)."
+            )
+        if rate := getattr(module, "layerdrop", 0):
+            raise NotImplementedError(
+                f"layerdrop must be 0, got {rate}: each rank would leave out other layers; set config.layerdrop = 0 before "
+                "the model is built."
             )
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise NotImplementedError(

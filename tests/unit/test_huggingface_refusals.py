@@ -172,6 +172,17 @@ def test_refuses_another_implementation() -> None:
         huggingface.set_group(build(impl="eager"), None)
 
 
+def test_refuses_layers_that_are_left_out_at_random() -> None:
+    """Ranks with other seeds would pair the layers of other depths."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    huggingface.register()
+    config = AutoConfig.for_model("biogpt", **TINY, layerdrop=0.1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="ringflash")
+    with pytest.raises(NotImplementedError, match=r"layerdrop must be 0, got 0\.1: each rank would leave out other"):
+        huggingface.set_group(model, None)
+
+
 def test_refuses_labels_that_are_not_shifted() -> None:
     with pytest.raises(ValueError, match="shifted by one token"):
         huggingface.prepare_batch(tokens(), group=None, labels=tokens())
