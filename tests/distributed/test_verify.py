@@ -52,15 +52,12 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("size", "kind", "bounds"), [*RIGHT, (4, "llama", None), (4, "qwen3_window", [0, 17, 18, 48])])
+RIGHT += [(2, "sinks", BOUNDS), (2, "chunks", BOUNDS), (4, "llama", None), (4, "qwen3_window", [0, 17, 18, 48])]
+
+
+@pytest.mark.parametrize(("size", "kind", "bounds"), RIGHT)
 def test_a_right_training_passes(pool: Pool, size: int, kind: str, bounds: list[int] | None) -> None:
     passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, "right", kind, bounds, size=size))
-    assert passed, failed
-
-
-@pytest.mark.parametrize("kind", ["sinks", "chunks"])
-def test_a_right_training_with_other_layers_passes(pool: Pool, kind: str) -> None:
-    passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, "right", kind, BOUNDS, size=2))
     assert passed, failed
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 from itertools import pairwise
 
 import pytest
@@ -12,20 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringflash
+from benchmarks.count_documents import pack
 from ringflash.attention.schedule import plan_gather
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 
 TOKENS = 4096  # a rank
-
-
-def log_uniform(seed: int, seqlen: int, shortest: int, longest: int) -> tuple[int, ...]:
-    """Bounds of documents of random length."""
-    chance, bounds = random.Random(seed), [0]
-    while bounds[-1] < seqlen:
-        length = math.exp(chance.uniform(math.log(shortest), math.log(longest)))
-        bounds.append(min(seqlen, bounds[-1] + round(length)))
-    return tuple(bounds)
 
 
 def work(bounds: tuple[int, ...], cp_size: int) -> list[int]:
@@ -60,7 +50,7 @@ def test_every_token_once_and_as_many_on_each_rank(lengths: list[int], cp_size: 
 def test_work_is_equal_and_few_documents_are_cut(cp_size: int, longest: float) -> None:
     """Within 3%, for documents much shorter and much longer than what a rank holds; two cuts a rank at most."""
     for seed in range(3):
-        bounds = log_uniform(seed, cp_size * TOKENS, TOKENS // 128, int(longest * TOKENS))
+        bounds = pack(seed, cp_size * TOKENS, TOKENS // 128, int(longest * TOKENS))
         counts = work(bounds, cp_size)
         mean = sum(counts) / cp_size
         assert max(counts) <= 1.03 * mean and min(counts) >= 0.97 * mean, (seed, counts)
@@ -84,7 +74,7 @@ def test_extremes() -> None:
 
 def test_only_cut_documents_are_sent() -> None:
     """A rank needs keys of others for the documents that are cut, and of no other document."""
-    bounds = log_uniform(0, 8 * TOKENS, 64, TOKENS)
+    bounds = pack(0, 8 * TOKENS, 64, TOKENS)
     mask = SequenceMask(bounds[-1], cu_seqlens=bounds)
     owners: dict[int, set[int]] = {}
     for rank in range(8):

@@ -18,6 +18,7 @@ from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels import api
 from ringflash_kernels.flash_calls import FlashCall, MergedBackward, calls, merged_forward
 from ringflash_kernels.mask import Mask, Region
+from tests.unit.test_mask import regions
 
 LENGTH = 12
 
@@ -46,19 +47,7 @@ def covered(mask: Mask, batch: int = 1) -> torch.Tensor:
     return count
 
 
-@st.composite
-def regions(draw: st.DrawFn) -> Region:
-    """One rectangle with any band."""
-    rows = sorted(draw(st.lists(st.integers(0, LENGTH), min_size=2, max_size=2, unique=True)))
-    cols = sorted(draw(st.lists(st.integers(0, LENGTH), min_size=2, max_size=2, unique=True)))
-    side = st.none() | st.integers(-LENGTH, LENGTH)
-    lower, upper = draw(side), draw(side)
-    if lower is not None and upper is not None and lower > upper:
-        lower, upper = upper, lower
-    return Region(*rows, *cols, lower, upper)
-
-
-@given(regions())
+@given(regions(LENGTH))
 @settings(max_examples=500, deadline=None)
 def test_one_region(region: Region) -> None:
     mask = Mask.of(LENGTH, LENGTH, [region])

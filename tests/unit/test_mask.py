@@ -14,11 +14,11 @@ LENGTH = 9
 
 
 @st.composite
-def regions(draw: st.DrawFn) -> Region:
+def regions(draw: st.DrawFn, length: int = LENGTH) -> Region:
     """Any rectangle and band, also ones that show nothing."""
-    rows = sorted(draw(st.lists(st.integers(0, LENGTH), min_size=2, max_size=2)))
-    cols = sorted(draw(st.lists(st.integers(0, LENGTH), min_size=2, max_size=2)))
-    side = st.none() | st.integers(-LENGTH, LENGTH)
+    rows = sorted(draw(st.lists(st.integers(0, length), min_size=2, max_size=2)))
+    cols = sorted(draw(st.lists(st.integers(0, length), min_size=2, max_size=2)))
+    side = st.none() | st.integers(-length, length)
     lower, upper = draw(side), draw(side)
     if lower is not None and upper is not None and lower > upper:
         lower, upper = upper, lower

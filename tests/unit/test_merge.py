@@ -41,14 +41,6 @@ def test_parts_make_the_whole() -> None:
     assert_close(merged(attend(slice(0, 5)), attend(slice(5, 12))), named(whole))
 
 
-def test_order_does_not_matter() -> None:
-    a, b, c = attend(slice(0, 2)), attend(slice(2, 9)), attend(slice(9, 12))
-    left = tuple(merged(tuple(merged(a, b).values()), c).values())
-    right = merged(a, tuple(merged(b, c).values()))
-    assert_close(right, named(left))
-    assert_close(merged(b, a), merged(a, b))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_empty_is_neutral_to_the_bit(dtype: torch.dtype) -> None:
     a = attend(slice(0, 12), dtype)

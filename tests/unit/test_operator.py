@@ -27,10 +27,10 @@ TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_a
 OPTIONS = (-1, -1, "zigzag", "reference", "auto", False, "bf16")  # window, layout, ... , fp8_backward
 
 
-def draw(requires_grad: bool = True, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draw(requires_grad: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of 16 tokens, 4 and 2 heads, fp64."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(batch, 16, n, 8) for n in (4, 2, 2)]
+    shapes = [(1, 16, n, 8) for n in (4, 2, 2)]
     q, k, v = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes)
     return tuple(x.requires_grad_(requires_grad) for x in (q, k, v))  # type: ignore[return-value]
 
@@ -352,12 +352,6 @@ def test_the_backward_has_the_bounds_of_its_forward(way: str) -> None:
 
 def profile_of_cpu() -> Any:
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-
-
-def test_documents_need_a_batch_of_one() -> None:
-    with pytest.raises(ValueError, match="batch must be 1 with cu_seqlens, got 2; pack"):
-        bounds = torch.tensor([0, 16], dtype=torch.int32)
-        ringflash.ring_attention(*draw(batch=2), group=None, cu_seqlens=bounds)
 
 
 def test_mixed_requires_grad_is_fine_without_autograd() -> None:

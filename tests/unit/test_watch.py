@@ -161,6 +161,7 @@ def stalled_world() -> World:
 
 
 def test_every_rank_names_who_waits_for_what() -> None:
+    """Its process is ended once, and its next call raises the report."""
     world = stalled_world()
     for rank in world.living:
         assert rank.watch.stalled == rank.said[-1]
@@ -173,21 +174,12 @@ def test_every_rank_names_who_waits_for_what() -> None:
         assert "ringflash.set_timeout raises the limit" in text
     assert world.ranks[3].said == []
 
-
-def test_who_found_it_says_so_before_it_asks() -> None:
-    first = stalled_world().ranks[2].said
+    first = world.ranks[2].said  # who found it says so before it asks
     assert len(first) == 2
     assert "rank 2 has been waiting 600 s for all ranks to begin in backward call 2; asking the other ranks" in first[0]
-
-
-def test_each_process_is_ended_once() -> None:
-    assert [rank.ends for rank in stalled_world().ranks] == [[thread.END_S]] * 3 + [[]]
-
-
-def test_the_next_call_raises_the_report() -> None:
-    rank = stalled_world().ranks[1]
+    assert [rank.ends for rank in world.ranks] == [[thread.END_S]] * 3 + [[]]
     with pytest.raises(RingStalled, match="rank 3 does not answer"):
-        rank.begin()
+        world.ranks[1].begin()
 
 
 def test_a_rank_outside_the_ring_is_named_by_both_its_numbers() -> None:
