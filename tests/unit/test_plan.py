@@ -327,6 +327,21 @@ def test_the_page_compares_the_steps_with_the_plans_of_this_code() -> None:
     assert not missing, "\n".join(["put these rows into docs/plan.md", *rows.values()])
 
 
+def test_the_page_says_what_fits() -> None:
+    """Thousands of tokens by number and kind of GPU, and precision."""
+    page, best = (ROOT / "docs" / "plan.md").read_text(), replace(JOB, offload_checkpoints=True, liger=True)
+    rows = []
+    for num_gpus in (1, 2, 4, 8, 16, 32, 64):
+        lengths = [
+            longest_sequence(replace(best, cp_size=num_gpus, precision=precision), Machine(GPUS[gpu], num_gpus)) // 1000
+            for precision in ("bf16-mixed", "bf16-true")
+            for gpu in ("H100", "H200")
+        ]
+        rows.append(f"| {num_gpus} | {' | '.join(f'{length:,}' if length else 'none' for length in lengths)} |")
+    missing = [row for row in rows if row not in page]
+    assert not missing, "\n".join(["put these rows into docs/plan.md", *rows])
+
+
 # What a plan counts.
 
 
