@@ -77,19 +77,6 @@ def test_a_lightning_evaluation_times_cp_is_named(reports: dict[str, Any]) -> No
     assert report["likely_cause"].startswith("eval_loss/verify is 2x")
 
 
-def test_a_missed_layer_of_a_lightning_module_is_named(reports: dict[str, Any]) -> None:
-    report = reports["missed_layer"]
-    assert report["status"] == 1
-    assert "layers.1.self_attn at position 12 (chunk 1, held by rank 1)" in report["first_difference"]
-    assert "this layer was missed" in report["likely_cause"]
-
-
-def test_documents_that_no_run_sees_are_named(reports: dict[str, Any]) -> None:
-    report = reports["without_documents"]
-    assert (report["status"], failed(report)) == (1, ["mask", "masks of layers"])
-    assert "position 18 reaches 19 at cp=1 and cp=N" in report["likely_cause"]
-
-
 def test_a_module_of_ones_own_is_verified(reports: dict[str, Any]) -> None:
     """With the README's diff it cuts its batches itself."""
     report = reports["own"]

@@ -18,22 +18,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from ringflash import huggingface
 from ringflash.commands.cli import main
-from ringflash.huggingface.options import ModelRing
 from ringflash.lightning import CausalLM
 from ringflash.lightning.strategy import strategy_of
-from ringflash.verify import Training, command
+from ringflash.verify import command
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 DOCUMENTS = ["--cu_seqlens", "[0,19,48]"]
-FACTORIES = {
-    "right": DOCUMENTS, "summed_evaluation": DOCUMENTS, "missed_layer": [], "without_documents": DOCUMENTS,
-    "own": [], "misplaced": [],
-}  # fmt: skip
+FACTORIES = {"right": DOCUMENTS, "summed_evaluation": DOCUMENTS, "own": [], "misplaced": []}
 
 
 class SummedEvaluation(CausalLM):
@@ -44,14 +39,6 @@ class SummedEvaluation(CausalLM):
         super().on_validation_epoch_end()
 
 
-class MissedLayer(CausalLM):
-    """The attention of layer 1 stays on the shard."""
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        self.get_submodule("model.model.model.layers.1.self_attn")._ringflash = ModelRing(None)
-
-
 def right(group: Any) -> CausalLM:
     return CausalLM(CONFIG)
 
@@ -59,15 +46,6 @@ def right(group: Any) -> CausalLM:
 def summed_evaluation(group: Any) -> CausalLM:
     """Its evaluation loss is that of cp_size sequences."""
     return SummedEvaluation(CONFIG)
-
-
-def missed_layer(group: Any) -> CausalLM:
-    return MissedLayer(CONFIG)
-
-
-def without_documents(group: Any) -> Training:
-    """Its batches never say where documents end, at cp=1 either."""
-    return Training(CausalLM(CONFIG), lambda ids, **kw: huggingface.prepare_batch(ids, **kw) | {"cu_seqlens": None})
 
 
 def own(group: Any) -> Any:
