@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ class CallPlan:
     members: tuple[int, ...] = ()  # ranks of the group that the sequence is divided among; empty: all
     transport_reason: str = ""
 
-    @property
+    @cached_property
     def size_and_rank(self) -> tuple[int, int]:
         """Number of ranks that share the sequence, and the index of this rank among them."""
         size, rank = self.options.size_and_rank
@@ -81,12 +82,12 @@ class CallPlan:
         """Hops of this rank."""
         return schedule.build(self.mask, *self.size_and_rank, self.options.layout)
 
-    @property
+    @cached_property
     def gathering(self) -> Gathering:
         """Keys that this rank gathers by heads."""
         return schedule.plan_gather(self.mask, *self.size_and_rank, self.options.layout, self.keys_of_line)
 
-    @property
+    @cached_property
     def keys_of_line(self) -> int:
         """Keys of a line: 128 if an FP8 call sends records, otherwise 1.
 

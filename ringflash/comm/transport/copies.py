@@ -55,7 +55,7 @@ class Copies:
 
     def _refused(self, batch: Callable[..., int]) -> bool:
         """Run the batch; return True if the driver refused some or all of the copies."""
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = torch.cuda.current_stream(self._device.index).cuda_stream  # slower with a torch.device
         problem = batch(*self._arrays, len(self._pairs), _ATTRIBUTES, _FROM_THE_FIRST, 1, stream)
         if problem:
             warnings.warn(
