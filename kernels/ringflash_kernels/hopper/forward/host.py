@@ -36,15 +36,11 @@ class LaunchArgs(NamedTuple):
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Return the reason why this implementation cannot take the call, or None if it can."""
+    """Return the reason why the kernel cannot take these tensors, whatever their device, or None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} (fp16 or bf16)"
     if forward_tiles(q.shape[-1], v.shape[-1]) is None:
         return _head_dims(q.shape[-1], v.shape[-1])
-    if q.device.type != "cuda":
-        return f"device {q.device.type} (cuda only)"
-    if torch.cuda.get_device_capability(q.device) != (9, 0):
-        return f"compute capability {torch.cuda.get_device_capability(q.device)} (9, 0)"
     for name, x in (("q", q), ("k", k), ("v", v)):
         problem = misaligned(x)
         if problem is not None:
