@@ -148,6 +148,8 @@ def test_slurm_dry_run() -> None:
     assert "NNODES=4 MAX_RESTARTS=3 RDZV_ENDPOINT=localhost:29500 RDZV_ID=" in shown
     assert "srun --ntasks-per-node=1 --cpu-bind=none --cpus-per-task 96 --kill-on-bad-exit=1 --nodes 4 " in shown
     assert f"launch/host.sh {RECIPE} --ckpt_path auto --trainer.max_steps 3" in shown
+    shown = dry_run("bash", "launch/slurm.sbatch", RECIPE, SRUN_FLAGS="--container-image=a --mpi=none", **job)
+    assert " --cpus-per-task 96 --container-image=a --mpi=none --kill-on-bad-exit=1 --nodes 4 " in shown
 
 
 FARM = """#!/usr/bin/env bash
