@@ -60,19 +60,23 @@ def launch(code: str, folder: Path) -> str:
 def test_trainer_started_by_accelerate_is_that_of_one_process(tmp_path: Path) -> None:
     """Losses, gradient norms and the evaluations, to the four digits that Trainer prints; a step takes two batches.
 
-    The last batch of an epoch has one sequence for two.
+    The last batch of an epoch has one sequence for two. The process is without ringflash; the ring also continues from
+    its checkpoint.
     """
     code = example("docs/accelerate.md", "# trainer.py").replace("range(16)", "range(15)")
-    folders = [tmp_path / name for name in ("one", "two")]
+    folders = [tmp_path / name for name in ("one", "two", "resumed")]
     for folder in folders:
         folder.mkdir()
-    (alone,) = run(code.replace("cp_size=2", "cp_size=1"), folders[0], 1)
-    one, two = (
-        re.findall(r"'(loss|grad_norm|eval_loss)': '([\d.]+)'", text) for text in (alone, launch(code, folders[1]))
+    plain = re.sub(r"ringflash\.accelerate\.register\(\)|parallelism_config=.*", "", code)
+    resumed = code.replace(".train()", f".train('{folders[0]}/runs/trainer/checkpoint-4')")
+    (alone,) = run(plain, folders[0], 1)
+    one, two, after = (
+        re.findall(r"'(loss|grad_norm|eval_loss)': '([\d.]+)'", text)
+        for text in (alone, launch(code, folders[1]), launch(resumed, folders[2]))
     )
     steps = ["loss", "grad_norm"]
     assert [name for name, _ in one] == [*steps * 4, "eval_loss", *steps * 2, "eval_loss"]
-    assert one == two
+    assert one == two and after == one[-5:]
     assert (folders[1] / "runs/trainer/checkpoint-6/model.safetensors").is_file()
 
 
