@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -44,6 +46,8 @@ def resolve(group: Group) -> dist.ProcessGroup | None:
             )
         group = group.get_group() if group.ndim == 1 else _flatten(group)
     if group is None:
+        if not torch.compiler.is_compiling():
+            _warn_before_start()
         return None
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
@@ -51,6 +55,17 @@ def resolve(group: Group) -> dist.ProcessGroup | None:
             "a rank outside the group must not call."
         )
     return group if group.size() > 1 else None
+
+
+def _warn_before_start() -> None:
+    """Warn if torchrun started several processes that have not joined yet: `dist.group.WORLD` is None until then."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1 and not dist.is_initialized():
+        warnings.warn(
+            f"group is None in one of {size} processes, before torch.distributed.init_process_group: each attends only "
+            "to its own tokens. If these are a shard, read dist.group.WORLD after init_process_group.",
+            stacklevel=4,
+        )
 
 
 def _flatten(mesh: DeviceMesh) -> dist.ProcessGroup:

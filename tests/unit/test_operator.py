@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -33,6 +34,17 @@ def draw(requires_grad: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.
     shapes = [(1, 16, n, 8) for n in (4, 2, 2)]
     q, k, v = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes)
     return tuple(x.requires_grad_(requires_grad) for x in (q, k, v))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_a_process_that_has_not_joined_its_group_is_warned(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dist.group.WORLD` is None then, and every rank would silently attend to its own shard."""
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        ringflash.ring_attention(*draw(), group=torch.distributed.group.WORLD)
+    told = [str(warning.message) for warning in found if "group is None in one of 2 processes" in str(warning.message)]
+    assert bool(told) == (size == "2")
 
 
 @pytest.mark.parametrize("return_lse", [True, False])
