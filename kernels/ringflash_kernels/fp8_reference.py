@@ -529,7 +529,8 @@ def check_products(products: str, head_dim: int, deterministic: bool) -> None:
         )
     if products != "bf16" and deterministic:
         raise NotImplementedError(
-            f"deterministic must be False with fp8_backward={products!r}, got True; use fp8_backward='bf16'."
+            f"deterministic must be False with fp8_backward={products!r}, got True, or "
+            "torch.use_deterministic_algorithms is on; use fp8_backward='bf16'."
         )
 
 
