@@ -134,7 +134,7 @@ def test_nan_reaches_the_keys_that_a_row_sees(products):
         ("int8", 64, False, ValueError, "fp8_backward must be one of .*, got 'int8'; use 'bf16'"),
         ("fp8", 256, False, NotImplementedError, "head_dim must be at most 128 .*, got 256; use fp8_backward='bf16'"),
         ("fp8", 64, False, ValueError, "row_max must be given .*, got None; pass what attention_forward writes"),
-        ("fp8_scores", 64, True, NotImplementedError, "deterministic must be False .*, got True, .*; use fp8_backward="),
+        ("fp8_scores", 64, True, NotImplementedError, "deterministic must be False .*, got True, .*; use fp8_"),
     ],
 )
 def test_refusals(products, head_dim, deterministic, error, message):
