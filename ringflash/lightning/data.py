@@ -218,6 +218,22 @@ class CountConsumed(lightning.Callback):
     behind. Checkpoint callbacks run after all other callbacks.
     """
 
+    def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        """Begin a new epoch if the checkpoint has completed one, unless an evaluation is due at its end.
+
+        Lightning would train one more batch in the completed epoch, as a step of its own.
+        """
+        epochs = trainer.fit_loop
+        loop, fetcher = epochs.epoch_loop, epochs._data_fetcher
+        assert fetcher is not None
+        batches = loop.batch_progress.current
+        completed = loop._num_ready_batches_reached() and batches.completed == batches.ready
+        if loop.restarting and completed and not loop._should_check_val_fx(fetcher):
+            loop.restarting = False
+            if epochs.epoch_progress.current.completed < epochs.epoch_progress.current.processed:
+                epochs.epoch_progress.increment_completed()
+                epochs.reset_restart_stage()
+
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         """Count one sample for every data rank."""
         trainer.datamodule.num_consumed += strategy_of(trainer).dp_size

@@ -185,6 +185,20 @@ def epochs(run: Run) -> None:
     assert found["wrong"] == [] and found["num_consumed"] == 9 and len(set(found["indices"])) == 9, found
 
 
+def completed_epoch(run: Run) -> None:
+    """A checkpoint from the end of an epoch goes on with the next one, whose steps have all their batches."""
+    path, options = run.checkpoint.with_name("epoch.ckpt"), {"limit_train_batches": 4, "accumulate_grad_batches": 2}
+    whole, resumed = Norms(), Norms()
+    fit(token_data(run.folder), run.folder, 1, steps=2, save=path, **options)
+    for callback, checkpoint in ((whole, None), (resumed, path)):
+        found = fit(
+            token_data(run.folder), run.folder, 1, steps=4, checkpoint=checkpoint, callbacks=[callback],
+            limit_val_batches=0, **options,
+        )  # fmt: skip
+        assert found["num_consumed"] == 8, found
+    assert sorted(resumed.norms) == [3, 4] and resumed.norms.items() <= whole.norms.items()
+
+
 def other_options(run: Run) -> None:
     """Continuing with more batches a step begins with a whole step, and with other rates has those.
 
@@ -200,7 +214,7 @@ def other_options(run: Run) -> None:
 
 TESTS = {  # by the number of ranks
     2: (data_ranks, corrupt_file, wrong_data, ring, another_split),
-    1: (mid_step, epochs, ring, other_options, another_split),
+    1: (mid_step, epochs, completed_epoch, ring, other_options, another_split),
 }
 
 
