@@ -8,11 +8,24 @@ from math import gcd
 
 import torch
 
-from ringflash.attention.sections import Sections, choose_blocks, choose_sections, gather_bytes, order_units
+from ringflash.attention.head_exchange import Share, area_bytes
+from ringflash.attention.schedule import plan_blocks
+from ringflash.attention.sections import (
+    HEADER_BYTES,
+    Sections,
+    buffer_heads,
+    choose_blocks,
+    choose_num_gradient_buffers,
+    choose_sections,
+    fits_unbuffered,
+    order_units,
+    shared_buffer_heads,
+)
 from ringflash.attention.ulysses import shared_kv_heads
 from ringflash.comm.transport import MessageMemory, SymmetricMemory
 from ringflash.commands.plan.job import BF16, FP32, Machine, TrainingJob
 from ringflash.commands.plan.read import ReadShape
+from ringflash.sequence.mask import SequenceMask
 
 
 @dataclass(frozen=True)
@@ -102,25 +115,57 @@ def ring_of(job: TrainingJob, machine: Machine) -> Ring:
 
 
 def buffer_bytes(ring: Ring) -> int:
-    """Return the bytes of the transport's buffers, which all layers share, on the rank with most: at most 1.3 GiB more.
+    """Return the bytes of the transport's buffers, which all layers share, on the rank with most."""
+    several, last = len(ring.blocks) > 1, ring.cp_size - 1
+    # in one block rank 0 gathers most keys, and the last rank receives most gradients
+    ranks = range(0, ring.cp_size, max(1, ring.cp_size // 16)) if several else (0, last)
+    gathered = max(_gathered_bytes(ring, rank) for rank in ranks) if last else 0
+    return gathered + (_exchanged_bytes(ring) if ring.exchanging > 1 else 0)
 
-    In several blocks, units of the largest section and block share the buffers, and two sections' gradients and outputs
-    are summed in fp32. An exchange of heads has areas of its own.
+
+def _gathered_bytes(ring: Ring, rank: int) -> int:
+    """Return the bytes of the areas and buffers of one rank, as `GatheredKV` and `GradientReturn` make them.
+
+    In several blocks there are also sums of the rank's own gradients and the output in fp32, of two sections.
     """
-    if ring.cp_size == 1:
-        return 0
-    model, several = ring.model, len(ring.blocks) > 1
-    exchanged = 3 * (model.q_size + 2 * model.kv_size) + 4 * model.out_size if ring.exchanging > 1 else 0
-    own = ring.rows * (exchanged * BF16 + 2 * model.kv_size * ring.key_bytes)
+    model, heads = ring.model, ring.sections.backward
+    mask = SequenceMask(2 * ring.cp_size)  # a chunk of the layout is one token long
+    blocks = plan_blocks(mask, ring.cp_size, rank, "zigzag", ring.blocks)
+    several = len(blocks) > 1
+
+    def in_units(heads: tuple[int, ...], rows: list[int]) -> tuple[int, ...]:
+        """Rows of the blocks, times heads of the sections, of the units whose keys travel."""
+        units = order_units(len(heads), len(blocks))
+        return tuple(rows[unit.block] * heads[unit.section] for unit in units if unit.stage is not None)
+
+    keys = model.num_kv_heads * blocks[0].capacity
+    if several or not fits_unbuffered(ring.shape, ring.seqlen, ring.dtype):
+        num_buffers = (MessageMemory if ring.on_network else SymmetricMemory).num_buffers
+        rows = [block.num_rows for block in blocks]
+        buffers = Sections(*(in_units(heads, rows) for heads in ring.sections))
+        keys = 2 * model.num_kv_heads + sum(shared_buffer_heads(buffers, num_buffers))
+    arriving = [sum(reader.rank != rank for readers in block.readers for reader in readers) for block in blocks]
+    stages = 2
     if not several:
-        sizes = model.num_heads, ring.seqlen, ring.seqlen - ring.rows, ring.pairs
-        return int(own) + gather_bytes(ring.shape, *sizes, ring.dtype)
-    heads, units = max(ring.sections.backward), len(ring.sections.backward) * (len(ring.blocks) - 1)
-    key_buffers = min(units, (MessageMemory if ring.on_network else SymmetricMemory).num_buffers)
-    unit = heads * max(ring.blocks[1:]) * ring.rows * 2 * model.kv_dim
-    output = model.num_heads // model.num_kv_heads * model.value_dim
-    sums = min(2 * heads, model.num_kv_heads) * ring.rows * (2 * model.kv_dim + output)
-    return int(own + unit * (key_buffers * ring.key_bytes + (min(2, units) + 1) * FP32) + sums * FP32)
+        stages = choose_num_gradient_buffers(ring.shape, model.num_heads, ring.seqlen, ring.pairs, ring.dtype, heads)
+    gradients = sum(buffer_heads(in_units(heads, [block.capacity for block in blocks]), stages))
+    states: float = gradients + max(in_units(heads, arriving))
+    if several:
+        output = model.num_heads // model.num_kv_heads * model.value_dim / (2 * model.kv_dim)
+        states += 2 * sum(buffer_heads(heads)) * (1 + output)
+    return HEADER_BYTES + int(ring.rows * model.kv_dim * (keys * ring.key_bytes + states * FP32))
+
+
+def _exchanged_bytes(ring: Ring) -> int:
+    """Return the bytes of the areas and the buffer over which a host exchanges heads, in a backward."""
+    model, ranks = ring.model, ring.exchanging
+    q, k = (
+        Share(1, ring.rows // ranks, heads, model.head_dim, torch.bfloat16)
+        for heads in (model.num_heads, model.num_kv_heads)
+    )
+    out, v = (x._replace(width=model.value_dim) for x in (q, k))
+    lse = q._replace(width=1, dtype=torch.float32)
+    return 2 * area_bytes(ranks, (k, v, lse, q, out, out)) + area_bytes(ranks, (q, k, v))
 
 
 def exposed_seconds(ring: Ring, machine: Machine, forward: float, backward: float) -> float:
