@@ -77,6 +77,18 @@ def test_records_hold_what_was_rounded(head_dim: int, for_backward: bool) -> Non
     assert torch.equal(keys.k.float(), k8.flatten(1, 2).float()) and torch.equal(keys.k_scales, scales)
 
 
+def test_every_rank_rounds_alike() -> None:
+    """However the sequence is cut at multiples of 128."""
+    q, k, v = qkv(640, 64, outliers=True)
+    records, rows = fp8_reference.quantise_kv(k, v, for_backward=False), fp8_reference.quantise_q(q)
+    pieces = [slice(0, 128), slice(128, 512), slice(512, 640)]
+    parts = [fp8_reference.quantise_kv(k[:, piece], v[:, piece], for_backward=False) for piece in pieces]
+    assert torch.equal(torch.cat(parts, 1), records)
+    parts = [fp8_reference.quantise_q(q[:, piece]) for piece in pieces]
+    assert torch.equal(torch.cat([part.values for part in parts], 1).float(), rows.values.float())
+    assert torch.equal(torch.cat([part.scales for part in parts], 2), rows.scales)
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_what_is_not_finite_stays_in_its_row(broken: float) -> None:
     q, k, v = qkv(256, 64)
@@ -137,6 +149,19 @@ def test_what_the_mean_of_the_keys_costs(bias: float, rotary: bool, least: float
     assert least < errors[0] / errors[1] < most, errors
 
 
+def test_hops_give_what_one_call_gives() -> None:
+    """Probabilities are rounded alike, whatever other keys a call covers: only sums in fp32 differ."""
+    q, k, v = qkv(512, 64, outliers=True)
+    q, k, v = q.float(), k.float(), v.float()
+    out, lse = attention_forward(q, k, v, impl="reference_fp8")
+    state, state_lse = attention_forward(q, k[:, :128], v[:, :128], impl="reference_fp8")
+    state, state_lse = attention_forward(
+        q, k[:, 128:], v[:, 128:], impl="reference_fp8", acc=state, lse=state_lse, out=state
+    )
+    torch.testing.assert_close(state, out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state_lse, lse, rtol=1e-6, atol=1e-6)
+
+
 def test_a_heavy_key_leaves_the_others_their_weight() -> None:
     """One key weighs e^13 times as much as each of 65,536 others, which together weigh a seventh of it."""
     seqlen, head_dim = 65536, 64
@@ -148,6 +173,12 @@ def test_a_heavy_key_leaves_the_others_their_weight() -> None:
     out, _ = attention_forward(q, k, v, impl="reference_fp8")
     assert 0.12 < exact.mean() < 0.14
     torch.testing.assert_close(out, exact, rtol=1e-3, atol=0.0)
+
+
+def test_rows_without_keys_are_empty() -> None:
+    q, k, v = qkv(190, 64)
+    out, lse = attention_forward(q, k[:, :100], v[:, :100], impl="reference_fp8", causal=True)
+    assert not out[:, :90].any() and (lse[:, :, :90] == -math.inf).all() and lse[:, :, 90:].isfinite().all()
 
 
 def test_never_chosen_and_never_proposed() -> None:
