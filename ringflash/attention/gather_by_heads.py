@@ -29,7 +29,8 @@ import torch
 from torch.profiler import record_function
 
 from ringflash.attention import sections
-from ringflash.attention.gathered_buffers import GatheredKV, GradientReturn
+from ringflash.attention.gathered_buffers import GatheredKV
+from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.inputs import with_mean_head_dim
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering

@@ -1,7 +1,7 @@
-"""Memory of an all-gather by heads: gathered K/V on every rank, and the gradients that return to their owners.
+"""Memory of an all-gather by heads: gathered K/V on every rank.
 
-`HeadGather` makes a `GatheredKV` and a `GradientReturn` for each mask and shape. They list every copy or message of a
-call once, and later calls only replay these lists.
+`HeadGather` makes a `GatheredKV` and a `GradientReturn` (`gradient_return.py`) for each mask and shape. They list every
+copy or message of a call once, and later calls only replay these lists.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 from ringflash.attention import sections
 from ringflash.attention.operands import Operands
-from ringflash.attention.schedule import Gathering, Piece, Reader
+from ringflash.attention.schedule import Gathering, Piece
 from ringflash.attention.sections import HEADER_BYTES, Unit, buffer_heads
 from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import CallNumber, Words
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Token
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing, PeerMemory
-from ringflash_kernels.api import collect, publish, publish_records, state_dtype
+from ringflash_kernels.api import publish, publish_records
 
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
 
@@ -241,172 +241,6 @@ class GatheredKV:
         return owner <= self.memory.rank, owner == self.memory.rank, owner
 
 
-class GradientReturn:
-    """Gradients of gathered K/V on their way back to the owners.
-
-    Numerics: partial sums in fp32 (fp64 for fp64), added to the owner's block by block, in the order of the ranks.
-
-    Args:
-        gathered: K/V of the same call.
-        k: (batch, seqlen_local, num_kv_heads, head_dim); only its shape, dtype and device are used.
-    """
-
-    def __init__(self, gathered: GatheredKV, k: torch.Tensor) -> None:
-        blocks, heads = gathered.blocks, gathered.heads
-        self.gathered, self.memory, self.dtype = gathered, gathered.memory, state_dtype(k.dtype)
-        self._batch, self._rows = k.shape[:2]
-        self._units = [gathered.units[index] for index in gathered.travelling]  # by stage
-        self.num_buffers = min(2, len(self._units))
-        if len(blocks) == 1:
-            pairs, dtype = blocks[0].pairs, gathered.operands.dtype
-            self.num_buffers = sections.choose_num_gradient_buffers(
-                gathered.evened_shape, k.shape[2] * gathered.group, blocks[0].capacity, pairs, dtype, heads
-            )
-        batches = sections.return_batches(len(self._units), self.num_buffers)
-        self.batches = {batch[-1]: batch for batch in batches}  # by the stage after which they return
-        self._map_areas()
-        readers = [
-            [[reader for reader in row if reader.rank != self.memory.rank] for row in block.readers] for block in blocks
-        ]
-        lines = [
-            [len(row) * self._batch * segment.size for row, segment in zip(rows, block.segments, strict=True)]
-            for rows, block in zip(readers, blocks, strict=True)
-        ]
-        self._list_transfers(k, readers, lines)
-        self.max_readers = [max(map(len, rows)) for rows in readers]
-        self.sources = [
-            _sources(block, self.memory.rank, counts, k.shape[1]).to(k.device)
-            for block, counts in zip(blocks, lines, strict=True)
-        ]
-
-    def _list_transfers(self, k: torch.Tensor, readers: list[list[list[Reader]]], lines: list[list[int]]) -> None:
-        """List for each unit the buffers of its gradients, and the transfers that return them.
-
-        Args:
-            readers: other ranks that gather each segment of this rank, by block.
-            lines: rows that arrive for each segment, by block.
-        """
-        gathered, blocks, heads = self.gathered, self.gathered.blocks, self.gathered.heads
-        most = max(sum(lines[unit.block]) * heads[unit.section] for unit in self._units)
-        received = buffer("dkv.in", (most * gathered.line,), self.dtype, k.device)
-        own_sums = self._own_sums(k) if len(blocks) > 1 else []
-        self.sums, self.stages, self.pulls, self.sends = [], [], [], []
-        for unit in gathered.units:
-            own = own_sums[unit.section] if own_sums else None
-            if unit.stage is None:
-                assert own is not None
-                self.stages.append(own.split(gathered.widths, 3))
-                continue
-            block, count = blocks[unit.block], heads[unit.section]
-            partial = split_heads(received, (sum(lines[unit.block]),), (count,), (gathered.line,))[0]
-            stages = self._stages(unit)
-            stage = stages[self.memory.rank]
-            assert stage is not None
-            self.sums.append((stage if own is None else own, partial))
-            stage = stage[:, : block.num_rows]
-            self.stages.append(stage.split(gathered.widths, 3))
-            self.pulls.append(self._pulls(partial.split(lines[unit.block]), readers[unit.block], stages, block))
-            self.sends.append(self._sends(stage, block))
-        self.moves = [
-            self.memory.make_transfer(pulls, sends, f"dK/dV of {gathered.name(unit)}")
-            for unit, pulls, sends in zip(self._units, self.pulls, self.sends, strict=True)
-        ]
-
-    def freed(self, index: int, ended: list[Token]) -> list[Token]:
-        """Return the tokens that the kernel of a unit waits for before it overwrites its buffer.
-
-        In a call of one block there are none, since the section has waited when it began.
-
-        Args:
-            ended: returns so far, by stage.
-        """
-        stage = self.gathered.units[index].stage
-        if len(self.gathered.blocks) == 1 or stage is None or stage < self.num_buffers:
-            return []
-        return [ended[stage - self.num_buffers]]
-
-    def collect(self, index: int, dk: torch.Tensor, dv: torch.Tensor, impl: str) -> None:
-        """If a batch of returns ends with this unit, pull its gradients and sum dk and dv of its heads.
-
-        Gradients are copied before they are added: an addition that reads a peer's memory would hold SMs for as long.
-        """
-        last = self.gathered.units[index].stage
-        batch = () if last is None else self.batches.get(last, ())
-        if batch:
-            self.memory.barrier(READY)
-        for stage in batch:
-            self.moves[stage]()
-            if stage == last and batch[0] + self.num_buffers < len(self._units):
-                self.memory.barrier(FREE)  # the last buffers are free after the next call's BEGIN
-            unit, (own, partial) = self._units[stage], self.sums[stage]
-            heads = slice(*self.gathered.first_heads[unit.section : unit.section + 2])
-            final = unit.block == len(self.gathered.blocks) - 1
-            sums = (dk[:, :, heads], dv[:, :, heads]) if final else own.split(self.gathered.widths, 3)
-            collect(impl, own, partial, self.sources[unit.block], self.max_readers[unit.block], *sums)
-
-    def _map_areas(self) -> None:
-        """Reserve the gradient buffers of this rank and map those of its readers."""
-        line = self._batch * self.gathered.line
-        sizes = [line * self.gathered.blocks[unit.block].capacity * self._heads(unit) for unit in self._units]
-        self._sizes = list(buffer_heads(tuple(sizes), self.num_buffers))
-        self.memory.reserve("dkv", sum(self._sizes) * self.dtype.itemsize)
-        readers = {reader.rank for block in self.gathered.blocks for row in block.readers for reader in row}
-        self._areas = {
-            rank: self.memory.view("dkv", rank, (sum(self._sizes),), self.dtype)
-            for rank in {*readers, self.memory.rank}
-        }
-
-    def _own_sums(self, k: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sums of gradients of this rank's own keys, for each section: (batch, rows, heads, line)."""
-        line, heads = self._batch * self._rows * self.gathered.line, self.gathered.heads
-        buffers = [
-            buffer(f"dkv.sum.{index}", (line * most,), self.dtype, k.device)
-            for index, most in enumerate(buffer_heads(heads))
-        ]
-        return [
-            split_heads(buffers[section % 2], (self._batch, self._rows), (count,), (self.gathered.line,))[0]
-            for section, count in enumerate(heads)
-        ]
-
-    def _heads(self, unit: Unit) -> int:
-        return self.gathered.heads[unit.section]
-
-    def _stages(self, unit: Unit) -> dict[int, torch.Tensor | None]:
-        """Return the buffer of a unit on each reader, (batch, rows, heads, line); None if it cannot be mapped."""
-        assert unit.stage is not None
-        index, leading = unit.stage % self.num_buffers, (self._batch, self.gathered.blocks[unit.block].capacity)
-        heads, line = (self._heads(unit),), (self.gathered.line,)
-        return {
-            rank: None if area is None else split_heads(area.split(self._sizes)[index], leading, heads, line)[0]
-            for rank, area in self._areas.items()
-        }
-
-    def _pulls(
-        self,
-        received: tuple[torch.Tensor, ...],
-        readers: list[list[Reader]],
-        stages: dict[int, torch.Tensor | None],
-        block: Gathering,
-    ) -> list[Incoming]:
-        """List the gradients of this rank's rows that arrive from readers, in the order of K/V."""
-        pulls, rank, batch = [], self.memory.rank, self._batch
-        for part, row, segment in zip(received, readers, block.segments, strict=True):
-            targets = part.view(len(row), batch, segment.size, *part.shape[1:])
-            for target, reader in zip(targets, row, strict=True):
-                stage = stages[reader.rank]
-                for sequence in range(batch):
-                    source = None if stage is None else stage[sequence, reader.row :][: segment.size]
-                    pulls.append(Incoming(target[sequence], reader.rank, source))
-        return sorted(pulls, key=lambda pull: (pull.rank <= rank, pull.rank))
-
-    def _sends(self, own: torch.Tensor, block: Gathering) -> list[Outgoing]:
-        """List the gradients that other owners receive."""
-        pieces = [piece for piece in block.pieces if piece.owner != self.memory.rank]
-        return [
-            Outgoing(sequence[piece.row : piece.row + piece.size], piece.owner) for piece in pieces for sequence in own
-        ]
-
-
 def split_heads(
     area: torch.Tensor, leading: tuple[int, ...], heads: tuple[int, ...], line: tuple[int, ...]
 ) -> tuple[torch.Tensor, ...]:
@@ -414,23 +248,6 @@ def split_heads(
     sizes = [math.prod((*leading, count, *line)) for count in heads]
     parts = area[: sum(sizes)].split(sizes)
     return tuple(part.view(*leading, count, *line) for part, count in zip(parts, heads, strict=True))
-
-
-def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> torch.Tensor:
-    """Return the rows at which `ringflash_kernels.api.collect` finds the gradients of each of this rank's rows.
-
-    Args:
-        lines: number of rows received for each segment.
-    """
-    sources = torch.empty(4, rows, dtype=torch.int32)
-    firsts = accumulate(lines, initial=0)
-    for segment, readers, first in zip(gathering.segments, gathering.readers, firsts, strict=False):
-        own = sources[:, segment.row : segment.row + segment.size]
-        offsets = torch.arange(segment.size)
-        own[0] = dict(readers).get(rank, segment.row) + offsets
-        own[1] = first + offsets
-        own[2:] = torch.tensor([[segment.size], [sum(reader.rank != rank for reader in readers)]])
-    return sources
 
 
 def _number_and_kv(

@@ -89,14 +89,14 @@ def one_sum(name: str, *args: Any) -> torch.Tensor:
     return buffer("dkv.sum.0" if name.startswith("dkv.sum") else name, *args)
 
 
-_KEYS, _BUFFERS = ("even", "odd"), "ringflash.attention.gathered_buffers"
+_KEYS, _RETURN = ("even", "odd"), "ringflash.attention.gradient_return"
 PLANTS: dict[str, dict[str, Any]] = {
     "nothing": {LANES: slow_lanes(*_KEYS)},
     "nothing of returns": {LANES: slow_lanes("end")},
     "buffer of keys in use": {PULL: too_early, LANES: slow_lanes(*_KEYS)},
     "arrival of keys": {PULL: unawaited},
-    "buffer of gradients in use": {f"{_BUFFERS}.GradientReturn.freed": lambda *_: [], LANES: slow_lanes("end")},
-    "sums of each section": {f"{_BUFFERS}.buffer": one_sum},
+    "buffer of gradients in use": {f"{_RETURN}.GradientReturn.freed": lambda *_: [], LANES: slow_lanes("end")},
+    "sums of each section": {f"{_RETURN}.buffer": one_sum},
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from ringflash.attention import gathered_buffers, sections
+from ringflash.attention import gathered_buffers, gradient_return, sections
 from ringflash.attention.schedule import Gathering, active_steps, consists_of, plan_blocks, plan_gather
 from ringflash.comm.transport import MessageMemory, PointToPoint, buffers
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
@@ -136,7 +136,7 @@ def test_messages_of_two_ranks_pair_up(problem: Problem, turns: bool) -> None:
             gathered_buffers.GatheredKV(messages(rank, k), (gathering,), k, 3, (1, 2))
             for rank, gathering in enumerate(of_all(problem))
         ]
-        home = [gathered_buffers.GradientReturn(gathered, k) for gathered in there]
+        home = [gradient_return.GradientReturn(gathered, k) for gathered in there]
     for section in range(2):
         pair_up([way.sends[section] for way in there], [way.pulls[section] for way in there])
         pair_up([way.sends[section] for way in home], [way.pulls[section] for way in home])
@@ -194,7 +194,7 @@ def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
         there = [
             gathered_buffers.GatheredKV(messages(rank, k), blocks, k, 3, (1, 2)) for rank, blocks in enumerate(ranks)
         ]
-        home = [gathered_buffers.GradientReturn(gathered, k) for gathered in there]
+        home = [gradient_return.GradientReturn(gathered, k) for gathered in there]
     for index, unit in enumerate(there[0].units):
         pair_up([way.sends[index] for way in there], [way.pulls[index] for way in there])
         assert unit.stage is not None or not any(way.sends[index] or way.pulls[index] for way in there)
@@ -222,7 +222,7 @@ def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) 
                 sections.gather_bytes(k.shape, 4, gathering.capacity, gathering.returned_rows, gathering.pairs, k.dtype)
             )
             ways = [gathered_buffers.GatheredKV(memory, (gathering,), k, 4, heads) for heads in chosen]
-            gathered_buffers.GradientReturn(ways[1], k)
+            gradient_return.GradientReturn(ways[1], k)
             assert memory.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)
     assert len(said) == 1
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ringflash.attention import gather_by_heads, gathered_buffers, plan, schedule, sections
+from ringflash.attention import gather_by_heads, gradient_return, plan, schedule, sections
 from ringflash.attention.options import RingOptions
 from ringflash.comm import communicator, transport
 from ringflash.comm.group import HostSplit
@@ -220,7 +220,7 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
             gathering = schedule.plan_gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
             call = gather_by_heads.HeadGather((gathering,), memory, "reference", 1.0, False)
             gathered = call._gathered("backward", k, k, 2)
-            call._cached("return", ("kv", "dkv"), k, k, 2, partial(gathered_buffers.GradientReturn, gathered, k))
+            call._cached("return", ("kv", "dkv"), k, k, 2, partial(gradient_return.GradientReturn, gathered, k))
             del gathered
             assert all(storage.expired() for storage in held)
             held = [StorageWeakRef(storage.untyped_storage()) for storage in buffers._storage.values()]
