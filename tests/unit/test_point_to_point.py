@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -66,3 +68,26 @@ def test_a_batch_that_fails_halfway_counts(
     with pytest.raises(RuntimeError, match="out of memory"):
         transport.post([Message(torch.zeros(2), 2, "K/V")], [Message(torch.zeros(2), 0, "K/V")])
     assert transport.num_posted == 1
+
+
+@mock.patch("ringflash.comm.transport.point_to_point._unawaited", [])
+def test_messages_over_gloo_are_kept_until_they_are_awaited(transport: PointToPoint, channel: mock.Mock) -> None:
+    """Also by a call that raises and forgets them: torch would block the connection of a receive that it frees."""
+    transport.name, transport.group = "gloo", None
+    forgotten = weakref.ref(work := WeakWork())
+    channel.recv.return_value = work
+    transport.post([], [Message(torch.zeros(2), 0, "K/V")])
+    awaited = weakref.ref(work := WeakWork())
+    channel.recv.return_value = work
+    transport.post([], [Message(torch.zeros(2), 0, "K/V")]).wait()
+    channel.recv.return_value = work = None
+    transport.post([], []).wait()
+    gc.collect()
+    assert forgotten() is not None and awaited() is None
+
+
+class WeakWork:
+    """A message that arrives at once."""
+
+    def wait(self, timeout: object) -> None:
+        """Return."""

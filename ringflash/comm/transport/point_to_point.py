@@ -21,6 +21,10 @@ _TAG = 0
 
 _comm_sms = 0
 
+# Batches over gloo that nobody has waited for. A receive that is freed while its message arrives blocks all later
+# messages of the two ranks (torch 2.13), so those of a call that raised are kept.
+_unawaited: list[list[tuple[dist.Work, str]]] = []
+
 
 class Message(NamedTuple):
     """A tensor sent to or received from a rank of the group; skipped if the rank is None. `what` names it in errors."""
@@ -47,7 +51,8 @@ class Pending:
         Raises:
             RuntimeError: a peer has died or stalled; names the message and both ranks.
         """
-        works, self._works = self._works, []
+        works = self._works.copy()
+        self._works.clear()
         for work, what in works:
             try:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
@@ -140,7 +145,10 @@ class PointToPoint:
 
     def _post(self, todo: list[tuple[Callable[[], dist.Work], str]], messages: list[Message]) -> Pending:
         if self.name == "gloo":
-            return Pending([(_started(start, what), what) for start, what in todo], timeout(self.group))
+            works: list[tuple[dist.Work, str]] = []
+            _unawaited[:] = [*filter(None, _unawaited), works]
+            works += ((_started(start, what), what) for start, what in todo)
+            return Pending(works, timeout(self.group))
         if not todo:
             return Pending([])
         device = messages[0].tensor.device
