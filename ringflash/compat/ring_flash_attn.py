@@ -13,12 +13,9 @@ Arguments, layouts of the shards and results are that package's; its kernels are
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -27,6 +24,7 @@ from ringflash.attention.inputs import autocast, differentiate_alike
 from ringflash.attention.options import RingOptions
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
+from ringflash.compat.packed_bounds import llama3_flash_attn_prepare_cu_seqlens, whole_bounds
 from ringflash.huggingface.validation import find_static_error
 
 _FORMS = ("", "_kvpacked", "_qkvpacked")
@@ -170,51 +168,12 @@ def llama3_flash_attn_varlen_func(
     """
     size, rank = RingOptions(_resolve(group)).size_and_rank
     given = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, causal, rank, size)
-    prepared: _Prepared | None = getattr(cu_seqlens_q, "_ringflash", None)
-    error = _find_problem(prepared, cu_seqlens_q, given) or _check_stride(heads_k_stride, k)
+    bounds, error = whole_bounds(cu_seqlens_q, given)
     result = _attend(
         "contiguous", q[None], k[None], v[None], dropout_p, softmax_scale, causal, window_size, alibi_slopes,
-        deterministic, return_attn_probs, group, prepared and prepared.bounds, error,
+        deterministic, return_attn_probs, group, bounds, error or _check_stride(heads_k_stride, k),
     )  # fmt: skip
     return result[0] if isinstance(result, Tensor) else (result[0][0], result[1][0], None)
-
-
-def llama3_flash_attn_prepare_cu_seqlens(
-    cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
-) -> tuple[Tensor, Tensor, int, int, slice]:
-    """Return this rank's part of the bounds of packed documents, for `llama3_flash_attn_varlen_func`.
-
-    With documents [0, 3, 8] on two ranks under a causal mask, rank 0 gets q [0, 3, 4], k [0, 3, 4] and slice(0, 4),
-    rank 1 gets q [0, 4], k [0, 5] and slice(3, 8). The host reads cu_seqlens once, here.
-
-    Args:
-        cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence, the same on all ranks.
-    Returns:
-        cu_seqlens_q, cu_seqlens_k: int32, bounds of the queries of this rank, and of the keys that they see.
-        max_seqlen_q, max_seqlen_k: longest document among them.
-        local_k_slice: keys that they see, as positions in the whole sequence.
-    Raises:
-        ValueError: a sequence that world_size does not divide.
-    """
-    bounds = cu_seqlens.tolist()
-    length, rest = divmod(bounds[-1], world_size)
-    if rest:
-        raise ValueError(
-            f"cu_seqlens must end at a multiple of world_size ({world_size}), got {bounds[-1]}; pad the sequence."
-        )
-    start, stop = rank * length, (rank + 1) * length
-    left, right = bisect_left(bounds, start), bisect_left(bounds, stop)
-    left -= bounds[left] != start
-    inner = bounds[left + 1 : right]
-    first, last = bounds[left], stop if causal else bounds[right]
-    bounds_q = [0, *(bound - start for bound in inner), length]
-    bounds_k = [0, *(bound - first for bound in inner), last - first]
-    cu_seqlens_q, cu_seqlens_k = (cu_seqlens.new_tensor(x) for x in (bounds_q, bounds_k))
-    ranges = (_longest(bounds_q), _longest(bounds_k), slice(first, last))
-    versions = (_version(cu_seqlens_q), _version(cu_seqlens_k))
-    given = (cu_seqlens_k, *ranges, causal, rank, world_size)
-    cu_seqlens_q._ringflash = _Prepared(torch.tensor(bounds, dtype=torch.int32), versions, given)  # type: ignore[attr-defined]
-    return cu_seqlens_q, cu_seqlens_k, *ranges
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> None:
@@ -325,17 +284,6 @@ def __getattr__(name: str) -> Any:
     return refuse
 
 
-class _Prepared(NamedTuple):
-    """Bounds of the whole sequence, and the arguments that `llama3_flash_attn_varlen_func` must get with them."""
-
-    bounds: Tensor
-    versions: tuple[int, int]  # of cu_seqlens_q and cu_seqlens_k, which count writes
-    given: tuple[Any, ...]
-
-
-_GIVEN = ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice", "causal", "rank", "world_size")
-
-
 def _attend(
     layout: str,
     q: Tensor,
@@ -378,25 +326,6 @@ def _resolve(group: Group) -> dist.ProcessGroup | None:
     return resolve(dist.group.WORLD if group is None else group)
 
 
-def _find_problem(prepared: _Prepared | None, cu_seqlens_q: Tensor, given: tuple[Any, ...]) -> Exception | None:
-    """Return the error if arguments are not those prepared for this rank and mask, else None."""
-    wrong = ["cu_seqlens_q"]
-    if prepared is not None and prepared.versions == (_version(cu_seqlens_q), _version(given[0])):
-        pairs = zip(_GIVEN, given, prepared.given, strict=True)
-        wrong = [name for name, x, y in pairs if x is not y and (isinstance(x, Tensor) or x != y)]
-    if not wrong:
-        return None
-    return ValueError(
-        f"{', '.join(wrong)} must be what llama3_flash_attn_prepare_cu_seqlens of ringflash was given or returned, got "
-        "a copy, a tensor that was written to, or another; pass on the same."
-    )
-
-
-def _version(x: Tensor) -> int:
-    """Return the number of writes to a tensor; 0 for one of inference mode, whose writes torch does not count."""
-    return 0 if x.is_inference() else x._version
-
-
 def _check_stride(heads_k_stride: int, k: Tensor) -> Exception | None:
     """Return the error if the number of heads does not divide those of k, else None."""
     if k.dim() == 3 and heads_k_stride > 0 and k.shape[1] % heads_k_stride == 0:
@@ -405,7 +334,3 @@ def _check_stride(heads_k_stride: int, k: Tensor) -> Exception | None:
         f"heads_k_stride must divide num_kv_heads of k (total_tokens, num_kv_heads, head_dim), got {heads_k_stride} "
         f"for {tuple(k.shape)}; 1 always does."
     )
-
-
-def _longest(bounds: list[int]) -> int:
-    return max(stop - start for start, stop in pairwise(bounds))

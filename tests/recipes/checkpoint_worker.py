@@ -21,13 +21,13 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from recipes.lightning.resume import SameCheckpoint, complete_checkpoints, is_complete
 from recipes.lightning.text import TextData
 from ringflash.lightning import CausalLM, ContextParallelStrategy, StopOnSignal
+from ringflash.lightning.checkpoint_loading import check_fits
 from ringflash.lightning.module import empty_model
-from ringflash.lightning.strategy import check_fits, saved_entries
 from tests.recipes.launching import make_parts
 from tests.recipes.strategy_worker import CONFIG
 
@@ -239,7 +239,7 @@ def another_model(run: Run) -> None:
     """
     path, weights = run.out / "afterwards.ckpt", run.out / "weights.ckpt"
     run.trainer.save_checkpoint(weights, weights_only=True)
-    saved = saved_entries(path)
+    saved, only_weights = (FileSystemReader(x).read_metadata().state_dict_metadata for x in (path, weights))
     for name, value, problem in (
         ("num_hidden_layers", 2, "no error"),
         ("num_hidden_layers", 1, "input_layernorm.weight of shape (32,) in it and none here, and 8 more"),
@@ -249,7 +249,7 @@ def another_model(run: Run) -> None:
         module.model = empty_model({**CONFIG, name: value}, None, module.memory)
         found = message(lambda module=module: check_fits(path, saved, module, run.trainer.optimizers))
         assert problem in found, found
-    found = message(lambda: check_fits(weights, saved_entries(weights), None, run.trainer.optimizers))
+    found = message(lambda: check_fits(weights, only_weights, None, run.trainer.optimizers))
     assert "must have the optimizer's state to be continued, got only parameters" in found, found
 
 
