@@ -36,7 +36,7 @@ CASES = {
     "multi_gpu_flash2_fp16_4ranks_1xh200": "`flash2`, four ranks on one H200",
 }
 TRAINED = ("training_whole_8xh200", "training_whole_1m_4xh200", "training_whole_2xh200", "training_whole_1xh200")
-STEP_HEAD = ("H200s", "tokens", "s a step", "MFU", "GiB in use of 140")
+STEP_HEAD = ("H200s", "tokens", "precision", "s a step", "MFU", "GiB in use of 140")
 
 
 def errors(names: Iterable[str] = tuple(CASES)) -> str:
@@ -212,7 +212,7 @@ def training() -> str:
         parts = steps[-1]["parts"]
         exposed = [f"{parts[name]:.1f}" for name in ("communication", "host copies", "idle")]
         rows.append([*_step(result, steps[-1]), *exposed, "first" if len(steps) == 1 else "second", result["commit"]])
-    head = [*STEP_HEAD, "exposed communication, s", "exposed copies, s", "idle, s", "step of its length", "commit"]
+    head = [*STEP_HEAD, "exposed communication, s", "exposed copies, s", "idle, s", "step at this length", "commit"]
     return _table(head, rows)
 
 
@@ -235,7 +235,7 @@ def _longest() -> Iterator[tuple[dict, list[dict]]]:
 
 def _step(result: dict, step: dict) -> list[str]:
     figures = f"{step['seconds']:.1f}", f"{step['mfu_percent']:.1f}%", f"{step['device_gib']:.0f}"
-    return [f"{result['ranks']}", f"{step['seqlen']:,}", *figures]
+    return [f"{result['ranks']}", f"{step['seqlen']:,}", result["precision"], *figures]
 
 
 @cache
