@@ -40,7 +40,8 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("kernels_*"):
         yield "docs/measurements.md", name, kernel_table(result)
         if any("ringflash FP8" in row["tflops"] for row in result["results"]):
-            yield "docs/fp8.md", f"{name}_fp8", fp8_kernel_tables(result)
+            page = "docs/fp8.md" if "hd128" in name else "docs/measurements.md"
+            yield page, f"{name}_fp8", fp8_kernel_tables(result)
     for name, result in _of_results("ring_*"):
         yield "docs/measurements.md", name, ring_table(result)
     for name, result in _of_results("ring_documents_*"):
@@ -60,8 +61,9 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("fp8_errors_*"):
         yield "docs/fp8.md" if name == "fp8_errors_cpu" else "docs/log/2026-11.md", name, fp8_errors_table(result)
     for name, result in _of_results("fp8_training_*"):
-        yield "docs/fp8.md", name, fp8_losses_table(result)
-        yield "docs/fp8.md", f"{name}_layers", fp8_layers_table(result)
+        page = "docs/measurements.md" if name == "fp8_training_1xh200" else "docs/fp8.md"
+        yield page, name, fp8_losses_table(result)
+        yield "docs/measurements.md", f"{name}_layers", fp8_layers_table(result)
     for name, result in _of_results("fp8_steps_*"):
         yield "docs/fp8.md", name, fp8_steps_table(result)
     for page, summaries in SUMMARIES.items():
