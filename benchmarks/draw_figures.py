@@ -11,12 +11,14 @@ from xml.sax.saxutils import escape
 
 from benchmarks.environment import ROOT
 from benchmarks.quotes import RESULTS
+from benchmarks.summaries import H200
 from ringflash.attention.schedule import Schedule, build
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 
 FIGURES = ROOT / "docs" / "figures"
 STEP_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
+BY_LENGTH = ("ringflash", "ringflash FP8", "ringflash FP8, fp8", "flash-attn-4", "cuDNN")
 MESSAGE, GRADIENT, INK, PAPER = "#9ecae9", "#ffbf79", "#222222", "#ffffff"
 CP_SIZE, SEQLEN = 4, 64
 
@@ -38,7 +40,7 @@ def figures() -> dict[str, str]:
     drawn["ring_8xh200.svg"] = ring_beside_peers([*_results("ring_8xh200"), *_results("ring_8xh200_32k")])
     for path in sorted(RESULTS.glob("timeline_*.json")):
         drawn[f"{path.stem}.svg"] = measured_timeline(json.loads(path.read_text()))
-    results = _results("kernels_h200")
+    results = [row for name in H200 for row in _results(name)]
     for direction in dict.fromkeys(row["pass"] for row in results):
         chosen = [row for row in results if row["pass"] == direction]
         drawn[f"kernels_h200_{direction}.svg"] = by_length(chosen, direction)
@@ -224,9 +226,9 @@ def by_length(results: Sequence[dict], direction: str) -> str:
     rows = [row for row in results if row["row"].startswith("hd128") and row["row"].endswith("causal")]
     rows.sort(key=lambda row: _tokens(row["row"].split()[1]))
     labels = [row["row"].removeprefix("hd128 ").removesuffix(", causal") for row in rows]
-    contenders = list(dict.fromkeys(who for row in rows for who in row["tflops"]))
+    contenders = [who for who in BY_LENGTH if any(who in row["tflops"] for row in rows)]
     left, top, width, height = 70, 30, 620, 260
-    highest = 100 * (1 + int(max(x for row in rows for x in row["tflops"].values()) // 100))
+    highest = 100 * (1 + int(max(row["tflops"].get(who, 0) for row in rows for who in contenders) // 100))
     parts = [text(left, 18, f"TFLOP/s, {direction}, head_dim 128, causal")]
     for level in range(0, highest + 1, 100):
         y = top + height * (1 - level / highest)

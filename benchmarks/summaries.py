@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.quotes import RESULTS
 
 PEERS = ("flash-attn-4", "cuDNN")
+H200 = ("kernels_hd128_1xh200", "kernels_other_heads_1xh200")
 H100 = ("kernels_hd128_1xh100", "kernels_other_heads_1xh100")
 COPY_ENGINE, GRAPH, NCCL = "ringflash, copy_engine", "ringflash, copy_engine, CUDA graph", "ringflash, nccl"
 PASSES = ("forward", "forward + backward")
@@ -63,7 +64,7 @@ def _limited(ratio: float) -> str:
 def kernels() -> str:
     """Tabulate the geometric mean and the minimum of our speed relative to the peers, by card and head_dim."""
     rows = []
-    for names in (("kernels_h200",), H100):
+    for names in (H200, H100):
         about = _load(names[0])["environment"]
         card = about["device"].removeprefix("1 x NVIDIA ").partition(" ")[0]
         for label, passes in _compared(*names).items():
@@ -82,10 +83,10 @@ def kernels_line() -> str:
     means = [
         f"{label}: {_mean(passes['forward'], PEERS[0]):.2f} / {_mean(passes['backward'], PEERS[0]):.2f} "
         f"({len(passes['forward'])} rows)"
-        for label, passes in _compared("kernels_h200").items()
+        for label, passes in _compared(*H200).items()
         if "tokens" not in label
     ]
-    return f"head_dim {'; '.join(means)}. Commit {_load('kernels_h200')['environment']['commit']}."
+    return f"head_dim {'; '.join(means)}. Commit {_load(H200[0])['environment']['commit']}."
 
 
 def _compared(*names: str) -> dict[str, dict[str, list[dict]]]:
@@ -113,9 +114,12 @@ def _least(rows: list[dict], peer: str) -> float:
 
 def kernel_aims() -> str:
     """Tabulate the aims of the kernels and the results."""
-    groups = _compared("kernels_h200")
+    groups = _compared(*H200)
     rows = {
-        row["row"]: row["tflops"]["ringflash"] for row in _load("kernels_h200")["results"] if row["pass"] != "forward"
+        row["row"]: row["tflops"]["ringflash"]
+        for name in H200
+        for row in _load(name)["results"]
+        if row["pass"] != "forward"
     }
     wide = [
         rows[f"hd192 16k x 1, 16/16, {mask}"] / rows[f"hd128 16k x 1, 16/16, {mask}"] for mask in ("causal", "full")
