@@ -320,7 +320,8 @@ def _attend(
     top = largest.amax(-2, keepdim=True)
     weights = torch.where(largest == -math.inf, 0.0, torch.exp2(largest - top))
     total = (p * weights).sum((-1, -2))
-    out = _weighted_values((p * weights * v_scales[:, :, None, None, :, None]).flatten(-2), v8, visible)
+    weighted = (p * weights * v_scales[:, :, None, None, :, None]).flatten(-2)
+    out = _sums("bhgij,bjhd->bihgd", weighted, v8, visible)
     empty = total == 0
     lse = ((top.flatten(-3) - OFFSET) * math.log(2.0) + total.log()).masked_fill(empty, -math.inf)
     return (out / total.masked_fill(empty, 1.0).permute(0, 3, 1, 2).unsqueeze(-1)).flatten(2, 3), lse.flatten(1, 2)
@@ -337,14 +338,19 @@ def rounded_powers(x: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.uint8).view(E4M3).to(x.dtype)
 
 
-def _weighted_values(p: torch.Tensor, v8: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Return p v: (batch, rows, num_kv_heads, group, head_dim), where a NaN in v reaches only the rows that see it."""
-    broken = ~v8.isfinite()
-    out = torch.einsum("bhgij,bjhd->bihgd", p, v8.masked_fill(broken, 0.0))
+def _sums(formula: str, pairs: torch.Tensor, rows: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Return sums over rows of queries or keys, where a NaN or infinity in a row reaches only those that see it.
+
+    Args:
+        formula: of the einsum of pairs and rows.
+        pairs: factors, (batch, num_kv_heads, group, queries, keys), 0 for hidden pairs.
+    """
+    broken = ~rows.isfinite()
+    sums = torch.einsum(formula, pairs, rows.masked_fill(broken, 0.0))
     if broken.any():
-        seen = torch.einsum("ij,bjhd->bihd", visible.double(), broken.double()) > 0
-        out = out.masked_fill(seen.unsqueeze(3), math.nan)
-    return out
+        reached = torch.einsum(formula, visible.to(pairs.dtype).expand_as(pairs), broken.to(pairs.dtype)) > 0
+        sums = sums.masked_fill(reached, math.nan)
+    return sums
 
 
 # -------------------------------------------------------------------------------------------------------- backward
@@ -392,6 +398,7 @@ class Fp8ReferenceBackward:
         size = dout.double().norm(dim=-1).transpose(1, 2)
         if dlse is not None:
             delta, size = delta - dlse, size + dlse.abs()
+        size = size.masked_fill(~size.isfinite(), math.nan)
         self._given = dout.double(), lse.double(), (lse if row_max is None else row_max).double(), delta, size
         self._queries: _QuerySide | None = None
         self.dq = torch.zeros_like(q, dtype=torch.float64)
@@ -443,8 +450,10 @@ class Fp8ReferenceBackward:
             rounded = rotate_back(self._rows.values.float() * scales).double()
             return _QuerySide(lse * log2e, delta, dout, dout, rounded, torch.ones_like(size), None)
         seen = lse != -math.inf
-        relative = torch.where(seen & (size != 0), delta * (LARGEST / size), 0.0)
-        scaled = dout * _of_rows(torch.where(size > 0, LARGEST / size, 0.0))
+        of_row = torch.where(size == 0, 0.0, LARGEST / size)
+        relative = torch.where(seen, delta * of_row, 0.0)  # NaN also if only delta is
+        relative = relative.masked_fill(relative.isinf(), math.nan)
+        scaled = dout * _of_rows(of_row)
         if self.products == "fp8_scores":
             factor = size / LARGEST
             q1 = (q * _of_rows(factor)).bfloat16().double()
@@ -457,7 +466,7 @@ class Fp8ReferenceBackward:
         )
         group = q.shape[2] // num_kv_heads
         of_heads = total.repeat_interleave(group, 1).unsqueeze(-1)
-        share = (weight / of_heads).sqrt().nan_to_num(0.0)
+        share = torch.where(weight == 0, 0.0, weight / of_heads).sqrt()
         reference = torch.where(share > 0, row_max * log2e - math.log2(LARGEST_P) - share.log2(), math.inf)
         of_q = share * (LARGEST / largest_q.repeat_interleave(group, 1).unsqueeze(-1))
         maxima = torch.stack([total, largest_delta, largest_q])
@@ -499,9 +508,9 @@ class Fp8ReferenceBackward:
         ds = p * (dp - delta) / gain.permute(0, 2, 1)[:, :, None, None]
         ds = ds.masked_fill(hidden, 0.0)
         low = rounded_to_e4m3 if self.products == "fp8" else rounded_to_bf16
-        grad_q = torch.einsum("bhgij,bjhd->bihgd", rounded_to_bf16(ds), k * gain.unsqueeze(-1)).flatten(2, 3)
-        grad_k = torch.einsum("bhgij,bihgd->bjhd", low(ds), q1) * of_dk
-        return grad_q, grad_k, torch.einsum("bhgij,bihgd->bjhd", low(p), dout1) * of_dv
+        grad_q = _sums("bhgij,bjhd->bihgd", rounded_to_bf16(ds), k * gain.unsqueeze(-1), visible).flatten(2, 3)
+        grad_k = _sums("bhgij,bihgd->bjhd", low(ds), q1, visible) * of_dk
+        return grad_q, grad_k, _sums("bhgij,bihgd->bjhd", low(p), dout1, visible) * of_dv
 
 
 class _QuerySide(NamedTuple):

@@ -9,6 +9,7 @@ from ringflash_kernels import attention_backward, attention_forward, fp8_referen
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, PRODUCTS, Fp8ReferenceBackward
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.oracle import attention
+from tests.helpers.nan_reach import PLACES, check_reach, plant
 
 _NAMES = ("dq", "dk", "dv")
 # Root mean square of the error, as a share of the gradient's, that three bits of significand leave.
@@ -117,14 +118,16 @@ def test_gradients_follow_the_scale_of_dout(products, scale):
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
-def test_nan_reaches_the_keys_that_a_row_sees(products):
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_nan_reaches_every_gradient_that_depends_on_it(place, products):
+    """Also rows whose dO is 0. Rows of other documents keep their bits."""
     q, k, v, dout = _tensors("normal", 256, 64)
-    mask = Mask.documents([0, 128, 256])
-    state = _forward(q, k, v, mask)
-    clean = _gradients(q, k, v, dout, *state, mask, products)
-    dout[0, 200, 1, 3] = math.nan
-    broken = _gradients(q, k, v, dout, *state, mask, products)
-    assert broken["dk"][0, 128:201].isnan().all() and broken["dq"][0, 200, 1].isnan().all()
+    dout[0, 220:230] = 0.0
+    mask, row = Mask.documents([0, 128, 256]), 200
+    clean = _gradients(q, k, v, dout, *_forward(q, k, v, mask), mask, products)
+    plant(place, row, q, k, v, dout)
+    broken = _gradients(q, k, v, dout, *_forward(q, k, v, mask), mask, products)
+    check_reach(mask, place[0], row, broken)
     assert torch.equal(broken["dq"][0, :128], clean["dq"][0, :128])
 
 
