@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from math import ceil
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -30,6 +31,7 @@ def register() -> None:
     """
     try:
         import accelerate.accelerator
+        import transformers.trainer
         from accelerate import Accelerator, ParallelismConfig
         from accelerate.scheduler import AcceleratedScheduler
         from transformers import Trainer
@@ -45,7 +47,8 @@ def register() -> None:
         (Accelerator, gather_for_metrics), (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
         (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, compute_loss),
         (Trainer, prediction_step), (Trainer, _track_num_input_tokens), (Trainer, store_flos),
-        (Trainer, create_accelerator_and_postprocess),
+        (Trainer, create_accelerator_and_postprocess), (Trainer, evaluation_loop),
+        (transformers.trainer, speed_metrics),
     ]  # fmt: skip
     missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
     if missing:
@@ -287,6 +290,27 @@ def store_flos(original: Callable[..., Any], self: Any) -> None:
     before = self.state.total_flos
     original(self)
     self.state.total_flos = before + (self.state.total_flos - before) / ring_size(self.accelerator.parallelism_config)
+
+
+def evaluation_loop(
+    original: Callable[..., Any], self: Any, *args: Any, metric_key_prefix: str = "eval", **options: Any
+) -> Any:
+    """Count the steps of an evaluation, whose batches Trainer would divide over all ranks."""
+    output = original(self, *args, metric_key_prefix=metric_key_prefix, **options)
+    if (size := ring_size(self.accelerator.parallelism_config)) > 1:
+        _steps[metric_key_prefix] = ceil(output.num_samples * size / (self.args.eval_batch_size * self.args.world_size))
+    return output
+
+
+_steps: dict[str, int] = {}  # of the last evaluation, by its prefix
+
+
+def speed_metrics(
+    original: Callable[..., Any], split: str, start_time: float, num_samples: Any = None, num_steps: Any = None,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Report the steps that `evaluation_loop` has counted."""
+    return original(split, start_time, num_samples, _steps.pop(split, num_steps), **options)
 
 
 def prediction_step(

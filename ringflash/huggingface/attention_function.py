@@ -86,9 +86,11 @@ def set_group(
     config = getattr(model, "config", None)
     used = getattr(config, "_attn_implementation", None)
     if used != NAME:
+        can_follow: Any = getattr(model, "_can_set_attn_implementation", lambda: True)
+        remedy = "call register() and then from_pretrained or from_config with it"
         raise ValueError(
-            f"model must be built with attn_implementation={NAME!r}, got {used!r}; call register() and then "
-            "from_pretrained or from_config with it."
+            f"model must be built with attn_implementation={NAME!r}, got {used!r}; "
+            f"{remedy if can_follow() else f'{type(model).__name__} has only its own ones: use another model'}."
         )
     granularity(1, layout)
     options = ModelRing(resolve(group), layout, impl, transport, deterministic, fp8_backward)
@@ -96,7 +98,7 @@ def set_group(
     if not modules:
         raise ValueError(
             f"model must have attention layers that follow attn_implementation, got none in {type(model).__name__}; "
-            "pass the whole model; for one of recurrent layers only, build on ringflash.recurrent."
+            "pass the whole model, or use another one; for one of recurrent layers only, build on ringflash.recurrent."
         )
     check_adapters(model)
     base = find_base(model, modules[0])

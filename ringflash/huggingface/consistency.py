@@ -7,6 +7,7 @@ ranks are in step: an error on one rank is raised on every rank. `ShardLoss` gua
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any, NoReturn
 from weakref import ref
@@ -20,6 +21,7 @@ from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.huggingface.validation import check_adapters, find_shape_error
+from ringflash.training.seeding import seeded_by_rank
 
 
 class ForwardInputs:
@@ -51,6 +53,7 @@ class ForwardInputs:
         self._documents_given_to: str | None = None  # class of the model that was given cu_seqlens
         self._position_ids: Tensor | None = None
         self._errors: dict[str, Exception] = {}
+        self._seeding: AbstractContextManager[None] | None = None  # of the current forward
 
     @classmethod
     def watch(cls, model: nn.Module, attention: list[nn.Module], options: ModelRing) -> ForwardInputs:
@@ -62,6 +65,7 @@ class ForwardInputs:
                 return hook
         notes = cls(tuple(signature(type(model).forward).parameters)[1:], options, configs)
         model.register_forward_pre_hook(notes, with_kwargs=True)
+        model.register_forward_hook(notes.end, always_call=True)
         return notes
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -75,6 +79,23 @@ class ForwardInputs:
             for child in model.children():
                 if depends_on_length(child) and not hasattr(child, "_ringflash"):  # added after set_group
                     use_global_length(child, self)
+            if model.training:
+                self._seed(given)
+
+    @torch.compiler.disable(reason="generators are seeded")
+    def _seed(self, given: dict[str, Any]) -> None:
+        """Let dropout draw another mask on each rank, also if all are seeded alike, as by Trainer and Lightning."""
+        device = next((x.device for x in given.values() if isinstance(x, Tensor)), torch.device("meta"))
+        if device.type != "meta":
+            self._seeding = seeded_by_rank(self.options.group, device)
+            self._seeding.__enter__()
+
+    @torch.compiler.disable(reason="generators are seeded")
+    def end(self, *_: Any) -> None:
+        """Restore the generators; a forward hook of the model, also after an error."""
+        seeding, self._seeding = self._seeding, None
+        if seeding is not None:
+            seeding.__exit__(None, None, None)
 
     def note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note labels that the model would shift inside the shard; a forward pre-hook of the model with the head."""

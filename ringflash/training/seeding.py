@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 
 @contextmanager
@@ -15,3 +16,34 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def seeded_by_rank(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """Seed the generators of the CPU and of `device` by the CPU's state and the rank, as dropout on shards needs.
+
+    Ranks that were seeded alike draw different numbers inside, and are in equal states again afterwards: those from
+    before, or the CPU's next one if any number was drawn. From equal states the same numbers are drawn again, which
+    activation checkpointing relies on.
+
+    Args:
+        group: ranks that share a sequence; None changes nothing.
+    """
+    if group is None:
+        yield
+        return
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index])
+    before = [x.get_state() for x in generators]
+    seed = int(torch.randint(1 << 62, (), device="cpu"))
+    after = [torch.default_generator.get_state(), *before[1:]]
+    for generator in generators:
+        generator.manual_seed(seed + group.rank())
+    fresh = [x.get_state() for x in generators]
+    try:
+        yield
+    finally:
+        drawn = any(not torch.equal(x.get_state(), y) for x, y in zip(generators, fresh, strict=True))
+        for generator, state in zip(generators, after if drawn else before, strict=True):
+            generator.set_state(state)

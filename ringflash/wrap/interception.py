@@ -3,12 +3,13 @@
     wrapped layer's forward
       Interception(WrappedState, layer)                     one mode per layer and call
         |
-        |  any torch function  -> _attention_kind
+        |  any torch function  -> _function_kind
         |
         +- scaled_dot_product_attention -> _attend -> attend                      checked, then recorded
         +- ringflash::ring_attention    -> as it is (RingAttention, transformers) recorded
         +- any other attention operator -> NotImplementedError on every rank
-        +- no attention                 -> as it is
+        +- dropout                      -> with a mask of this rank's own
+        +- any other function           -> as it is
 
     root module's forward ends -> WrappedState.check_called: RuntimeError if no attention was seen
 
@@ -35,6 +36,7 @@ from ringflash.attention.inputs import autocast, differentiate_alike
 from ringflash.comm.agreement import agree
 from ringflash.huggingface.generation import is_generating
 from ringflash.huggingface.options import ModelRing
+from ringflash.training.seeding import seeded_by_rank
 
 _RING = "ring_attention.default"  # of torch.ops.ringflash; RingAttention and transformers models on a ring call it
 _ATTENTION = ("attention", "flash_attn", "flash_fwd")  # parts of the names of attention operators
@@ -124,7 +126,7 @@ class Interception(TorchFunctionMode):
         if is_generating():
             self.state.generated = True
             return func(*args, **kwargs)
-        kind = _attention_kind(func)
+        kind = _function_kind(func)
         if func is F.scaled_dot_product_attention:
             # True if only a function that the layer calls is compiled; the layer itself was entered eagerly.
             inner_compile = self.checkpoint is not None and torch.compiler.is_compiling()
@@ -133,7 +135,9 @@ class Interception(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 self.state.record(self.layer, *args[:3], causal=args[5], scale=args[6], cu_seqlens=args[3])
                 return func(*args, **kwargs)
-        if kind is not None:
+        if kind == "dropout" and self.state.options.group is not None and _drops(*args, **kwargs):
+            return _uncompiled_drop(self._drop, func, args, kwargs)
+        if kind not in (None, "dropout"):
             self._refuse(f"attend by scaled_dot_product_attention, got {kind}; call torch.nn.functional's")
         return func(*args, **kwargs)
 
@@ -161,6 +165,17 @@ class Interception(TorchFunctionMode):
         out = attend(q, k, v, self.state.options, causal=is_causal, softmax_scale=scale)
         assert isinstance(out, Tensor)
         return out.transpose(1, 2)
+
+    def _drop(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Call a dropout function, whose mask then differs between ranks, as their tokens do."""
+        if self.checkpoint not in (None, _checkpoint_state()):
+            self._refuse(
+                "draw dropout in a forward that is checkpointed as a whole, got a checkpoint or no_grad around a part "
+                "of it, which would draw another mask in the backward; checkpoint a module of your own class"
+            )
+        x: Tensor = args[0] if args else kwargs["input"]
+        with torch._C.DisableTorchFunction(), seeded_by_rank(self.state.options.group, x.device):
+            return func(*args, **kwargs)
 
     def _check(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, enable_gqa: bool
@@ -212,13 +227,25 @@ def _raise_on_every_rank(key: str, text: str) -> NoReturn:
     raise error
 
 
+@torch.compiler.disable(reason="generators are seeded")
+def _uncompiled_drop(drop: Callable[..., Tensor], *call: Any) -> Tensor:
+    return drop(*call)
+
+
+def _drops(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True) -> bool:
+    """Return True if a dropout function with these arguments draws a mask."""
+    return p > 0 and training and train
+
+
 @torch.compiler.assume_constant_result
-def _attention_kind(func: Any) -> str | None:
-    """Return "ring" for our operator, the name of any other attention operator, None for other functions."""
+def _function_kind(func: Any) -> str | None:
+    """Return "ring" for our operator, the name of any other attention operator, "dropout", None for other functions."""
     name = getattr(func, "__name__", "")
     if name == _RING:
         return "ring"
-    return name if any(part in name for part in _ATTENTION) else None
+    if any(part in name for part in _ATTENTION):
+        return name
+    return "dropout" if "dropout" in name else None
 
 
 def _checkpoint_state() -> tuple[bool, Callable[..., Any] | None] | None:

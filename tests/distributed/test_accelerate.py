@@ -52,6 +52,7 @@ def test_training_is_that_of_one_process(pool: Pool, alone: Pool, case: str, tmp
     for rank, ring in enumerate(rings):
         assert len(ring["logged"]) == 4 and "eval_loss" in ring["logged"][-1]
         assert_alike(ring, one)
+        assert round(ring["eval_steps"]) == round(one["eval_steps"]) == 2
         assert ring["flos"] in (one["flos"], None)
         assert rank > 0 or set(ring["parameters"]) == set(one["parameters"])
     if "save_steps" in options:  # one process goes on from the ring's first checkpoint

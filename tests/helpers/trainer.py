@@ -121,13 +121,14 @@ def train(
     collate = DataCollatorWithFlattening() if packed else right_padded
     trainer = Trainer(model, arguments, collate, train_dataset=sequences(24), eval_dataset=sequences(8))
     trainer.train(f"{folder}/checkpoint-1" if resume else None)
-    trainer.evaluate()
+    speed = trainer.evaluate()
     names = "loss", "grad_norm", "eval_loss", "num_input_tokens_seen"
     logged = [{k: x[k] for k in names if k in x} for x in trainer.state.log_history if "train_loss" not in x]
     saved = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return {
         "logged": [x for x in logged if x],
         "parameters": {k: x.clone() for k, x in saved.items()},
+        "eval_steps": speed["eval_steps_per_second"] * speed["eval_runtime"],
         "flos": trainer.state.total_flos if packed or rings == 1 else None,  # rings pad their rows to other lengths
     }
 

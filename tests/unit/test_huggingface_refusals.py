@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +71,8 @@ def test_refuses_classes_that_call_flash_attention(
         code = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
         monkeypatch.setattr(code, "is_flash_attention_requested", lambda config: True, raising=False)
     config = AutoConfig.for_model(kind, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, rotary_dim=4)
+    with pytest.raises(ValueError, match="ForCausalLM has only its own ones: use another model"):
+        huggingface.set_group(AutoModelForCausalLM.from_config(deepcopy(config)), None)
     with pytest.raises((KeyError, NotImplementedError), match="ringflash|FlashAttention2, which would attend to each"):
         huggingface.set_group(AutoModelForCausalLM.from_config(config, attn_implementation="ringflash"), None)
 

@@ -1,0 +1,146 @@
+"""Dropout outside attention: ranks that are seeded alike draw different masks, again in recomputation, and stay alike.
+
+gloo, 2 CPU processes, fp64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ringflash
+from tests.helpers import own_models as own
+from tests.helpers.pool import Context, on_ranks
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    found = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(found, x.contiguous(), group=group)
+    return found
+
+
+def assert_alike(group: dist.ProcessGroup) -> None:
+    """Later draws, such as a loader's, are equal on all ranks."""
+    first, *others = gathered(torch.get_rng_state(), group)
+    assert all(torch.equal(first, x) for x in others)
+
+
+def assert_independent(masks: list[Tensor]) -> None:
+    for i, one in enumerate(masks):
+        for other in masks[:i]:
+            assert 0.4 < (one != other).double().mean() < 0.6
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@on_ranks(2)
+def test_transformers_model(ctx: Context, reentrant: bool | None) -> None:
+    """The masks of two forwards on two ranks differ; with checkpointed layers the gradients are the same to the bit."""
+    transformers = pytest.importorskip("transformers")
+    from ringflash import huggingface
+    from tests.helpers import models
+
+    def step(reentrant: bool | None, rate: float) -> tuple[list[Tensor], list[Any], Tensor]:
+        config = transformers.PhiConfig(**models.TINY, embd_pdrop=rate, resid_pdrop=rate, hidden_act="gelu")
+        with ringflash.training.seeding.seeded(0):
+            model = transformers.PhiForCausalLM._from_config(
+                config, attn_implementation="ringflash", dtype=torch.float64
+            )
+        huggingface.set_group(model, ctx.group)
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        masks: list[Tensor] = []
+        model.model.embed_dropout.register_forward_hook(lambda _, x, y: masks.append((y != 0).double()))
+        model.train()
+        batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
+        labels, _ = batch.pop("shift_labels"), batch.pop("num_items_in_batch")
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        for _ in range(2):
+            model(**batch, labels=labels, shift_labels=labels).loss.backward()
+        return masks, [p.grad for p in model.parameters()], before
+
+    huggingface.register()
+    masks, gradients, before = step(reentrant, 0.5)
+    assert_independent([x for mask in masks for x in gathered(mask, ctx.group)])
+    assert_alike(ctx.group)
+    assert not torch.equal(torch.get_rng_state(), before)
+    for got, want in zip(gradients, step(None, 0.5)[1], strict=True):
+        assert torch.equal(got, want)
+    *_, before = step(reentrant, 0.0)
+    assert torch.equal(torch.get_rng_state(), before), "without dropout nothing is drawn"
+
+
+class Dropping(own.Model):
+    """Own layers with dropout between them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(is_causal=True)
+        self.after = nn.ModuleList(After(**options) for _ in self.blocks)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.positions(positions)
+        for block, after in zip(self.blocks, self.after, strict=True):
+            x = after(block(x, positions))
+        return self.head(x)
+
+
+class After(nn.Module):
+    """Dropout by a layer and by a function, checkpointed as a module or only the function."""
+
+    def __init__(self, reentrant: bool | None, function: bool = False) -> None:
+        super().__init__()
+        self.drop, self.reentrant, self.function = Drop(), reentrant, function
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.drop(x)
+        run = nn.functional.dropout if self.function else self.drop
+        return checkpoint(run, x, use_reentrant=self.reentrant)
+
+
+class Drop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Dropout(0.5)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.masks.append((y.detach() != 0).double())
+        return nn.functional.dropout(y, 0.5)
+
+
+def step(ctx: Context, compiled: bool, **options: Any) -> tuple[list[Tensor], list[Any]]:
+    """Masks of the two layers, and gradients."""
+    model = own.build(Dropping, **options)
+    ringflash.wrap_attention(model, ctx.group)
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+    torch.manual_seed(5)
+    run(shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)).square().sum().backward()
+    torch._dynamo.reset()  # other tests compile the same frames, up to a limit
+    return [x.drop.masks[0] for x in model.after], [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks(2)
+def test_own_module(ctx: Context, reentrant: bool | None, compiled: bool) -> None:
+    masks, gradients = step(ctx, compiled, reentrant=reentrant)
+    assert_independent([x for mask in masks for x in gathered(mask, ctx.group)])
+    assert_alike(ctx.group)
+    for got, want in zip(gradients, step(ctx, False, reentrant=None)[1], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_a_checkpoint_that_would_draw_another_mask_is_refused(ctx: Context, reentrant: bool) -> None:
+    with pytest.raises(NotImplementedError, match="after.0 must draw dropout in a forward that is checkpointed as a"):
+        step(ctx, False, reentrant=reentrant, function=True)
