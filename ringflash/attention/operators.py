@@ -63,7 +63,7 @@ def _forward(
             rest = {"requires_grad": grad_flags, "return_lse": return_lse, "v_head_dim": v_head_dim}
             content = {} if call.error else {**signature(q, k, call.checked), **rest}
             checksum = agreement.agree(options.group, content, call.error, q.device, call=call.number)
-            call.number = call.number._replace(checksum=checksum)
+            call.number = call.number.with_arguments(checksum)
         row_max = _empty_row_max(q, fp8_backward, grad_flags)
         out, lse = call.start(q, with_mean_head_dim(k, v)).forward(q, k, v, row_max if row_max.numel() else None)
         record = torch.tensor((call.number.number, *(call.checked.mask.cu_seqlens or ())), dtype=torch.int64)

@@ -1,16 +1,19 @@
 """Numbers of ring calls, which detect ranks that make their calls in different orders.
 
 A rank that skips a call, or runs two backwards in another order than its peers, exchanges well-formed tensors of
-different layers. So every call has a number, and a backward also has that of its forward. With tensors on CPUs ranks
-compare both numbers before they send. On GPUs both numbers and a checksum of the call's arguments travel in one word
-along with the first K/V of a call. The host compares the words that have arrived when it makes its next call, and never
-waits for one (docs/decisions/0004-agreement.md).
+different layers. So every call has a number, a backward also has that of its forward, and a forward the name of its
+layer, if the caller knows one (`in_layer`). With tensors on CPUs ranks compare them before they send. On GPUs both
+numbers and a checksum of the call's arguments and layer travel in one word along with the first K/V of a call. The
+host compares the words that have arrived when it makes its next call, and never waits for one
+(docs/decisions/0004-agreement.md).
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -26,20 +29,28 @@ class CallNumber(NamedTuple):
     Args:
         number: 0 if there is none, as in a single process.
         forward: number of the forward that a backward belongs to; 0 for a forward.
-        checksum: checksum of the arguments of a forward, 16 bits; 0 for a backward.
+        checksum: checksum of the arguments and the layer of a forward, 16 bits; 0 for a backward.
+        layer: name of the layer of a forward; "" if unknown.
     """
 
     number: int = 0
     forward: int = 0
     checksum: int = 0
+    layer: str = ""
 
     @property
     def word(self) -> int:
         """The lowest 23 bits of `number`, 24 bits of `forward` and the checksum, packed into one int64."""
         return (self.number & 0x7FFFFF) << 40 | (self.forward & 0xFFFFFF) << 16 | self.checksum
 
+    def with_arguments(self, checksum: int) -> CallNumber:
+        """Return the number of a forward with the checksum of its arguments, 16 bits, and of its layer."""
+        return self._replace(checksum=(checksum ^ zlib.crc32(self.layer.encode())) & 0xFFFF)
+
     def __str__(self) -> str:
-        return f"{self.number} (backward of call {self.forward})" if self.forward else f"{self.number} (forward)"
+        if self.forward:
+            return f"{self.number} (backward of call {self.forward})"
+        return f"{self.number} (forward{self.layer and f' of {self.layer}'})"
 
 
 NO_NUMBER = CallNumber()  # for a single process
@@ -86,7 +97,31 @@ def next_number(group: dist.ProcessGroup | None, forward: int = 0) -> CallNumber
     Args:
         forward: number of the forward, if the next call is a backward.
     """
-    return CallNumber() if group is None else CallNumber(_calls(group).count + 1, forward)
+    if group is None:
+        return CallNumber()
+    return CallNumber(_calls(group).count + 1, forward, layer="" if forward else _layer)
+
+
+_layer = ""  # of the next call
+
+
+def is_eager() -> bool:
+    """Return False within a function that torch.compile was given, also where it runs as it is on some rank only.
+
+    Calls have no layer there: a graph would be compiled for each name.
+    """
+    return not torch.compiler.is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
+
+
+@contextmanager
+def in_layer(name: str) -> Iterator[None]:
+    """Give the calls inside the name of a layer, unless an outer context has given them one."""
+    global _layer
+    outer, _layer = _layer, _layer or name
+    try:
+        yield
+    finally:
+        _layer = outer
 
 
 def begin(group: dist.ProcessGroup | None) -> None:
@@ -163,7 +198,8 @@ def _problem(calls: _Calls) -> str:
 def _describe(word: int, own: CallNumber) -> str:
     """Name the call of a peer whose word differs from this rank's."""
     theirs = CallNumber(word >> 40, word >> 16 & 0xFFFFFF, word & 0xFFFF)
-    return f"call {theirs}" + (" with other arguments" if theirs.word >> 16 == own.word >> 16 else "")
+    same_number = theirs.word >> 16 == own.word >> 16
+    return f"call {theirs}" + (" of another layer or with other arguments" if same_number else "")
 
 
 def _compare(unread: _Unread) -> str:

@@ -8,6 +8,7 @@ _attend       one layer's call: checks, then `ring_attention`, with chunks (Llam
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ringflash.attention.api import attend
 from ringflash.attention.inputs import autocast, differentiate_alike, document_bounds
+from ringflash.comm.call_numbers import in_layer, is_eager
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.consistency import ForwardInputs, check_consistency, guard_losses
 from ringflash.huggingface.generation import generate_locally
@@ -208,11 +210,17 @@ def _attend(
         attend, options=options, causal=causal, softmax_scale=scaling, return_lse=s_aux is not None,
         window_size=(-1 if sliding_window is None else sliding_window - 1, -1),
     )  # fmt: skip
-    if (size := chunk_size(module)) is None:
-        result: Any = attend_to(q, k, v, cu_seqlens=cu_seqlens)
-    else:
-        result = attend_in_chunks(attend_to, q, k, v, cu_seqlens, size, q.shape[1] * options.size_and_rank[0])
+    with _naming(module):
+        if (size := chunk_size(module)) is None:
+            result: Any = attend_to(q, k, v, cu_seqlens=cu_seqlens)
+        else:
+            result = attend_in_chunks(attend_to, q, k, v, cu_seqlens, size, q.shape[1] * options.size_and_rank[0])
     return (result if s_aux is None else apply_sinks(result, s_aux)), None
+
+
+def _naming(module: nn.Module) -> AbstractContextManager[None]:
+    """Let ranks that leave out other layers find out at their next call."""
+    return in_layer(f"{type(module).__name__} {getattr(module, 'layer_idx', '')}") if is_eager() else nullcontext()
 
 
 def _options(module: nn.Module) -> ModelRing:

@@ -21,6 +21,7 @@ forward, and its attention must also be intercepted there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, NoReturn
@@ -34,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from ringflash.attention.api import attend
 from ringflash.attention.inputs import autocast, differentiate_alike
 from ringflash.comm.agreement import agree
+from ringflash.comm.call_numbers import in_layer, is_eager
 from ringflash.huggingface.generation import is_generating
 from ringflash.huggingface.options import ModelRing
 from ringflash.training.seeding import seeded_by_rank
@@ -132,7 +134,7 @@ class Interception(TorchFunctionMode):
             inner_compile = self.checkpoint is not None and torch.compiler.is_compiling()
             return (_replace_uncompiled if inner_compile else _replace)(self._attend, *args, **kwargs)
         if kind == "ring":
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction(), self._naming():
                 self.state.record(self.layer, *args[:3], causal=args[5], scale=args[6], cu_seqlens=args[3])
                 return func(*args, **kwargs)
         if kind == "dropout" and self.state.options.group is not None and _drops(*args, **kwargs):
@@ -162,9 +164,14 @@ class Interception(TorchFunctionMode):
             return F.scaled_dot_product_attention(
                 query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        out = attend(q, k, v, self.state.options, causal=is_causal, softmax_scale=scale)
+        with self._naming():
+            out = attend(q, k, v, self.state.options, causal=is_causal, softmax_scale=scale)
         assert isinstance(out, Tensor)
         return out.transpose(1, 2)
+
+    def _naming(self) -> AbstractContextManager[None]:
+        """Let ranks that leave out other layers find out at their next call."""
+        return in_layer(self.state.name_of(self.layer)) if is_eager() else nullcontext()
 
     def _drop(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Call a dropout function, whose mask then differs between ranks, as their tokens do."""

@@ -18,6 +18,7 @@ import torch
 import ringflash
 from ringflash.attention import sections
 from ringflash.comm import agreement, call_numbers, transport
+from tests.helpers import own_models as own
 from tests.helpers import peer_memory
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
 from tests.helpers.pool import Context, Pool, on_ranks
@@ -88,10 +89,45 @@ def a_backward_left_out(ctx: Context) -> None:
     second()
 
 
+def other_layers(ctx: Context, bound: bool = False) -> None:
+    """Each rank leaves out another layer of a model of its own, as stochastic depth does with other seeds."""
+    model = own.build(own.Model, **({"make": own.Bound} if bound else {"is_causal": True}))
+    ringflash.wrap_attention(model, ctx.group)
+    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
+    model(shard, positions).sum().backward()
+    model.blocks[ctx.rank].forward = lambda x, _: x
+    model(shard, positions).sum().backward()
+
+
+def other_layers_bound(ctx: Context) -> None:
+    other_layers(ctx, bound=True)
+
+
+def other_layers_of_transformers(ctx: Context) -> None:
+    pytest.importorskip("transformers")
+    from ringflash import huggingface
+    from tests.helpers import models
+
+    model = models.build(num_hidden_layers=3)
+    huggingface.set_group(model, ctx.group)
+    batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
+    labels, _ = batch.pop("shift_labels"), batch.pop("num_items_in_batch")
+    model.model.layers[1 + ctx.rank].forward = lambda x, *_, **__: x
+    model(**batch, labels=labels, shift_labels=labels).loss.backward()
+
+
 MISTAKES = {
     a_step_left: "call 3 (forward) (rank 0), 3 (backward of call 2) (rank 1); run the same layers",
     backwards_swapped: "call 3 (backward of call 1) (rank 0), 3 (backward of call 2) (rank 1); run the same layers",
     a_backward_left_out: "call 2 (forward) (rank 0), 2 (backward of call 1) (rank 1); run the same layers",
+    **dict.fromkeys(
+        (other_layers, other_layers_bound),
+        "call 5 (forward of blocks.1.attn) (rank 0), 5 (forward of blocks.0.attn) (rank 1); run the same layers",
+    ),
+    other_layers_of_transformers: (
+        "call 2 (forward of LlamaAttention 2) (rank 0), 2 (forward of LlamaAttention 1) (rank 1); run the same layers"
+    ),
 }
 
 
@@ -119,6 +155,8 @@ def test_the_number_of_calls_is_compared(ctx: Context) -> None:
         (copy_engine, backwards_swapped),
         (messages_by_heads, backwards_swapped),
         (copy_engine, a_step_left),
+        (copy_engine, other_layers),
+        (messages_by_heads, other_layers),
     ],
 )
 @on_ranks(2)
@@ -140,6 +178,9 @@ def test_numbers_that_travel_beside_keys(ctx: Context, memory: Any, mistake: Cal
     if mistake is backwards_swapped:
         mine, other = (f"call 3 (backward of call {number})" for number in (1 + ctx.rank, 2 - ctx.rank))
         assert f"{mine} on this rank and {other} on rank {1 - ctx.rank}, " in text
+    elif mistake is other_layers:
+        mine, other = f"5 (forward of blocks.{1 - ctx.rank}.attn)", "5 (forward) of another layer"
+        assert f"call {mine} on this rank and call {other} or with other arguments on rank {1 - ctx.rank}, " in text
     else:
         mine, other = ("3 (forward)", "3 (backward of call 2)")[:: 1 - 2 * ctx.rank]
         assert f"call {mine} on this rank and call {other} on rank {1 - ctx.rank}, " in text
@@ -197,8 +238,8 @@ def test_kinds_of_layers_that_take_turns_are_compared_once(ctx: Context) -> None
         call(0.1 if ctx.rank else 0.2)
         with pytest.raises(RuntimeError) as raised:
             call(0.1)
-    wanted = f"call 6 (forward) on this rank and call 6 (forward) with other arguments on rank {1 - ctx.rank}, "
-    assert wanted in str(raised.value)
+    theirs = "call 6 (forward) of another layer or with other arguments"
+    assert f"call 6 (forward) on this rank and {theirs} on rank {1 - ctx.rank}, " in str(raised.value)
 
 
 def left_before_the_first_message(ctx: Context) -> list[str]:
