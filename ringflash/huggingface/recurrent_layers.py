@@ -10,6 +10,7 @@ any keyword, to these functions of their file.
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ringflash.attention.inputs import document_bounds
+from ringflash.comm.agreement import agree
+from ringflash.comm.call_numbers import in_layer
 from ringflash.huggingface.consistency import ForwardInputs, check_consistency
 from ringflash.huggingface.generation import is_generating
 from ringflash.huggingface.options import ModelRing
@@ -31,7 +34,7 @@ _KEYWORD = "ringflash"  # keyword argument that carries a Stretch
 def use_sequence_order(model: nn.Module, options: ModelRing, inputs: ForwardInputs) -> None:
     """Hook the recurrent layers of a model. May be called again, with other options.
 
-    The first one checks the inputs of a forward: no layer exchanges tokens before it.
+    The first one checks the inputs of a forward: no layer exchanges tokens before it. Each one compares its call.
     """
     for index, module in enumerate(recurrent_modules(model)):
         module._ringflash, module._ringflash_inputs = options, inputs  # type: ignore[assignment]
@@ -59,11 +62,15 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     cache, _ = call.pop("cache_params", None), call.pop("position_embeddings", None)  # Zamba2 passes the attention's
     error, bounds = _find_error({"past_key_values": cache, **call}, hidden, options, cu_seqlens)
     inputs: ForwardInputs = module._ringflash_inputs  # type: ignore[assignment]
-    if inputs.first_layer == f"{type(module).__name__} {module.layer_idx}":
+    name = f"{type(module).__name__} {module.layer_idx}"
+    if inputs.first_layer == name:
         positions = call.get("position_ids")
         check_consistency(options, hidden[:, None], mask, positions, cu_seqlens, checksum, inputs, error)
-    elif error is not None:
-        raise error
+    signature: dict[str, object] = {"recurrent layer on": [*hidden.shape], "dtype": str(hidden.dtype)}
+    if options.layout == "balanced":  # in the others attention compares the bounds, on which no message depends
+        signature["cu_seqlens"] = zlib.crc32(str(bounds).encode())
+    with in_layer(name):
+        agree(options.group, signature, error, hidden.device)
     if options.group is not None or bounds is not None:
         call[_KEYWORD] = Stretch.of(hidden.shape[1], options.group, bounds)
         hidden = to_sequence_order(hidden, options.group, options.layout, bounds)

@@ -5,6 +5,7 @@ gloo, 2 and 4 CPU processes, fp64; needs the huggingface extra. One process runs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from copy import deepcopy
 from io import StringIO
@@ -126,3 +127,31 @@ def test_wrong_calls_are_refused_on_every_rank(ctx: Context) -> None:
         with pytest.raises(kind, match=message if ctx.rank == 1 else ""):
             model(**good | (change if ctx.rank == 1 else {}))
     assert torch.equal(model(**good).logits, want)
+
+
+def _other_length(ctx: Context, model: torch.nn.Module, batch: dict) -> None:
+    batch |= huggingface.prepare_batch(tokens()[:, : LENGTH - 8 * ctx.rank], group=ctx.group)
+
+
+def _other_layers(ctx: Context, model: torch.nn.Module, batch: dict) -> None:
+    model.model.layers[1 + ctx.rank].forward = lambda x, *_, **__: x
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (_other_length, r"recurrent layer on \[1, 12, 16\] \(rank 0\), \[1, 8, 16\] \(rank 1\)"),
+        (_other_layers, "forward of Qwen3_5Attention 2.*forward of Qwen3_5GatedDeltaNet 1"),
+    ],
+)
+@on_ranks(2)
+def test_other_calls_on_a_rank_are_refused(ctx: Context, change: Callable[..., None], message: str) -> None:
+    """At once, and on both ranks."""
+    model = build("qwen3_5")
+    huggingface.set_group(model, ctx.group)
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    change(ctx, model, batch)
+    for name in ("checksum", "shift_labels"):
+        batch.pop(name)
+    with pytest.raises(ValueError, match=f"all ranks of the group must make the same call, got .*{message}"):
+        model(**batch)
