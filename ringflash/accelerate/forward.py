@@ -94,6 +94,7 @@ class RingForward:
 
         return CausalLMOutputWithPast(loss=loss) if kwargs.get("return_dict", True) is not False else (loss,)
 
+    @torch.compiler.disable(reason="ranks compare their batches, and cut them by the values")
     def _agree_on_rows(self, causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], fused: bool) -> BatchRows:
         rows, problem = None, None
         try:
@@ -183,6 +184,7 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
     )  # fmt: skip
 
 
+@torch.compiler.disable(reason="the number of documents depends on the values")
 def shard_rows(rows: BatchRows, group: dist.ProcessGroup) -> dict[str, Any]:
     """Pad a batch for the layout, and return this rank's shard for `CausalLMWithLoss.decode`, with its labels."""
     size = group.size()
@@ -199,6 +201,7 @@ def shard_rows(rows: BatchRows, group: dist.ProcessGroup) -> dict[str, Any]:
     return {**shard, "length": rows.length, "columns": columns}
 
 
+@torch.compiler.disable(reason="a process group is called")
 def _mean_of_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the mean over the ranks, the same to the bit on each, with the gradient of this rank's own value."""
     mean = x.detach().clone()

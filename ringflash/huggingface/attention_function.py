@@ -31,6 +31,7 @@ from ringflash.huggingface.validation import (
     check_direction,
     check_layer_type,
     check_model,
+    check_pooling,
     check_rope,
     chunk_size,
     find_base,
@@ -82,8 +83,8 @@ def set_group(
     Raises:
         ValueError: the model does not use attn_implementation="ringflash".
         NotImplementedError: attention that is not causal, windowed or full; other layers that mix tokens; positions
-            that the model counts itself; layers that are left out at random; PEFT adapters that do more than change
-            layers.
+            that the model counts itself; layers that are left out at random; heads that pick tokens of the sequence;
+            PEFT adapters that do more than change layers.
     """
     config = getattr(model, "config", None)
     used = getattr(config, "_attn_implementation", None)
@@ -104,6 +105,7 @@ def set_group(
         )
     check_adapters(model)
     base = find_base(model, modules[0])
+    check_pooling(model, base)
     check_model(base)
     check_rope(base)
     for module in modules:

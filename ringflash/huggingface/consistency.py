@@ -100,9 +100,10 @@ class ForwardInputs:
     def note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note labels that the model would shift inside the shard; a forward pre-hook of the model with the head."""
         self._errors.pop("labels", None)
-        on_a_shard = self.options.group is not None and not self.takes_whole_batches
-        if on_a_shard and kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
-            self._errors["labels"] = _labels_error()
+        if self.options.group is not None and not self.takes_whole_batches and kwargs.get("labels") is not None:
+            error = _find_labels_error(model, kwargs)
+            if error is not None:
+                self._errors["labels"] = error
 
     def _restore_implementation(self) -> None:
         """Undo a change of attn_implementation and note it as an error, which layer 0 raises on every rank."""
@@ -246,24 +247,40 @@ class ShardLoss:
             model = self._model()
             assert model is not None
             check_adapters(model)  # added after set_group
-            if kwargs.get("shift_labels") is None:
-                raise _labels_error()
+            if (error := _find_labels_error(model, kwargs)) is not None:
+                raise error
         return self._compute(*args, **kwargs)
 
 
 def guard_losses(model: nn.Module, inputs: ForwardInputs) -> None:
-    """Have every causal language model within `model` refuse labels that it would shift inside a shard."""
+    """Have every model with a loss within `model` refuse labels from which it would compute that of a shard."""
     for module in model.modules():
-        has_head = hasattr(type(module), "loss_function") and module.get_output_embeddings() is not None  # type: ignore[operator]
-        compute: Any = module.loss_function if has_head else None
-        if compute is None or isinstance(compute, ShardLoss) or "shift_labels" not in signature(compute).parameters:
+        if not hasattr(type(module), "loss_function") or "labels" not in signature(type(module).forward).parameters:
             continue
-        module.loss_function = ShardLoss(module, compute, inputs)  # type: ignore[assignment]
-        module.register_forward_pre_hook(inputs.note_labels, with_kwargs=True)
+        compute: Any = module.loss_function if module.get_output_embeddings() is not None else None  # type: ignore[operator]
+        if (
+            compute is not None
+            and not isinstance(compute, ShardLoss)
+            and "shift_labels" in signature(compute).parameters
+        ):
+            module.loss_function = ShardLoss(module, compute, inputs)  # type: ignore[assignment]
+        if inputs.note_labels not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(inputs.note_labels, with_kwargs=True)
 
 
-def _labels_error() -> ValueError:
-    return ValueError(
-        "shift_labels must be given with labels on a ring, got labels only, which transformers would shift inside each "
-        "shard; pass the batch of prepare_batch with labels=batch['shift_labels'], or use CausalLMWithLoss."
-    )
+def _find_labels_error(model: nn.Module, given: dict[str, Any]) -> Exception | None:
+    """Return the error for labels that a model would shift or count inside a shard."""
+    if not isinstance(model.loss_function, ShardLoss):
+        return NotImplementedError(
+            f"labels must not be given to {type(model).__name__} on a ring, whose loss would be a mean over the shard; "
+            "compute it from the logits: the sum over this rank's tokens * cp_size / number of labels in the whole "
+            "sequence."
+        )
+    for name in ("shift_labels", "num_items_in_batch"):
+        if given.get(name) is None:
+            return ValueError(
+                f"{name} must be given with labels on a ring, got none, which transformers would shift and count "
+                "inside each shard; pass the batch of prepare_batch with labels=batch['shift_labels'], or use "
+                "CausalLMWithLoss."
+            )
+    return None

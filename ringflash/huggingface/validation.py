@@ -42,6 +42,11 @@ RECURRENT_LAYERS = {
     "KimiLinearDeltaAttention", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "FalconH1Mixer",
     "Lfm2ShortConv", "Zamba2MambaMixer",
 }  # fmt: skip
+# Ends of the names of classes whose heads pick tokens, such as the last one, or compare all of them.
+_POOLING_HEADS = (
+    "ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction",
+    "DoubleHeadsModel",
+)  # fmt: skip
 _KINDS = ("full_attention", "sliding_attention", "attention")
 _RECURRENT_KINDS = ("linear_attention", "hybrid", "conv", "mlp", "moe")  # also known in models with such layers
 
@@ -185,6 +190,22 @@ def check_model(base: nn.Module) -> None:
         raise NotImplementedError(
             f"model must take position_ids, got {type(base).__name__}, which counts the tokens of the shard; use "
             "another model."
+        )
+
+
+def check_pooling(model: nn.Module, base: nn.Module) -> None:
+    """Raise NotImplementedError for a head that picks tokens of a sequence, which would be those of the shard.
+
+    Args:
+        base: as `find_base` returns it.
+    """
+    heads = [module for module in model.modules() if type(module).__name__.endswith(_POOLING_HEADS)]
+    poolers = [module for name, module in base.named_children() if name == "pooler" and module is not None]
+    for module in heads + poolers:
+        raise NotImplementedError(
+            f"model must return a result for each token, got {type(module).__name__}, which would pick tokens of each "
+            "shard; give set_group the model without it, and gather the tokens that it needs "
+            "(ringflash.unshard_sequence)."
         )
 
 

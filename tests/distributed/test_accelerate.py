@@ -87,6 +87,26 @@ def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, c
         torch.testing.assert_close(ring(**batch, labels=labels).loss, want, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@on_ranks(2)
+def test_a_compiled_model(ctx: Context, in_place: bool) -> None:
+    ring, whole = (models.build("llama", "sdpa") for _ in range(2))
+    put_on_ring(ring, ctx.group)
+    run = torch.compile(ring, backend="aot_eager")
+    if in_place:
+        ring.compile(backend="aot_eager")
+        run = ring
+    ids = models.tokens(2)
+    loss, want = run(input_ids=ids, labels=ids).loss, trainer.loss_in_fp64(whole(ids).logits, ids, 61)
+    loss.backward()
+    want.backward()
+    torch._dynamo.reset()  # other tests compile the same frames, up to a limit
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
+    for p, q in zip(ring.parameters(), whole.parameters(), strict=True):
+        dist.all_reduce(p.grad, group=ctx.group)
+        torch.testing.assert_close(p.grad / ctx.size, q.grad, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_with_zero_is_that_of_one_process(pool: Pool, stage: int, tmp_path: Path) -> None:
     """Two rings of two, two batches; stage 3 shards every parameter."""

@@ -112,9 +112,8 @@ def other_layers_of_transformers(ctx: Context) -> None:
     model = models.build(num_hidden_layers=3)
     huggingface.set_group(model, ctx.group)
     batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
-    labels, _ = batch.pop("shift_labels"), batch.pop("num_items_in_batch")
     model.model.layers[1 + ctx.rank].forward = lambda x, *_, **__: x
-    model(**batch, labels=labels, shift_labels=labels).loss.backward()
+    model(**batch, labels=batch["shift_labels"]).loss.backward()
 
 
 MISTAKES = {

@@ -100,6 +100,34 @@ def test_labels_that_would_be_shifted_in_the_shard_are_refused(
 
 
 @on_ranks(2)
+def test_labels_without_their_number_are_refused(ctx: Context) -> None:
+    """The mean over a shard's labels is not its part of the sequence's."""
+    model = build("llama", ctx.group).model
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    if ctx.rank:
+        batch.pop("num_items_in_batch")
+    with pytest.raises(ValueError, match="num_items_in_batch must be given with labels on a ring"):
+        model(**batch, labels=batch["shift_labels"])
+
+
+@on_ranks(2)
+def test_labels_of_a_head_that_averages_over_the_shard_are_refused(ctx: Context) -> None:
+    from transformers import AutoConfig, AutoModelForTokenClassification
+
+    huggingface.register()
+    model = AutoModelForTokenClassification.from_config(
+        AutoConfig.for_model("llama", **models.TINY), attn_implementation="ringflash"
+    )
+    huggingface.set_group(model, ctx.group)
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    batch = {name: batch[name] for name in ("input_ids", "position_ids", "use_cache", "checksum")}
+    assert model(**batch).logits.shape[1] == batch["input_ids"].shape[1]
+    labels = {"labels": torch.ones_like(batch["input_ids"])} if ctx.rank else {}
+    with pytest.raises(NotImplementedError, match="labels must not be given to LlamaForTokenClassification on a ring"):
+        model(**batch, **labels)
+
+
+@on_ranks(2)
 def test_adapters_with_a_loss_of_their_own_put_on_after_set_group_are_refused(ctx: Context) -> None:
     peft = pytest.importorskip("peft")
     model = build("llama", ctx.group).model

@@ -124,6 +124,25 @@ def test_refuses_models_that_are_wrong_on_a_shard_whatever_attention_does(case: 
         huggingface.set_group(model, None)
 
 
+@pytest.mark.parametrize(
+    "name, kind, got",
+    [
+        ("AutoModelForSequenceClassification", "llama", "LlamaForSequenceClassification"),
+        ("AutoModelForQuestionAnswering", "qwen3", "Qwen3ForQuestionAnswering"),
+        ("AutoModel", "bert", "BertPooler"),
+    ],
+)
+def test_refuses_heads_that_pick_tokens(name: str, kind: str, got: str) -> None:
+    import transformers
+
+    huggingface.register()
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(kind, **TINY)
+        model = getattr(transformers, name).from_config(config, attn_implementation="ringflash")
+    with pytest.raises(NotImplementedError, match=f"must return a result for each token, got {got}, which would pick"):
+        huggingface.set_group(model, None)
+
+
 @pytest.mark.parametrize("kind", ["qwen2_moe", "phimoe"])
 def test_refuses_a_window_that_the_model_leaves_to_the_mask(kind: str) -> None:
     """transformers builds no mask for us, and these do not tell their attention of the window."""
