@@ -41,7 +41,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
     List it before LightningModule among the bases, and use a strategy with a context axis. Each training or evaluation
     step then receives a shard of the batch, while `positions` and `token_loss` refer to the whole sequence. Before the
     first training step `check_wrapped` compares the module on the ring with the module on the whole sequence, for a
-    prefix of the first batch. Each method may be overridden.
+    part of the first batch. Each method may be overridden.
     """
 
     _ringflash_ready = False
@@ -183,19 +183,22 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         return resolve(ranks_of(self.trainer).cp_group)
 
     def _check(self, batch: Any) -> None:
-        """Run `check_wrapped` and `check_step` on the first tokens of a batch."""
+        """Run `check_wrapped` and `check_step` on a few tokens of a batch."""
         strategy, precision = ranks_of(self.trainer), self.trainer.precision_plugin
+        device = self.trainer.strategy.root_device
         size = granularity(strategy.cp_size, strategy.layout) * CHECKED_TOKENS
-        prefix = _prefix(batch, size)
-        if strategy.layout == "balanced" and isinstance(prefix, dict):
-            prefix["cu_seqlens"] = torch.tensor([0, size], dtype=torch.int32)
-        documents, self._ringflash_documents = self._ringflash_documents, _documents(prefix)
+        bounds = torch.tensor([0, size], dtype=torch.int32) if strategy.layout == "balanced" else None
+        sample = _sample(batch, size, local_positions(size, strategy.cp_size, 0, strategy.layout, bounds))
+        if bounds is not None and isinstance(sample, dict):
+            sample["cu_seqlens"] = bounds
+        documents, self._ringflash_documents = self._ringflash_documents, _documents(sample)
         local, whole = FirstStep(whole=False), FirstStep(whole=True)
 
         def run(group: Group) -> None:
-            shard = self.transfer_batch_to_device(self.shard_batch(prefix, group), self.trainer.strategy.root_device, 0)
+            shard = self.transfer_batch_to_device(self.shard_batch(sample, group), device, 0)
             step = whole if group is None else local
-            with self._as_trial(step), precision.train_step_context():
+            gpus = [device] if device.type == "cuda" else []  # both runs draw the same numbers
+            with self._as_trial(step), precision.train_step_context(), torch.random.fork_rng(devices=gpus):
                 step.run(self.training_step, shard)
 
         check_wrapped(self, run)
@@ -276,8 +279,35 @@ def _documents(batch: Any) -> Tensor | None:
     return batch.get("cu_seqlens") if isinstance(batch, dict) else None
 
 
-def _prefix(batch: Any, size: int) -> Any:
-    """Return the first tokens of every tensor with a sequence dim, without cu_seqlens."""
+def _sample(batch: Any, size: int, held: Tensor) -> Any:
+    """Return up to `size` successive tokens of every tensor with a sequence dim, without cu_seqlens.
+
+    They are those with most labels. If labels have a -100, all of one rank's but the first become -100: the mean over
+    each shard's labels then differs from that over the sequence's.
+
+    Args:
+        held: (num_tokens,), indices among the `size` tokens of those that one rank holds.
+    """
     if isinstance(batch, dict):
         batch = {name: x for name, x in batch.items() if name != "cu_seqlens"}
-    return apply_to_collection(batch, Tensor, lambda x: x[:, :size] if x.dim() > 1 else x)
+    start, ignored = 0, held[1:]
+
+    def choose(labels: Tensor) -> None:
+        nonlocal start
+        if _has_ignored(labels) and labels.shape[1] > size:
+            counts = torch.nn.functional.pad((labels != IGNORE_INDEX).sum(0).cumsum(0), (1, 0))
+            start = int((counts[size:] - counts[:-size]).argmax())
+
+    def cut(x: Tensor) -> Tensor:
+        if x.dim() < 2:
+            return x
+        part = x[:, start : start + size]
+        there = ignored[ignored < part.shape[1]].to(x.device)
+        return part.index_fill(1, there, IGNORE_INDEX) if _has_ignored(x) else part
+
+    apply_to_collection(batch, Tensor, choose)
+    return apply_to_collection(batch, Tensor, cut)
+
+
+def _has_ignored(x: Tensor) -> bool:
+    return x.dim() == 2 and x.dtype == torch.int64 and bool((x == IGNORE_INDEX).any())

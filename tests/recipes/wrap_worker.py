@@ -210,10 +210,27 @@ def unshifted(module: Any, batch: Any) -> torch.Tensor:
 
 
 def local_mean(module: Any, batch: Any) -> torch.Tensor:
-    """The step of one who divides by the labels he has: here those of the lower half of the vocabulary."""
+    """The step of one who divides by the labels he has: the last token of the sequence has none."""
     logits = module.model(batch[0], module.positions(batch[0]))
-    labels = batch[1].masked_fill(batch[1] > own.VOCAB // 2, -100)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def drawn(module: Any, batch: Any) -> torch.Tensor:
+    """A step with a random number for each sequence, as diffusion has; the plain module has no positions to give."""
+    positions = getattr(module, "positions", lambda tokens: torch.arange(tokens.shape[1]))(batch[0])
+    logits = module.model(batch[0], positions) * torch.rand(len(batch[0]), 1, 1, dtype=torch.float64)
+    if hasattr(module, "token_loss"):
+        return module.token_loss(logits, batch[1])
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def draws(run: Run) -> None:
+    """Ranks that are seeded alike draw what one process draws; the comparison before the first step takes nothing."""
+    torch.manual_seed(3)
+    options = {"devices": 2, "strategy": ContextParallelStrategy(), "num_sanity_val_steps": 0}
+    found = train(varied(run.kind, step=drawn), **options)["weights"]
+    torch.manual_seed(3)
+    assert_trained(found, plainly(step=drawn)[0])
 
 
 def manual_step(module: Any, batch: Any, batch_idx: int) -> None:
@@ -321,9 +338,9 @@ def training(run: Run) -> None:
     assert sharded.whole == dict.fromkeys(("validation batch", "sanity validation", "comparison", "step"), 0)
 
 
-def plainly() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float, float]:
+def plainly(**methods: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float, float]:
     """Weights, their moving average, the last loss and the loss of an evaluation, of the plain module."""
-    whole, loss = build(GPT).double(), torch.zeros(())
+    whole, loss = varied(GPT, **methods).double(), torch.zeros(())
     optimizer = whole.configure_optimizers()
     average = {name: p.detach().clone() for name, p in whole.named_parameters()}
     for batch in loader():
@@ -346,7 +363,7 @@ def assert_trained(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
 
 TESTS = {  # by number of ranks
     1: (orders_on_one_rank, start_without_a_ring),
-    2: (orders, continue_on_a_ring, training, manual, compiled, decisions, refusals),
+    2: (orders, continue_on_a_ring, training, manual, compiled, decisions, refusals, draws),
 }
 
 
