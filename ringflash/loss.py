@@ -358,7 +358,7 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chu
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
             f"labels must have the shape of hidden without its last dimension {tuple(hidden.shape[:-1])}, "
-            f"got {tuple(labels.shape)}; shard the shifted labels as the tokens."
+            f"got {tuple(labels.shape)}; shard the shifted labels like the tokens."
         )
 
 

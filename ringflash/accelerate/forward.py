@@ -100,8 +100,8 @@ class RingForward:
         try:
             if fused and self._fused_head is None:
                 raise NotImplementedError(
-                    "fused_lm_head must be asked of a model with TRL's fused head, got one without; let TRL's trainer "
-                    "prepare the model."
+                    "model must have TRL's fused head for fused_lm_head, got one without; let TRL's trainer prepare "
+                    "the model."
                 )
             rows = _read(causal, input_ids, kwargs, fused)
         except (ValueError, NotImplementedError) as error:
@@ -165,7 +165,8 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
     unknown = sorted(set(given) - _READ - _REDUNDANT)
     if unknown:
         raise NotImplementedError(
-            f"a batch must be of input_ids, labels, attention_mask and position_ids, got {unknown}; leave them out."
+            f"a batch must have only input_ids, labels, attention_mask and position_ids, got also {unknown}; leave "
+            "them out."
         )
     if input_ids is None or "labels" not in given and "shift_labels" not in given:
         raise NotImplementedError(

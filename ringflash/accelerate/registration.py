@@ -205,7 +205,8 @@ def gather_for_metrics(
         use_gather_object = True
     if use_gather_object:
         raise NotImplementedError(
-            f"tensors must be gathered with cp_backend={NAME!r}, got objects or use_gather_object=True; pad tensors."
+            f"gather_for_metrics must be given tensors with cp_backend={NAME!r}, got objects or "
+            "use_gather_object=True; pad tensors to one length."
         )
     whole = self.gather
     self.gather = lambda mine: recursively_apply(

@@ -74,7 +74,7 @@ def read_rows(
         return BatchRows(input_ids, labels, None, None, length, None)
     if bool((labels != IGNORE_INDEX)[~is_token].any()):
         raise ValueError(
-            f"labels must be {IGNORE_INDEX} where attention_mask is 0, got a token; have the collator write them."
+            f"labels must be {IGNORE_INDEX} where attention_mask is 0, got a token; let the collator write them."
         )
     indices = is_token.flatten().nonzero()[:, 0]
     first = starts.flatten()[indices].nonzero()[:, 0].int().cpu()
@@ -119,7 +119,7 @@ def _document_starts(is_token: Tensor, begins: Tensor, position_ids: Tensor | No
         )
     if masked and bool((resets & ~begins).any()):
         raise ValueError(
-            "attention_mask must be left out where position_ids begin anew within a row, got both, which transformers' "
+            "attention_mask must be left out if position_ids restart within a row, got both, which transformers' "
             "attentions read differently; use a collator that flattens (DataCollatorWithFlattening, padding_free)."
         )
     return resets
@@ -133,6 +133,6 @@ def _compare(bounds: Tensor, starts: Tensor, positioned: bool) -> Tensor:
     if not bool(given[:, 0].all()) or (positioned and not torch.equal(given, starts)):
         raise ValueError(
             f"cu_seq_lens_q must be the bounds of the documents of one row of {starts.shape[1]} tokens, got "
-            f"{bounds.tolist()[:8]} for {len(starts)} rows; leave them out beside position_ids."
+            f"{bounds.tolist()[:8]} for {len(starts)} rows; leave them out if position_ids are given."
         )
     return given

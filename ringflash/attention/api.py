@@ -239,8 +239,8 @@ def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
         )
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
-            "ring_attention must be called outside of torch.func's transforms, got one (grad, vjp, vmap, ...); use "
-            "torch.autograd.grad, and the batch dimension."
+            "ring_attention must be called outside of torch.func's transforms, got a call inside one (grad, vjp, vmap, "
+            "...); use torch.autograd.grad, and the batch dimension."
         )
 
 

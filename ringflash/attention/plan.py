@@ -257,7 +257,7 @@ def _prefer_hosts(transport: str | None, options: RingOptions, q: Tensor) -> tup
     if transport in ("copy_engine", UNDECIDED):
         return transport, "all GPUs have peer access" if transport == "copy_engine" else "decided by the first call"
     if options.layout == "balanced":
-        return transport, "layout 'balanced' sends few keys between hosts by itself"
+        return transport, "layout 'balanced' sends few keys between hosts anyway"
     split = known_split(group)
     if split is None:
         return transport, refusal_of(group) or "hosts are not known"
@@ -272,8 +272,8 @@ def _check_exchange(transport: str, split: HostSplit | None, layout: str, q: Ten
     """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
     if layout == "balanced":
         raise NotImplementedError(
-            f"layout must be one that nests in hosts for transport {transport!r}, got 'balanced', which sends few keys "
-            "between hosts by itself; use transport='auto', or layout='zigzag'."
+            f"layout must be 'zigzag', 'striped' or 'contiguous' with transport {transport!r}, got 'balanced', which "
+            "sends few keys between hosts anyway; use transport='auto', or layout='zigzag'."
         )
     if cuda_graphs.capturing(q.device):
         raise NotImplementedError(
@@ -294,7 +294,7 @@ def _check_pair(q: Tensor, k: Tensor, grad_flags: int) -> None:
     if grad_flags not in (0, 7):
         wanted = [name for bit, name in enumerate("qkv") if grad_flags >> bit & 1]
         raise ValueError(
-            f"q, k and v must all require grad or none of them, got {' and '.join(wanted)} alone; "
+            f"q, k and v must all require grad or none of them, got only {' and '.join(wanted)}; "
             "call requires_grad_() on the others or detach these."
         )
 

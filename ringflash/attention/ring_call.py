@@ -130,7 +130,7 @@ class RingCall:
         else:
             self.error = RuntimeError(
                 "ring attention must be called by one thread of a process at a time, got a call while another thread "
-                "is in one; leave all of them to one thread."
+                "is in one; make all calls from one thread."
             )
 
     def _release(self) -> None:

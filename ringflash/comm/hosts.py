@@ -41,13 +41,13 @@ def split_hosts(hosts: list[str]) -> HostSplit:
     Args:
         hosts: name of the host of each rank.
     Raises:
-        NotImplementedError: hosts without equally many ranks each, or not numbered host by host.
+        NotImplementedError: hosts with different numbers of ranks, or not numbered host by host.
     """
     runs = [len(list(run)) for _, run in groupby(hosts)]
     if len(runs) > len(set(hosts)) or len(set(runs)) > 1:
         raise NotImplementedError(
-            "all hosts of the group must hold equally many ranks, numbered host by host, to exchange heads inside of "
-            f"them, got runs of {runs} ranks on {len(set(hosts))} hosts; start the same number of processes on each "
-            "host, or use transport='nccl'."
+            "all hosts of the group must have the same number of ranks, numbered host by host, to exchange heads "
+            f"inside hosts, got runs of {runs} ranks on {len(set(hosts))} hosts; start the same number of processes on "
+            "each host, or use transport='nccl'."
         )
     return HostSplit(len(runs), runs[0])

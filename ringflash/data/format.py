@@ -178,7 +178,7 @@ def read_header(folder: Path) -> Header:
 def _check_names(names: list[str], path: Path) -> None:
     """Raise TokenFileError unless the shards are files directly in the folder, each named once."""
     if not names:
-        raise TokenFileError(f"shards in {path} must name a file at least, got none; prepare the files again.")
+        raise TokenFileError(f"shards in {path} must name at least one file, got none; prepare the files again.")
     for name in names:
         if not re.fullmatch(r"[^/\\\0]+", name) or name in (".", ".."):
             raise TokenFileError(
@@ -186,7 +186,9 @@ def _check_names(names: list[str], path: Path) -> None:
             )
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise TokenFileError(f"shards in {path} must be named once each, got {twice} again; prepare the files again.")
+        raise TokenFileError(
+            f"shards in {path} must be named only once each, got {twice} more than once; prepare the files again."
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class TokenSequences(Dataset[Batch]):
     ) -> None:
         check_seqlen(seqlen, cp_size, layout)
         if not len(documents):
-            raise ValueError("documents must name one at least, got none; prepare more text.")
+            raise ValueError("documents must not be empty, got none; prepare more text.")
         self.files, self.documents, self.seqlen = files, documents.numpy(), seqlen
         self.place = cp_size, cp_rank, layout
         self.ends = np.cumsum(files.lengths[self.documents])  # end of each document in the packed stream

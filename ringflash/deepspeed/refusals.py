@@ -82,8 +82,8 @@ def parse(config: Mapping[str, Any]) -> DeepSpeedConfig:
     left_open = [name for name in _auto_values(config) if name != "data_types.keep_in_fp32_modules"]
     if left_open:
         raise ValueError(
-            f"config must have values, got 'auto' for {', '.join(left_open)}, which transformers' Trainer fills in and "
-            "DeepSpeed takes for its default at best; write values, or leave them out."
+            f"config must have values, got 'auto' for {', '.join(left_open)}, which only transformers' Trainer fills "
+            "in, and DeepSpeed at best replaces by its default; write values, or leave them out."
         )
     try:
         return DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **config})
@@ -147,13 +147,13 @@ def _check_keywords(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> N
     """Check the keywords of `deepspeed.initialize`, as `check` does."""
     if keywords.get("config_params") is not None:
         raise ValueError(
-            f"config_params must be None, got {type(keywords['config_params']).__name__}, which DeepSpeed ignores "
-            "beside a config; give one of them, as config."
+            f"config_params must be None, got {type(keywords['config_params']).__name__}, which DeepSpeed ignores if "
+            "there is a config; give one of them, as config."
         )
     for keyword, name in _TWICE.items():
         if keywords.get(keyword) is not None and name in config:
             raise ValueError(
-                f"{name} must not be in the config beside {keyword}=, got {config[name]}, which DeepSpeed then "
+                f"{name} must not be in the config together with {keyword}=, got {config[name]}, which DeepSpeed then "
                 "ignores; give one of them."
             )
     for name, reason in _KEYWORDS.items():
@@ -161,7 +161,7 @@ def _check_keywords(config: Mapping[str, Any], keywords: Mapping[str, Any]) -> N
             raise ValueError(f"{name} must be None, got {type(keywords[name]).__name__} ({reason}); {_LEAVE_OUT}.")
     if keywords.get("training_data") is not None:
         raise ValueError(
-            f"training_data must be None, got {type(keywords['training_data']).__name__}, which DeepSpeed shares out "
+            f"training_data must be None, got {type(keywords['training_data']).__name__}, which DeepSpeed distributes "
             f"over all ranks; {_DRAW_ALIKE}."
         )
 

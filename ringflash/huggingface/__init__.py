@@ -10,7 +10,7 @@
     generation            generate, off the ring
     batch, model          the calls of a training step
     log_probs             per-token log-probabilities of a whole sequence, for reinforcement learning
-    weights               first values, and from_pretrained for sharded models; checkpoint_map is its plan
+    weights               initial values, and from_pretrained for sharded models; checkpoint_map is its plan
 
 Needs the extra: pip install ringflash[huggingface].
 """

@@ -166,8 +166,8 @@ def _pass_padding_mask(
     plain = ("causal_mask_function", "bidirectional_mask_function", "and_mask")
     if use_vmap or getattr(mask_function, "__name__", "") not in plain:
         raise NotImplementedError(
-            "mask_function must be causal, sliding window or full, got one with an overlay of the model; "
-            "leave token_type_ids out where it takes them, or use another attn_implementation for this model."
+            "mask_function must be causal, sliding window or full, got one that the model changes; leave "
+            "token_type_ids out if the model takes them, or use another attn_implementation for this model."
         )
     return attention_mask
 

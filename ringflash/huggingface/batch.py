@@ -131,6 +131,6 @@ def _check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_se
         )
     if labels is not None and (labels[mask == 0] != IGNORE_INDEX).any():
         raise ValueError(
-            f"labels must be {IGNORE_INDEX} where attention_mask is 0, got a token; they are of the collator, or of "
-            "ringflash.pad_sequence."
+            f"labels must be {IGNORE_INDEX} where attention_mask is 0, got a token; collators and "
+            "ringflash.pad_sequence write such labels."
         )

@@ -179,9 +179,10 @@ def check_consistency(
         _raise_on_every_rank(options.group, error or _value_error(found.tolist(), options))
     if options.group is not None and highest != -lowest:
         raise ValueError(
-            "input_ids and labels given to prepare_batch must be the same on all ranks of the group, which each take a "
-            "part of them, got others; share data out over groups, not over all ranks (as the loaders of Trainer and "
-            "accelerate, and DistributedSampler by default, do), and seed alike what draws it."
+            "input_ids and labels given to prepare_batch must be the same on all ranks of the group, because each "
+            "takes a part of them, got different ones; split data over groups, not over all ranks (as the loaders of "
+            "Trainer and accelerate, and DistributedSampler by default, do), and seed random draws alike on the ranks "
+            "of a group."
         )
 
 

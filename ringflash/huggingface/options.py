@@ -36,6 +36,6 @@ def check_single_process() -> None:
     """Raise ValueError if there are several processes: a model without a group does not say which share a sequence."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
-            f"group must be given where there are several processes, got none of {dist.get_world_size()}; "
+            f"group must be given if there are several processes, got none with {dist.get_world_size()} processes; "
             "call ringflash.huggingface.set_group(model, group)."
         )

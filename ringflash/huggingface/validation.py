@@ -173,8 +173,9 @@ def check_model(base: nn.Module) -> None:
         mixes = isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
         if mixes and module not in ordered:
             raise NotImplementedError(
-                f"{name} must treat tokens one by one, got {type(module).__name__}, which would end with the shard; "
-                "use a model with attention, Mamba-2 layers, gated delta rules or LFM2's convolutions (docs/hybrid.md)."
+                f"{name} must treat tokens one by one, got {type(module).__name__}, which would not see tokens of "
+                "other shards; use a model with attention, Mamba-2 layers, gated delta rules or LFM2's convolutions "
+                "(docs/hybrid.md)."
             )
         if rate := getattr(module, "layerdrop", 0):
             raise NotImplementedError(
@@ -264,7 +265,7 @@ def check_rope(base: nn.Module) -> None:
     for kind in (x.get("rope_type") for x in kinds):
         if kind in LENGTH_DEPENDENT and not any(depends_on_length(module) for module in base.modules()):
             raise NotImplementedError(
-                f"rope_type must be one whose angles do not depend on the length in work, got {kind!r} and no rotary "
+                f"rope_type must be one whose angles do not depend on the input's length, got {kind!r} and no rotary "
                 "layer that says so; use yarn, llama3 or linear."
             )
 
@@ -353,7 +354,7 @@ def find_shape_error(query: Tensor, mask: Tensor | None, position_ids: Tensor | 
     """
     if mask is not None and mask.dim() != 2:
         return NotImplementedError(
-            f"attention_mask must be None, got {mask.dim()} dimensions; describe the mask by cu_seqlens, "
+            f"attention_mask must be None, got a mask of {mask.dim()} dimensions; describe the mask by cu_seqlens, "
             "sliding_window and is_causal."
         )
     rows, length = query.shape[0], query.shape[2]

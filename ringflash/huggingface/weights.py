@@ -219,7 +219,7 @@ def _unset(tensor: torch.Tensor | None) -> None:
 def _check_set(model: nn.Module, missing: Iterable[str]) -> None:
     if names := sorted(missing):
         raise NotImplementedError(
-            f"_init_weights of {type(model).__name__} must give every tensor its first values, got none for "
+            f"_init_weights of {type(model).__name__} must give every tensor its initial values, got none for "
             f"{', '.join(names[:3])}; start from a checkpoint, or correct the model's rules."
         )
 
@@ -317,8 +317,8 @@ def _read(mapping: CheckpointMap, files: dict[str, Path], tensors: dict[str, tor
     for box, part, values in _local_parts(mapping.copies, files, tensors):
         if not torch.equal(part, values.to(part)):
             raise ValueError(
-                f"tensors that tie_word_embeddings makes one must be equal in the checkpoint, got another {box.name} "
-                f"than {box.target}; set tie_word_embeddings to false."
+                "tensors tied by tie_word_embeddings must be equal in the checkpoint, got different values of "
+                f"{box.name} and {box.target}; set tie_word_embeddings to false."
             )
 
 

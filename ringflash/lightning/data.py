@@ -154,8 +154,8 @@ def _check_sampler(trainer: lightning.Trainer) -> None:
     """Refuse Lightning's samplers: they ignore data ranks, or would split an evaluation set that is already split."""
     if trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler:
         raise ValueError(
-            "use_distributed_sampler must be False with sequences that are shared out already, got True, which is "
-            "Lightning's default; pass Trainer(use_distributed_sampler=False)."
+            "use_distributed_sampler must be False with data that each rank already reads its part of, got True, which "
+            "is Lightning's default; pass Trainer(use_distributed_sampler=False)."
         )
     if trainer.overfit_batches and strategy_of(trainer).dp_size > 1:
         raise ValueError(

@@ -94,7 +94,7 @@ def check_same_batch(batch: Any, group: Group) -> None:
     sums = gather(resolved, checksum)
     if len(set(sums)) > 1:
         raise ValueError(
-            f"batch must be the same on all ranks of a ring, which each take a part of it, got {len(set(sums))} "
+            f"batch must be the same on all ranks of a ring, because each takes a part of it, got {len(set(sums))} "
             f"different ones on {len(sums)} ranks; split data over data ranks only (DistributedSampler with "
             "num_replicas=strategy.dp_size and rank=strategy.dp_rank), and seed random draws alike on them."
         )

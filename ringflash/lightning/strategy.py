@@ -70,8 +70,8 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
     ) -> None:
         if async_checkpoint and not save_distributed_checkpoint:
             raise ValueError(
-                "async_checkpoint must be False where save_distributed_checkpoint is, got True; leave it out, or write "
-                "distributed checkpoints."
+                "async_checkpoint must be False if save_distributed_checkpoint is False, got True; leave it out, or "
+                "write distributed checkpoints."
             )
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -311,9 +311,9 @@ def check_ties(module: nn.Module) -> Iterator[None]:
         for other in others:
             if module.get_parameter(other) is not module.get_parameter(first):
                 raise ValueError(
-                    f"{other} must be in the unit of {first}, whose parameter it is, got another: sharded apart, each "
-                    "would be trained separately; give both one parent with a forward that is sharded as a whole, or "
-                    "do not tie them."
+                    f"{other} must be in the same unit as {first}, to which it is tied, got another: sharded "
+                    "separately, they would also be trained separately; give both one parent with a forward, which is "
+                    "sharded as a whole, or do not tie them."
                 )
 
 

@@ -73,8 +73,8 @@ def check_interval(trainer: lightning.Trainer) -> None:
     """
     if trainer.world_size > 1 and trainer._val_check_time_interval is not None:
         raise ValueError(
-            "val_check_interval must be a number of batches with several ranks, whose clocks do not agree after which "
-            f"batch to evaluate, got {trainer._val_check_time_interval:g} s; give batches."
+            "val_check_interval must be a number of batches with several ranks, whose clocks differ, got "
+            f"{trainer._val_check_time_interval:g} s; give batches."
         )
 
 
@@ -104,6 +104,7 @@ def check_batches(numbers: Sequence[float]) -> None:
     found = {tuple(of_rank) for of_rank in ([] if group is None else gather(group, list(numbers)))}
     if len(found) > 1:
         raise ValueError(
-            "data loaders must have as many batches on every rank, got "
-            f"{' and '.join(str(list(x)) for x in sorted(found))}; drop or repeat sequences until all have as many."
+            "data loaders must have the same number of batches on every rank, got "
+            f"{' and '.join(str(list(x)) for x in sorted(found))}; drop or repeat sequences until the numbers are "
+            "equal."
         )

@@ -71,8 +71,8 @@ class HostCopies:
         event.synchronize()
         if x._version != version:
             raise RuntimeError(
-                f"inputs of layers must stay as they are for offload_checkpoints, got one of {tuple(x.shape)} that was "
-                "changed in place; let the layer write to a new tensor."
+                f"inputs of layers must not be changed in place with offload_checkpoints, got one of {tuple(x.shape)} "
+                "that was; let the layer write to a new tensor."
             )
 
     def _stream(self, device: torch.device) -> cuda.Stream:

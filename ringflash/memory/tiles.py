@@ -90,7 +90,7 @@ class _Tiled:
         parameters = _parameters(self)
         if any(hasattr(parameter, "ds_id") for parameter in parameters):
             raise NotImplementedError(
-                "mlp_tile_tokens must be 0 under DeepSpeed's ZeRO-3, which gives parameters away between forward and "
+                "mlp_tile_tokens must be 0 under DeepSpeed's ZeRO-3, which frees parameters between forward and "
                 "backward of a tile, got a tiled MLP; use ZeRO-2, or no tiles."
             )
         lent = any(not isinstance(x, nn.Parameter) and not _is_flat(x._base) for x in parameters)

@@ -100,12 +100,12 @@ def check_beside_exact(runs: Runs) -> list[Check]:
     names = [name for name in want.gradients if name in got.gradients]
     g, w = (torch.cat([seen.gradients[name].double().flatten() for name in names]) for seen in (got, want))
     return [
-        _beside("FP8 beside exact: loss", abs(got.loss / want.loss - 1), FP8_LOSS),
-        _beside("FP8 beside exact: gradients", ((g - w).norm() / w.norm()).item(), FP8_GRADIENTS),
+        _against("FP8 against exact: loss", abs(got.loss / want.loss - 1), FP8_LOSS),
+        _against("FP8 against exact: gradients", ((g - w).norm() / w.norm()).item(), FP8_GRADIENTS),
     ]
 
 
-def _beside(name: str, apart: float, limit: float) -> Check:
+def _against(name: str, apart: float, limit: float) -> Check:
     within = apart <= limit  # false for NaN
     ratio = apart / limit if apart == apart else float("inf")
     return Check(

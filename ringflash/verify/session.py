@@ -278,6 +278,6 @@ class Session:
         """Return the positions at which the output of a module (default: the last) differs between two forwards."""
         before, after = (outputs(x) for x in pair)
         if not before:
-            raise RuntimeError("a layer must put out (1, seqlen, ...), got none; see Limits in docs/verify.md.")
+            raise RuntimeError("a layer must return (1, seqlen, ...), got none; see Limits in docs/verify.md.")
         name = name or list(before)[-1]
         return changed_positions(before[name], after[name], least)

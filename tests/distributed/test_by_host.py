@@ -301,7 +301,7 @@ def test_a_group_finds_its_hosts(pool: Pool) -> None:
     for texts in pool.run(from_names, ["a", "a", "a", "a"]):  # Ulysses
         assert not texts[0] and all("num_heads must be divisible by the 4 ranks" in text for text in texts[1:])
     for texts in pool.run(from_names, ["a", "b", "a", "b"]):
-        assert all("must hold equally many ranks, numbered host by host" in text for text in texts)
+        assert all("must have the same number of ranks, numbered host by host" in text for text in texts)
 
 
 def chosen_by_auto(ctx: Context, hosts: list[str]) -> tuple[str, list[str]]:
@@ -329,7 +329,7 @@ def test_auto_takes_by_host(pool: Pool) -> None:
         assert "attention between ranks (" in four and "step 0: K/V of rank" in four
         assert "transport gloo (2 x 2 (hosts x GPUs): 3 query heads cannot be divided by 2)" in three
     for _, texts in pool.run(chosen_by_auto, ["a", "b", "b", "b"]):
-        assert all("transport gloo (all hosts of the group must hold equally many ranks" in text for text in texts)
+        assert all("gloo (all hosts of the group must have the same number of ranks" in text for text in texts)
     for _, texts in pool.run(chosen_by_auto, ["a"] * 4):
         assert all("nothing to exchange inside of several hosts" in text for text in texts)
 

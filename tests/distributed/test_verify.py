@@ -73,7 +73,7 @@ def fp8_notes(ctx: Context) -> list[str]:
     from tests.helpers import plants
 
     report = Session(plants.right_in_fp8, ctx.group, Settings(SEQLEN, torch.float32, ctx.device)).run()
-    return [check.note for check in report.checks if check.name.startswith("FP8 beside exact")]
+    return [check.note for check in report.checks if check.name.startswith("FP8 against exact")]
 
 
 def test_limits_of_fp8_are_printed(pool: Pool) -> None:

@@ -148,7 +148,7 @@ REFUSALS: dict[str, Refusal] = {
     "devices": Refusal("ValueError", "must share one device, got .*; move or cast", _another_device),
     "requires_grad": Refusal(
         "ValueError",
-        "must all require grad or none of them, got q alone; call",
+        "must all require grad or none of them, got only q; call",
         lambda c, a: a.update(q=a["q"].requires_grad_()),
     ),
     "scale": Refusal("ValueError", "softmax_scale must be positive and finite, got 0.0", _set(softmax_scale=0.0)),
@@ -182,7 +182,7 @@ REFUSALS: dict[str, Refusal] = {
         lambda c, a: a.update({x: a[x][..., :12].bfloat16().contiguous() for x in "qkv"}, impl="flash2"),
     ),
     "transport": Refusal("ValueError", "transport must be 'auto' or .*got 'pigeon'; 'auto'", _set(transport="pigeon")),
-    "other_transport": Refusal("NotImplementedError", "transport must carry tensors on", _other_transport),
+    "other_transport": Refusal("NotImplementedError", "transport must be one for tensors on", _other_transport),
     "cu_seqlens_start": Refusal("ValueError", "cu_seqlens must start at 0", _cu_seqlens(lambda n: [1, n])),
     "cu_seqlens_single": Refusal("ValueError", "cu_seqlens must start at 0 and hold two", _cu_seqlens(lambda n: [0])),
     "cu_seqlens_order": Refusal("ValueError", "cu_seqlens must ascend", _cu_seqlens(lambda n: [0, 5, 4, n])),
@@ -231,7 +231,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "balanced_over_hosts": Refusal(
         "NotImplementedError",
-        "layout must be one that nests in hosts for transport 'ulysses', got 'balanced'",
+        "layout must be 'zigzag', 'striped' or 'contiguous' with transport 'ulysses', got 'balanced'",
         lambda c, a: a.update(layout="balanced", transport="ulysses") or _cu_seqlens(lambda n: [0, n])(c, a),
     ),
     "ranks_differ_in_balanced_documents": Refusal(

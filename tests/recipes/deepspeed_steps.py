@@ -112,7 +112,7 @@ def unequal_batches(run: Run) -> None:
     module = Line()
     module.train_dataloader = lambda: torch.utils.data.DataLoader(torch.randn(1 + strategy.dp_rank, 2))  # type: ignore
     error = error_of(short_trainer(strategy).fit, module)
-    assert error.startswith("data loaders must have as many batches on every rank, got [1] and [2]"), error
+    assert error.startswith("data loaders must have the same number of batches on every rank, got [1] and [2]"), error
 
 
 class ByHand(Line):

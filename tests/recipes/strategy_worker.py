@@ -372,8 +372,8 @@ def uneven(run: Run) -> None:
         batches = torch.utils.data.DataLoader(range(1 + int(os.environ["RANK"]) // CP_SIZE))
         trainer = trainer_with(limit_val_batches=0 if name == "fit" else None)
         assert error_of(getattr(trainer, name), Idle(), batches) == (
-            "data loaders must have as many batches on every rank, got [1] and [2]; drop or repeat sequences until all "
-            "have as many."
+            "data loaders must have the same number of batches on every rank, got [1] and [2]; drop or repeat "
+            "sequences until the numbers are equal."
         )
 
 

@@ -60,6 +60,6 @@ def test_the_newest_is_the_one_that_was_completed_last(tmp_path: Path) -> None:
 
 def test_one_file_is_not_written_beside_the_training() -> None:
     """Refused before anything starts; left out, the argument follows the other one."""
-    with pytest.raises(ValueError, match="async_checkpoint must be False where save_distributed_checkpoint is"):
+    with pytest.raises(ValueError, match="async_checkpoint must be False if save_distributed_checkpoint is False"):
         ContextParallelStrategy(save_distributed_checkpoint=False, async_checkpoint=True)
     ContextParallelStrategy(save_distributed_checkpoint=False)

@@ -227,5 +227,5 @@ def test_length_that_cannot_be_cut_and_no_documents_are_refused(tmp_path: Path) 
     with pytest.raises(IndexError, match="index must be from 0 to 1, got -1; sequences end there"):
         TokenSequences(files, torch.arange(1), 2)[-1]
     assert len(list(PackedText([b"abcdefg"], 4))) == 2  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="documents must name one at least, got none; prepare more text"):
+    with pytest.raises(ValueError, match="documents must not be empty, got none; prepare more text"):
         TokenSequences(files, torch.arange(0), 4)

@@ -268,7 +268,7 @@ def test_tied_tensors_must_be_equal(tmp_path: Path) -> None:
     saved = transformers_model()
     saved.save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match="must be equal in the checkpoint, got another lm_head.weight than model.embed"
+        ValueError, match="must be equal in the checkpoint, got different values of lm_head.weight and model.embed"
     ):
         load_weights(on_meta(tie_word_embeddings=True), torch.device("cpu"), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -316,7 +316,7 @@ def test_values_that_no_rule_gives_are_refused(named: str, monkeypatch: pytest.M
             rules(self, module)
 
     monkeypatch.setattr(type(model), "_init_weights", all_but_one)
-    with pytest.raises(NotImplementedError, match="must give every tensor its first values, got none for .*; start"):
+    with pytest.raises(NotImplementedError, match="must give every tensor its initial values, got none for .*; start"):
         draw_weights(model, torch.device("cpu"), 0)
 
 

@@ -297,7 +297,7 @@ def refusals(run: Run) -> None:
             "model.blocks.0.attn must be given the q",
             varied(run.kind, positions=lambda self, tokens: torch.arange(tokens.shape[1])), {},
         ),
-        ("head.weight must be in the unit of model.embedding.weight, whose", tied(run.kind), {}),  # FSDP2 parts them
+        ("head.weight must be in the same unit as model.embedding.weight", tied(run.kind), {}),  # FSDP2 parts them
         (
             "token_loss must be given the labels of the whole sequence ([31] in its calls), got [30] over",
             varied(run.kind, step=unshifted), {},
@@ -311,7 +311,7 @@ def refusals(run: Run) -> None:
             varied(run.kind, on_before_batch_transfer=lambda self, batch, _: batch), {},
         ),
         (
-            "batch must be the same on all ranks of a ring, which each take a part of it, got 2 different",
+            "batch must be the same on all ranks of a ring, because each takes a part of it, got 2 different",
             build(run.kind), {"seed": dist.get_rank()},
         ),
         (

@@ -331,7 +331,7 @@ def test_refuses_blocks_of_tokens_that_see_one_another() -> None:
     blocks, embeds = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH, 32)
     config = build().config
     assert create_causal_mask(config, embeds, None, None, position_ids=torch.arange(LENGTH)[None] % 8) is None
-    with pytest.raises(NotImplementedError, match="overlay of the model; leave token_type_ids out"):
+    with pytest.raises(NotImplementedError, match="one that the model changes; leave token_type_ids out"):
         create_causal_mask(config, embeds, None, None, block_sequence_ids=blocks)
 
 

@@ -49,7 +49,7 @@ def test_nothing_is_counted_unasked() -> None:
     with waiting(CPU):
         time.sleep(PAUSE_S)
     assert waits.seconds() == 0
-    with pytest.raises(RuntimeError, match="one at a time"), measured(), measured():
+    with pytest.raises(RuntimeError, match="one context at a time"), measured(), measured():
         pass
     with measured():  # the refusal left nothing behind
         pass

@@ -80,7 +80,7 @@ def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.d
         return name
     if name not in ("auto", able, *HEAD_EXCHANGES):
         raise NotImplementedError(
-            f"transport must carry tensors on {device.type} ({able!r}), got {name!r}; use 'auto'."
+            f"transport must be one for tensors on {device.type} ({able!r}), got {name!r}; use 'auto'."
         )
     backend = backend_of(group, device)
     if backend != able:

@@ -165,7 +165,7 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
         if not config:
             raise ValueError(
                 f"{options.files[0]} must have model.model or model.pretrained, got neither; name the recipe that it "
-                "is laid over first."
+                "overlays first."
             )
         memory = asdict(Memory(**(model.get("memory") or {})))
         strategy, accumulated = trainer.get("strategy"), trainer.get("accumulate_grad_batches") or 1

@@ -110,7 +110,7 @@ def read_shape(model: Any) -> ReadShape:
     except Exception as error:  # the model is transformers' code
         shown = " ".join(str(error).split())[:200]
         raise NotImplementedError(
-            f"model_type must be one whose layers can be seen without numbers, got {config.model_type!r}, which raised "
+            f"model_type must be one whose layers run on torch's meta device, got {config.model_type!r}, which raised "
             f"{type(error).__name__}: {shown}; no plan counts what its layers keep."
         ) from error
     largest = max(layers, key=_size)
@@ -159,8 +159,8 @@ def _empty(config: Mapping[str, Any]) -> Any:
         ) from error
     if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
         raise NotImplementedError(
-            f"model_type must be one of a text model with model.layers, got {config['model_type']!r}; of a model with "
-            "other towers give the text_config."
+            f"model_type must be one of a text model with model.layers, got {config['model_type']!r}; for a multimodal "
+            "model, give its text_config."
         )
     huggingface.set_group(model, None)
     huggingface.CausalLMWithLoss(model, None)
