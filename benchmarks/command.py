@@ -31,16 +31,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--rows", default="", help="only rows in whose name this regular expression is found")
     parser.add_argument("--rounds", type=int | None, default=None, help="samples of each contender; null is 5")
     parser.add_argument("--nproc", type=int, help="ranks of the ring; null is all GPUs")
-    parser.add_argument("--toy", action="store_true", help="small rings over gloo: shows that it runs, and no speed")
+    parser.add_argument(
+        "--toy", action="store_true", help="small rings over gloo, which show that the benchmark runs, but no speed"
+    )
     parser.add_argument("--out", type=Path | None, default=None, help="file for the results, with machine and versions")
     parser.add_argument(
         "--baseline",
         type=Path | None,
         default=None,
-        help="earlier results; exit status 1 where a row is slower, or gone",
+        help="earlier results; exit status 1 if a row is slower or missing",
     )
     parser.add_argument(
-        "--tolerance", type=float, default=0.05, help="part of the baseline's speed that a row may lose"
+        "--tolerance", type=float, default=0.05, help="fraction of the baseline's speed that a row may lose"
     )
     parser.add_argument(
         "--plot", type=Path | None, default=None, help="picture of the results: .png, .svg or .pdf; needs matplotlib"
@@ -53,9 +55,7 @@ def run(options: Namespace) -> int:
     _check_rows(options.rows)
     _check_run(options)
     if not 0 <= options.tolerance < 1:
-        raise ValueError(
-            f"--tolerance must be a part, from 0 to below 1, got {options.tolerance:g}; five percent are 0.05."
-        )
+        raise ValueError(f"--tolerance must be a fraction from 0 to below 1, got {options.tolerance:g}; 5% is 0.05.")
     if options.plot is not None:
         _check_plot(options.plot)
         _check_written("--plot", options.plot)

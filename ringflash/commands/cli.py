@@ -19,11 +19,17 @@ import ringflash
 from ringflash.console import status_of
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
-    "bench": ("benchmarks.command", "How fast are the kernels and the ring, compared with their peers and a baseline"),
-    "doctor": ("ringflash.commands.doctor.command", "Is this machine, and every host of the job, fit for a long run"),
-    "plan": ("ringflash.commands.plan.command", "Will it fit, how long is a step, and what to change"),
-    "recipes": ("ringflash.commands.recipes", "Which recipes and launchers there are; copy them into a folder"),
-    "verify": ("ringflash.verify.command", "Does a model train over the ring as it does on one device"),
+    "bench": (
+        "benchmarks.command",
+        "Time the kernels or the ring, and compare them with their peers and with a baseline.",
+    ),
+    "doctor": ("ringflash.commands.doctor.command", "Check this machine, or every host of a job, before a long run."),
+    "plan": (
+        "ringflash.commands.plan.command",
+        "Predict whether a training fits and how long a step takes, and say what to change.",
+    ),
+    "recipes": ("ringflash.commands.recipes", "List the recipes, or copy them and their launchers into a folder."),
+    "verify": ("ringflash.verify.command", "Check that a model trains over the ring as it does on one device."),
 }
 
 ROOT = Path(ringflash.__file__).parents[1]
@@ -76,7 +82,7 @@ def _module(name: str) -> ModuleType:
 
 def _parser(wanted: str) -> ArgumentParser:
     """Return a parser with all subcommands, and the arguments of the wanted one."""
-    parser = ArgumentParser(prog="ringflash", description="Exact ring attention: look before the long run.")
+    parser = ArgumentParser(prog="ringflash", description="Commands to run before a long training over a ring.")
     commands = parser.add_subcommands()
     for name, (_, help_line) in COMMANDS.items():
         command = ArgumentParser(description=help_line)

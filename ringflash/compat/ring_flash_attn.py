@@ -33,8 +33,8 @@ _PER_DOCUMENT = (
     "llama3_flash_attn_varlen_func, or ringflash.ring_attention with cu_seqlens."
 )
 _STRIPES = (
-    "get shards of one of ringflash's layouts, got single tokens in turn; use zigzag_ring_flash_attn_func, or "
-    "ringflash.ring_attention with layout='striped'."
+    "get shards of one of ringflash's layouts, got single tokens dealt in rotation; use zigzag_ring_flash_attn_func, "
+    "or ringflash.ring_attention with layout='striped'."
 )
 _REFUSED = {
     f"{stem}{form}_func": reason

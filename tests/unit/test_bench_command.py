@@ -135,7 +135,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
         (["kernels"], "kernels must be timed on a GPU, got none; bench ring --toy runs without"),
         ([str(COMMITTED), "--rows", "hd("], "--rows must be a regular expression, got 'hd('"),
         ([str(COMMITTED), "--rows", "hd7"], "--rows must be found in the name of a row, got 'hd7'"),
-        ([str(COMMITTED), "--tolerance", "5"], "--tolerance must be a part, from 0 to below 1, got 5; five percent"),
+        ([str(COMMITTED), "--tolerance", "5"], "--tolerance must be a fraction from 0 to below 1, got 5; 5% is 0.05"),
         ([str(COMMITTED), "--out", "x.json"], "--out must be given with kernels or ring only, got"),
         ([str(COMMITTED), "--rounds", "5"], "--rounds must be given with kernels or ring only, got"),
         (["kernels", "--toy"], "--toy must be given with ring only, got 'kernels'"),

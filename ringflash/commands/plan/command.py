@@ -37,19 +37,19 @@ _RECIPE_KEYS = {  # keys that are also flags, as in training: key, help
     "model.memory.mlp_tile_tokens": "tokens whose MLP is computed at a time, 0 is all",
     "model.memory.liger": "count Liger's kernels; auto counts them if the plan can",
     "model.impl": "hopper_fp8 is attention in FP8",
-    "model.fp8_backward": "its backward: bf16, fp8_scores or fp8",
+    "model.fp8_backward": "backward of hopper_fp8: bf16, fp8_scores or fp8",
     "trainer.precision": "bf16-mixed has weights in fp32, bf16-true in bf16",
-    "trainer.accumulate_grad_batches": "sequences of a step in turn",
+    "trainer.accumulate_grad_batches": "sequences that a ring computes one after the other in a step",
 }
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the model, the sequence, the machine, and the keys of a recipe."""
-    words = "checkpoint directory or config.json; or a recipe (.yaml) and those laid over it, with a length"
+    words = "checkpoint directory or config.json; or a recipe (.yaml) and its overlays"
     parser.add_argument("files", type=Path, nargs="+", help=words)
     parser.add_argument("--seqlen", type=str, help="tokens of a sequence: 1048576, 1024k or 1m; null is the recipe's")
     parser.add_argument(
-        "--gpus", type=int, help="GPUs in all; null is as many as the recipe has share a sequence, or 8"
+        "--gpus", type=int, help="number of GPUs; null is as many as share a sequence in the recipe, else 8"
     )
     parser.add_argument("--gpus_per_host", type=int, default=8, help="GPUs of a host")
     parser.add_argument("--gpu", choices=list(GPUS), default="H200", help="kind of GPU")
@@ -58,7 +58,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--visible", type=float, default=1.0, help=words)
     for key, words in _RECIPE_KEYS.items():
         parser.add_argument(f"--{key}", type=Any, help=f"{words}; null is the recipe's")
-    parser.add_class_arguments(Rates, "rates", help="assumptions, also as a file of them; the plan prints all")
+    parser.add_class_arguments(Rates, "rates", help="assumptions, one by one or as a file; every plan prints them")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -245,7 +245,7 @@ def _print(plan: dict[str, Any]) -> None:
         f"MFU {100 * plan['mfu']:.0f}%{of_fp8} (attention's backward counts as twice its forward, recomputation not)"
     )
     if plan["host_memory_bytes"]:
-        out.print(f"kept in the memory of a host, in addition: {plan['host_memory_bytes'] / GIB:.0f} GiB")
+        out.print(f"memory of a host for offloaded checkpoints: {plan['host_memory_bytes'] / GIB:.0f} GiB")
     if plan["network_bytes"]:
         out.print(f"K, V and gradients that a NIC receives in a step: {plan['network_bytes'] / GIB:.1f} GiB")
     out.print(f"longest sequence that fits: {plan['longest_sequence']:,} tokens")
@@ -257,7 +257,9 @@ def _print(plan: dict[str, Any]) -> None:
     for line in _verdict(plan):
         out.print(line)
     if (computed := model["computed_parameters"] / model["matmul_parameters"]) > 1.01:
-        out.print(f"its code also computes experts for tokens of others: {computed:.1f} times the products of MFU")
+        out.print(
+            f"its code also computes experts for other tokens than theirs: {computed:.1f} times the products of MFU"
+        )
     out.print("assumed: " + ", ".join(f"{name} {value:g}" for name, value in machine["rates"].items()))
 
 
@@ -277,11 +279,13 @@ def _verdict(plan: dict[str, Any]) -> list[str]:
     if "changes" in remedy:
         changes = ", and ".join(remedy["changes"])
         kept = remedy["host_memory_bytes"]
-        of_host = f", and the memory of a host keeps {kept / GIB:.0f} GiB" if kept else ""
+        of_host = f", and needs {kept / GIB:.0f} GiB of a host's memory" if kept else ""
         lines.append(f"cheapest change: {changes}; a step then takes {remedy['seconds']:.1f} s{of_host}")
-        lines.append(f"  to plan it or to train so, add: {remedy['flags']}")
+        lines.append(f"  to plan or train with it, add: {remedy['flags']}")
     if remedy["gpus"]:
-        lines.append(f"unchanged it fits over {remedy['gpus']} GPUs: --gpus {remedy['gpus']} --cp {remedy['cp']}")
+        lines.append(
+            f"without a change it fits over {remedy['gpus']} GPUs: --gpus {remedy['gpus']} --cp {remedy['cp']}"
+        )
     if len(lines) == 1:
         shorter = "shorten the sequence" if plan["longest_sequence"] else "take more GPUs, or a smaller model"
         lines.append(f"no change known here makes it fit; {shorter}")
