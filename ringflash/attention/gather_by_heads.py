@@ -142,8 +142,9 @@ class HeadGather:
                     self.memory.join()
                     self.memory.wait(*self.queries)
                 raise
-        for mask in masks:
-            mask.cached(key, lambda: True)
+        if not known:
+            for mask in masks:
+                mask.cached(key, lambda: True)
 
 
 class UnitWork:
@@ -153,6 +154,8 @@ class UnitWork:
         call: the call.
         gathered: its K/V.
         q: (batch, seqlen_local, num_heads, head_dim).
+    Attributes:
+        seen: indices of the blocks that hold a key which this rank sees; only their units have a kernel.
     """
 
     pass_name = ""
@@ -207,7 +210,7 @@ class ForwardUnits(UnitWork):
         out = self.out[:, :, heads]
         carried = self.carried[unit.section] if self.carried else out
         kept = {} if self.row_max is None else {"row_max": self.row_max[:, heads]}
-        operands, mask = self.gathered.keys_values(index), self.call.blocks[unit.block].mask
+        operands, mask = self.gathered.keys_values[index], self.call.blocks[unit.block].mask
         self.forward(
             self.q[:, :, heads], *operands, mask, self.call.softmax_scale,
             out=out if unit.block == self.seen[-1] else carried, lse=self.lse[:, heads],
@@ -261,7 +264,7 @@ class BackwardUnits(UnitWork):
     def _launch(self, index: int, unit: Unit) -> None:
         mask, stage = self.call.blocks[unit.block].mask, self.returned.stages[index]
         add = self.gathered.operands.add(self.passes[unit.section % 2])
-        add(*self.gathered.keys_values(index), mask, *stage, accumulate=False)
+        add(*self.gathered.keys_values[index], mask, *stage, accumulate=False)
 
     def finish_queries(self, section: int) -> None:
         """Cast the dQ of a section."""

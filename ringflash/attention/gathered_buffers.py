@@ -66,8 +66,9 @@ class GatheredKV:
         )
         self.area_lines = (rows if self.buffered else blocks[0].capacity) // operands.keys
         self._map_areas(k)
-        self.slots = self._buffers(k) if self.buffered else self._own_slots()
-        self.pulls = [self._pulls(unit, slot) for unit, slot in zip(self.units, self.slots, strict=True)]
+        slots = self._buffers(k) if self.buffered else self._own_slots()
+        self.keys_values = [operands.unpack(slot) for slot in slots]  # by unit, as kernels take them
+        self.pulls = [self._pulls(unit, slot) for unit, slot in zip(self.units, slots, strict=True)]
         self.sends = [self._sends(unit) for unit in self.units]
         for unit, pulls, sends in zip(self.units, self.pulls, self.sends, strict=True):
             if unit.section == 0:
@@ -123,13 +124,13 @@ class GatheredKV:
             call_numbers.expect(self.memory.group, token, call, on_host, senders)
         return token
 
-    def keys_values(self, index: int) -> tuple[torch.Tensor, ...]:
-        """Return K and V of a unit, (batch, rows gathered, heads of the section, head_dim), or its records."""
-        return self.operands.unpack(self.slots[index])
-
     def query_heads(self, section: int) -> slice:
         """Return the query heads that share the K/V of a section."""
         return slice(self.first_heads[section] * self.group, self.first_heads[section + 1] * self.group)
+
+    def pull_order(self, rank: int) -> tuple[bool, bool, int]:
+        """Return the sort key of a rank: from the next one round to this one, whose own pieces are last."""
+        return rank <= self.memory.rank, rank == self.memory.rank, rank
 
     def _map_areas(self, k: torch.Tensor) -> None:
         """Reserve the area, map those of the owners, and view K/V and call numbers in them."""
@@ -176,7 +177,7 @@ class GatheredKV:
     def _pulls(self, unit: Unit, slot: torch.Tensor) -> list[Incoming]:
         """List the K/V that arrive for a unit, from the next rank on: ranks must not all read from rank 0 first."""
         pulls = []
-        for piece in sorted(self.blocks[unit.block].pieces, key=lambda piece: self._distance(piece.owner)):
+        for piece in sorted(self.blocks[unit.block].pieces, key=lambda piece: self.pull_order(piece.owner)):
             if (unit.stage is None or not self.buffered) and piece.owner == self.memory.rank:
                 continue
             area = self._areas[piece.owner]
@@ -202,7 +203,7 @@ class GatheredKV:
         """Add the call numbers, which travel with the first section of each block."""
         owners = sorted({piece.owner for piece in block.pieces} - {self.memory.rank})
         pulls += [Incoming(self.words.slot_of(owner), owner, self._numbers[owner]) for owner in owners]
-        pulls.sort(key=lambda pull: self._distance(pull.rank))
+        pulls.sort(key=lambda pull: self.pull_order(pull.rank))
         readers = {reader.rank for readers in block.readers for reader in readers}
         sends += [Outgoing(self.words.own, reader) for reader in sorted(readers - {self.memory.rank})]
 
@@ -235,10 +236,6 @@ class GatheredKV:
     def _area_row(self, piece: Piece) -> int:
         """Return the first row of a piece in its owner's area."""
         return piece.start if self.buffered else piece.owner_row
-
-    def _distance(self, owner: int) -> tuple[bool, bool, int]:
-        """Return the sort key of an owner: from the next rank round to this one, whose own pieces are last."""
-        return owner <= self.memory.rank, owner == self.memory.rank, owner
 
 
 def split_heads(

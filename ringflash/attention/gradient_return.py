@@ -164,7 +164,7 @@ class GradientReturn:
         block: Gathering,
     ) -> list[Incoming]:
         """List the gradients of this rank's rows that arrive from readers, in the order of K/V."""
-        pulls, rank, batch = [], self.memory.rank, self._batch
+        pulls, batch = [], self._batch
         for part, row, segment in zip(received, readers, block.segments, strict=True):
             targets = part.view(len(row), batch, segment.size, *part.shape[1:])
             for target, reader in zip(targets, row, strict=True):
@@ -172,7 +172,7 @@ class GradientReturn:
                 for sequence in range(batch):
                     source = None if stage is None else stage[sequence, reader.row :][: segment.size]
                     pulls.append(Incoming(target[sequence], reader.rank, source))
-        return sorted(pulls, key=lambda pull: (pull.rank <= rank, pull.rank))
+        return sorted(pulls, key=lambda pull: self.gathered.pull_order(pull.rank))
 
     def _sends(self, own: torch.Tensor, block: Gathering) -> list[Outgoing]:
         """List the gradients that other owners receive."""

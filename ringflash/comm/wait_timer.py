@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -72,11 +72,6 @@ def measuring() -> bool:
     return _measured is not None
 
 
-@contextmanager
-def waiting(device: torch.device) -> Iterator[None]:
+def waiting(device: torch.device) -> AbstractContextManager[None]:
     """Count the enclosed code as waiting, not compute. Negligible cost unless `measured()` is active."""
-    if _measured is None or capturing(device):
-        yield
-    else:
-        with _measured.add(device):
-            yield
+    return nullcontext() if _measured is None or capturing(device) else _measured.add(device)
