@@ -14,15 +14,13 @@ import torch
 from ringflash.attention import sections
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering, Piece
-from ringflash.attention.sections import HEADER_BYTES, Unit, buffer_heads
+from ringflash.attention.sections import Unit, buffer_heads
 from ringflash.comm import call_numbers
-from ringflash.comm.call_numbers import CallNumber, Words
+from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Token
-from ringflash.comm.transport.peer_memory import Incoming, Outgoing, PeerMemory
+from ringflash.comm.transport.peer_memory import BEGIN, PULLED, Incoming, Outgoing, PeerMemory
 from ringflash_kernels.api import publish, publish_records
-
-BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
 
 
 class GatheredKV:
@@ -252,4 +250,4 @@ def _number_and_kv(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the number of the call and the K/V in a rank's area; None if the area cannot be mapped."""
     area = memory.view("kv", owner, (HEADER_BYTES + size * dtype.itemsize,), torch.uint8)
-    return (None, None) if area is None else (area[:8].view(torch.int64), area[HEADER_BYTES:].view(dtype))
+    return (None, None) if area is None else (word_in(area), area[HEADER_BYTES:].view(dtype))

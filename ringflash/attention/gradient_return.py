@@ -7,12 +7,12 @@ from itertools import accumulate
 import torch
 
 from ringflash.attention import sections
-from ringflash.attention.gathered_buffers import FREE, READY, GatheredKV, split_heads
+from ringflash.attention.gathered_buffers import GatheredKV, split_heads
 from ringflash.attention.schedule import Gathering, Reader
 from ringflash.attention.sections import Unit, buffer_heads
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Token
-from ringflash.comm.transport.peer_memory import Incoming, Outgoing
+from ringflash.comm.transport.peer_memory import FREE, READY, Incoming, Outgoing
 from ringflash_kernels.api import collect, state_dtype
 
 

@@ -19,13 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringflash.attention.gathered_buffers import BEGIN
-from ringflash.attention.sections import HEADER_BYTES
 from ringflash.comm import call_numbers
-from ringflash.comm.call_numbers import CallNumber, Words
+from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
 from ringflash.comm.transport import PeerMemory, Transport, buffer
 from ringflash.comm.transport.lanes import Token
-from ringflash.comm.transport.peer_memory import Incoming, Outgoing
+from ringflash.comm.transport.peer_memory import BEGIN, Incoming, Outgoing
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash.sequence.layout import chunks_of_rank
@@ -153,7 +151,7 @@ class AllToAll:
         assert own is not None
         self.received = self._tensors(buffer("heads", (num_bytes,), torch.uint8, device), not self.to_host)
         self.own = self._tensors(own, self.to_host)
-        self.words = Words(own[:8].view(torch.int64), [peer for peer in areas if peer != memory.rank], device)
+        self.words = Words(word_in(own), [peer for peer in areas if peer != memory.rank], device)
         self.moves = self._list_transfers(memory, areas, num_first)
 
     def _list_transfers(
@@ -177,7 +175,7 @@ class AllToAll:
                     pieces = self._pieces(self.own[index], peer, self.to_host)
                     sends[later].extend(Outgoing(x, peer) for x in pieces)
             if peer != rank and self.to_host:
-                number = None if theirs is None else theirs[:8].view(torch.int64)
+                number = None if theirs is None else word_in(theirs)
                 pulls[0].append(Incoming(self.words.slot_of(peer), peer, number))
                 sends[0].append(Outgoing(self.words.own, peer))
         return [memory.make_transfer(*both, f"exchanged {self.area}") for both in zip(pulls, sends, strict=True)]

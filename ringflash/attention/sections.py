@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from ringflash.comm.call_numbers import HEADER_BYTES
 from ringflash.comm.transport import MessageMemory
 from ringflash_kernels.api import state_dtype
 
 GIB, MIB = 1 << 30, 1 << 20
-HEADER_BYTES = 256  # of an area, before its K/V: the number of the call; K/V need this alignment
 MAX_UNBUFFERED_KV_BYTES = 2 * GIB  # gather the K/V of all heads into one area if they fit; otherwise double-buffer
 MIN_SECTION_PAIRS = 1 << 18  # query heads * keys. A smaller section takes the host longer than the GPU
 MAX_GATHER_BYTES = 12 * GIB  # buffers of a call of one block; beyond, it is cut into blocks

@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from ringflash.comm.cuda_graphs import capturing
 
+HEADER_BYTES = 256  # of an area, before its tensors, which need this alignment: the word of the call
+
 
 class CallNumber(NamedTuple):
     """Number of a call among all forward and backward calls of its group, counted from 1.
@@ -128,6 +130,11 @@ def begin(group: dist.ProcessGroup | None) -> None:
     """Count a call that starts now."""
     if group is not None:
         _calls(group).count += 1
+
+
+def word_in(area: torch.Tensor) -> torch.Tensor:
+    """Return the word of the call in the header of an area, as a view: (1,), int64."""
+    return area[:8].view(torch.int64)
 
 
 class Words:

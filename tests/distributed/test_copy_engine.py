@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from ringflash.attention import gathered_buffers, schedule, sections
+from ringflash.attention import schedule, sections
 from ringflash.attention.sections import Sections
 from ringflash.comm import call_numbers, transport
+from ringflash.comm.transport import peer_memory
 from ringflash.comm.transport.buffers import buffer
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import ring_check
@@ -162,7 +163,7 @@ def test_buffers_are_kept_counted_and_released(ctx: Context, turns: bool) -> Non
     """
     head = 2 * (3 * 2 * 8) * Case().head_dim * 8
     shard = head * KV_HEADS // 3
-    held = (2 * head + shard if turns else KV_HEADS * head) + 2 * head + head * 2 // 3 + sections.HEADER_BYTES
+    held = (2 * head + shard if turns else KV_HEADS * head) + 2 * head + head * 2 // 3 + call_numbers.HEADER_BYTES
     case = Case(num_heads=KV_HEADS, num_kv_heads=KV_HEADS, causal=False)
     with copy_engine(), taking_turns(turns):
         for chunks in ((8, 3), (8,)):
@@ -239,9 +240,9 @@ def one_buffer(name: str, *args: Any) -> torch.Tensor:
 
 def late_at_home(self: SharedMemory, channel: int) -> None:
     """Nobody waits until all have collected their gradients, and one rank is slow to."""
-    if channel != gathered_buffers.FREE:
+    if channel != peer_memory.FREE:
         _barrier(self, channel)
-    if channel == gathered_buffers.READY and self.rank == 0:
+    if channel == peer_memory.READY and self.rank == 0:
         time.sleep(5 * DELAY_S)
 
 
@@ -259,8 +260,8 @@ PLANTS: dict[str, dict[str, object]] = {
     "nothing": {},
     "nothing, by turns": _TURNS,
     "nothing, of three stages": _STAGES,
-    "begin": {BARRIER: without(gathered_buffers.BEGIN)},
-    "ready": {BARRIER: without(gathered_buffers.READY)},
+    "begin": {BARRIER: without(peer_memory.BEGIN)},
+    "ready": {BARRIER: without(peer_memory.READY)},
     "free": {BARRIER: late_at_home},
     "free, of three stages": {BARRIER: late_at_home, **_STAGES},
     "second buffer": {"ringflash.attention.gathered_buffers.buffer": one_buffer, LANES: _COMPUTE, **_TURNS},
@@ -341,7 +342,7 @@ def forwards_agree(ctx: Context, pulled: bool) -> bool:
         if ctx.rank == 0:
             patches.enter_context(mock.patch(LANES, slow_lanes("pull")))
         if not pulled:
-            patches.enter_context(mock.patch(BARRIER, without(gathered_buffers.PULLED)))
+            patches.enter_context(mock.patch(BARRIER, without(peer_memory.PULLED)))
         got = outputs()
     transport._open.clear()
     return all(map(torch.equal, got, want))

@@ -25,6 +25,8 @@ from ringflash.comm.group import HostSplit, this_host
 from ringflash.comm.transport.copies import Copies
 from ringflash.comm.transport.lanes import Lanes, T, Token
 
+BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
+
 
 class NoPeerMemory(RuntimeError):
     """Raised on every rank of the group, after the ranks have compared their hosts, GPUs and errors."""
