@@ -173,13 +173,33 @@ def begin_backward(
         row_max: the tensor that `attention_forward` wrote. "fp8" needs it, or probabilities of long rows would round
             to 0.
     """
-    backward = implementation(impl, q, q, q).begin_backward
+    implementation(impl, q, q, q)
     check_fp8_backward(impl, fp8_backward, q.shape[-1], deterministic)
     if row_max is not None:
         _checked_row_max(impl, lse, row_max)
+    return begin_checked_backward(
+        dout, q, out, lse, impl=impl, softmax_scale=_scale(q, softmax_scale), dlse=dlse, deterministic=deterministic,
+        fp8_backward=fp8_backward, row_max=row_max,
+    )  # fmt: skip
+
+
+def begin_checked_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    impl: str,
+    softmax_scale: float,
+    dlse: torch.Tensor | None,
+    deterministic: bool,
+    fp8_backward: str,
+    row_max: torch.Tensor | None,
+) -> BackwardPass:
+    """Start a backward pass as `begin_backward` does, with inputs that the caller has checked."""
     options = {"products": fp8_backward, "row_max": row_max} if impl in _ROUNDED else {}
-    scale = _scale(q, softmax_scale)
-    return backward(dout, q, out, lse, softmax_scale=scale, dlse=dlse, deterministic=deterministic, **options)
+    begin = kernels_of(impl).begin_backward
+    return begin(dout, q, out, lse, softmax_scale=softmax_scale, dlse=dlse, deterministic=deterministic, **options)
 
 
 def rounds(impl: str) -> bool:
@@ -280,7 +300,7 @@ def publish(
         row_map: (rows,), int32: the row of the area that each row is copied to.
         area_rows: rows of the area for one sequence of the batch.
     """
-    fused = getattr(_module(impl), "publish", None)
+    fused = getattr(kernels_of(impl), "publish", None)
     if fused is not None and k.stride(-1) == v.stride(-1) == 1:
         fused(k, v, area, head_offsets, row_map, area_rows)
         return
@@ -301,7 +321,7 @@ def publish_records(
         area: flat, uint8, an array of records.
         numbers: (batch, blocks of KEYS_OF_RECORD rows, num_kv_heads), int64: number of each record in the area.
     """
-    records = _module(impl).quantise_kv(k, v, for_backward=for_backward)
+    records = kernels_of(impl).quantise_kv(k, v, for_backward=for_backward)
     size = records.shape[-1]
     area.view(torch.int64).view(-1, size // 8)[numbers] = records.view(torch.int64)
 
@@ -326,7 +346,7 @@ def collect(
         dk, dv: (batch, rows, heads, head_dim), any dtype; dv possibly narrower.
     """
     own, others = own.flatten(3), others.flatten(2)
-    fused = getattr(_module(impl), "collect", None)
+    fused = getattr(kernels_of(impl), "collect", None)
     if fused is not None:
         fused(own, others, sources, dk, dv)
         return
@@ -341,13 +361,16 @@ def collect(
     dv.copy_(total[..., dk.shape[3] :])
 
 
+_NO_GUARD = nullcontext()
+
+
 def device_guard(device: torch.device) -> AbstractContextManager:
     """Make `device` the current GPU inside the context: launches, streams and events go to the current one.
 
     Do nothing for a CPU or if `device` is current already, which is cheaper than `torch.cuda.device`.
     """
     if device.index is None or device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _NO_GUARD
     return torch.cuda.device(device)
 
 
@@ -355,7 +378,7 @@ def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:
     """Choose the implementation for "auto": the fastest that can take these inputs."""
     refused: list[str] = []
     for impl in _AUTOMATIC:
-        problem = _module(impl).unsupported(q, k, v)
+        problem = kernels_of(impl).unsupported(q, k, v)
         if problem is None:
             return Choice(impl, "; ".join(refused) or f"{q.device.type}, {q.dtype}, head_dim {q.shape[-1]}")
         refused.append(f"{impl} cannot take {problem}")
@@ -371,13 +394,13 @@ def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
         able = [name for name in IMPLS if name not in _ROUNDED and _is_able(name, q, k, v)]
         remedy = f"use one of {able}" if able else "cast them"
         raise NotImplementedError(f"impl={impl!r} must be able to take the inputs, got {problem}; {remedy}.")
-    return _module(impl)
+    return kernels_of(impl)
 
 
 def _unsupported(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     if impl in _ROUNDED and k.shape[-1] != v.shape[-1]:
         return f"values of {v.shape[-1]} columns for keys of {k.shape[-1]} (equally wide)"
-    return _module(impl).unsupported(q, k, v)
+    return kernels_of(impl).unsupported(q, k, v)
 
 
 def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
@@ -484,5 +507,6 @@ def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
 
 
 @functools.cache
-def _module(impl: str) -> ModuleType:
+def kernels_of(impl: str) -> ModuleType:
+    """Return the module of an implementation, whatever it can take; `implementation` checks that."""
     return importlib.import_module(_MODULES[impl])

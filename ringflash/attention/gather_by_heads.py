@@ -42,7 +42,7 @@ from ringflash.comm.transport.peer_memory import PeerMemory
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
-from ringflash_kernels.api import BackwardPass, begin_backward, implementation, out_shape, state_dtype
+from ringflash_kernels.api import BackwardPass, begin_checked_backward, kernels_of, out_shape, state_dtype
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class HeadGather:
         key = ("gather_by_heads", work.pass_name, self.impl, self.deterministic, *work.gathered.widths, device)
         known = all(mask.is_cached(key) for mask in masks)
         in_order = not known or measuring()  # the first section builds tables that the others reuse
-        with watching(self.memory, work.pass_name, device) as watched:
+        with self.memory.on_one_stream(), watching(self.memory, work.pass_name, device) as watched:
             try:
                 run_units(work, watched, in_order)
             except BaseException:
@@ -161,7 +161,7 @@ class UnitWork:
     pass_name = ""
 
     def __init__(self, call: HeadGather, gathered: GatheredKV, q: torch.Tensor) -> None:
-        self.call, self.gathered, self.q = call, gathered, q
+        self.call, self.gathered, self.q = call, gathered, gathered.by_section(q, 2)
         self.seen = [block for block, keys in enumerate(call.blocks) if keys.mask.regions]
 
     def compute(self, index: int, *needed: Token) -> None:
@@ -199,30 +199,34 @@ class ForwardUnits(UnitWork):
         row_max: torch.Tensor | None,
     ) -> None:
         super().__init__(call, gathered, q)
-        self.out, self.lse, self.row_max = out, lse, row_max
-        self.forward = gathered.operands.forward(implementation(call.impl, q, q, q))
+        self.out, self.lse = gathered.by_section(out, 2), gathered.by_section(lse, 1)
+        self.row_max = None if row_max is None else gathered.by_section(row_max, 1)
+        self.forward = gathered.operands.forward(kernels_of(call.impl))
         self.options = kernel_options(call.impl, transport_name(call.memory), q.device)
         single = len(self.seen) == 1 or q.dtype == lse.dtype
-        self.carried = [] if single else self._states(lse.dtype)
+        self.carried = [] if single else self._states(out.shape, lse.dtype)
 
     def _launch(self, index: int, unit: Unit) -> None:
-        heads = self.gathered.query_heads(unit.section)
-        out = self.out[:, :, heads]
-        carried = self.carried[unit.section] if self.carried else out
-        kept = {} if self.row_max is None else {"row_max": self.row_max[:, heads]}
+        section, out = unit.section, self.out[unit.section]
+        carried = self.carried[section] if self.carried else out
+        kept = {} if self.row_max is None else {"row_max": self.row_max[section]}
         operands, mask = self.gathered.keys_values[index], self.call.blocks[unit.block].mask
         self.forward(
-            self.q[:, :, heads], *operands, mask, self.call.softmax_scale,
-            out=out if unit.block == self.seen[-1] else carried, lse=self.lse[:, heads],
+            self.q[section], *operands, mask, self.call.softmax_scale,
+            out=out if unit.block == self.seen[-1] else carried, lse=self.lse[section],
             acc=None if unit.block == self.seen[0] else carried, **kept, **self.options,
         )  # fmt: skip
 
-    def _states(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return memory for the output of each section: (batch, seqlen_local, heads of the section, head_dim)."""
-        batch, rows, _, head_dim = self.out.shape
+    def _states(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return memory for the output of each section: (batch, seqlen_local, heads of the section, head_dim).
+
+        Args:
+            shape: shape of the whole output.
+        """
+        batch, rows, _, head_dim = shape
         heads = [count * self.gathered.group for count in self.gathered.heads]
         states = [
-            buffer(f"out.{index}", (batch * rows * most * head_dim,), dtype, self.q.device)
+            buffer(f"out.{index}", (batch * rows * most * head_dim,), dtype, self.gathered.device)
             for index, most in enumerate(sections.buffer_heads(tuple(heads)))
         ]
         return [
@@ -246,19 +250,24 @@ class BackwardUnits(UnitWork):
         grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         super().__init__(call, gathered, q)
-        self.returned, self.grads = returned, grads
-        self.dout, self.dlse, self.out, self.lse, self.row_max = saved
+        dout, dlse, out, lse, row_max = saved
+        self.returned, self.dq = returned, gathered.by_section(grads[0], 2)
+        self.dk, self.dv = (x.split_with_sizes(gathered.heads, 2) for x in grads[1:])
+        self.dout, self.out = (gathered.by_section(x, 2) for x in (dout, out))
+        self.lse = gathered.by_section(lse, 1)
+        self.dlse, self.row_max = (
+            (None,) * len(gathered.heads) if x is None else gathered.by_section(x, 1) for x in (dlse, row_max)
+        )
         self.passes: dict[int, BackwardPass] = {}
 
     def begin(self, section: int) -> None:
         """Compute the row sums of dO and O, and make fp32 zeros for dQ."""
-        heads, slot = self.gathered.query_heads(section), section % 2
+        call, slot = self.call, section % 2
         self.passes.pop(slot, None)  # the section before the previous one, which has ended: free its fp32 dQ first
-        self.passes[slot] = begin_backward(
-            self.dout[:, :, heads], self.q[:, :, heads], self.out[:, :, heads], self.lse[:, heads],
-            impl=self.call.impl, softmax_scale=self.call.softmax_scale,
-            dlse=None if self.dlse is None else self.dlse[:, heads], deterministic=self.call.deterministic,
-            fp8_backward=self.call.fp8_backward, row_max=None if self.row_max is None else self.row_max[:, heads],
+        self.passes[slot] = begin_checked_backward(
+            self.dout[section], self.q[section], self.out[section], self.lse[section], impl=call.impl,
+            softmax_scale=call.softmax_scale, dlse=self.dlse[section], deterministic=call.deterministic,
+            fp8_backward=call.fp8_backward, row_max=self.row_max[section],
         )  # fmt: skip
 
     def _launch(self, index: int, unit: Unit) -> None:
@@ -268,11 +277,11 @@ class BackwardUnits(UnitWork):
 
     def finish_queries(self, section: int) -> None:
         """Cast the dQ of a section."""
-        self.passes[section % 2].finish(self.grads[0][:, :, self.gathered.query_heads(section)])
+        self.passes[section % 2].finish(self.dq[section])
 
     def return_gradients(self, index: int) -> None:
         """Return dK and dV of a unit to their owners; receive and add up those of this rank's keys."""
-        self.returned.collect(index, *self.grads[1:], self.call.impl)
+        self.returned.collect(index, self.dk, self.dv, self.call.impl)
 
     def finish(self, index: int) -> None:
         """Cast the dQ of the section of a unit, its last one, and return dK and dV of the unit."""
@@ -345,6 +354,9 @@ def _do_nothing() -> None:
     """Do nothing, in a lane that only waits."""
 
 
+_NO_RANGE = nullcontext()
+
+
 def profiler_range(name: str) -> AbstractContextManager[object]:
     """Return a range for a profiler, empty without one: a range costs the host 13 µs."""
-    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
+    return record_function(name) if torch.autograd._profiler_enabled() else _NO_RANGE

@@ -122,9 +122,9 @@ class GatheredKV:
             call_numbers.expect(self.memory.group, token, call, on_host, senders)
         return token
 
-    def query_heads(self, section: int) -> slice:
-        """Return the query heads that share the K/V of a section."""
-        return slice(self.first_heads[section] * self.group, self.first_heads[section + 1] * self.group)
+    def by_section(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+        """Return views of x, which has all query heads along `dim`: for each section those that share its K/V."""
+        return x.split_with_sizes([count * self.group for count in self.heads], dim)
 
     def pull_order(self, rank: int) -> tuple[bool, bool, int]:
         """Return the sort key of a rank: from the next one round to this one, whose own pieces are last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -100,10 +101,13 @@ class GradientReturn:
             return []
         return [ended[stage - self.num_buffers]]
 
-    def collect(self, index: int, dk: torch.Tensor, dv: torch.Tensor, impl: str) -> None:
+    def collect(self, index: int, dk: Sequence[torch.Tensor], dv: Sequence[torch.Tensor], impl: str) -> None:
         """If a batch of returns ends with this unit, pull its gradients and sum dk and dv of its heads.
 
         Gradients are copied before they are added: an addition that reads a peer's memory would hold SMs for as long.
+
+        Args:
+            dk, dv: the heads of each section.
         """
         last = self.gathered.units[index].stage
         batch = () if last is None else self.batches.get(last, ())
@@ -114,9 +118,8 @@ class GradientReturn:
             if stage == last and batch[0] + self.num_buffers < len(self._units):
                 self.memory.barrier(FREE)  # the last buffers are free after the next call's BEGIN
             unit, (own, partial) = self._units[stage], self.sums[stage]
-            heads = slice(*self.gathered.first_heads[unit.section : unit.section + 2])
             final = unit.block == len(self.gathered.blocks) - 1
-            sums = (dk[:, :, heads], dv[:, :, heads]) if final else own.split(self.gathered.widths, 3)
+            sums = (dk[unit.section], dv[unit.section]) if final else own.split(self.gathered.widths, 3)
             collect(impl, own, partial, self.sources[unit.block], self.max_readers[unit.block], *sums)
 
     def _map_areas(self) -> None:

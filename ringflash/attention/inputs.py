@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,12 +75,16 @@ def make_addressable(x: Tensor) -> Tensor:
     """Return x if kernels can read it: unit stride along head_dim, others multiples of 16 bytes. Otherwise copy it."""
     if x.dim() != 4:
         return x  # `check_inputs` raises later
-    strides, itemsize = x.stride(), x.element_size()
-    if strides[3] == 1 and x.data_ptr() % 16 == 0:
-        outer = zip(strides[:3], x.shape, strict=False)
-        if all(size <= 1 or (stride > 0 and stride * itemsize % 16 == 0) for stride, size in outer):
-            return x
+    if x.data_ptr() % 16 == 0 and _are_addressable(x.shape, x.stride(), x.dtype.itemsize):
+        return x
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() does not copy a contiguous view
+
+
+@lru_cache(maxsize=256)
+def _are_addressable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Return True if kernels can read a tensor with these strides."""
+    outer = zip(strides[:3], shape, strict=False)
+    return strides[3] == 1 and all(size <= 1 or (stride > 0 and stride * itemsize % 16 == 0) for stride, size in outer)
 
 
 def document_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:

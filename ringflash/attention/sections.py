@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
@@ -205,6 +206,7 @@ def gather_bytes(shape: Shape, num_heads: int, keys: int, returned_rows: int, pa
     return HEADER_BYTES + row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
 
 
+@lru_cache(maxsize=64)
 def _growing_sections(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
     """Divide heads into few sections, each at most `hiding` times the previous one, whose kernel hides its pull."""
     for count in range(2, 5):

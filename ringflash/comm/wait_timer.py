@@ -72,6 +72,9 @@ def measuring() -> bool:
     return _measured is not None
 
 
+_NOTHING = nullcontext()
+
+
 def waiting(device: torch.device) -> AbstractContextManager[None]:
     """Count the enclosed code as waiting, not compute. Negligible cost unless `measured()` is active."""
-    return nullcontext() if _measured is None or capturing(device) else _measured.add(device)
+    return _NOTHING if _measured is None or capturing(device) else _measured.add(device)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 from uuid import uuid4
@@ -61,6 +61,9 @@ class Threads:
     def wait(self, *tokens: Later) -> None:
         for token in tokens:
             token.wait()
+
+    def on_one_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def join(self) -> None:
         self.wait(*(Later(lane.submit(lambda: None)) for lane in self.threads.values()))

@@ -44,7 +44,7 @@ def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
     q, block, gathered = torch.zeros(1, 4, 2, 16), mock.Mock(), mock.MagicMock()
     call = HeadGather((block,), mock.Mock(), "hopper", 1.0, False)
     with (
-        mock.patch.object(gather_by_heads, "implementation", mock.Mock()),
+        mock.patch.object(gather_by_heads, "kernels_of", mock.Mock()),
         mock.patch.object(gather_by_heads, "transport_name", lambda _: "nccl"),
         mock.patch("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
     ):

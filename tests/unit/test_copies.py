@@ -17,6 +17,7 @@ from ringflash.comm.transport.copies import Copies
 from ringflash.comm.transport.peer_memory import Incoming, SymmetricMemory
 
 CPU = torch.device("cpu")
+STREAM: Any = SimpleNamespace(cuda_stream=7)
 
 
 class Driver:
@@ -40,7 +41,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(copies, "_driver_batch", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: STREAM)
     return driver
 
 
@@ -54,7 +55,7 @@ def test_one_call_for_all(driver: Driver) -> None:
     pairs = pieces(7)
     copy = Copies(pairs, CPU)
     for _ in range(2):
-        copy()
+        copy(STREAM)
         assert all(torch.equal(target, source) for target, source in pairs)
         pairs[0][0].zero_()
     assert driver.calls == [(7, 7), (7, 7)]
@@ -63,14 +64,14 @@ def test_one_call_for_all(driver: Driver) -> None:
 @pytest.mark.parametrize("count", [0, 1])
 def test_few_copies_are_torchs(driver: Driver, count: int) -> None:
     pairs = pieces(count)
-    Copies(pairs, CPU)()
+    Copies(pairs, CPU)(STREAM)
     assert all(torch.equal(target, source) for target, source in pairs) and not driver.calls
 
 
 def test_a_graph_captures_torchs_copies(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "capturing", lambda device: True)
     pairs = pieces(3)
-    Copies(pairs, CPU)()
+    Copies(pairs, CPU)(STREAM)
     assert all(torch.equal(target, source) for target, source in pairs) and not driver.calls
 
 
@@ -78,7 +79,7 @@ def test_an_older_driver_gets_torchs_copies(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
     copies._driver_batch.cache_clear()
     pairs = pieces(3)
-    Copies(pairs, CPU)()
+    Copies(pairs, CPU)(STREAM)
     copies._driver_batch.cache_clear()
     assert all(torch.equal(target, source) for target, source in pairs)
 
@@ -88,14 +89,14 @@ def test_what_the_driver_refuses_torch_copies(driver: Driver) -> None:
     driver.problem, pairs = 801, pieces(3)
     driver.made = 1
     with pytest.warns(UserWarning, match="one by one, .* returned error 801 for 3 copies"):
-        Copies(pairs, CPU)()
+        Copies(pairs, CPU)(STREAM)
     assert all(torch.equal(target, source) for target, source in pairs) and driver.calls == [(3, 7)]
 
 
 def test_copies_within_a_gpu_come_behind_those_of_peers(driver: Driver) -> None:
     """They wait for SMs, which a kernel may keep to its end."""
     memory = SymmetricMemory.__new__(SymmetricMemory)
-    memory.rank, memory._device = 1, CPU
+    memory.rank, memory._device, memory._known = 1, CPU, None
     pairs = pieces(7)
     incoming = [
         Incoming(target, owner, source) for (target, source), owner in zip(pairs, (1, 2, 1, 0, 1, 3, 0), strict=True)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from triton.knobs import runtime
 
 import ringflash
 from ringflash.attention import ring_call
@@ -17,11 +18,13 @@ from ringflash.comm.transport import buffer, buffers, peer_memory
 from ringflash.comm.transport.message_memory import MessageMemory
 from ringflash.comm.transport.peer_memory import SymmetricMemory
 from ringflash_kernels.flash_calls import calls
+from ringflash_kernels.hopper import launcher
 from ringflash_kernels.hopper.forward import host
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
 CPU = torch.device("cpu")
+STREAMS = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 7))  # driver of triton
 
 
 class Capture:
@@ -116,13 +119,18 @@ def test_captured_areas_of_messages_outlive_their_growth(capture: Capture, captu
 class Compiled:
     """A kernel that notes its launches."""
 
-    packed_metadata = ()
+    packed_metadata, function = (), "function"
 
     def __init__(self) -> None:
         self.launches: list[tuple] = []
 
     def __getitem__(self, grid: tuple[int, ...]):  # type: ignore[no-untyped-def]
-        return lambda *args: self.launches.append(args)
+        return lambda *args, stream: self.launches.append(("hooks", stream, *args))
+
+    def run(self, *args: object) -> None:
+        *grid, stream, function, metadata, of_launch, enter, leave = args[:9]
+        assert (*grid, function, metadata, of_launch, enter, leave) == (1, 1, 1, "function", (), None, None, None)
+        self.launches.append(("direct", stream, *args[9:]))
 
 
 class Kernel:
@@ -146,18 +154,32 @@ class Kernel:
     [(True, (32, 48, 1, 1, 33, 35, 1 << 32), 4), (False, (32, 48, 1, 1, 33, 35, 1 << 32), 2)],
 )
 def test_launches_compile_once_for_what_triton_finds(
-    specialised: bool, lengths: tuple[int, ...], variants: int
+    monkeypatch: pytest.MonkeyPatch, specialised: bool, lengths: tuple[int, ...], variants: int
 ) -> None:
+    monkeypatch.setattr(launcher, "driver", STREAMS)
     kernel, x = Kernel(), torch.zeros(8)
     launch = Launcher(kernel, specialised=specialised)
     for length in lengths:
         launch("variant", 1, x, length, BLOCK=64)
     assert len(kernel.compiled) == variants
     launches = [args for compiled in kernel.compiled for args in compiled.launches]
-    assert len(launches) == len(lengths) - variants and all(args[2] == 64 for args in launches)
+    assert len(launches) == len(lengths) - variants
+    assert all((way, stream, block) == ("direct", 7, 64) for way, stream, _, _, block in launches)
 
 
-def test_an_unaligned_pointer_is_another_kernel() -> None:
+def test_a_profiler_of_triton_sees_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "driver", STREAMS)
+    kernel, x = Kernel(), torch.zeros(8)
+    launch = Launcher(kernel)
+    for hooks in ([], [print], []):
+        monkeypatch.setattr(runtime.launch_enter_hook, "calls", hooks)
+        launch("variant", 1, x, 32, BLOCK=64)
+    (compiled,) = kernel.compiled
+    assert compiled.launches == [("hooks", 7, x, 32, 64), ("direct", 7, x, 32, 64)]
+
+
+def test_an_unaligned_pointer_is_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "driver", STREAMS)
     kernel, x = Kernel(), torch.zeros(8)
     launch = Launcher(kernel, specialised=True)
     for tensor in (x, x[1:], x.double()):

@@ -59,7 +59,7 @@ def waited(backward: bool) -> set[Any]:
     memory, gathered = Memory(), mock.Mock(units=order_units(3, 1), head_dim=16, device=torch.device("cpu"))
     gathered.heads, gathered.blocks, gathered.travelling = (1, 1, 1), (mock.Mock(),), [0, 1, 2]
     gathered.all_pulled.return_value = "pulled"
-    call, q = HeadGather(gathered.blocks, memory, "reference", 1.0, True), torch.empty(0)  # type: ignore[arg-type]
+    call, q = HeadGather(gathered.blocks, memory, "reference", 1.0, True), torch.empty(1, 1, 3, 1)  # type: ignore[arg-type]
     returned = mock.Mock(**{"freed.return_value": []})
     work = (
         NothingBackward(call, gathered, returned, q, (q, None, q, q, None), (q, q, q))

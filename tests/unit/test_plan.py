@@ -142,7 +142,7 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
             gathered = GatheredKV(memory, blocks, k, model.num_heads, sections, operands)
         GradientReturn(gathered, k)
         carrying = mock.Mock(blocks=blocks, impl=impl, memory=None)
-        out, lse = q[..., : model.value_dim], q.new_empty((), dtype=torch.float32)
+        out, lse = q[..., : model.value_dim], torch.empty(1, model.num_heads, job.local_tokens, device="meta")
         ForwardUnits(carrying, gathered, q, out, lse, None)
 
     return held_bytes(memory, gather)

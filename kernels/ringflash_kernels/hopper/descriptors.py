@@ -36,8 +36,24 @@ def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLa
 
 def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor of (rows, columns) of one batch and head; rows past the end read 0 and are not written."""
-    strides = _box_strides(x)
-    return Descriptor(x, list(x.shape), strides, [1, rows, 1, columns], tile_layout(rows, columns, x.dtype))
+    return Descriptor(x, *geometry(x.shape, x.stride(), (1, rows, 1, columns), x.dtype))
+
+
+def block_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """Return a descriptor of blocks of x; elements past the end of x read 0 and are not written."""
+    return Descriptor(x, *geometry(x.shape, x.stride(), block, x.dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def geometry(
+    shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], dtype: torch.dtype
+) -> tuple[list[int], list[int], list[int], gl.NVMMASharedLayout]:
+    """Return the arguments of a descriptor without its tensor: shape, strides, block and layout, not to be changed.
+
+    The stride of a dimension of one element is arbitrary in torch, but must be a multiple of 16 bytes here.
+    """
+    strides = tuple(shape[-1] * 16 if size == 1 else n for size, n in zip(shape, strides, strict=True))
+    return list(shape), [*strides[:-1], 1], list(block), block_layout(block, dtype)
 
 
 def cut(x: torch.Tensor | None, dim: int, bounds: tuple[int, int]) -> torch.Tensor | None:
@@ -48,21 +64,18 @@ def cut(x: torch.Tensor | None, dim: int, bounds: tuple[int, int]) -> torch.Tens
 
 def misaligned(x: torch.Tensor) -> str | None:
     """Return the reason why TMA cannot address x, or None if it can."""
-    if x.stride(-1) != 1:
-        return f"last stride {x.stride(-1)} (1)"
-    unit = 16 // x.element_size()
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if size > 1 and (stride % unit or stride < 0):
-            return f"strides {tuple(x.stride())} (multiples of 16 bytes, {unit} elements)"
-    if x.data_ptr() % 16:
+    problem = _misaligned_strides(x.shape, x.stride(), 16 // x.dtype.itemsize)
+    if problem is None and x.data_ptr() % 16:
         return f"data at address {x.data_ptr():#x} (a multiple of 16 bytes)"
+    return problem
+
+
+@functools.lru_cache(maxsize=1024)
+def _misaligned_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> str | None:
+    """Return the reason why TMA cannot address a tensor with these strides; they must be multiples of `unit`."""
+    if strides[-1] != 1:
+        return f"last stride {strides[-1]} (1)"
+    for size, stride in zip(shape[:-1], strides[:-1], strict=True):
+        if size > 1 and (stride % unit or stride < 0):
+            return f"strides {strides} (multiples of 16 bytes, {unit} elements)"
     return None
-
-
-def _box_strides(x: torch.Tensor) -> list[int]:
-    """Return the strides of x, replaced for dimensions of size 1: unused there, but TMA needs multiples of 16 bytes."""
-    shape, strides = x.shape, list(x.stride())
-    for dim in range(3):
-        if shape[dim] == 1:
-            strides[dim] = 16
-    return strides

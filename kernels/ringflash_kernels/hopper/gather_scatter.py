@@ -49,11 +49,11 @@ def publish(
 ) -> None:
     """See `api.publish`; k and v must have unit last stride."""
     (batch, rows, heads, head_dim), value_dim = k.shape, v.shape[3]
-    num_blocks = triton.cdiv(rows, PUBLISHED_ROWS)
+    num_blocks = -(-rows // PUBLISHED_ROWS)
     _PUBLISH(
         (head_dim, value_dim), batch * num_blocks * heads,
         k, v, area, head_offsets, row_map, rows, heads, num_blocks, area_rows, *k.stride()[:3], *v.stride()[:3],
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=PUBLISHED_ROWS,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, COLUMNS=1 << (head_dim - 1).bit_length(), ROWS=PUBLISHED_ROWS,
     )  # fmt: skip
 
 
@@ -101,10 +101,10 @@ _PUBLISH, _COLLECT = (Launcher(kernel, specialised=True) for kernel in (_publish
 def collect(own: torch.Tensor, others: torch.Tensor, sources: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
     """See `api.collect`; own (last two dimensions) and others must be contiguous, dk and dv have unit last stride."""
     (batch, rows, heads, head_dim), value_dim = dk.shape, dv.shape[3]
-    num_blocks = triton.cdiv(rows, SUMMED_ROWS)
+    num_blocks = -(-rows // SUMMED_ROWS)
     _COLLECT(
         (head_dim, value_dim), batch * num_blocks * heads,
         own, others, sources, dk, dv, rows, heads, num_blocks, batch, *own.stride()[:3],
         *dk.stride()[:3], *dv.stride()[:3],
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=SUMMED_ROWS, UNROLL=4,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, COLUMNS=1 << (head_dim - 1).bit_length(), ROWS=SUMMED_ROWS, UNROLL=4,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,12 +20,17 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
     """
     if q.device.type != "cuda":
         return f"device {q.device.type} (cuda only)"
-    if torch.cuda.get_device_capability(q.device) != (9, 0):
-        return f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability(q.device)))} (9.0)"
+    if _capability(q.device) != (9, 0):
+        return f"compute capability {'.'.join(map(str, _capability(q.device)))} (9.0)"
     check_environment()
     from ringflash_kernels.hopper.forward import host
 
     return host.unsupported(q, k, v)
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def forward(

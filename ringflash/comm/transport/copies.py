@@ -46,17 +46,16 @@ class Copies:
             (ctypes.c_size_t * count)(*(target.nbytes for target, _ in self._pairs)),
         )
 
-    def __call__(self) -> None:
+    def __call__(self, stream: torch.cuda.Stream) -> None:
         """Run the copies on the current stream, which must not be the default stream."""
         batch = _driver_batch() if len(self._pairs) > 1 else None
-        if batch is None or capturing(self._device) or self._refused(batch):  # graphs do not support batches
+        if batch is None or capturing(self._device) or self._refused(batch, stream):  # graphs do not support batches
             for target, source in self._pairs:
                 target.copy_(source, non_blocking=True)
 
-    def _refused(self, batch: Callable[..., int]) -> bool:
+    def _refused(self, batch: Callable[..., int], stream: torch.cuda.Stream) -> bool:
         """Run the batch; return True if the driver refused some or all of the copies."""
-        stream = torch.cuda.current_stream(self._device.index).cuda_stream  # slower with a torch.device
-        problem = batch(*self._arrays, len(self._pairs), _ATTRIBUTES, _FROM_THE_FIRST, 1, stream)
+        problem = batch(*self._arrays, len(self._pairs), _ATTRIBUTES, _FROM_THE_FIRST, 1, stream.cuda_stream)
         if problem:
             warnings.warn(
                 f"copies are made one by one, which takes more host time: the driver returned error {problem} for "

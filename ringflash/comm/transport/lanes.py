@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -54,6 +55,7 @@ class Lanes:
         self._captured: set[str] = set()  # areas that a CUDA graph reads and writes
         self._cache = ViewCache()
         self._lanes: dict[str, torch.cuda.Stream] = {}
+        self._known: torch.cuda.Stream | None = None  # the current stream, in `on_one_stream` and in lanes
 
     def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         thing = self._cache.get(key, areas, make)
@@ -70,19 +72,29 @@ class Lanes:
         for token in tokens:
             token.wait(stream)  # type: ignore[attr-defined]
 
+    @contextmanager
+    def on_one_stream(self) -> Iterator[None]:
+        self._known = self._current()
+        try:
+            yield
+        finally:
+            self._known = None
+
     def run_in_lane(
         self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False
     ) -> Token:
         if lane not in self._lanes:
             self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
-        stream, current = self._lanes[lane], self._current()
+        stream, known, current = self._lanes[lane], self._known, self._current()
         torch.cuda.set_stream(stream)  # the context manager is several times slower
+        self._known = stream
         try:
             for token in after:
                 token.wait(stream)  # type: ignore[attr-defined]
             work()
             return stream.record_event()
         finally:
+            self._known = known
             torch.cuda.set_stream(current)
 
     def join(self) -> None:
@@ -105,5 +117,5 @@ class Lanes:
         return [old]
 
     def _current(self) -> torch.cuda.Stream:
-        # With a torch.device as argument, or without any, this is several times slower.
-        return torch.cuda.current_stream(self._device.index)
+        # With a torch.device as argument, or without any, torch's answer is several times slower.
+        return torch.cuda.current_stream(self._device.index) if self._known is None else self._known

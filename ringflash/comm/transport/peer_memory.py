@@ -13,6 +13,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -92,6 +93,9 @@ class PeerMemory(Protocol):
 
     def wait(self, *tokens: Token) -> None:
         """Order the current stream after these tokens."""
+
+    def on_one_stream(self) -> AbstractContextManager[None]:
+        """Return a context in which the caller's stream stays current, except in lanes: torch is asked for it once."""
 
     def run_in_lane(
         self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False
@@ -178,14 +182,14 @@ class SymmetricMemory(Lanes):
         pairs = [(target, source, rank) for target, rank, source in incoming if source is not None]
         assert len(pairs) == len(incoming)
         # A copy within this GPU needs SMs, which a kernel may hold until it ends, so copies from peers go first.
-        from_peers, from_here = (
-            Copies([(target, source) for target, source, rank in pairs if (rank == self.rank) is here], self._device)
-            for here in (False, True)
-        )
+        here = [(target, source) for target, source, rank in pairs if rank == self.rank]
+        peers = [(target, source) for target, source, rank in pairs if rank != self.rank]
+        batches = [Copies(batch, self._device) for batch in (peers, here) if batch]
 
         def move() -> None:
-            from_peers()
-            from_here()
+            stream = self._current()
+            for batch in batches:
+                batch(stream)
 
         return move
 

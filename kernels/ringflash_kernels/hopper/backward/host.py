@@ -10,6 +10,7 @@ The kernels read every tensor through its own strides and write dK and dV into t
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from ringflash_kernels.hopper.backward.queries import backward_queries
 from ringflash_kernels.hopper.backward.tiles import SMS, STEPS_OF_A_TILE, backward_tiles
 from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
-from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, misaligned
+from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask, Region
 
@@ -76,7 +77,7 @@ class HopperBackward:
             self._next_number = 1
         self._views: dict[tuple[int, int], _Queries] = {}
 
-    @property
+    @functools.cached_property
     def ordered(self) -> bool:
         """True if the additions to dQ of `backward_keys` have a fixed order."""
         return self.deterministic and not self.tiles.wide
@@ -103,15 +104,29 @@ class HopperBackward:
         group = self._group(k, hop)
         if not accumulate and group < self.q.shape[2] // k.shape[2]:  # the heads of a group are added up in fp32
             with summed(dk, dv) as totals:
-                self.add(k, v, mask, *totals)
+                self._add_hop(k, v, mask, hop, group, *totals, True)
             return
         if not accumulate:
             for unseen in (slice(0, hop.k_start), slice(hop.k_stop, k.shape[1])):
                 if unseen.start < unseen.stop:
                     dk[:, unseen] = dv[:, unseen] = 0
+        self._add_hop(k, v, mask, hop, group, dk, dv, accumulate)
+
+    def _add_hop(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        hop: HopRectangle,
+        group: int,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        accumulate: bool,
+    ) -> None:
+        """Launch the kernels of `add`."""
         if hop.num_rows:
             with device_guard(k.device):
-                self._add_keys(k, v, mask, hop, group, dk, dv, accumulate)
+                self._add_keys(k, v, hop, group, dk, dv, accumulate)
                 if self.tiles.wide:
                     self._add_queries(k, v, mask)
 
@@ -153,7 +168,7 @@ class HopperBackward:
         limit = _L2_BYTES_PER_SECTION // (num_rows * self.tiles.columns * self.q.element_size())
         if self.ordered:
             limit = max(limit, min(_ORDERED_HEADS_PER_SECTION, _ORDERED_ROWS_PER_SECTION // (num_rows * group)))
-        return max(n for n in range(1, num_heads + 1) if num_heads % n == 0 and n <= max(1, limit))
+        return _largest_divisor(num_heads, limit)
 
     def _in_step(self, hop: HopRectangle, group: int) -> bool:
         """True if CTAs should be at the same query block at a time; with `deterministic`, their order ensures it."""
@@ -166,7 +181,6 @@ class HopperBackward:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: Mask,
         hop: HopRectangle,
         group: int,
         dk: torch.Tensor,
@@ -398,8 +412,9 @@ def _second_band(mask: Mask) -> Region | None:
 def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor of `rows` rows of one head of x (batch, seqlen, heads, head_dim)."""
     # Rows next to columns: TMA moves a box as two-dimensional slices.
-    (batch, seqlen, heads, head_dim), (of_batch, of_row, of_head, _) = x.shape, x.stride()
-    return _described(x, (batch, heads, seqlen, head_dim), (of_batch, of_head, of_row), (1, 1, rows, columns))
+    (batch, seqlen, heads, head_dim), (of_batch, of_row, of_head, one) = x.shape, x.stride()
+    shape, strides = (batch, heads, seqlen, head_dim), (of_batch, of_head, of_row, one)
+    return Descriptor(x, *geometry(shape, strides, (1, 1, rows, columns), x.dtype))
 
 
 def _piece_descriptors(x: torch.Tensor, columns: tuple[int, ...]) -> _Pieces:
@@ -411,14 +426,7 @@ def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
     return [*descriptors, None][:2]
 
 
-def block_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    return _described(x, x.shape, x.stride()[:-1], block)
-
-
-def _described(
-    x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
-) -> TensorDescriptor:
-    """Return a descriptor of x, viewed with this shape and these strides of all dimensions except the last."""
-    # The stride of a dimension of one element is arbitrary in torch, but must be a multiple of 16 bytes here.
-    strides = tuple(shape[-1] * 16 if size == 1 else s for size, s in zip(shape, strides, strict=False))
-    return Descriptor(x, list(shape), [*strides, 1], list(block), block_layout(block, x.dtype))
+@functools.lru_cache(maxsize=256)
+def _largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of a number that is at most `limit`, or 1."""
+    return max(n for n in range(1, number + 1) if number % n == 0 and n <= max(1, limit))

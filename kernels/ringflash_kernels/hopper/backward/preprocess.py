@@ -99,7 +99,7 @@ def preprocess(
         dq: (batch * num_heads, seqlen_q, head_dim), fp32.
     """
     batch, seqlen, num_heads, value_dim = out.shape
-    num_blocks = triton.cdiv(seqlen, ROWS)
+    num_blocks = -(-seqlen // ROWS)
     stats = out.new_empty(batch * num_heads, 2, num_blocks * ROWS, dtype=torch.float32)
     dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=torch.float32)
     has_dlse = dlse is not None
@@ -108,7 +108,7 @@ def preprocess(
         (head_dim, value_dim, has_dlse, zeros), num_blocks * batch * num_heads,
         out, dout, lse, dlse, stats, dq, seqlen, num_blocks * ROWS, num_heads, num_blocks,
         *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
-        HEAD_DIM=head_dim, VALUE_DIM=value_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=ROWS,
+        HEAD_DIM=head_dim, VALUE_DIM=value_dim, COLUMNS=1 << (head_dim - 1).bit_length(), ROWS=ROWS,
         HAS_DLSE=has_dlse, ZEROS=zeros,
     )  # fmt: skip
     return stats, dq
@@ -121,9 +121,9 @@ def postprocess(acc: torch.Tensor, dq: torch.Tensor, softmax_scale: float) -> No
         dq: (batch, seqlen_q, num_heads, head_dim), unit last stride.
     """
     batch, seqlen, num_heads, head_dim = dq.shape
-    num_blocks = triton.cdiv(seqlen, ROWS)
+    num_blocks = -(-seqlen // ROWS)
     _POSTPROCESS(
         head_dim, num_blocks * batch * num_heads,
         acc, dq, softmax_scale, seqlen, num_heads, num_blocks, *dq.stride()[:3],
-        HEAD_DIM=head_dim, COLUMNS=triton.next_power_of_2(head_dim), ROWS=ROWS,
+        HEAD_DIM=head_dim, COLUMNS=1 << (head_dim - 1).bit_length(), ROWS=ROWS,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 SMS = 132  # multiprocessors of an H100 or H200
 STEPS_OF_A_TILE = 10  # cost of entering and leaving a tile, in blocks of queries; 9 to 14 measured
@@ -51,27 +52,27 @@ class BackwardTiles:
     held: int = 0
     narrow: int = 0
 
-    @property
+    @cached_property
     def value_pieces(self) -> tuple[int, ...]:
         """Columns of V, dO and dV."""
         return (self.narrow,) if self.narrow else self.pieces
 
-    @property
+    @cached_property
     def value_rest(self) -> int:
         """Columns of the second piece of V, dO and dV."""
         return sum(self.value_pieces[1:])
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """Columns of a row of K and V together."""
         return sum(self.pieces) + sum(self.value_pieces)
 
-    @property
+    @cached_property
     def rest(self) -> int:
         """Columns of the second piece."""
         return sum(self.pieces[1:])
 
-    @property
+    @cached_property
     def wide(self) -> bool:
         """True if the consumers divide the work by product instead of by keys, and dQ has a separate kernel."""
         return self.block_n == 64

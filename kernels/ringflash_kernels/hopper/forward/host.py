@@ -135,7 +135,7 @@ def build_launch(
     num_tiles = batch * num_heads * num_row_tiles
     heads_per_kv = num_heads // num_kv_heads
     arguments = (
-        *_descriptors(q, k, v, out, out if acc is None else acc, variant.tiles),
+        *_descriptors(q, k, v, out, acc, variant.tiles),
         lse, start, stop, table, counter,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
         heads_per_kv * kv_heads_per_group(num_kv_heads, seqlen_k * (head_dim + v.shape[3]) * k.element_size()),
@@ -184,15 +184,29 @@ def band_of(region: Region) -> tuple[int, int]:
 
 
 def _descriptors(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, acc: torch.Tensor, tiles: ForwardTiles
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, acc: torch.Tensor | None, tiles: ForwardTiles
 ) -> tuple[TensorDescriptor | None, ...]:
-    """Return descriptors of q, k, v, out and acc for the first part of the head, then for the second if it differs."""
-    rows = (tiles.block_m, tiles.block_n, tiles.block_n, tiles.block_m, tiles.block_m)
-    parts = (tiles.parts, tiles.parts, *(tiles.value_parts,) * 3)
-    tensors = tuple(zip((q, k, v, out, acc), rows, parts, strict=True))
-    first = tuple(tile_descriptor(x, n, columns[0]) for x, n, columns in tensors)
-    second = (tile_descriptor(x, n, columns[1]) if len(set(columns)) == 2 else None for x, n, columns in tensors)
+    """Return descriptors of q, k, v, out and acc for the first part of the head, then for the second if it differs.
+
+    Without acc, out takes its place.
+    """
+    pairs = [
+        _part_descriptors(q, tiles.block_m, tiles.parts),
+        _part_descriptors(k, tiles.block_n, tiles.parts),
+        _part_descriptors(v, tiles.block_n, tiles.value_parts),
+        _part_descriptors(out, tiles.block_m, tiles.value_parts),
+    ]
+    pairs.append(pairs[-1] if acc is None else _part_descriptors(acc, tiles.block_m, tiles.value_parts))
+    first, second = zip(*pairs, strict=True)
     return *first, *second
+
+
+def _part_descriptors(
+    x: torch.Tensor, rows: int, parts: tuple[int, ...]
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Return descriptors of tiles of both parts of a head; None for a second part of the first one's width."""
+    second = None if parts[-1] == parts[0] else tile_descriptor(x, rows, parts[1])
+    return tile_descriptor(x, rows, parts[0]), second
 
 
 def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:

@@ -14,10 +14,10 @@ import torch
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, check_products, check_row_max
 from ringflash_kernels.hopper.backward import host
-from ringflash_kernels.hopper.backward.host import HopRectangle, block_descriptor, hop_of, row_tile
+from ringflash_kernels.hopper.backward.host import HopRectangle, hop_of, row_tile
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.compat import TensorDescriptor
-from ringflash_kernels.hopper.descriptors import cut
+from ringflash_kernels.hopper.descriptors import block_descriptor, cut
 from ringflash_kernels.hopper.fp8.backward_keys import backward_keys_fp8
 from ringflash_kernels.hopper.fp8.backward_operands import (
     KeyOperands,

@@ -220,7 +220,7 @@ def statistics(
         dq: (batch * num_heads, seqlen_q, head_dim), fp32, zeros.
     """
     batch, seqlen, num_heads, head_dim = out.shape
-    num_blocks = triton.cdiv(seqlen, BLOCK_Q)
+    num_blocks = -(-seqlen // BLOCK_Q)
     rows = out.new_empty(batch * num_heads, 4, num_blocks * BLOCK_Q, dtype=torch.float32)
     maxima = out.new_zeros(batch * num_kv_heads, 4, dtype=torch.float32)
     dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=torch.float32)
@@ -310,7 +310,7 @@ def add_rotated_back(
         out: as x, any dtype; unit last stride.
     """
     batch, seqlen, num_heads, head_dim = x.shape
-    num_blocks, columns = triton.cdiv(seqlen, BLOCK_Q), min(head_dim, 128)
+    num_blocks, columns = -(-seqlen // BLOCK_Q), min(head_dim, 128)
     given = x if factor is None else factor
     _ROTATE_BACK(
         (head_dim, factor is None, accumulate), head_dim // columns * num_blocks * batch * num_heads,

@@ -39,7 +39,7 @@ from ringflash_kernels.hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ringflash_kernels.hopper.descriptors import Descriptor, block_layout, cut, tile_descriptor
+from ringflash_kernels.hopper.descriptors import block_descriptor, cut, tile_descriptor
 from ringflash_kernels.hopper.forward.host import (
     LaunchArgs,
     band_of,
@@ -679,15 +679,9 @@ def _descriptors(
     v8 = values[..., size : 2 * size].unflatten(-1, (head_dim, BLOCK_K))
     return (
         tile_descriptor(q8, BLOCK_Q, columns),
-        _record_descriptor(k8, (1, 1, 1, BLOCK_K, columns)),
-        _record_descriptor(v8, (1, 1, 1, columns, BLOCK_K)),
-        _record_descriptor(records.view(torch.float32)[..., size // 2 :], (1, 1, 1, TAIL_BYTES // 4)),
+        block_descriptor(k8, (1, 1, 1, BLOCK_K, columns)),
+        block_descriptor(v8, (1, 1, 1, columns, BLOCK_K)),
+        block_descriptor(records.view(torch.float32)[..., size // 2 :], (1, 1, 1, TAIL_BYTES // 4)),
         tile_descriptor(out, tiles.block_m, columns),
         tile_descriptor(acc, tiles.block_m, columns),
     )
-
-
-def _record_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """Return a descriptor of part of records. Strides of dimensions of size 1 are unused, but must be aligned."""
-    strides = [stride if size > 1 else TAIL_BYTES for size, stride in zip(x.shape, x.stride(), strict=True)]
-    return Descriptor(x, list(x.shape), [*strides[:-1], 1], list(block), block_layout(block, x.dtype))
