@@ -138,7 +138,22 @@ def run_ranks(
     return Ranks(program, *arguments, num_ranks=num_ranks, **environment).finish(timeout_s)
 
 
-def each_part(tests: Mapping[int, Sequence[Callable[[Any], None]]]) -> pytest.MarkDecorator:
+Parts = Mapping[int, Sequence[Callable[[Any], None]]]  # by the number of ranks that make them
+
+
+def launch_parts(
+    tests: Parts, program: str, folder: Path, factory: pytest.TempPathFactory, *arguments: Path, **environment: str
+) -> dict[int, list[dict[str, str]]]:
+    """Errors of each rank, by part, of a launch for each number of ranks, one after the other."""
+    found = {}
+    for num_ranks in tests:
+        out = factory.mktemp("found")
+        run_ranks(program, folder, out, *arguments, num_ranks=num_ranks, **environment)
+        found[num_ranks] = read_results(out)
+    return found
+
+
+def each_part(tests: Parts) -> pytest.MarkDecorator:
     """Run a test of (num_ranks, part) for each part, by the number of ranks that make it."""
     made = [(num_ranks, part) for num_ranks, parts in tests.items() for part in parts]
     return pytest.mark.parametrize(("num_ranks", "part"), made, ids=lambda x: getattr(x, "__name__", x))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.launching import assert_made, read_results, run_ranks, write_text
+from tests.recipes.launching import assert_made, each_part, launch_parts, write_text
 
 pytest.importorskip("deepspeed")
 
@@ -26,24 +26,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    request: pytest.FixtureRequest, compiled: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, str]]:
-    """Errors of each rank, by part."""
-    folder, out = write_text(tmp_path_factory.mktemp("text")), tmp_path_factory.mktemp("found")
+def launches(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, str]]]:
+    folder = write_text(tmp_path_factory.mktemp("text"))
     environment = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(compiled)}
-    run_ranks("tests.recipes.deepspeed_worker", folder, out, num_ranks=request.param, **environment)
-    return read_results(out)
+    return launch_parts(TESTS, "tests.recipes.deepspeed_worker", folder, tmp_path_factory, **environment)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "part"),
-    [(size, part) for size, parts in TESTS.items() for part in parts],
-    indirect=["ranks"],
-    ids=lambda x: getattr(x, "__name__", x),
-)
-def test_on_ranks(ranks: list[dict[str, str]], part: Callable[[Any], None]) -> None:
-    assert_made(ranks, part)
+@each_part(TESTS)
+def test_on_ranks(launches: dict[int, list[dict[str, str]]], num_ranks: int, part: Callable[[Any], None]) -> None:
+    assert_made(launches[num_ranks], part)
 
 
 def test_nothing_is_compiled(compiled: Path) -> None:

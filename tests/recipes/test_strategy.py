@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 
-from tests.recipes.launching import assert_made, read_results, run_ranks, write_text
+from tests.recipes.launching import assert_made, each_part, launch_parts, write_text
 from tests.recipes.strategy_worker import TESTS
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """Errors of each rank, by part."""
-    folder, out = write_text(tmp_path_factory.mktemp("text")), tmp_path_factory.mktemp("found")
-    run_ranks("tests.recipes.strategy_worker", folder, out, num_ranks=4)
-    return read_results(out)
+def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, str]]]:
+    folder = write_text(tmp_path_factory.mktemp("text"))
+    return launch_parts(TESTS, "tests.recipes.strategy_worker", folder, tmp_path_factory)
 
 
-@pytest.mark.parametrize("part", TESTS, ids=lambda part: part.__name__)
-def test_on_four_ranks(ranks: list[dict[str, str]], part: Callable[[Any], None]) -> None:
-    assert_made(ranks, part)
+@each_part(TESTS)
+def test_on_ranks(launches: dict[int, list[dict[str, str]]], num_ranks: int, part: Callable[[Any], None]) -> None:
+    assert_made(launches[num_ranks], part)

@@ -15,7 +15,7 @@ import pytest
 
 from ringflash.lightning import TokenData
 from tests.helpers.tokens import write_tokens
-from tests.recipes.launching import assert_made, each_part, read_results, run_ranks
+from tests.recipes.launching import assert_made, each_part, launch_parts
 from tests.recipes.tokens_worker import TESTS
 
 DOCUMENTS = [[256, *((i * 31 + j * 7) % 256 for j in range(5 + i * 13 % 60))] for i in range(40)]
@@ -23,17 +23,14 @@ DOCUMENTS = [[256, *((i * 31 + j * 7) % 256 for j in range(5 + i * 13 % 60))] fo
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, str]]]:
-    """Errors of each rank, by part, of a launch of two ranks, and of one that continues their checkpoint."""
-    folder, found = tmp_path_factory.mktemp("data") / "tokens", {}
+    """A launch of two ranks, and one of one rank that continues their checkpoint."""
+    folder = tmp_path_factory.mktemp("data") / "tokens"
     write_tokens(folder, DOCUMENTS, 15)
     write_tokens(folder.with_name("tokens-other"), [*DOCUMENTS[:-1], [1]], 15)
     corrupt = Path(shutil.copytree(folder, folder.with_name("tokens-corrupt"))) / "00001.bin"
     corrupt.write_bytes(b"\xff" + corrupt.read_bytes()[1:])
-    for num_ranks in TESTS:
-        out = tmp_path_factory.mktemp("found")
-        run_ranks("tests.recipes.tokens_worker", folder, out, folder.with_name("saved.ckpt"), num_ranks=num_ranks)
-        found[num_ranks] = read_results(out)
-    return found
+    saved = folder.with_name("saved.ckpt")
+    return launch_parts(TESTS, "tests.recipes.tokens_worker", folder, tmp_path_factory, saved)
 
 
 @each_part(TESTS)

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from ringflash.lightning import SequenceSharding
 from ringflash.lightning.first_step import FirstStep
-from tests.recipes.launching import ROOT, assert_made, each_part, read_results, run_ranks
+from tests.recipes.launching import ROOT, assert_made, each_part, launch_parts
 from tests.recipes.wrap_worker import TESTS
 
 
@@ -47,14 +47,9 @@ def write_changed(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, str]]]:
-    """Errors of each rank, by part, of a launch of one rank and of one of two."""
-    folder, found = tmp_path_factory.mktemp("wrap"), {}
+    folder = tmp_path_factory.mktemp("wrap")
     write_changed(folder)
-    for num_ranks in TESTS:
-        out = tmp_path_factory.mktemp("found")
-        run_ranks("tests.recipes.wrap_worker", folder, out, num_ranks=num_ranks)
-        found[num_ranks] = read_results(out)
-    return found
+    return launch_parts(TESTS, "tests.recipes.wrap_worker", folder, tmp_path_factory)
 
 
 @each_part(TESTS)
