@@ -179,10 +179,9 @@ def set_comm_sms(num_sms: int) -> None:
     """Set how many SMs the forward of "hopper" and "hopper_fp8" leaves to NCCL, default 0; other transports need none.
 
     NCCL's sends and receives are kernels. The default is 0 because they are posted before our kernel, which fetches
-    tiles dynamically and does not need the SMs that they hold. Forward on 2 H200s in percent of the ideal, with 0
-    against 8 SMs left: 95 against 92 at 32k tokens per GPU, 94 against 89 at 16k, 84 against 81 at 8k, 64 against 65
-    at 4k. These figures are for the ring of hops. The all-gather by heads has not been measured: there, the next
-    section's kernel may take the SMs that the current one leaves free. Backward kernels free an SM after every tile.
+    tiles dynamically and does not need the SMs that they hold. On four H200s at 8k tokens per GPU, calls together with
+    all-gathers of FSDP2 took 3% longer with 8 SMs left (docs/performance.md). Backward kernels free an SM after every
+    tile.
     """
     global _comm_sms
     if not isinstance(num_sms, int) or num_sms < 0:
