@@ -31,7 +31,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
     Args:
         model: a transformers model with .model and .lm_head, such as LlamaForCausalLM; also with PEFT's adapters in it,
             or in its PeftModel, but none on .lm_head (`modules_to_save` may name it).
-        group: as for `set_group`.
+        group: that of `set_group`.
         chunk_tokens: as for `cross_entropy`.
     Attributes:
         router_loss: the balancing loss of the last forward, without its coefficient and gradient; its mean over the
@@ -113,6 +113,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         check_adapters(self)  # some may have been added since, also around this module
         causal: Any = without_peft(self.model)
         self._check_head_unchanged(causal)
+        self._check_group(causal)
         inputs, counted = getattr(causal, "_ringflash_inputs", None), {}
         if inputs is not None:
             inputs.next_length = length
@@ -143,6 +144,22 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
                 f"the scale of the logits must stay {self.logit_scale:g}, got {scale:g} from a configuration that was "
                 "edited since; make the CausalLMWithLoss after that."
             )
+
+    @torch.compiler.disable(reason="groups are compared by their ranks")
+    def _check_group(self, causal: nn.Module) -> None:
+        """Reject a loss over another group than the attention's, which would have another scale, or be the shard's."""
+        inputs = getattr(causal, "_ringflash_inputs", None)
+        ring = None if inputs is None else inputs.options.group
+        ranks = [[] if x is None else dist.get_process_group_ranks(x) for x in (ring, self.group)]
+        if ranks[0] != ranks[1]:
+            raise ValueError(
+                f"group must be that of set_group, which has given the model {_name(ranks[0])}, got {_name(ranks[1])}; "
+                "call set_group and CausalLMWithLoss with one group."
+            )
+
+
+def _name(ranks: list[int]) -> str:
+    return f"ranks {ranks}" if ranks else "none"
 
 
 def _check_head(model: nn.Module) -> float:

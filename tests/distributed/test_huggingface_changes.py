@@ -99,6 +99,18 @@ def test_labels_that_would_be_shifted_in_the_shard_are_refused(
         run(**batch)
 
 
+@pytest.mark.parametrize("impl", ["ringflash", "sdpa"])
+@on_ranks(2)
+def test_a_loss_over_another_group_is_refused(ctx: Context, impl: str) -> None:
+    """It would be cp_size times too small, or that of a model that attends within each shard."""
+    model = models.build(impl=impl)
+    if on_a_ring := impl == "ringflash":
+        huggingface.set_group(model, ctx.group)
+    with_loss = huggingface.CausalLMWithLoss(model, None if on_a_ring else ctx.group)
+    with pytest.raises(ValueError, match="group must be that of set_group, .* with one group"):
+        with_loss(**huggingface.prepare_batch(tokens(), group=ctx.group))
+
+
 @on_ranks(2)
 def test_labels_without_their_number_are_refused(ctx: Context) -> None:
     """The mean over a shard's labels is not its part of the sequence's."""

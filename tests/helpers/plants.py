@@ -119,10 +119,10 @@ class OwnMean(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        inner.group = None  # the ring keeps its own
 
-    def forward(self, **batch: Any) -> Tensor:
-        return self.inner(**batch | {"num_items_in_batch": None})
+    def forward(self, shift_labels: Tensor, num_items_in_batch: Tensor, **batch: Any) -> Tensor:
+        hidden, weight, _ = self.inner.decode(**batch)
+        return token_loss.cross_entropy(hidden, weight, shift_labels, group=None)
 
 
 def mean_of_own_tokens(group: Group) -> Training:
