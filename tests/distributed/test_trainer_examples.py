@@ -69,10 +69,9 @@ def test_trainer_started_by_accelerate_is_that_of_one_process(tmp_path: Path) ->
         folder.mkdir()
     plain = re.sub(r"ringflash\.accelerate\.register\(\)|parallelism_config=.*", "", code)
     resumed = code.replace(".train()", f".train('{folders[0]}/runs/trainer/checkpoint-4')")
-    (alone,) = run(plain, folders[0], 1)
     one, two, after = (
         re.findall(r"'(loss|grad_norm|eval_loss)': '([\d.]+)'", text)
-        for text in (alone, launch(code, folders[1]), launch(resumed, folders[2]))
+        for text in (run(plain, folders[0], 1)[0], launch(code, folders[1]), run(resumed, folders[2])[0])
     )
     steps = ["loss", "grad_norm"]
     assert [name for name, _ in one] == [*steps * 4, "eval_loss", *steps * 2, "eval_loss"]
