@@ -56,6 +56,12 @@ class Shape:
         return self.head_dim**-0.5
 
 
+SHAPES = [
+    Shape(96, 2, 2), Shape(128, 4, 1), Shape(192, 2, 1), Shape(192, 2, 1, value_dim=128),
+    Shape(256, 2, 2, dtype=torch.float16), Shape(64, 4, 2, batch=2), Shape(64, 6, 1, dtype=torch.float16),
+]  # fmt: skip
+
+
 def random_problem(seed: int) -> tuple[Mask, Shape]:
     """A mask and a shape from a seeded generator: bands, windows, documents and rectangles of odd sizes."""
     rng = random.Random(seed)

@@ -13,7 +13,16 @@ from ringflash_kernels.api import collect, publish
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
-from tests.emulator.oracle import MASKS, Shape, far_apart, inputs, is_caught, oracle_and_baseline, random_problem
+from tests.emulator.oracle import (
+    MASKS,
+    SHAPES,
+    Shape,
+    far_apart,
+    inputs,
+    is_caught,
+    oracle_and_baseline,
+    random_problem,
+)
 from tests.helpers.tolerance import assert_close
 
 _CAUSAL = MASKS["causal, ragged"]
@@ -114,19 +123,7 @@ def test_other_dtypes_are_refused(dtypes, accumulate):
         run.add(k, v, _CAUSAL, dk, dv, accumulate=accumulate)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape(96, 2, 2),
-        Shape(128, 4, 1),
-        Shape(192, 2, 1),
-        Shape(192, 2, 1, value_dim=128),
-        Shape(256, 2, 2, dtype=torch.float16),
-        Shape(64, 4, 2, batch=2),
-        Shape(64, 6, 1, dtype=torch.float16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["band", "bounds"])
 def test_shapes(mask, shape):
     assert_close(*_gradients(mask, shape), num_chunks=2)

@@ -48,11 +48,6 @@ def test_empty_is_neutral_to_the_bit(dtype: torch.dtype) -> None:
         assert torch.equal(result["out"], a[0]) and torch.equal(result["lse"], a[1])
 
 
-def test_empty_with_empty_is_empty() -> None:
-    result = merged(empty(), empty())
-    assert torch.equal(result["out"], empty()[0]) and torch.equal(result["lse"], empty()[1])
-
-
 def test_rows_are_merged_each_by_itself() -> None:
     """Rows empty on the left, on the right and on both sides, beside full ones."""
     a, b = attend(slice(0, 5)), attend(slice(5, 12))
