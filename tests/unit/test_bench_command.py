@@ -110,10 +110,6 @@ def test_a_probe_is_no_peer(tmp_path: Path) -> None:
     assert row.peer == "Ulysses"
 
 
-def test_a_row_that_nobody_of_us_computes_is_left_out(tmp_path: Path) -> None:
-    assert read_results(write(tmp_path / "x", a={"fa": 600}))[1] == []
-
-
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name, head in (("plot.png", b"\x89PNG"), ("plot.svg", b"<?xml")):
