@@ -293,13 +293,12 @@ def store_flos(original: Callable[..., Any], self: Any) -> None:
     self.state.total_flos = before + (self.state.total_flos - before) / ring_size(self.accelerator.parallelism_config)
 
 
-def evaluation_loop(
-    original: Callable[..., Any], self: Any, *args: Any, metric_key_prefix: str = "eval", **options: Any
-) -> Any:
+def evaluation_loop(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
     """Count the steps of an evaluation, whose batches Trainer would divide over all ranks."""
-    output = original(self, *args, metric_key_prefix=metric_key_prefix, **options)
+    output = original(self, *args, **options)
     if (size := ring_size(self.accelerator.parallelism_config)) > 1:
-        _steps[metric_key_prefix] = ceil(output.num_samples * size / (self.args.eval_batch_size * self.args.world_size))
+        prefix = args[4] if len(args) > 4 else options.get("metric_key_prefix", "eval")
+        _steps[prefix] = ceil(output.num_samples * size / (self.args.eval_batch_size * self.args.world_size))
     return output
 
 

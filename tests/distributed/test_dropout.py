@@ -5,6 +5,7 @@ gloo, 2 CPU processes, fp64.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -74,6 +75,23 @@ def test_transformers_model(ctx: Context, reentrant: bool | None) -> None:
         assert torch.equal(got, want)
     *_, before = step(reentrant, 0.0)
     assert torch.equal(torch.get_rng_state(), before), "without dropout nothing is drawn"
+
+
+@on_ranks(2)
+def test_a_refused_forward_leaves_the_generators_as_they_were(ctx: Context) -> None:
+    pytest.importorskip("transformers")
+    from ringflash import huggingface
+    from tests.helpers import models
+
+    model = models.build().train()
+    huggingface.set_group(model, ctx.group)
+    batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for wrong in ({"position_ids": batch["position_ids"] + 1}, {}):
+        with pytest.raises(ValueError, match="position_ids must be") if wrong else nullcontext():
+            model.model(**batch | wrong)
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 class Dropping(own.Model):
