@@ -1,7 +1,7 @@
 """Comparison of a wrapped module on the ring with itself on the whole sequence, for errors that wrapping cannot see.
 
 Examples: positions counted from the shard's start, a convolution along the sequence, attention in a library's own
-binding. Each changes the inputs of some attention, from one layer on.
+binding. Each changes the inputs of some attention, from one layer on, or the module's output.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ringflash.attention.api import RingAttention
 from ringflash.comm.agreement import agree
@@ -25,7 +26,7 @@ from ringflash.wrap.wrapper import wrapped_state
 
 
 def check_wrapped(module: nn.Module, run: Callable[[Group], Any]) -> None:
-    """Compare the inputs of every attention on the ring with its inputs on the whole sequence.
+    """Compare the inputs of every attention on the ring, and the module's output, with those on the whole sequence.
 
     A few tokens are enough: `2 * cp_size * 8`. Runs without gradients, in evaluation mode, and not compiled.
 
@@ -35,24 +36,39 @@ def check_wrapped(module: nn.Module, run: Callable[[Group], Any]) -> None:
             as before wrapping. The batch must be equal on every rank.
     Raises:
         ValueError: inputs that differ by more than sqrt(eps) of the largest value; on every rank, with the first layer.
+            Or an output (batch, seqlen, ...) that does.
     """
     state = wrapped_state(module)
     group = state.options.group
     local = _trace(module, state, run, group)
     with _whole_attention(module, state):
         whole = _trace(module, state, run, None)
-    agree(group, {"check_wrapped": len(local)}, _difference(local, whole, state.options))
+    error = _difference(local.calls, whole.calls, state.options) or _output_difference(local, whole, state)
+    agree(group, {"check_wrapped": len(local.calls)}, error)
 
 
-def _trace(module: nn.Module, state: WrappedState, run: Callable[[Group], Any], group: Group) -> list[AttentionCall]:
-    """Return the attention calls of one run, which leaves the module unchanged."""
-    trace: list[AttentionCall] = []
+class _Trace(NamedTuple):
+    """Attention calls of one run, and tensors that the module's forwards returned."""
+
+    calls: list[AttentionCall]
+    outputs: list[Tensor]
+
+
+def _trace(module: nn.Module, state: WrappedState, run: Callable[[Group], Any], group: Group) -> _Trace:
+    """Return the trace of one run, which leaves the module unchanged."""
+    trace = _Trace([], [])
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        trace.outputs.extend(x for x in tree_leaves(output) if isinstance(x, Tensor))
+
     with _restored(module), torch.no_grad(), _not_compiled():
         module.eval()
-        state.trace = trace
+        state.trace = trace.calls
+        handle = module.register_forward_hook(note)
         try:
             run(group)
         finally:
+            handle.remove()
             state.trace = None
     return trace
 
@@ -146,15 +162,37 @@ def _difference(local: list[AttentionCall], whole: list[AttentionCall], options:
     return None
 
 
-def _compare(layer: str, name: str, got: Tensor, want: Tensor) -> ValueError | None:
+def _output_difference(local: _Trace, whole: _Trace, state: WrappedState) -> ValueError | None:
+    """Compare the outputs that have a sequence dim; a loss, say, may be that of the shard."""
+    if len(local.outputs) != len(whole.outputs):
+        return None
+    options, size = state.options, state.options.size_and_rank[0]
+    bounds = whole.calls[0].cu_seqlens if whole.calls else None
+    for got, full in zip(local.outputs, whole.outputs, strict=True):
+        shape = list(got.shape)
+        if got.dim() < 2 or not got.is_floating_point() or [shape[0], shape[1] * size, *shape[2:]] != list(full.shape):
+            continue
+        difference = _differs(got, shard_sequence(full, options.group, 1, options.layout, bounds))
+        if difference is not None:
+            return ValueError(
+                f"{state.root} must return what it returns for the whole sequence, got {difference}; no layer after "
+                "the last attention may mix tokens, and every attention must call scaled_dot_product_attention."
+            )
+    return None
+
+
+def _differs(got: Tensor, want: Tensor) -> str | None:
+    """Describe the difference of two tensors, None if it is at most sqrt(eps) of the largest value."""
     if got.shape != want.shape:
-        text = f"shape {tuple(got.shape)} for {tuple(want.shape)}"
-    else:
-        scale = want.abs().max().clamp(min=torch.finfo(want.dtype).tiny)
-        worst = ((got - want).abs().max() / scale).item()
-        if worst <= torch.finfo(got.dtype).eps ** 0.5:
-            return None
-        text = f"a difference of {worst:.1e} of the largest value"
+        return f"shape {tuple(got.shape)} for {tuple(want.shape)}"
+    scale = want.abs().max().clamp(min=torch.finfo(want.dtype).tiny)
+    worst = ((got - want).abs().max() / scale).item()
+    return None if worst <= torch.finfo(got.dtype).eps ** 0.5 else f"a difference of {worst:.1e} of the largest value"
+
+
+def _compare(layer: str, name: str, got: Tensor, want: Tensor) -> ValueError | None:
+    if (text := _differs(got, want)) is None:
+        return None
     return ValueError(
         f"{layer} must be given the {name} that it has in the whole sequence, got {text}; positions must be global "
         "(ringflash.local_positions), and no other layer may mix tokens."

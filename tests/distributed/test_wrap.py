@@ -296,3 +296,34 @@ def test_check_finds_positions_counted_from_the_shard(ctx: Context, name: str) -
     """On every rank, with the first layer that is given something else."""
     with pytest.raises(ValueError, match=r"^blocks\.0\.attn.*positions must be global"):
         check(ctx, own.Misplaced, MODELS[name])
+
+
+class Shifted(own.Model):
+    """Each token is given the previous one after the last attention."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens, positions)
+        return logits + F.pad(logits[:, :-1], (0, 0, 1, 0))
+
+
+class HandWritten(own.Attention):
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+        return (q @ k.transpose(2, 3)).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+
+class LastByHand(own.Model):
+    """The attention of the last layer is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__(is_causal=True)
+        self.blocks[1].attn = HandWritten()
+
+
+@pytest.mark.parametrize("kind, options", [(Shifted, MODELS["learned"]), (LastByHand, {})])
+@on_ranks(2)
+def test_check_finds_what_follows_the_last_attention(ctx: Context, kind: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=f"^{kind.__name__} must return what it returns for the whole sequence, got a "
+    ):
+        check(ctx, kind, options)
