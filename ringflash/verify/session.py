@@ -16,7 +16,7 @@ from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN, watched_modules
 from ringflash.verify.compare import Check, Runs, check_beside_exact, compare
-from ringflash.verify.diagnosis import Reach, ShardedPositions, explain
+from ringflash.verify.diagnosis import Reach, ShardedPositions, explain, rounding_hint
 from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks
 from ringflash.verify.observe import Observation, Tensors, attends_in_fp8, build, observe
 from ringflash.verify.probe import (
@@ -234,6 +234,8 @@ class Session:
         probes = self._probe(check) if check.name == "layer outputs" and check.failed[0] != HIDDEN else []
         sharded = ShardedPositions(self.settings.seqlen, self.group.size(), self.layout)
         report.first, report.hint = self._shared(lambda: explain(check, runs, probes, sharded))
+        if not self.in_fp8:
+            report.hint = rounding_hint(report.checks, torch.finfo(self.settings.dtype).eps) or report.hint
 
     def _probe(self, check: Check) -> list[Reach]:
         """Probe the first layer that differs, just before the first different position and at position 0.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringflash.verify.compare import Check, Runs, compare
-from ringflash.verify.diagnosis import Reach, ShardedPositions, infinite_hint, layer_hint
+from ringflash.verify.diagnosis import Reach, ShardedPositions, infinite_hint, layer_hint, rounding_hint
 from ringflash.verify.observe import Observation
 
 SEQLEN, NUM_CHUNKS = 32, 4
@@ -98,6 +98,23 @@ def test_positions_of_the_shard_are_suspected_only_where_they_differ_from_global
     probes = [Reach(0, [0, 1, 30], [0, 1, 30])]
     assert "(RoPE) of the shard's own" in layer_hint(8, probes, place, False)
     assert "what else the layer has at cp=N" in layer_hint(7, probes, place, False)
+
+
+@pytest.mark.parametrize(
+    ("checks", "dtype", "rounding"),
+    [
+        ([("layer outputs", 1.3), ("gradients", 2.4)], torch.float32, True),
+        ([("gradients", 2.4)], torch.bfloat16, False),
+        ([("layer outputs", 1.3), ("gradients", 2600.0)], torch.float32, False),
+        ([("gradients", 2.4), ("gradients equal on all ranks", 2.0)], torch.float32, False),
+        ([("cp=N run", None)], torch.float32, False),
+    ],
+)
+def test_only_small_errors_in_float32_may_be_rounding(
+    checks: list[tuple[str, float | None]], dtype: torch.dtype, rounding: bool
+) -> None:
+    failed = [Check(name, ratio, ["a tensor"]) for name, ratio in checks]
+    assert ("may be rounding" in rounding_hint(failed, torch.finfo(dtype).eps)) == rounding
 
 
 @pytest.mark.parametrize(("everywhere", "where"), [(False, "only at cp=N"), (True, "at cp=1 as well")])
