@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from types import SimpleNamespace
 
@@ -11,20 +12,17 @@ import torch
 from tests.recipes.launching import run
 
 
-def test_lightning_adapter_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "lightning" or "ringflash.lightning" in name]:
+@pytest.mark.parametrize(
+    ("package", "module"), [("lightning", "lightning"), ("deepspeed", "deepspeed"), ("numpy", "data")]
+)
+def test_a_module_without_its_package_names_the_extra(
+    package: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [x for x in sys.modules if x.split(".")[0] == package or x.startswith(f"ringflash.{module}")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "lightning", None)
-    with pytest.raises(ImportError, match=r"lightning must be installed .* pip install 'ringflash\[lightning\]'"):
-        import ringflash.lightning  # noqa: F401
-
-
-def test_deepspeed_adapter_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("ringflash.deepspeed")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ImportError, match=r"deepspeed must be installed .* pip install 'ringflash\[deepspeed\]'"):
-        import ringflash.deepspeed  # noqa: F401
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"{package} must be installed .* pip install 'ringflash\[{module}\]'"):
+        importlib.import_module(f"ringflash.{module}")
 
 
 def test_accelerate_backend_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,14 +39,6 @@ def test_linear_layers_in_fp8_name_their_extra(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(RuntimeError, match=r"torchao must be installed .* pip install 'ringflash\[float8\]'"):
         multiply_in_float8(torch.nn.Linear(16, 16), "tensorwise", "cpu")
-
-
-def test_token_files_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "numpy" or "ringflash.data" in name]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "numpy", None)
-    with pytest.raises(ImportError, match=r"numpy must be installed .* pip install 'ringflash\[data\]'"):
-        import ringflash.data  # noqa: F401
 
 
 WITHOUT_EXTRAS = """
