@@ -153,13 +153,6 @@ def _overlaps(launch: Launch) -> bool:
     return any(value.tiles.schedule == "overlap" for value in launch.constants.values() if hasattr(value, "tiles"))
 
 
-@_of([launch for launch in FORWARD if _overlaps(launch)])
-def test_softmax_runs_under_the_products(launch, compiled):
-    """exp2 of one block comes before the wait for the products of the other."""
-    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
-    assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
-
-
 def _unmasked_loops(launch: Launch) -> list[Loop]:
     return [loop for loop in compile_launch(launch).program.loops if not loop.masked]
 
@@ -172,9 +165,9 @@ def _tiles(launch: Launch) -> QueryTiles:
     return backward_tiles(int(widths[0]), int(widths[-1])).queries
 
 
-@_of([launch for launch in QUERIES if _tiles(launch).exp_under_dp])
-def test_exp_of_dq_runs_under_dp(launch, compiled):
-    """exp2 comes before the wait for dP."""
+@_of([x for x in FORWARD if _overlaps(x)] + [x for x in QUERIES if _tiles(x).exp_under_dp])
+def test_exp_runs_under_products(launch, compiled):
+    """exp2 of one block comes before the wait for the products of the other, and that of dQ before the wait for dP."""
     loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
     assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
 

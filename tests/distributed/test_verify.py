@@ -82,6 +82,13 @@ def test_limits_of_fp8_are_printed(pool: Pool) -> None:
     assert 0 < float(loss.split("%")[0]) < 1 < float(gradients.split("%")[0]) < 12
 
 
+def assert_named(pool: Pool, where: str, why: str, *options: Any, size: int = 2) -> dict[str, list[str]]:
+    """Assert that a training fails, by its first difference and likely cause; return what failed by check."""
+    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, *options, size=size))
+    assert not passed and where in first and why in hint, (failed, first, hint)
+    return failed
+
+
 # plant: (first difference, likely cause), parts of what is printed; a chunk is 12 tokens on 2 ranks, 6 on 4
 MISTAKES: dict[str, tuple[str, str]] = {
     "hidden_local_positions": ("layers.0.self_attn at position {chunk} (chunk 1, held by rank 1)", "positions (RoPE)"),
@@ -110,10 +117,8 @@ ON_FOUR = ("hidden_local_positions", "labels_shifted_in_batch", "missed_layer", 
 
 @pytest.mark.parametrize(("plant", "size"), [*((plant, 2) for plant in MISTAKES), *((plant, 4) for plant in ON_FOUR)])
 def test_a_mistake_is_named(pool: Pool, plant: str, size: int) -> None:
-    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, plant, size=size))
-    assert not passed
     where, why = (text.format(size=size, chunk=24 // size, last=24 // size - 1) for text in MISTAKES[plant])
-    assert where in first and why in hint, (failed, first, hint)
+    assert_named(pool, where, why, plant, size=size)
 
 
 PATCHED: dict[str, tuple[str, str, str]] = {
@@ -126,9 +131,7 @@ PATCHED: dict[str, tuple[str, str, str]] = {
 @pytest.mark.parametrize("patch", PATCHED)
 def test_a_mistake_in_the_attention_is_named(pool: Pool, patch: str) -> None:
     kind, where, why = PATCHED[patch]
-    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, "right", kind, None, patch, size=2))
-    assert not passed
-    assert where in first and why in hint, (failed, first, hint)
+    assert_named(pool, where, why, "right", kind, None, patch)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +145,7 @@ def test_a_mistake_in_the_attention_is_named(pool: Pool, patch: str) -> None:
     ],
 )
 def test_dropped_documents_are_named(pool: Pool, plant: str, where: str, why: str) -> None:
-    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, plant, None, BOUNDS, size=2))
-    assert not passed
-    assert where in first and why in hint, (failed, first, hint)
+    assert_named(pool, where, why, plant, None, BOUNDS)
 
 
 AT_ONE_TOO = "0 reaches 5, outside [0, 5) at cp=1 and cp=N"
@@ -169,9 +170,7 @@ HIDDEN_BY_FULL_LAYERS: dict[str, tuple[str, list[int] | None, str, str]] = {
 @pytest.mark.parametrize("patch", HIDDEN_BY_FULL_LAYERS)
 def test_a_mask_that_full_layers_hide_is_named(pool: Pool, patch: str) -> None:
     kind, bounds, where, why = HIDDEN_BY_FULL_LAYERS[patch]
-    passed, failed, first, hint = same_on_all_ranks(pool.run(report_of, "right", kind, bounds, patch, size=2))
-    assert not passed and "masks of layers" in failed
-    assert where in first and why in hint, (failed, first, hint)
+    assert "masks of layers" in assert_named(pool, where, why, "right", kind, bounds, patch)
 
 
 def report_of_both_ways(

@@ -40,26 +40,17 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> t
     return torch.nn.functional.cross_entropy(logits, labels.flatten())
 
 
-@pytest.mark.parametrize("chunk_tokens", [None, 1, 4, 22, 1000])
-def test_equals_torch(chunk_tokens: int | None) -> None:
+@pytest.mark.parametrize(
+    ("chunk_tokens", "logit_scale", "factor"),
+    [*((size, 1.0, 1) for size in (None, 1, 4, 22, 1000)), (None, 1.0, 3), (None, 0.3, 1), (4, 0.3, 1)],
+)
+def test_equals_torch(chunk_tokens: int | None, logit_scale: float, factor: int) -> None:
+    """Also of models that scale their logits, and if more is computed from the loss."""
     hidden, weight, labels = draw()
-    ours = cross_entropy(hidden, weight, labels, group=None, chunk_tokens=chunk_tokens)
-    want = results(plain(hidden, weight, labels), hidden, weight)
-    assert_close(results(ours, hidden, weight), want)
-
-
-def test_an_upstream_factor_reaches_the_gradients() -> None:
-    hidden, weight, labels = draw()
-    ours = results(3 * cross_entropy(hidden, weight, labels, group=None), hidden, weight)
-    assert_close(ours, results(3 * plain(hidden, weight, labels), hidden, weight))
-
-
-@pytest.mark.parametrize("chunk_tokens", [None, 4])
-def test_a_factor_on_the_logits_reaches_loss_and_gradients(chunk_tokens: int | None) -> None:
-    """Losses of models that scale their logits."""
-    hidden, weight, labels = draw()
-    ours = cross_entropy(hidden, weight, labels, group=None, chunk_tokens=chunk_tokens, logit_scale=0.3)
-    assert_close(results(ours, hidden, weight), results(plain(0.3 * hidden, weight, labels), hidden, weight))
+    options = {"chunk_tokens": chunk_tokens, "logit_scale": logit_scale}
+    ours = factor * cross_entropy(hidden, weight, labels, group=None, **options)
+    want = factor * plain(logit_scale * hidden, weight, labels)
+    assert_close(results(ours, hidden, weight), results(want, hidden, weight))
 
 
 def test_bf16_within_what_torch_loses() -> None:

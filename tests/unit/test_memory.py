@@ -207,19 +207,16 @@ def test_parametrized_experts_are_refused_in_tiles() -> None:
         model(**batch())
 
 
-@pytest.mark.parametrize(("checkpointing", "times"), [("none", 1), ("attention_kept", 1), ("full", 2)])
-def test_attention_is_computed_again_only_when_asked(checkpointing: Any, times: int) -> None:
-    model = model_with(Memory(checkpointing))
+@pytest.mark.parametrize(
+    ("checkpointing", "training", "times"),
+    [("none", True, 1), ("attention_kept", True, 1), ("full", True, 2), ("full", False, 1)],
+)
+def test_attention_is_computed_again_only_when_asked(checkpointing: Any, training: bool, times: int) -> None:
+    """An evaluation is not checkpointed."""
+    model = model_with(Memory(checkpointing)).train(training)
     with mock.patch.object(reference, "forward", wraps=reference.forward) as kernel:
         step(model)
     assert kernel.call_count == times * LAYERS
-
-
-def test_evaluation_is_not_checkpointed() -> None:
-    model = model_with(Memory("full")).eval()
-    with mock.patch.object(reference, "forward", wraps=reference.forward) as kernel:
-        step(model)
-    assert kernel.call_count == LAYERS
 
 
 def kept_bytes(memory: Memory, family: str = "llama", dtype: torch.dtype = torch.float64) -> int:
