@@ -485,6 +485,16 @@ def test_what_nccl_lost_is_named_without_waiting_for_the_timeout() -> None:
         assert len(rank.ends) == 1
 
 
+def test_nccl_may_be_lost_between_two_calls() -> None:
+    world = World(2)
+    channels = [rank.over_nccl() for rank in world.ranks]
+    finish(*(rank.issue(1, memory=channel) for rank, channel in zip(world.ranks, channels, strict=True)))
+    world.run(3)
+    channels[0].broken = True
+    world.run(8)
+    assert "rank 0 lost NCCL (see its log) while waiting before call 2; rank 1 " in world.ranks[0].said[-1]
+
+
 def test_an_error_of_nccl_becomes_one_that_names_the_ranks() -> None:
     world, channels = broken_world()
     caller = world.living.pop(0)  # its thread that looks would wait for the report of the one that works
@@ -627,7 +637,8 @@ def events(answers: dict[int, int], **codes: int) -> tuple[Events, Driver]:
 
 def test_events_are_asked_of_the_driver_out_of_the_way_of_captures() -> None:
     found, driver = events({1: 0, 2: 600, 3: 719})
-    assert driver.called[-1] == "cuThreadExchangeStreamCaptureMode"
+    begun = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"]
+    assert driver.called == begun
     assert found.ended(SimpleNamespace(cuda_event=1)) is True  # type: ignore[arg-type]
     assert found.ended(SimpleNamespace(cuda_event=2)) is False  # type: ignore[arg-type]
     with pytest.raises(DeviceLost, match="CUDA error 719"):
