@@ -176,7 +176,7 @@ def ring() -> str:
 def aims() -> str:
     """Tabulate the percentage of the ideal by number of GPUs (brackets: from a CUDA graph), with the aims for eight."""
     machines = {
-        "2 GPUs": ("ring_2xh200",),
+        "2 GPUs": ("ring_short_2xh200", "ring_2xh200"),
         "4 GPUs": ("ring_4xh200", "ring_4xh200_128k"),
         "8 GPUs": ("ring_8xh200", "ring_8xh200_32k"),
     }
@@ -185,9 +185,9 @@ def aims() -> str:
         label = f"{int(tokens) // 1024}k" + (", NCCL" if name == NCCL else "")
         cells = []
         for files in machines.values():
-            found = [_both(file, tokens, "causal", name) for file in files]
-            graphs = [_both(file, tokens, "causal", GRAPH) for file in files if name == COPY_ENGINE]
-            cells.append(" ".join([*filter(None, found), *(f"({x})" for x in graphs if x)]))
+            found = [x for file in files if (x := _both(file, tokens, "causal", name))]
+            graphs = [x for file in files if name == COPY_ENGINE and (x := _both(file, tokens, "causal", GRAPH))]
+            cells.append(" ".join([*found[:1], *(f"({x})" for x in graphs[:1])]))  # the first file is the newest
         reached = _percents(machines["8 GPUs"], tokens, name)
         missed = aim and reached and any(x < y for x, y in zip(reached, aim, strict=True))
         goal = " / ".join(f"{x:g}" for x in aim) if aim else ""
