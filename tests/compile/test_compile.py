@@ -56,7 +56,11 @@ KNOWN_SPILLS = {
     "backward_keys_fp8 hd128 fp8 band": 21,
     "backward_keys_fp8 hd128 fp8 bounds": 31,
     "backward_keys_fp8 hd128 fp8_scores band": 3,
+    "backward_keys_fp8 hd128 fp8_scores band overwritten bfloat16": 5,
+    "backward_keys_fp8 hd128 fp8_scores band overwritten float32": 3,
     "backward_keys_fp8 hd128 fp8_scores bounds": 3,
+    "backward_keys_fp8 hd128 fp8_scores bounds overwritten bfloat16": 2,
+    "backward_keys_fp8 hd128 fp8_scores bounds overwritten float32": 3,
 }
 
 

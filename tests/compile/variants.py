@@ -177,6 +177,13 @@ def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
         dk, dv = (torch.empty(k.shape) for _ in range(2))
         run.add(k, k, _MASKS[mask], dk, dv)
         run.finish()
+        if products != "fp8_scores":
+            continue
+        for dtype in (torch.bfloat16, torch.float32):  # overwritten, each KV head has one query head
+            recorder.variant = f"hd{head_dim} {products} {mask} overwritten {str(dtype)[6:]}"
+            dk, dv = (torch.empty(q.shape, dtype=dtype) for _ in range(2))
+            run = fp8_backward.Fp8Backward(q, q, q, lse, softmax_scale=1.0, products=products, row_max=row_max)
+            run.add(q, q, _MASKS[mask], dk, dv, accumulate=False)
 
 
 def _exchange(recorder: Recorder, head_dim: int | tuple[int, int], module: ModuleType = gather_scatter) -> None:

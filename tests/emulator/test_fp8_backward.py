@@ -12,6 +12,7 @@ from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import Emulator
 from tests.emulator.host import cuda_properties
 from tests.emulator.oracle import MASKS, Shape, inputs, is_caught
+from tests.helpers.nan_reach import PLACES, check_reach, plant
 
 _CAUSAL = MASKS["causal, ragged"]
 _NAMES = ("dq", "dk", "dv")
@@ -23,12 +24,12 @@ def _gradients(
     products: str,
     *,
     emulator: Emulator | None = None,
-    accumulate: bool = True,
+    stored: torch.dtype | None = None,
     with_dlse: bool = False,
     whole_groups: bool = False,
     promote: int = 128,
 ):
-    """dq, dk, dv of the kernels and of the specification."""
+    """dq, dk, dv of the kernels and of the specification: added to, or overwritten in the dtype `stored`."""
     q, k, v, dout = inputs(mask, shape)
     out, (lse, row_max) = torch.empty_like(q), torch.empty(2, shape.batch, shape.num_heads, mask.seqlen_q)
     fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
@@ -36,16 +37,15 @@ def _gradients(
     if with_dlse:
         options["dlse"] = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1))
     module = (emulator or Emulator()).load("fp8.backward")
-    module.quantise_q, module.quantise_kv = fp8_reference.quantise_q, fp8_reference.quantise_kv
+    module.quantise_kv = fp8_reference.quantise_kv
     module._PROMOTE = promote
     if whole_groups:
         module.host._MANY_TILES = module.host.SMS = 1
     results = []
     for backward in (module.Fp8Backward, fp8_reference.Fp8ReferenceBackward):
         run = backward(dout, q, out, lse, **options)
-        dtype = torch.float32 if accumulate else q.dtype
-        dk, dv = (torch.full(x.shape, 0.5, dtype=dtype) for x in (k, v))
-        run.add(k, v, mask, dk, dv, accumulate=accumulate)
+        dk, dv = (torch.full(x.shape, 0.5, dtype=stored or torch.float32) for x in (k, v))
+        run.add(k, v, mask, dk, dv, accumulate=stored is None)
         results.append((run.finish(), dk, dv))
     return results
 
@@ -78,9 +78,13 @@ def test_products_in_bf16(mask, head_dim):
 
 @pytest.mark.parametrize("products", fp8_reference.PRODUCTS)
 @pytest.mark.parametrize("num_heads", [1, 2], ids=["mha", "gqa"])
-def test_stored_gradients(products, num_heads):
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_stored_gradients(stored, products, num_heads):
+    """Also of keys that no row sees, within the rectangle or outside of it."""
     shape = Shape(64, num_heads, batch=2)
-    _assert_equal(*_gradients(MASKS["rectangle inside"], shape, products, accumulate=False))
+    unseen_tile = Mask.of(200, 500, [Region(0, 100, 0, 100), Region(100, 200, 300, 500)])
+    for mask in (MASKS["rectangle inside"], unseen_tile, MASKS["nothing"]):
+        _assert_equal(*_gradients(mask, shape, products, stored=stored))
 
 
 @pytest.mark.parametrize("products", fp8_reference.PRODUCTS)
@@ -90,10 +94,12 @@ def test_gradient_through_lse(products):
 
 
 @pytest.mark.parametrize("promote", [2, 4])
-def test_sums_that_leave_the_tensor_cores(promote):
-    """dK and dV move to fp32 every few blocks, also between the heads of a group."""
+@pytest.mark.parametrize("stored", [None, torch.float32, torch.bfloat16], ids=["added", "fp32", "bf16"])
+def test_sums_that_leave_the_tensor_cores(stored, promote):
+    """dK and dV move to fp32 every few blocks, also between the heads of a group, and where they are overwritten."""
     shape = Shape(64, 4, 2)
-    _assert_equal(*_gradients(MASKS["wide window"], shape, "fp8", whole_groups=True, promote=promote))
+    results = _gradients(MASKS["wide window"], shape, "fp8", stored=stored, whole_groups=True, promote=promote)
+    _assert_equal(*results)
 
 
 @pytest.mark.parametrize("products", ["fp8_scores", "fp8"])
@@ -101,6 +107,26 @@ def test_interleavings(products):
     """Partitions, blocks and copies in other orders give the same gradients."""
     for seed in range(1, 4):
         _assert_equal(*_gradients(_CAUSAL, Shape(), products, emulator=Emulator(seed, resident=3)))
+
+
+@pytest.mark.parametrize("products", fp8_reference.PRODUCTS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("zeros", [slice(220, 230), slice(200, 256)], ids=["some", "all"])
+def test_nan_reaches_every_gradient_that_depends_on_it(zeros, place, products):
+    """Also if dO is 0 in some or all of the rows that see it; out and lse are the specification's."""
+    mask, shape, row = Mask.documents([0, 128, 256]), Shape(), 200
+    q, k, v, dout = inputs(mask, shape)
+    dout[0, zeros] = 0.0
+    plant(place, row, q, k, v, dout)
+    out, (lse, row_max) = torch.empty_like(q), torch.empty(2, 1, 2, 256)
+    fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
+    module = Emulator().load("fp8.backward")
+    module.quantise_kv = fp8_reference.quantise_kv
+    run = module.Fp8Backward(dout, q, out, lse, softmax_scale=shape.scale, products=products, row_max=row_max)
+    dk, dv = torch.zeros(2, *k.shape)
+    run.add(k, v, mask, dk, dv)
+    check_reach(mask, place[0], row, {"dq": run.finish(), "dk": dk, "dv": dv})
+    assert dk[0, :128].isfinite().all() and dv[0, :128].isfinite().all()
 
 
 # (module, source text, what replaces it)
@@ -132,7 +158,7 @@ def test_hops_add_up(products):
     out, (lse, row_max) = torch.empty_like(q), torch.empty(2, 1, 2, 200)
     fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
     module = Emulator().load("fp8.backward")
-    module.quantise_q, module.quantise_kv = fp8_reference.quantise_q, fp8_reference.quantise_kv
+    module.quantise_kv = fp8_reference.quantise_kv
     run, whole = (
         backward(dout, q, out, lse, softmax_scale=shape.scale, products=products, row_max=row_max)
         for backward in (module.Fp8Backward, fp8_reference.Fp8ReferenceBackward)

@@ -170,6 +170,8 @@ class Tensor:
             return Tensor(data.view(numpy_dtype(dtype)), dtype)
         if is_float(self.dtype) and not is_float(dtype):
             data = np.trunc(np.nan_to_num(data.astype(np.float64)))
+        if dtype.name == "fp8e4nv":  # the device saturates, infinity too; NaN stays NaN
+            data = np.clip(data.astype(np.float32), -448.0, 448.0)
         return Tensor(data.astype(numpy_dtype(dtype)), dtype)
 
     def reshape(self, *shape) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from ringflash_kernels import attention_backward, attention_forward, fp8_reference
 from ringflash_kernels.mask import Mask, Region
+from tests.helpers.nan_reach import PLACES, check_reach, plant
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -132,14 +133,38 @@ def test_a_million_queries_of_few_keys():
     assert abs(float(ratio) - 1) <= 0.02
 
 
-def test_nan_reaches_the_keys_that_a_row_sees():
+@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("zeros", [slice(420, 430), slice(400, 512)], ids=["some", "all"])
+def test_nan_reaches_every_gradient_that_depends_on_it(zeros, place):
+    """Also if dO is 0 in some or all of the rows that see it. Other documents keep their gradients."""
+    mask, row = Mask.documents([0, 256, 512]), 400
     q, k, v, dout = (draw(1, 512, 2, 128, seed=i) for i in range(4))
-    mask = Mask.documents([0, 256, 512])
-    state = forward(q, k, v, mask)
-    for products in fp8_reference.PRODUCTS:
-        clean = gradients("hopper_fp8", mask, q, k, v, dout, *state, products)
-        broken = dout.clone()
-        broken[0, 400, 1, 3] = math.nan
-        dq, dk, dv = gradients("hopper_fp8", mask, q, k, v, broken, *state, products)
-        assert dk[0, 256:401, 1].isnan().all() and dv[0, 256:401, 1, 3].isnan().all() and dq[0, 400, 1].isnan().all()
-        assert dk[0, :256].isfinite().all() and difference(dq[0, :256], clean[0][0, :256]) <= 5e-3
+    dout[0, zeros] = 0.0
+    state = forward(q, k, v, mask, impl="hopper_fp8")
+    clean = {x: gradients("hopper_fp8", mask, q, k, v, dout, *state, x) for x in fp8_reference.PRODUCTS}
+    plant(place, row, q, k, v, dout)
+    state = forward(q, k, v, mask, impl="hopper_fp8")
+    for products, expected in clean.items():
+        got = gradients("hopper_fp8", mask, q, k, v, dout, *state, products)
+        check_reach(mask, place[0], row, dict(zip(("dq", "dk", "dv"), got, strict=True)))
+        for x, y in zip(got, expected, strict=True):
+            assert difference(x[0, :256], y[0, :256]) <= 5e-3
+
+
+@pytest.mark.parametrize("products", ["fp8_scores", "fp8"])
+@pytest.mark.parametrize("mask", [Mask.band(6000, 6000, causal=True), Mask.documents([0, 5000, 6000])], ids=str)
+def test_overwritten_gradients_are_those_that_are_added(mask, products):
+    """Also where sums leave the tensor cores: rows of more than 64 blocks of queries."""
+    q, dout = (draw(1, 6000, 4, 128, seed=i) for i in (0, 1))
+    k, v = (draw(1, 6000, 4, 128, seed=i) for i in (2, 3))
+    out, lse, row_max = forward(q, k, v, mask, impl="hopper_fp8")
+    results = []
+    for dtype in (None, torch.float32, torch.bfloat16):
+        run = Fp8Backward(dout, q, out, lse, softmax_scale=128**-0.5, products=products, row_max=row_max)
+        fill, dtype = (math.nan, dtype) if dtype else (0.0, None)
+        dk, dv = (torch.full(x.shape, fill, dtype=dtype or torch.float32, device="cuda") for x in (k, v))
+        run.add(k, v, mask, dk, dv, accumulate=dtype is None)
+        results.append((run.finish(), dk, dv))
+    for stored in results[1:]:
+        for name, x, y in zip(("dq", "dk", "dv"), stored, results[0], strict=True):
+            assert difference(x, y) <= 5e-3, name

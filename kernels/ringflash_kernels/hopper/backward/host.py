@@ -107,9 +107,7 @@ class HopperBackward:
                 self._add_hop(k, v, mask, hop, group, *totals, True)
             return
         if not accumulate:
-            for unseen in (slice(0, hop.k_start), slice(hop.k_stop, k.shape[1])):
-                if unseen.start < unseen.stop:
-                    dk[:, unseen] = dv[:, unseen] = 0
+            clear_unseen(hop, dk, dv)
         self._add_hop(k, v, mask, hop, group, dk, dv, accumulate)
 
     def _add_hop(
@@ -305,6 +303,13 @@ def check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumul
             raise ValueError(f"{name} must be addressable by TMA, got {problem}; allocate it with torch.empty.")
         if x.dtype not in dtypes or x.dtype != dk.dtype:
             raise ValueError(f"dk and dv must share one dtype of {dtypes}, got {dk.dtype}, {dv.dtype}; cast them.")
+
+
+def clear_unseen(hop: HopRectangle, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    """Write zeros for the keys outside of a hop's rectangle."""
+    for unseen in (slice(0, hop.k_start), slice(hop.k_stop, dk.shape[1])):
+        if unseen.start < unseen.stop:
+            dk[:, unseen] = dv[:, unseen] = 0
 
 
 @contextlib.contextmanager

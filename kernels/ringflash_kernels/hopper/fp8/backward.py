@@ -26,7 +26,7 @@ from ringflash_kernels.hopper.fp8.backward_operands import (
     parts,
     statistics,
 )
-from ringflash_kernels.hopper.fp8.quantise import dequantised_q, quantise_kv, quantise_q
+from ringflash_kernels.hopper.fp8.quantise import dequantised_q, quantise_and_measure_q, quantise_kv
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
@@ -161,7 +161,8 @@ class _Products(host.HopperBackward):
     ) -> None:
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, False
-        self.products, self._rows = products, quantise_q(q)
+        self.products = products
+        self._rows, self._largest_q = quantise_and_measure_q(q)
         self._given = dout, out, lse, dlse, row_max if products == "fp8" and row_max is not None else lse
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views = {}
@@ -171,7 +172,7 @@ class _Products(host.HopperBackward):
         """Make the operands of the query side. Only the first keys tell how many query heads share a KV head."""
         dout, out, lse, dlse, row_max = self._given
         q = self.q if self.q.stride(-1) == 1 else self.q.contiguous()
-        rows, self.maxima, self.dq = statistics(dout, q, out, lse, dlse, row_max, num_kv_heads)
+        rows, self.maxima, self.dq = statistics(dout, out, lse, dlse, row_max, self._largest_q, num_kv_heads)
         self.operands = QueryOperands(dout, q, rows, self.maxima, fp8_gradients=self.products == "fp8")
         self.stats, self.factor = self.operands.stats, self.operands.factor
 
@@ -179,40 +180,44 @@ class _Products(host.HopperBackward):
         """See `Fp8Backward.add_records`."""
         if self.dq is None:
             self._prepare(records.shape[2])
-        if not accumulate:
+        hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
+        group = self._group(dk, hop)
+        # Parts of a sum, and the heads of a group that are computed apart, are added up in fp32.
+        if not accumulate and (self.products == "fp8" or group < self.q.shape[2] // dk.shape[2]):
             with host.summed(dk, dv) as totals:
                 self.add(records, mask, *totals, True)
             return
-        hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
+        if not accumulate:
+            host.clear_unseen(hop, dk, dv)
         if hop.num_rows:
-            keys = KeyOperands(records, dk.shape[-1], self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
-            self._launch(records, keys, hop, dk, dv)
+            self._launch(records, hop, group, dk, dv, accumulate)
 
     def _launch(
         self,
         records: torch.Tensor,
-        keys: KeyOperands,
         hop: HopRectangle,
+        group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
+        accumulate: bool,
     ) -> None:
-        group = self._group(dk, hop)
         batch, _, num_heads, head_dim = self.q.shape
         num_groups = batch * num_heads // group
         heads_together = self._section(num_groups, hop.num_rows)
         num_tiles = -(-hop.num_keys // BLOCK_K)
-        first, blocks = hop.k_start // BLOCK_K, records.shape[1]
-        k8, v8, _ = parts(cut(records, 1, (first, blocks)), head_dim)
-        k = cut(keys.k, 1, (hop.k_start, keys.k.shape[1]))
-        stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, head_dim // 2) for x in (dk, dv)]
         fp8_gradients = self.products == "fp8"
+        first = hop.k_start // BLOCK_K
+        keys = KeyOperands(records, head_dim, self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
+        k8, v8, _ = parts(cut(records, 1, (first, records.shape[1])), head_dim)
+        k = cut(keys.k, 1, (hop.k_start, keys.k.shape[1]))
+        columns = head_dim // 2 if dk.dtype == torch.float32 else head_dim
+        stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
         _KEYS(
-            (head_dim, hop.has_bounds, fp8_gradients, _PROMOTE), num_tiles * num_groups,
+            (head_dim, hop.has_bounds, fp8_gradients, _PROMOTE, dk.dtype, accumulate), num_tiles * num_groups,
             *self._query_tiles(hop), row_tile(k, 64, head_dim), _key_tile(k8), _key_tile(v8),
             block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
-            *stores,
-            self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],
-            keys.scales[:, :, first:], blocks,
+            *stores, self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],
+            keys.scales[:, :, first:], keys.scales.shape[2],
             *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             dk.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
@@ -220,8 +225,7 @@ class _Products(host.HopperBackward):
             STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE,
             # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
             KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,
-            TURN_BEFORE_EXP=self.tiles.turn_before_exp,
-            BOUNDS=hop.has_bounds,
+            TURN_BEFORE_EXP=self.tiles.turn_before_exp, BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
         )  # fmt: skip
 
     def _query_tiles(self, hop: HopRectangle) -> tuple[TensorDescriptor, ...]:

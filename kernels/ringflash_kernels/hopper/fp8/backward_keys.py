@@ -34,6 +34,7 @@ from ringflash_kernels.hopper.compat import (
     mbarrier,
     tma_load,
     tma_reduce_add,
+    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -80,6 +81,7 @@ class Fp8KeysShared:
     PROMOTE: gl.constexpr
     KV_IN_REGISTERS: gl.constexpr
     TURN_BEFORE_EXP: gl.constexpr
+    ACCUMULATE: gl.constexpr
 
 
 @gluon.jit
@@ -227,22 +229,37 @@ def _step(
 
 
 @gluon.jit
+def _stage(sm, desc, x, which: gl.constexpr, W: gl.constexpr):
+    """Return x, in the dtype of `desc`, in this consumer's dQ buffer or its spare one."""
+    N: gl.constexpr = x.shape[1]
+    memory = sm.spare.index(W) if which else dq_staging(sm, W)
+    staged = memory._reinterpret(desc.dtype, [1, 1, 64, N], desc.layout)
+    tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
+    staged.reshape([64, N]).store(x.to(desc.dtype))
+    fence_async_shared()
+    return staged
+
+
+@gluon.jit
 def _write(sm, desc, x, coord, W: gl.constexpr):
-    """Add dK or dV of this consumer's 64 keys in halves, staged in its dQ buffer and a spare one."""
+    """Add or store dK or dV of this consumer's 64 keys, fp32 in halves."""
     D: gl.constexpr = sm.SPLIT
-    left, right = halves(x, D)
-    for which in gl.static_range(2):
-        memory = sm.spare.index(W) if which else dq_staging(sm, W)
-        staged = memory._reinterpret(gl.float32, [1, 1, 64, D // 2], desc.layout)
-        tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
-        staged.reshape([64, D // 2]).store(right if which else left)
-        fence_async_shared()
-        tma_reduce_add(desc, [coord[0], coord[1], coord[2], which * (D // 2)], staged)
+    if desc.dtype == gl.float32:
+        left, right = halves(x, D)
+        for half in gl.static_range(2):
+            staged = _stage(sm, desc, right if half else left, half, W)
+            at = [coord[0], coord[1], coord[2], half * (D // 2)]
+            if sm.ACCUMULATE:
+                tma_reduce_add(desc, at, staged)
+            else:
+                tma_store(desc, at, staged)
+    else:
+        tma_store(desc, [coord[0], coord[1], coord[2], 0], _stage(sm, desc, x, 0, W))
 
 
 @gluon.jit
 def _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W: gl.constexpr):
-    """Add dK and dV, each times its scale."""
+    """Add or store dK and dV, each times its scale."""
     tma_store_wait(0)
     _write(sm, dv_desc, dv * gl.load(tile_ptr + 4), coord, W)
     _write(sm, dk_desc, dk * gl.load(tile_ptr + 3), coord, W)
@@ -313,7 +330,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                 head_row += problem.dq_rows
                 scale_ptr += scales.q_blocks
             last_dq(sm, dq_desc, step, dq_row, W)
-        if start < stop:
+        if (not sm.ACCUMULATE) | (start < stop):
             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
             tma_store_wait(0)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
@@ -347,12 +364,12 @@ def backward_keys_fp8(
     heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, scale_log2,
     softmax_scale,
     STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
-    TURN_BEFORE_EXP: gl.constexpr,
-    BOUNDS: gl.constexpr,
+    TURN_BEFORE_EXP: gl.constexpr, BOUNDS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `BackwardProblem`.
 
-    dK and dV are fp32 and added to.
+    Add to dK and dV, which are fp32, or without ACCUMULATE overwrite them: then one CTA has all heads of a group and
+    FP8_GRADIENTS is False, because sums that leave the tensor cores in parts are added up in dK and dV.
     """
     D: gl.constexpr = k_desc.block_type.shape[3]
     half: gl.constexpr = k_desc.dtype
@@ -391,7 +408,7 @@ def backward_keys_fp8(
         gl.allocate_shared_memory(half, [4, 64, 64], ds_layout),
         dq.index(0), dq.index(1), spare,
         kv_full, kv_empty, q_full, q_empty, ds_full, begin,
-        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP,
+        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,
     )  # fmt: skip
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,

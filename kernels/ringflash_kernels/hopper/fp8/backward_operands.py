@@ -26,14 +26,15 @@ import triton.language as tl
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, E4M3, TAIL_BYTES, rotate_back
 from ringflash_kernels.hopper.launcher import Launcher
 
+_BLOCKS = 4  # blocks of 64 rows for which `_rotate_back` loads its matrix once
 SCALES = 8  # fp32 scales of a tile: of S, dP, delta, dK and dV; the rest is unused
 
 
 @triton.jit
 def _statistics(
-    out_ptr, dout_ptr, q_ptr, lse_ptr, dlse_ptr, max_ptr, rows_ptr, maxima_ptr, dq_ptr, seqlen, padded, num_heads,
-    num_blocks, group,
-    out_batch, out_row, out_head, dout_batch, dout_row, dout_head, q_batch, q_row, q_head,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, max_ptr, largest_q_ptr, rows_ptr, maxima_ptr, dq_ptr, seqlen, padded,
+    num_heads, num_blocks, group,
+    out_batch, out_row, out_head, dout_batch, dout_row, dout_head,
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, max_batch, max_head, max_row,
     D: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +48,6 @@ def _statistics(
     out = tl.load(out_ptr + batch * out_batch + row[:, None] * out_row + head * out_head + column, mask=loaded, other=0)
     dout_at = dout_ptr + batch * dout_batch + row[:, None] * dout_row + head * dout_head + column
     dout = tl.load(dout_at, mask=loaded, other=0.0).to(tl.float32)
-    q = tl.load(q_ptr + batch * q_batch + row[:, None] * q_row + head * q_head + column, mask=loaded, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout, 1)
     size = tl.sqrt(tl.sum(dout * dout, 1))
     lse = tl.load(lse_ptr + batch * lse_batch + head * lse_head + row * lse_row, mask=inside, other=float("-inf"))
@@ -55,11 +55,14 @@ def _statistics(
         dlse = tl.load(dlse_ptr + batch * dlse_batch + head * dlse_head + row * dlse_row, mask=inside, other=0.0)
         delta -= dlse
         size += tl.abs(dlse)
+    # What is not finite in a row becomes NaN; e4m3 would round infinity to 448.
+    size = tl.where(size < float("inf"), size, float("nan"))
     largest = tl.load(max_ptr + batch * max_batch + head * max_head + row * max_row, mask=inside, other=0.0)
     seen = lse != float("-inf")
     weight = tl.where(seen, size * tl.exp2((largest - tl.where(seen, lse, 0.0)) * 1.4426950408889634), 0.0)
-    relative = delta * (448.0 / tl.maximum(size, 1e-30))
-    relative = tl.where(seen & (size > 0.0), relative, tl.where(size == size, 0.0, size))
+    relative = delta * tl.where(size > 0.0, 448.0 / tl.maximum(size, 1e-30), size)
+    relative = tl.where(tl.abs(relative) < float("inf"), relative, float("nan"))
+    relative = tl.where(seen, relative, 0.0)
 
     at = rows_ptr + batch_head * 4 * padded + row
     tl.store(at, tl.where(seen, largest * 1.4426950408889634, float("inf")))
@@ -71,8 +74,7 @@ def _statistics(
     tl.atomic_max(maxima_at, tl.max(tl.where(weight < float("inf"), weight, 0.0), 0))
     relative = tl.abs(relative)
     tl.atomic_max(maxima_at + 1, tl.max(tl.where(relative < float("inf"), relative, 0.0), 0))
-    q = tl.abs(q.to(tl.float32))
-    tl.atomic_max(maxima_at + 2, tl.max(tl.max(tl.where(q < float("inf"), q, 0.0), 1), 0))
+    tl.atomic_max(maxima_at + 2, tl.load(largest_q_ptr + tl.program_id(0)))
     dq_at = dq_ptr + (batch_head * seqlen + row[:, None]) * D + column
     tl.store(dq_at, tl.zeros([ROWS, D], tl.float32), mask=loaded)
 
@@ -104,7 +106,7 @@ def _query_operands(
         tl.load(at + 2 * padded),
         tl.load(at + 3 * padded),
     )
-    dout *= (448.0 / tl.maximum(size, 1e-30))[:, None]
+    dout *= tl.where(size > 0.0, 448.0 / tl.maximum(size, 1e-30), size)[:, None]
     flat = (batch * seqlen + row[:, None]) * num_heads * D + head * D + column[None, :]
     tl.store(dout8_ptr + flat, dout.to(tl.float8e4nv), mask=loaded)
     factor = size * (1.0 / 448.0)
@@ -170,29 +172,31 @@ def _key_operands(
 
 @triton.jit
 def _rotate_back(
-    x_ptr, matrix_ptr, factor_ptr, out_ptr, scale, seqlen, padded, num_heads, num_blocks,
+    x_ptr, matrix_ptr, factor_ptr, out_ptr, scale, seqlen, padded, num_heads, num_programs,
     x_batch, x_row, x_head, out_batch, out_row, out_head,
-    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_FACTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
+    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % (D // COLUMNS) * COLUMNS
-    block = tl.program_id(0) // (D // COLUMNS) % num_blocks
-    batch_head = (tl.program_id(0) // (D // COLUMNS * num_blocks)).to(tl.int64)
+    first = tl.program_id(0) // (D // COLUMNS) % num_programs * BLOCKS
+    batch_head = (tl.program_id(0) // (D // COLUMNS * num_programs)).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
-    row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column, out_column = tl.arange(0, D), part + tl.arange(0, COLUMNS)
-    inside = (row < seqlen)[:, None]
-    x_at = x_ptr + batch * x_batch + row[:, None] * x_row + head * x_head + column[None, :]
-    x = tl.load(x_at, mask=inside, other=0.0)
     matrix = tl.load(matrix_ptr + column[:, None] * D + out_column[None, :])
-    high = x.to(tl.bfloat16)
-    low = (x - high.to(tl.float32)).to(tl.bfloat16)
-    y = (tl.dot(high, matrix) + tl.dot(low, matrix)) * scale
-    if HAS_FACTOR:
-        y *= tl.load(factor_ptr + batch_head * padded + row, mask=row < seqlen, other=0.0)[:, None]
-    out_at = out_ptr + batch * out_batch + row[:, None] * out_row + head * out_head + out_column[None, :]
-    if ACCUMULATE:
-        y += tl.load(out_at, mask=inside, other=0.0)
-    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=inside)
+    for i in range(BLOCKS):
+        row = ((first + i) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < seqlen)[:, None]
+        x_at = x_ptr + batch * x_batch + row[:, None] * x_row + head * x_head + column[None, :]
+        x = tl.load(x_at, mask=inside, other=0.0)
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        y = (tl.dot(high, matrix) + tl.dot(low, matrix)) * scale
+        if HAS_FACTOR:
+            y *= tl.load(factor_ptr + batch_head * padded + row, mask=row < seqlen, other=0.0)[:, None]
+        out_at = out_ptr + batch * out_batch + row[:, None] * out_row + head * out_head + out_column[None, :]
+        if ACCUMULATE:
+            y += tl.load(out_at, mask=inside, other=0.0)
+        tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 _STATISTICS, _QUERY_OPERANDS, _KEY_OPERANDS, _ROTATE_BACK = (
@@ -202,18 +206,19 @@ _STATISTICS, _QUERY_OPERANDS, _KEY_OPERANDS, _ROTATE_BACK = (
 
 def statistics(
     dout: torch.Tensor,
-    q: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
     row_max: torch.Tensor,
+    largest_q: torch.Tensor,
     num_kv_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute reference, delta', size and weight of each row, the maxima over rows, and zeros for dQ.
 
     Args:
-        dout, q, out: (batch, seqlen_q, num_heads, head_dim), unit last stride. lse, dlse, row_max: (batch, num_heads,
+        dout, out: (batch, seqlen_q, num_heads, head_dim), unit last stride. lse, dlse, row_max: (batch, num_heads,
             seqlen_q), fp32.
+        largest_q: (batch, num_heads, blocks of 64 rows), fp32, of `quantise.quantise_and_measure_q`.
     Returns:
         rows: (batch * num_heads, 4, padded seqlen_q), fp32.
         maxima: (batch * num_kv_heads, 4), fp32: W, the largest |delta'|, the largest |Q|.
@@ -228,9 +233,9 @@ def statistics(
     dlse = lse if dlse is None else dlse
     _STATISTICS(
         (head_dim, has_dlse), num_blocks * batch * num_heads,
-        out, dout, q, lse, dlse, row_max, rows, maxima, dq, seqlen, num_blocks * BLOCK_Q, num_heads, num_blocks,
-        num_heads // num_kv_heads, *out.stride()[:3], *dout.stride()[:3], *q.stride()[:3], *lse.stride(),
-        *dlse.stride(), *row_max.stride(), D=head_dim, ROWS=BLOCK_Q, HAS_DLSE=has_dlse,
+        out, dout, lse, dlse, row_max, largest_q, rows, maxima, dq, seqlen, num_blocks * BLOCK_Q, num_heads, num_blocks,
+        num_heads // num_kv_heads, *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
+        *row_max.stride(), D=head_dim, ROWS=BLOCK_Q, HAS_DLSE=has_dlse,
     )  # fmt: skip
     return rows, maxima, dq
 
@@ -310,13 +315,13 @@ def add_rotated_back(
         out: as x, any dtype; unit last stride.
     """
     batch, seqlen, num_heads, head_dim = x.shape
-    num_blocks, columns = -(-seqlen // BLOCK_Q), min(head_dim, 128)
+    num_programs, columns = -(-seqlen // (_BLOCKS * BLOCK_Q)), min(head_dim, 128)
     given = x if factor is None else factor
     _ROTATE_BACK(
-        (head_dim, factor is None, accumulate), head_dim // columns * num_blocks * batch * num_heads,
-        x, _matrix(head_dim, interleaved, x.device), given, out, scale, seqlen, given.shape[1], num_heads, num_blocks,
-        *x.stride()[:3], *out.stride()[:3], D=head_dim, COLUMNS=columns, ROWS=BLOCK_Q, HAS_FACTOR=factor is not None,
-        ACCUMULATE=accumulate,
+        (head_dim, factor is None, accumulate), head_dim // columns * num_programs * batch * num_heads,
+        x, _matrix(head_dim, interleaved, x.device), given, out, scale, seqlen, given.shape[1], num_heads, num_programs,
+        *x.stride()[:3], *out.stride()[:3], D=head_dim, COLUMNS=columns, ROWS=BLOCK_Q, BLOCKS=_BLOCKS,
+        HAS_FACTOR=factor is not None, ACCUMULATE=accumulate,
     )  # fmt: skip
 
 

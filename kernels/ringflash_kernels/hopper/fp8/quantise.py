@@ -132,15 +132,23 @@ def rows_of(x, stride_b, stride_s, stride_h, batch, block, head, seqlen, ROWS: g
 
 @gluon.jit
 def quantise_rows(
-    x, values, scales, seqlen, num_heads, num_blocks, stride_b, stride_s, stride_h, value_b, value_s, value_h,
-    COLUMNS: gl.constexpr, ROWS: gl.constexpr, SIGNS: gl.constexpr, DEQUANTISED: gl.constexpr, WARPS: gl.constexpr,
+    x, values, scales, largest, seqlen, num_heads, num_blocks, stride_b, stride_s, stride_h, value_b, value_s, value_h,
+    COLUMNS: gl.constexpr, ROWS: gl.constexpr, SIGNS: gl.constexpr, DEQUANTISED: gl.constexpr, LARGEST: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Quantise q of one block and head; store it in e4m3 with its scale, or DEQUANTISED, which bf16 holds exactly."""
+    """Quantise q of one block and head; store it in e4m3 with its scale, or DEQUANTISED, which bf16 holds exactly.
+
+    LARGEST: store the largest finite value before the rotation, too.
+    """
     layout: gl.constexpr = _columns_layout(COLUMNS, WARPS)
     head = gl.program_id(0) % num_heads
     block = gl.program_id(0) // num_heads % num_blocks
     batch = gl.program_id(0) // num_heads // num_blocks
     q, column = rows_of(x, stride_b, stride_s, stride_h, batch, block, head, seqlen, ROWS, COLUMNS, layout)
+    if LARGEST:
+        size = gl.abs(q)
+        found = gl.max(gl.max(gl.where(size < float("inf"), size, 0.0), 1), 0)
+        gl.store(largest + (batch * num_heads + head) * num_blocks + block, found)
     q = rotated(q, column, SIGNS, WARPS)
     q, biased = with_exponent(q)
     q = gl.convert_layout(rounded(q, biased), layout)
@@ -231,9 +239,19 @@ def quantise_q(q: torch.Tensor) -> Rows:
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16; copied unless its last stride is 1.
     """
+    return _rows(q, None)
+
+
+def quantise_and_measure_q(q: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+    """Return `quantise_q`, and the largest finite |q| of each block of rows: (batch, num_heads, num_blocks), fp32."""
+    largest = torch.empty(q.shape[0], q.shape[2], -(-q.shape[1] // BLOCK_Q), device=q.device)
+    return _rows(q, largest), largest
+
+
+def _rows(q: torch.Tensor, largest: torch.Tensor | None) -> Rows:
     values = torch.empty(q.shape, dtype=E4M3, device=q.device)
     scales = torch.empty(q.shape[0], q.shape[2], -(-q.shape[1] // BLOCK_Q), device=q.device)
-    _quantise_rows(q, values, scales)
+    _quantise_rows(q, values, scales, largest)
     return Rows(values, scales)
 
 
@@ -244,16 +262,20 @@ def dequantised_q(q: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _quantise_rows(q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None) -> None:
-    """Write values and scales of q; without `scales`, values times scales."""
+def _quantise_rows(
+    q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None, largest: torch.Tensor | None = None
+) -> None:
+    """Write values and scales of q, and its largest values; without `scales`, values times scales."""
     q = _with_unit_stride(q)
     batch, seqlen, num_heads, head_dim = q.shape
     num_blocks, warps, dequantised = -(-seqlen // BLOCK_Q), _WARPS[head_dim], scales is None
     with device_guard(q.device):
         _ROWS[warps](
-            (head_dim, dequantised), num_blocks * num_heads * batch,
-            q, values, values if scales is None else scales, seqlen, num_heads, num_blocks, *q.stride()[:3],
-            *values.stride()[:3], COLUMNS=head_dim, ROWS=BLOCK_Q, SIGNS=_SIGNS, DEQUANTISED=dequantised, WARPS=warps,
+            (head_dim, dequantised, largest is None), num_blocks * num_heads * batch,
+            q, values, values if scales is None else scales, values if largest is None else largest, seqlen, num_heads,
+            num_blocks, *q.stride()[:3], *values.stride()[:3],
+            COLUMNS=head_dim, ROWS=BLOCK_Q, SIGNS=_SIGNS, DEQUANTISED=dequantised, LARGEST=largest is not None,
+            WARPS=warps,
         )  # fmt: skip
 
 
