@@ -182,11 +182,15 @@ def _output_difference(local: _Trace, whole: _Trace, state: WrappedState) -> Val
 
 
 def _differs(got: Tensor, want: Tensor) -> str | None:
-    """Describe the difference of two tensors, None if it is at most sqrt(eps) of the largest value."""
+    """Describe the difference of two tensors, None if it is at most sqrt(eps) of the largest value.
+
+    Infinities and the dtype's least value, by which models mask logits, are no largest value: they would hide the rest.
+    """
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)} for {tuple(want.shape)}"
-    scale = want.abs().max().clamp(min=torch.finfo(want.dtype).tiny)
-    worst = ((got - want).abs().max() / scale).item()
+    size, finfo = want.abs(), torch.finfo(want.dtype)
+    scale = size.where(size < finfo.max / 2, 0).max().clamp(min=finfo.tiny)
+    worst = ((got - want).where(got != want, 0).abs().max() / scale).item()  # inf - inf would be NaN
     return None if worst <= torch.finfo(got.dtype).eps ** 0.5 else f"a difference of {worst:.1e} of the largest value"
 
 

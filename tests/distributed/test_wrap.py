@@ -275,6 +275,21 @@ def test_check_accepts_what_is_right(ctx: Context, name: str) -> None:
     check(ctx, own.Model, MODELS[name])
 
 
+def masked(logits: torch.Tensor, value: float) -> torch.Tensor:
+    """Logits whose last tokens of the vocabulary are only padding."""
+    return logits.masked_fill(torch.arange(logits.shape[-1]) > logits.shape[-1] - 3, value)
+
+
+class Masked(own.Model):
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return masked(super().forward(tokens, positions), -torch.inf)
+
+
+@on_ranks(2)
+def test_check_accepts_infinite_logits(ctx: Context) -> None:
+    check(ctx, Masked, MODELS["learned"])
+
+
 class Compiled(own.Model):
     """Its layers are compiled when they are first called."""
 
@@ -306,6 +321,14 @@ class Shifted(own.Model):
         return logits + F.pad(logits[:, :-1], (0, 0, 1, 0))
 
 
+class MaskedShifted(Shifted):
+    """Its masked logits are larger than every difference."""
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens, positions)
+        return masked(logits, torch.finfo(logits.dtype).min)
+
+
 class HandWritten(own.Attention):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
@@ -320,7 +343,10 @@ class LastByHand(own.Model):
         self.blocks[1].attn = HandWritten()
 
 
-@pytest.mark.parametrize("kind, options", [(Shifted, MODELS["learned"]), (LastByHand, {})])
+OF_OUTPUTS = [(Shifted, MODELS["learned"]), (MaskedShifted, MODELS["learned"]), (LastByHand, {})]
+
+
+@pytest.mark.parametrize("kind, options", OF_OUTPUTS)
 @on_ranks(2)
 def test_check_finds_what_follows_the_last_attention(ctx: Context, kind: Any, options: dict[str, Any]) -> None:
     with pytest.raises(
