@@ -113,8 +113,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         check_adapters(self)  # some may have been added since, also around this module
         causal: Any = without_peft(self.model)
         self._check_head_unchanged(causal)
-        self._check_group(causal)
-        inputs, counted = getattr(causal, "_ringflash_inputs", None), {}
+        inputs, counted = self._checked_inputs(causal), {}
         if inputs is not None:
             inputs.next_length = length
             counted = {"columns": columns} if inputs.counts_positions else {}
@@ -146,9 +145,12 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             )
 
     @torch.compiler.disable(reason="groups are compared by their ranks")
-    def _check_group(self, causal: nn.Module) -> None:
-        """Reject a loss over another group than the attention's, which would have another scale, or be the shard's."""
-        inputs = getattr(causal, "_ringflash_inputs", None)
+    def _checked_inputs(self, causal: nn.Module) -> Any:
+        """Return the notes of `set_group`, which may have been given the decoder alone; None if it was not called.
+
+        Reject a loss over another group than the attention's, which would have another scale, or be the shard's.
+        """
+        inputs = next((x for m in causal.modules() if (x := getattr(m, "_ringflash_inputs", None)) is not None), None)
         ring = None if inputs is None else inputs.options.group
         ranks = [[] if x is None else dist.get_process_group_ranks(x) for x in (ring, self.group)]
         if ranks[0] != ranks[1]:
@@ -156,6 +158,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
                 f"group must be that of set_group, which has given the model {_name(ranks[0])}, got {_name(ranks[1])}; "
                 "call set_group and CausalLMWithLoss with one group."
             )
+        return inputs
 
 
 def _name(ranks: list[int]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ringflash import huggingface, wrap_attention
@@ -109,6 +110,18 @@ def test_a_loss_over_another_group_is_refused(ctx: Context, impl: str) -> None:
     with_loss = huggingface.CausalLMWithLoss(model, None if on_a_ring else ctx.group)
     with pytest.raises(ValueError, match="group must be that of set_group, .* with one group"):
         with_loss(**huggingface.prepare_batch(tokens(), group=ctx.group))
+
+
+@on_ranks(2)
+def test_a_loss_of_a_model_whose_decoder_was_given_the_group(ctx: Context) -> None:
+    """set_group may be called for the decoder alone, and for the group by another object."""
+    whole, decoder = models.build(), models.build()
+    huggingface.set_group(whole, ctx.group)
+    huggingface.set_group(decoder.model, ctx.group)
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    again = dist.new_group(list(range(ctx.size)))
+    losses = [huggingface.CausalLMWithLoss(model, again)(**batch) for model in (whole, decoder)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
 
 
 @on_ranks(2)
