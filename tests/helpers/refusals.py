@@ -40,10 +40,10 @@ class Answer(NamedTuple):
 
 
 def attempt(ctx: Context, name: str, policy: ringflash.comm.agreement.Policy = "changed") -> Answer:
-    """Make the bad call, then a good one, after a call that leaves both of them new to every rank."""
+    """Make the bad call, then a good one, both new to every rank: by default only such calls are compared on GPUs."""
     ringflash.set_agreement_check(policy)
-    ringflash.ring_attention(**good_call(ctx), softmax_scale=0.3)
-    arguments = good_call(ctx)
+    new = 1.0 + list(REFUSALS).index(name) + (policy == "always") / 2  # a scale that no other attempt has
+    arguments = {**good_call(ctx), "softmax_scale": new}
     REFUSALS[name].change(ctx, arguments)
     with mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as post:
         try:
@@ -52,7 +52,7 @@ def attempt(ctx: Context, name: str, policy: ringflash.comm.agreement.Policy = "
         except Exception as problem:
             error, text = type(problem).__name__, str(problem)
         posted = post.call_count
-    out = ringflash.ring_attention(**good_call(ctx))
+    out = ringflash.ring_attention(**good_call(ctx), softmax_scale=new + 0.25)
     assert isinstance(out, torch.Tensor)
     return Answer(error, text, posted, bool(torch.isfinite(out).all()))
 

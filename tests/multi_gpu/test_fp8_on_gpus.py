@@ -6,9 +6,11 @@ One GPU serves several ranks with `--ranks 4 --share-gpus`. `--backend gloo` run
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
+from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.operands import Operands
 from tests.distributed.test_fp8 import ALIGNED, compared
 from tests.helpers.cases import Case
@@ -29,15 +31,21 @@ CASES = [
 def check(ctx: Context, transport: str, chunk: int, fp8_backward: str, impl: str) -> set[bool]:
     """Assert that every case keeps within the tolerance; return whether its K and V travelled as records."""
     rounded: set[bool] = set()
-    original = Operands.unpack
+    unpacked, published = Operands.unpack, GatheredKV.publish
 
-    def unpack(self: Operands, lines):  # type: ignore[no-untyped-def]
+    def unpack(self: Operands, *args: Any) -> Any:  # by hops
         rounded.add(self.rounded)
-        return original(self, lines)
+        return unpacked(self, *args)
+
+    def publish(self: GatheredKV, *args: Any) -> None:  # by heads, where views of the operands are kept
+        rounded.add(self.operands.rounded)
+        published(self, *args)
 
     with ExitStack() as patches:
         patches.enter_context(over(transport))
-        patches.enter_context(pytest.MonkeyPatch.context()).setattr(Operands, "unpack", unpack)
+        spies = patches.enter_context(pytest.MonkeyPatch.context())
+        spies.setattr(Operands, "unpack", unpack)
+        spies.setattr(GatheredKV, "publish", publish)
         for case in CASES:
             compared(ctx, case, chunk, fp8_backward, impl)
     return rounded
