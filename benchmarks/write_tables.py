@@ -65,7 +65,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield page, name, fp8_losses_table(result)
         yield "docs/measurements.md", f"{name}_layers", fp8_layers_table(result)
     for name, result in _of_results("fp8_steps_*"):
-        yield "docs/fp8.md", name, fp8_steps_table(result)
+        yield "docs/measurements.md" if "without" in name else "docs/fp8.md", name, fp8_steps_table(result)
     for page, summaries in SUMMARIES.items():
         for name, summary in summaries.items():
             yield page, name, summary()
