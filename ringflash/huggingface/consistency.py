@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringflash.comm import agreement
+from ringflash.comm import agreement, cuda_graphs
 from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
 from ringflash.huggingface.options import NAME, ModelRing
@@ -80,13 +80,24 @@ class ForwardInputs:
                 if depends_on_length(child) and not hasattr(child, "_ringflash"):  # added after set_group
                     use_global_length(child, self)
             if model.training:
-                self._seed(given)
+                self._seed(model, given)
 
     @torch.compiler.disable(reason="generators are seeded")
-    def _seed(self, given: dict[str, Any]) -> None:
-        """Let dropout draw another mask on each rank, also if all are seeded alike, as by Trainer and Lightning."""
+    def _seed(self, model: nn.Module, given: dict[str, Any]) -> None:
+        """Let dropout draw another mask on each rank, also if all are seeded alike, as by Trainer and Lightning.
+
+        Raises:
+            NotImplementedError: the model has dropout, and a CUDA graph is captured, in which nothing can be seeded.
+        """
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), torch.device("meta"))
-        if device.type != "meta":
+        if cuda_graphs.capturing(device):
+            drops = [name for name, x in model.named_modules() if isinstance(x, nn.Dropout) and x.training and x.p > 0]
+            if drops:
+                raise NotImplementedError(
+                    f"dropout must be 0 while a CUDA graph is captured, got {drops[0]} with dropout, which would draw "
+                    "the same mask on ranks that are seeded alike; set it to 0, or capture the attention calls only."
+                )
+        elif device.type != "meta":
             self._seeding = seeded_by_rank(self.options.group, device)
             self._seeding.__enter__()
 

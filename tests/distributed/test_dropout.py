@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ringflash
+from ringflash.comm import cuda_graphs
 from tests.helpers import own_models as own
 from tests.helpers.pool import Context, on_ranks
 
@@ -75,6 +77,30 @@ def test_transformers_model(ctx: Context, reentrant: bool | None) -> None:
         assert torch.equal(got, want)
     *_, before = step(reentrant, 0.0)
     assert torch.equal(torch.get_rng_state(), before), "without dropout nothing is drawn"
+
+
+@on_ranks(2)
+def test_a_captured_forward_seeds_nothing(ctx: Context) -> None:
+    """torch raises if generators are read then, so a model with dropout is refused, and one without runs as before."""
+    transformers = pytest.importorskip("transformers")
+    from ringflash import huggingface
+    from ringflash.huggingface import consistency
+    from tests.helpers import models
+
+    huggingface.register()
+    config = transformers.PhiConfig(**models.TINY, embd_pdrop=0.0, resid_pdrop=0.5, hidden_act="gelu")
+    model = transformers.PhiForCausalLM._from_config(config, attn_implementation="ringflash")
+    huggingface.set_group(model, ctx.group)
+    batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
+    model(**batch)  # buffers have their size before a capture
+    with mock.patch.object(cuda_graphs, "capturing", lambda device: True):
+        with pytest.raises(NotImplementedError, match="dropout must be 0 while a CUDA graph is captured, got layers.0"):
+            model.train()(**batch)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        with mock.patch.object(consistency, "seeded_by_rank", mock.Mock(side_effect=AssertionError)):
+            model(**batch)
 
 
 @on_ranks(2)
