@@ -38,6 +38,7 @@ _RECIPE_KEYS = {  # keys that are also flags, as in training: key, help
     "model.memory.liger": "count Liger's kernels; auto counts them if the plan can",
     "model.impl": "hopper_fp8 is attention in FP8",
     "model.fp8_backward": "backward of hopper_fp8: bf16, fp8_scores or fp8",
+    "model.float8": "recipe of torchao for linear layers in FP8",
     "trainer.precision": "bf16-mixed has weights in fp32, bf16-true in bf16",
     "trainer.accumulate_grad_batches": "sequences that a ring computes one after the other in a step",
 }
@@ -197,6 +198,7 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
         precision=trainer.get("precision") or "bf16-mixed",
         accumulates=accumulated > 1,
         fp8_backward=model.get("fp8_backward", "bf16") if str(model.get("impl")).endswith("_fp8") else None,
+        float8=model.get("float8"),
         **memory,
     )
     job = replace(job, visible_fraction=options.visible * visible_fraction(seqlen, windows))
@@ -239,7 +241,8 @@ def _print(plan: dict[str, Any]) -> None:
         _table(f"memory of a GPU at {plan['memory_at']}", "GiB", memory, f"in all, of {limit / GIB:.1f}"),
         _table("time of a step", "s", plan["step_seconds"], "step"),
     )
-    of_fp8 = f", {100 * plan['mfu'] / FP8_PER_BF16:.0f}% of the FP8 peak" if job["fp8_backward"] else ""
+    in_fp8 = job["fp8_backward"] or job["float8"]
+    of_fp8 = f", {100 * plan['mfu'] / FP8_PER_BF16:.0f}% of the FP8 peak" if in_fp8 else ""
     out.print(
         f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['model_tflops_per_gpu']:.0f} model TFLOP/s a GPU, "
         f"MFU {100 * plan['mfu']:.0f}%{of_fp8} (attention's backward counts as twice its forward, recomputation not)"

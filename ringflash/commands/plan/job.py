@@ -51,6 +51,7 @@ class Rates:
 
     Args:
         products: fraction of the peak FLOP/s in matmuls of the layers and the head.
+        float8_products: products of layers with `float8`, of the bf16 peak; casts of their operands are included.
         passes: fraction of the memory's GB/s in operators between the matmuls.
         attention_forward: fraction of the peak FLOP/s in attention's forward, on visible work.
         attention_backward: fraction of the peak FLOP/s in attention's backward, on visible work.
@@ -69,6 +70,7 @@ class Rates:
     """
 
     products: float = 0.68
+    float8_products: float = 0.95
     passes: float = 0.32
     attention_forward: float = 0.64
     attention_backward: float = 0.59
@@ -118,6 +120,7 @@ class TrainingJob(Memory):
         precision: bf16-mixed keeps weights, gradients and AdamW's two moments in fp32; bf16-true in bf16.
         accumulates: a step has several sequences in turn, so gradients of earlier ones are kept.
         fp8_backward: attention is in FP8 with this backward, as in `ring_attention`; None is exact attention.
+        float8: recipe of torchao by which the layers' linear layers are in FP8; None is bf16.
     """
 
     model: ReadShape
@@ -128,6 +131,7 @@ class TrainingJob(Memory):
     precision: Precision = "bf16-mixed"
     accumulates: bool = False
     fp8_backward: Fp8Backward | None = None
+    float8: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

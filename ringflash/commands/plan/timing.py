@@ -37,9 +37,11 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
     padded = (model.q_size + model.out_size) / 2 / model.mean_size
     forward = padded * attention / (peak * forward_rate)
     backward = 2.5 * padded * attention / (peak * backward_rate)  # but MFU counts only twice the forward
-    linear = model.computed_parameters / model.matmul_parameters * products / (peak * rates.products)
+    computed = model.computed_parameters / model.matmul_parameters * products / peak
     in_layers = 1 - model.embedding_parameters / model.matmul_parameters
-    again = in_layers if job.checkpointing != "none" else model.tiled_share if job.tile_tokens else 0.0
+    layers = in_layers * computed / (rates.products if job.float8 is None else rates.float8_products)
+    linear = layers + (1 - in_layers) * computed / rates.products
+    again = 1.0 if job.checkpointing != "none" else model.tiled_share / in_layers if job.tile_tokens else 0.0
     work = forward + backward + linear
     exposed = exposed_seconds(ring_of(job, machine), machine, forward / model.num_layers, backward / model.num_layers)
     parts = {
@@ -47,7 +49,7 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
         "attention backward": backward,
         "attention again": forward if job.checkpointing == "full" else 0.0,
         "linear": linear,
-        "linear again": again * linear / 3,
+        "linear again": again * layers / 3,
         "between products": _passed_bytes(job) / (machine.gpu.memory_gbytes * rates.passes * 1e9),
         "ring exposed": model.num_layers * exposed,
         "parameters exposed": _parameters_exposed(job, machine, work),
