@@ -356,8 +356,8 @@ def _num_ranks_error(path: Path, num_ranks: int, continued: bool) -> ValueError 
         return None
     return ValueError(
         f"ckpt_path must be a checkpoint of {num_ranks} ranks, got {path}, which {written} have written; "
-        + (f"start {written}, or make a universal one by deepspeed.checkpoint.ds_to_universal, with checkpoint."
-           "load_universal in the config." if continued else f"start at most {written}.")
+        + (f"start {written} ranks, or make a universal one by deepspeed.checkpoint.ds_to_universal, with checkpoint."
+           "load_universal in the config." if continued else f"start at most {written} ranks.")
     )  # fmt: skip
 
 

@@ -164,11 +164,11 @@ def test_clipping_has_one_place_with_lightning() -> None:
     ("model_parts", "num_ranks", "continued", "told"),
     [
         (["mp_rank_00"], 2, True, None),
-        (["mp_rank_00"], 4, True, "of 4 ranks, got .*, which 2 have written; take 2, or make a universal one"),
+        (["mp_rank_00"], 4, True, "of 4 ranks, got .*, which 2 have written; start 2 ranks, or make a universal"),
         (["mp_rank_00"], 4, False, None),
         (["zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_00"], 1, False, None),
         (["zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_00"], 1, True, "of 1 ranks, got .*, which 2 have"),
-        (["zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_00"], 4, False, "which 2 have written; take at most 2"),
+        (["zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_00"], 4, False, "2 have written; start at most 2 ranks"),
     ],
 )
 def test_a_checkpoint_of_other_ranks(
