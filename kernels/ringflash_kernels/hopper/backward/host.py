@@ -102,31 +102,13 @@ class HopperBackward:
         check_gradients(k, dk, dv, accumulate)
         hop = hop_of(mask, k.device)
         group = self._group(k, hop)
-        if not accumulate and group < self.q.shape[2] // k.shape[2]:  # the heads of a group are added up in fp32
-            with summed(dk, dv) as totals:
-                self._add_hop(k, v, mask, hop, group, *totals, True)
-            return
-        if not accumulate:
-            clear_unseen(hop, dk, dv)
-        self._add_hop(k, v, mask, hop, group, dk, dv, accumulate)
-
-    def _add_hop(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Mask,
-        hop: HopRectangle,
-        group: int,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        accumulate: bool,
-    ) -> None:
-        """Launch the kernels of `add`."""
-        if hop.num_rows:
-            with device_guard(k.device):
-                self._add_keys(k, v, hop, group, dk, dv, accumulate)
-                if self.tiles.wide:
-                    self._add_queries(k, v, mask)
+        in_parts = group < self.q.shape[2] // k.shape[2]
+        with written(hop, dk, dv, accumulate, in_parts) as (dk, dv, adds):
+            if hop.num_rows:
+                with device_guard(k.device):
+                    self._add_keys(k, v, hop, group, dk, dv, adds)
+                    if self.tiles.wide:
+                        self._add_queries(k, v, mask)
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given, unit last stride."""
@@ -305,22 +287,29 @@ def check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumul
             raise ValueError(f"dk and dv must share one dtype of {dtypes}, got {dk.dtype}, {dv.dtype}; cast them.")
 
 
-def clear_unseen(hop: HopRectangle, dk: torch.Tensor, dv: torch.Tensor) -> None:
-    """Write zeros for the keys outside of a hop's rectangle."""
-    for unseen in (slice(0, hop.k_start), slice(hop.k_stop, dk.shape[1])):
-        if unseen.start < unseen.stop:
-            dk[:, unseen] = dv[:, unseen] = 0
-
-
 @contextlib.contextmanager
-def summed(dk: torch.Tensor, dv: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Yield fp32 zeros for sums, copied to dk and dv at the end, or dk and dv themselves if they are fp32."""
-    in_place = dk.dtype == torch.float32
-    totals = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
-    yield totals
-    if not in_place:
-        dk.copy_(totals[0])
-        dv.copy_(totals[1])
+def written(
+    hop: HopRectangle, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool, in_parts: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """Yield the dk and dv that the kernel of a hop writes, and whether it adds to them.
+
+    If several parts are added up and dk and dv are overwritten, these are fp32 sums that begin with 0: dk and dv
+    themselves if they are fp32, else copied to them at the end. Keys outside of the hop's rectangle get zeros.
+    """
+    if accumulate:
+        yield dk, dv, True
+    elif in_parts:
+        in_place = dk.dtype == torch.float32
+        sums = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
+        yield sums[0], sums[1], True
+        if not in_place:
+            dk.copy_(sums[0])
+            dv.copy_(sums[1])
+    else:
+        for unseen in (slice(0, hop.k_start), slice(hop.k_stop, dk.shape[1])):
+            if unseen.start < unseen.stop:
+                dk[:, unseen] = dv[:, unseen] = 0
+        yield dk, dv, False
 
 
 _Pieces = list["TensorDescriptor | None"]  # two per operand; the second is None if its columns are one piece

@@ -183,14 +183,10 @@ class _Products(host.HopperBackward):
         hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
         group = self._group(dk, hop)
         # Parts of a sum, and the heads of a group that are computed apart, are added up in fp32.
-        if not accumulate and (self.products == "fp8" or group < self.q.shape[2] // dk.shape[2]):
-            with host.summed(dk, dv) as totals:
-                self.add(records, mask, *totals, True)
-            return
-        if not accumulate:
-            host.clear_unseen(hop, dk, dv)
-        if hop.num_rows:
-            self._launch(records, hop, group, dk, dv, accumulate)
+        in_parts = self.products == "fp8" or group < self.q.shape[2] // dk.shape[2]
+        with host.written(hop, dk, dv, accumulate, in_parts) as (dk, dv, adds):
+            if hop.num_rows:
+                self._launch(records, hop, group, dk, dv, adds)
 
     def _launch(
         self,
