@@ -58,7 +58,6 @@ class GatheredKV:
         self.group = num_heads // num_kv_heads
         self.units = sections.order_units(len(heads), len(blocks))
         self.travelling = [index for index, unit in enumerate(self.units) if unit.stage is not None]
-        self.first_heads = [0, *accumulate(heads)]
         self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(
             self.evened_shape, blocks[0].capacity, operands.dtype
         )
@@ -211,7 +210,7 @@ class GatheredKV:
         return torch.tensor(
             [
                 (batch * self.area_lines * line * first + head * line, heads * line)
-                for first, heads in zip(self.first_heads, self.heads, strict=False)
+                for first, heads in zip([0, *accumulate(self.heads)], self.heads, strict=False)
                 for head in range(heads)
             ]
         )

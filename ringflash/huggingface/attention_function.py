@@ -19,7 +19,7 @@ from ringflash.attention.api import attend
 from ringflash.attention.inputs import autocast, differentiate_alike, document_bounds
 from ringflash.comm.call_numbers import in_layer, is_eager
 from ringflash.comm.group import Group, resolve
-from ringflash.huggingface.consistency import ForwardInputs, check_consistency, guard_losses
+from ringflash.huggingface.consistency import ForwardInputs, check_consistency, guard_losses, name_of_layer
 from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import use_global_length
 from ringflash.huggingface.options import NAME, ModelRing, check_single_process
@@ -222,7 +222,7 @@ def _attend(
 
 def _naming(module: nn.Module) -> AbstractContextManager[None]:
     """Let ranks that leave out other layers find out at their next call."""
-    return in_layer(f"{type(module).__name__} {getattr(module, 'layer_idx', '')}") if is_eager() else nullcontext()
+    return in_layer(name_of_layer(module)) if is_eager() else nullcontext()
 
 
 def _options(module: nn.Module) -> ModelRing:

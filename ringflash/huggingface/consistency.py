@@ -280,6 +280,11 @@ def guard_losses(model: nn.Module, inputs: ForwardInputs) -> None:
             module.register_forward_pre_hook(inputs.note_labels, with_kwargs=True)
 
 
+def name_of_layer(module: nn.Module) -> str:
+    """Return the class of a layer, and its index in the model if it has one."""
+    return f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
+
+
 def _find_labels_error(model: nn.Module, given: dict[str, Any]) -> Exception | None:
     """Return the error for labels that a model would shift or count inside a shard."""
     if not isinstance(model.loss_function, ShardLoss):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ringflash.attention.inputs import document_bounds
 from ringflash.comm.agreement import agree
 from ringflash.comm.call_numbers import in_layer
-from ringflash.huggingface.consistency import ForwardInputs, check_consistency
+from ringflash.huggingface.consistency import ForwardInputs, check_consistency, name_of_layer
 from ringflash.huggingface.generation import is_generating
 from ringflash.huggingface.options import ModelRing
 from ringflash.huggingface.validation import check_kwargs, recurrent_modules
@@ -39,7 +39,7 @@ def use_sequence_order(model: nn.Module, options: ModelRing, inputs: ForwardInpu
     for index, module in enumerate(recurrent_modules(model)):
         module._ringflash, module._ringflash_inputs = options, inputs  # type: ignore[assignment]
         if index == 0:
-            inputs.first_layer = f"{type(module).__name__} {module.layer_idx}"
+            inputs.first_layer = name_of_layer(module)
         if _enter not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.register_forward_hook(_leave, with_kwargs=True)
@@ -62,7 +62,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     cache, _ = call.pop("cache_params", None), call.pop("position_embeddings", None)  # Zamba2 passes the attention's
     error, bounds = _find_error({"past_key_values": cache, **call}, hidden, options, cu_seqlens)
     inputs: ForwardInputs = module._ringflash_inputs  # type: ignore[assignment]
-    name = f"{type(module).__name__} {module.layer_idx}"
+    name = name_of_layer(module)
     if inputs.first_layer == name:
         positions = call.get("position_ids")
         check_consistency(options, hidden[:, None], mask, positions, cu_seqlens, checksum, inputs, error)
