@@ -321,9 +321,8 @@ def publish_records(
         area: flat, uint8, an array of records.
         numbers: (batch, blocks of KEYS_OF_RECORD rows, num_kv_heads), int64: number of each record in the area.
     """
-    records = kernels_of(impl).quantise_kv(k, v, for_backward=for_backward)
-    size = records.shape[-1]
-    area.view(torch.int64).view(-1, size // 8)[numbers] = records.view(torch.int64)
+    records = area.view(-1, record_bytes(k.shape[3]))
+    kernels_of(impl).quantise_kv(k, v, for_backward=for_backward, out=records, numbers=numbers)
 
 
 def collect(

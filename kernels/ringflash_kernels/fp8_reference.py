@@ -165,7 +165,12 @@ def record_bytes(head_dim: int) -> int:
 
 
 def quantise_kv(
-    k: torch.Tensor, v: torch.Tensor, *, for_backward: bool, out: torch.Tensor | None = None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    for_backward: bool,
+    out: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the records of k and v, which a rank publishes and the kernels read.
 
@@ -175,9 +180,10 @@ def quantise_kv(
 
     Args:
         k, v: (batch, seqlen_k, num_kv_heads, head_dim).
-        out: tensor for the result, any strides of the first three dimensions. Default: a new one.
+        out: tensor for the result, or with `numbers` an array of records, (any, record_bytes). Default: a new tensor.
+        numbers: (batch, num_blocks, num_kv_heads), int64: the number in `out` of each record.
     Returns:
-        records: (batch, num_blocks, num_kv_heads, record_bytes), uint8.
+        records: `out`; by default (batch, num_blocks, num_kv_heads, record_bytes), uint8.
     """
     k8, k_scales = round_blocks(rotate(k), BLOCK_K)
     v8, v_scales = round_blocks(v.float(), BLOCK_K)
@@ -187,7 +193,12 @@ def quantise_kv(
     tail = torch.stack([k_scales, v_scales], -1)
     tail = torch.nn.functional.pad(tail, (0, TAIL_BYTES // 4 - tail.shape[-1])).view(torch.uint8)
     records = torch.cat([k8.flatten(3), v8.flatten(3), tail], -1)
-    return records if out is None else out.copy_(records)
+    if out is None:
+        return records
+    if numbers is None:
+        return out.copy_(records)
+    out[numbers] = records
+    return out
 
 
 def unpack(records: torch.Tensor, head_dim: int, *, for_backward: bool) -> Keys:

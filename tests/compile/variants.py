@@ -206,6 +206,9 @@ def _fp8(recorder: Recorder, head_dim: int) -> None:
     for for_backward in (False, True):
         recorder.variant = f"hd{head_dim} bfloat16" + (" for the backward" if for_backward else "")
         records = quantise.quantise_kv(k, k, for_backward=for_backward)
+    recorder.variant = f"hd{head_dim} bfloat16 to the peers"
+    numbers = torch.arange(records[..., 0].numel()).view(records.shape[:3])
+    quantise.quantise_kv(k, k, for_backward=True, out=records.flatten(0, 2), numbers=numbers)
     for mask, resume in itertools.product(_MASKS, (False, True)):
         if resume and mask not in (("band", "bounds") if head_dim == 128 else ("band",)):
             continue

@@ -142,12 +142,17 @@ def test_offsets_beyond_32_bits(tmp_path):
     rows, records = _operands(mask, shape)
     q, k, v = (far_apart(x, tmp_path / name) for name, x in (("q", q), ("k", k), ("v", v)))
     out = far_apart(torch.full(q.shape, math.nan), tmp_path / "out")
-    far = far_apart(records, tmp_path / "records")
+    _, num_blocks, num_heads, size = records.shape
+    step = 2**30 // size + 1  # the third sequence begins beyond 2^31 bytes
+    numbers = step * torch.arange(3)[:, None, None] + torch.arange(num_blocks * num_heads).view(num_blocks, num_heads)
+    array = torch.from_file(str(tmp_path / "records"), shared=True, size=3 * step * size, dtype=torch.uint8)
+    far = array.as_strided(records.shape, (step * size, num_heads * size, size, 1))
     with cuda_properties(2):
         emulator = Emulator()
         quantise = emulator.load("fp8.quantise")
         assert torch.equal(quantise.quantise_q(q).values.float(), rows.values.float())
-        assert torch.equal(quantise.quantise_kv(k, v, for_backward=False, out=far), records)
+        quantise.quantise_kv(k, v, for_backward=False, out=array.view(-1, size), numbers=numbers)
+        assert torch.equal(far, records)
         lse = torch.empty(3, 2, 100)
         emulator.load("fp8.forward").forward(rows, far, mask, shape.scale, out=out, lse=lse, num_sms=2)
     _, exact = _forward(rows, records, mask, shape)

@@ -51,13 +51,11 @@ def forward_records(q: torch.Tensor, records: torch.Tensor, mask: Mask, softmax_
     forward.forward(quantise.quantise_q(q), records, mask, softmax_scale, **state)
 
 
-def quantise_kv(
-    k: torch.Tensor, v: torch.Tensor, *, for_backward: bool, out: torch.Tensor | None = None
-) -> torch.Tensor:
+def quantise_kv(k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return the records of k and v; see `fp8_reference.quantise_kv`."""
     from ringflash_kernels.hopper.fp8 import quantise
 
-    return quantise.quantise_kv(k, v, for_backward=for_backward, out=out)
+    return quantise.quantise_kv(k, v, **options)
 
 
 def begin_backward(*args: Any, **kwargs: Any) -> Any:

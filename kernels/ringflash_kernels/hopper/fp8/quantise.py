@@ -199,19 +199,19 @@ def transposed(v, WARPS: gl.constexpr):
 
 @gluon.jit
 def quantise_records(
-    k, v, records, tails, seqlen, num_heads, num_blocks, k_b, k_s, k_h, v_b, v_s, v_h,
-    record_b, record_block, record_h, tail_b, tail_block, tail_h,
-    COLUMNS: gl.constexpr, KEYS: gl.constexpr, SIGNS: gl.constexpr, TRANSPOSED: gl.constexpr, WARPS: gl.constexpr,
+    k, v, records, tails, numbers, seqlen, num_heads, num_blocks, k_b, k_s, k_h, v_b, v_s, v_h,
+    COLUMNS: gl.constexpr, KEYS: gl.constexpr, SIGNS: gl.constexpr, TRANSPOSED: gl.constexpr, NUMBERED: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Quantise k (even programs) or v (odd programs) of one record."""
+    """Quantise k (even programs) or v (odd programs) of one record; NUMBERED: `numbers` says where it is stored."""
     layout: gl.constexpr = _columns_layout(COLUMNS, WARPS)
     index = gl.program_id(0) // 2
     head = index % num_heads
     block = index // num_heads % num_blocks
     batch = index // num_heads // num_blocks
-    batch64, block64, head64 = batch.to(gl.int64), block.to(gl.int64), head.to(gl.int64)
-    record = records + batch64 * record_b + block64 * record_block + head64 * record_h
-    tail = tails + batch64 * tail_b + block64 * tail_block + head64 * tail_h
+    number = gl.load(numbers + index) if NUMBERED else index.to(gl.int64)
+    record = records + number * (2 * KEYS * COLUMNS + 4 * _NUM_TAIL)
+    tail = tails + number * (KEYS * COLUMNS // 2 + _NUM_TAIL)
     if gl.program_id(0) % 2 == 0:
         keys, column = rows_of(k, k_b, k_s, k_h, batch, block, head, seqlen, KEYS, COLUMNS, layout)
         quantise_keys(record, tail, keys, column, SIGNS, WARPS, layout)
@@ -280,13 +280,18 @@ def _quantise_rows(
 
 
 def quantise_kv(
-    k: torch.Tensor, v: torch.Tensor, *, for_backward: bool, out: torch.Tensor | None = None
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    for_backward: bool,
+    out: torch.Tensor | None = None,
+    numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `fp8_reference.quantise_kv`.
 
     Args:
         k, v: (batch, seqlen_k, num_kv_heads, head_dim), bf16 or fp16; copied unless their last stride is 1.
-        out: tensor for the result; strides of the first three dimensions are multiples of 128. Default: a new one.
+        out, numbers: as there, contiguous.
     """
     k, v = _with_unit_stride(k), _with_unit_stride(v)
     batch, seqlen, num_heads, head_dim = k.shape
@@ -294,13 +299,13 @@ def quantise_kv(
     if out is None:
         out = torch.empty(batch, num_blocks, num_heads, record_bytes(head_dim), dtype=torch.uint8, device=k.device)
     values, tails = out.view(E4M3), out.view(torch.float32)[..., -TAIL_BYTES // 4 :]
-    warps = _WARPS[head_dim]
+    warps, numbered = _WARPS[head_dim], numbers is not None
     with device_guard(k.device):
         _RECORDS[warps](
-            (head_dim, for_backward), 2 * num_blocks * num_heads * batch,
-            k, v, values, tails, seqlen, num_heads, num_blocks, *k.stride()[:3], *v.stride()[:3],
-            *values.stride()[:3], *tails.stride()[:3],
-            COLUMNS=head_dim, KEYS=BLOCK_K, SIGNS=_SIGNS, TRANSPOSED=not for_backward, WARPS=warps,
+            (head_dim, for_backward, numbered), 2 * num_blocks * num_heads * batch,
+            k, v, values, tails, values if numbers is None else numbers, seqlen, num_heads, num_blocks,
+            *k.stride()[:3], *v.stride()[:3],
+            COLUMNS=head_dim, KEYS=BLOCK_K, SIGNS=_SIGNS, TRANSPOSED=not for_backward, NUMBERED=numbered, WARPS=warps,
         )  # fmt: skip
     return out
 
