@@ -428,7 +428,9 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         if not x.dtype.is_floating_point:
             raise ValueError(f"{name} must be floating point, got {x.dtype}; cast it.")
     if k.shape[:3] != v.shape[:3] or v.shape[3] > k.shape[3]:
-        raise ValueError(f"v must have the shape of k {tuple(k.shape)}, got {tuple(v.shape)}; slice or pad it.")
+        raise ValueError(
+            f"v must have the shape of k {tuple(k.shape)}, or fewer columns, got {tuple(v.shape)}; slice or pad it."
+        )
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(
             f"k must have batch and head_dim of q {(q.shape[0], q.shape[3])}, got {(k.shape[0], k.shape[3])}; "

@@ -98,7 +98,7 @@ def attend(
     cu_seqlens: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Call `ring_attention` with its options in one value."""
+    """Call `ring_attention`, with its options as one value."""
     try:
         left, right = _sides(window_size)
         scale = _scale(q, softmax_scale)

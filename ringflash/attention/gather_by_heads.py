@@ -37,7 +37,7 @@ from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Unit
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
 from ringflash.comm.transport import buffer, transport_name
-from ringflash.comm.transport.lanes import Token
+from ringflash.comm.transport.lanes import Marker
 from ringflash.comm.transport.peer_memory import PeerMemory
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
@@ -55,10 +55,10 @@ class HeadGather:
         blocks: keys that this rank needs, a block at a time.
         memory: areas of the group.
         impl: kernel implementation, chosen and checked.
-        call: its number in the group.
+        number: number of the call in its group.
         fp8_backward: as `ring_attention`.
         rounded: K and V travel as records in FP8; all pieces of `blocks` are whole records.
-        queries: tokens that readers of q, and in a backward of dout and out, must wait for. K and V need no wait.
+        queries_arrived: markers that readers of q must wait for, and in a backward those of dout and out.
     """
 
     blocks: tuple[Gathering, ...]
@@ -66,10 +66,10 @@ class HeadGather:
     impl: str
     softmax_scale: float
     deterministic: bool
-    call: CallNumber = NO_NUMBER
+    number: CallNumber = NO_NUMBER
     fp8_backward: str = "bf16"
     rounded: bool = False
-    queries: tuple[Token, ...] = ()
+    queries_arrived: tuple[Marker, ...] = ()
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
@@ -79,7 +79,7 @@ class HeadGather:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
             gathered = self._gathered("forward", k, v, q.shape[2])
-            gathered.publish(k, v, self.impl, self.call)
+            gathered.publish(k, v, self.impl, self.number)
         self._run(ForwardUnits(self, gathered, q, out, lse, row_max))
         return out, lse
 
@@ -99,7 +99,7 @@ class HeadGather:
         with waiting(q.device):
             gathered = self._gathered("backward", k, v, q.shape[2])
             returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn(gathered, k))
-            gathered.publish(k, v, self.impl, self.call)
+            gathered.publish(k, v, self.impl, self.number)
         self._run(BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv)))
         return dq, dk, dv
 
@@ -140,7 +140,7 @@ class HeadGather:
             except BaseException:
                 with suppress(RuntimeError):  # from a device that failed; the first error is the cause
                     self.memory.join()
-                    self.memory.wait(*self.queries)
+                    self.memory.wait(*self.queries_arrived)
                 raise
         if not known:
             for mask in masks:
@@ -164,7 +164,7 @@ class UnitWork:
         self.call, self.gathered, self.q = call, gathered, gathered.by_section(q, 2)
         self.seen = [block for block, keys in enumerate(call.blocks) if keys.mask.regions]
 
-    def compute(self, index: int, *needed: Token) -> None:
+    def compute(self, index: int, *needed: Marker) -> None:
         """Launch the kernel of a unit on the current lane, after its K/V have arrived.
 
         Args:
@@ -224,7 +224,7 @@ class ForwardUnits(UnitWork):
             shape: shape of the whole output.
         """
         batch, rows, _, head_dim = shape
-        heads = [count * self.gathered.group for count in self.gathered.heads]
+        heads = [count * self.gathered.heads_per_kv_head for count in self.gathered.heads]
         states = [
             buffer(f"out.{index}", (batch * rows * most * head_dim,), dtype, self.gathered.device)
             for index, most in enumerate(sections.buffer_heads(tuple(heads)))
@@ -271,9 +271,9 @@ class BackwardUnits(UnitWork):
         )  # fmt: skip
 
     def _launch(self, index: int, unit: Unit) -> None:
-        mask, stage = self.call.blocks[unit.block].mask, self.returned.stages[index]
+        mask, grads = self.call.blocks[unit.block].mask, self.returned.kernel_grads[index]
         add = self.gathered.operands.add(self.passes[unit.section % 2])
-        add(*self.gathered.keys_values[index], mask, *stage, accumulate=False)
+        add(*self.gathered.keys_values[index], mask, *grads, accumulate=False)
 
     def finish_queries(self, section: int) -> None:
         """Cast the dQ of a section."""
@@ -300,54 +300,55 @@ def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool)
         watched: the call as the watchdog sees it.
         in_order: start a unit only after the previous one has ended.
     """
-    gathered, memory, number = work.gathered, work.call.memory, work.call.call
+    gathered, memory, number = work.gathered, work.call.memory, work.call.number
     units, last_block, last_section = gathered.units, len(gathered.blocks) - 1, len(gathered.heads) - 1
     start = memory.mark()
     has_barriers = transport_name(memory) == "copy_engine"  # messages order the ranks without any
     watched.reach(start, "for {} to begin", "all ranks" if has_barriers else "its device")
-    computed: list[Token] = []
-    lanes: dict[str, Token] = {}
-    ended: list[Token] = []  # by stage
-    ends: dict[int, Token] = {}  # by section
-    finished: list[Token] = []
-    following = iter(gathered.travelling)
-    arrived = gathered.pull(next(following), start, computed)  # before the kernel of this rank's own keys
+    computed: list[Marker] = []  # by unit
+    last_in_lane: dict[str, Marker] = {}
+    returns: list[Marker] = []  # by transfer
+    section_ends: dict[int, Marker] = {}
+    dq_casts: list[Marker] = []  # of the last two sections
+    to_pull = iter(gathered.travelling)
+    arrived = gathered.pull(next(to_pull), start, computed)  # before the kernel of this rank's own keys
     for index, unit in enumerate(units):
         lane = "odd" if unit.section % 2 else "even"
-        needed = [start if unit.stage is None else arrived, *work.call.queries]
+        needed = [start if unit.transfer is None else arrived, *work.call.queries_arrived]
         if isinstance(work, BackwardUnits):
             if unit.block == 0:
-                after = [start, *work.call.queries, *([ends[unit.section - 2]] if unit.section > 1 else [])]
+                freed = [section_ends[unit.section - 2]] if unit.section > 1 else []  # `begin` frees its fp32 dQ
+                after = [start, *work.call.queries_arrived, *freed]
                 needed.append(memory.run_in_lane("begin", partial(work.begin, unit.section), after, urgent=True))
-            needed += work.returned.freed(index, ended)
+            needed += work.returned.freed(index, returns)
         if index == len(units) - 1:  # before the last kernel, which may leave no SM to the barrier
             pulled = gathered.all_pulled(number)
         after = [start, *(computed[-1:] if in_order else [])]
         computed.append(memory.run_in_lane(lane, partial(work.compute, index, *needed), after))
-        lanes[lane] = computed[-1]
+        last_in_lane[lane] = computed[-1]
         watched.reach(computed[-1], "for {}", gathered.name(unit))
-        if unit.stage is None:
+        if unit.transfer is None:
             continue
-        coming = next(following, None)
-        if coming is not None:  # before this unit's gradients return, because messages keep their order
-            arrived = gathered.pull(coming, start, computed)
+        next_pull = next(to_pull, None)
+        if next_pull is not None:  # before this unit's gradients return, because messages keep their order
+            arrived = gathered.pull(next_pull, start, computed)
         if isinstance(work, BackwardUnits):
             final = unit.block == last_block
-            end = work.finish if final and unit.section < last_section - 1 else work.return_gradients
-            ended.append(memory.run_in_lane("end", partial(end, index), computed[-1:], urgent=True))
-            watched.reach(ended[-1], "for the gradients of {}", gathered.name(unit))
+            finish = work.finish if final and unit.section < last_section - 1 else work.return_gradients
+            returns.append(memory.run_in_lane("end", partial(finish, index), computed[-1:], urgent=True))
+            watched.reach(returns[-1], "for the gradients of {}", gathered.name(unit))
             if final:
-                ends[unit.section] = ended[-1]
+                section_ends[unit.section] = returns[-1]
             if final and unit.section >= last_section - 1:
-                finished.append(memory.run_in_lane(lane, partial(work.finish_queries, unit.section), []))
+                dq_casts.append(memory.run_in_lane(lane, partial(work.finish_queries, unit.section), []))
     if has_barriers:
         watched.reach(pulled, "for all ranks to have their keys")
-    tokens = [pulled]
+    markers = [pulled]
     if isinstance(work, BackwardUnits):  # this lane allocated dQ and the statistics, which are freed on return
-        tokens.append(memory.run_in_lane("begin", _do_nothing, [*finished[-2:], *ended[-1:]], urgent=True))
-    memory.wait(*(finished[-2:] or lanes.values()))
+        markers.append(memory.run_in_lane("begin", _do_nothing, [*dq_casts, *returns[-1:]], urgent=True))
+    memory.wait(*(dq_casts or last_in_lane.values()))
     with waiting(gathered.device):
-        memory.wait(*tokens)
+        memory.wait(*markers)
 
 
 def _do_nothing() -> None:

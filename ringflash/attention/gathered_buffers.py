@@ -18,7 +18,7 @@ from ringflash.attention.sections import Unit, buffer_heads
 from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
 from ringflash.comm.transport.buffers import buffer
-from ringflash.comm.transport.lanes import Token
+from ringflash.comm.transport.lanes import Marker
 from ringflash.comm.transport.peer_memory import BEGIN, PULLED, Incoming, Outgoing, PeerMemory
 from ringflash_kernels.api import publish, publish_records
 
@@ -54,12 +54,12 @@ class GatheredKV:
         self.memory, self.blocks, self.device, self.heads = memory, blocks, k.device, heads
         batch, rows, num_kv_heads, _ = k.shape
         self.widths, self.line = operands.widths, sum(operands.widths)  # columns of K and V of a head
-        self.evened_shape = batch, rows, num_kv_heads, self.line // 2
-        self.group = num_heads // num_kv_heads
+        self.mean_shape = batch, rows, num_kv_heads, self.line // 2
+        self.heads_per_kv_head = num_heads // num_kv_heads
         self.units = sections.order_units(len(heads), len(blocks))
-        self.travelling = [index for index, unit in enumerate(self.units) if unit.stage is not None]
+        self.travelling = [index for index, unit in enumerate(self.units) if unit.transfer is not None]
         self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(
-            self.evened_shape, blocks[0].capacity, operands.dtype
+            self.mean_shape, blocks[0].capacity, operands.dtype
         )
         self.area_lines = (rows if self.buffered else blocks[0].capacity) // operands.keys
         self._map_areas(k)
@@ -81,16 +81,16 @@ class GatheredKV:
         """Name a unit for errors and traces."""
         return f"section {unit.section}" + (f", block {unit.block}" if len(self.blocks) > 1 else "")
 
-    def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, call: CallNumber) -> None:
+    def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, number: CallNumber) -> None:
         """Write this rank's K and V, and the number of its call, to the area that other ranks pull from."""
-        self.words.write(call)
+        self.words.write(number)
         if self.operands.rounded:
             publish_records(impl, k, v, self.own, self.records, for_backward=self.operands.for_backward)
         else:
             publish(impl, k, v, self.own, self.head_offsets, self.line_map, self.area_lines)
         self.memory.barrier(BEGIN)
 
-    def pull(self, index: int, start: Token, computed: list[Token]) -> Token:
+    def pull(self, index: int, start: Marker, computed: list[Marker]) -> Marker:
         """Start to pull the K/V of a unit.
 
         Args:
@@ -102,28 +102,28 @@ class GatheredKV:
         used = [computed[self.travelling[before]]] if self.buffered and before >= 0 else []
         return self.memory.run_in_lane("pull", self.moves[index], [start, *used], urgent=True)
 
-    def all_pulled(self, call: CallNumber) -> Token:
+    def all_pulled(self, number: CallNumber) -> Marker:
         """Start the barrier after every rank's last pull. No kernel waits for it: each needs only its own rank's K/V.
 
         The host also receives the numbers of the peers' calls.
         """
-        on_host = self.words.for_host(call)
+        on_host = self.words.for_host(number)
 
         def end() -> None:
             if on_host is not None:
                 on_host.copy_(self.words.arrived, non_blocking=True)
             self.memory.barrier(PULLED)
 
-        token = self.memory.run_in_lane("pull", end, [], urgent=True)
+        marker = self.memory.run_in_lane("pull", end, [], urgent=True)
         if on_host is not None:
             members = self.memory.members
             senders = [members[sender] if members else sender for sender in self.words.senders]
-            call_numbers.expect(self.memory.group, token, call, on_host, senders)
-        return token
+            call_numbers.expect(self.memory.group, marker, number, on_host, senders)
+        return marker
 
     def by_section(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
         """Return views of x, which has all query heads along `dim`: for each section those that share its K/V."""
-        return x.split_with_sizes([count * self.group for count in self.heads], dim)
+        return x.split_with_sizes([count * self.heads_per_kv_head for count in self.heads], dim)
 
     def pull_order(self, rank: int) -> tuple[bool, bool, int]:
         """Return the sort key of a rank: from the next one round to this one, whose own pieces are last."""
@@ -166,8 +166,8 @@ class GatheredKV:
         ]
         return [
             self._own_sections[unit.section]
-            if unit.stage is None
-            else split_heads(buffers[unit.stage % count], (batch, number), (heads,), operands.shape)[0]
+            if unit.transfer is None
+            else split_heads(buffers[unit.transfer % count], (batch, number), (heads,), operands.shape)[0]
             for unit, number, heads in units
         ]
 
@@ -175,7 +175,7 @@ class GatheredKV:
         """List the K/V that arrive for a unit, from the next rank on: ranks must not all read from rank 0 first."""
         pulls = []
         for piece in sorted(self.blocks[unit.block].pieces, key=lambda piece: self.pull_order(piece.owner)):
-            if (unit.stage is None or not self.buffered) and piece.owner == self.memory.rank:
+            if (unit.transfer is None or not self.buffered) and piece.owner == self.memory.rank:
                 continue
             area = self._areas[piece.owner]
             for sequence, rows in enumerate(slot):

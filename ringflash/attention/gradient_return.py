@@ -12,7 +12,7 @@ from ringflash.attention.gathered_buffers import GatheredKV, split_heads
 from ringflash.attention.schedule import Gathering, Reader
 from ringflash.attention.sections import Unit, buffer_heads
 from ringflash.comm.transport.buffers import buffer
-from ringflash.comm.transport.lanes import Token
+from ringflash.comm.transport.lanes import Marker
 from ringflash.comm.transport.peer_memory import FREE, READY, Incoming, Outgoing
 from ringflash_kernels.api import collect, state_dtype
 
@@ -31,75 +31,75 @@ class GradientReturn:
         blocks, heads = gathered.blocks, gathered.heads
         self.gathered, self.memory, self.dtype = gathered, gathered.memory, state_dtype(k.dtype)
         self._batch, self._rows = k.shape[:2]
-        self._units = [gathered.units[index] for index in gathered.travelling]  # by stage
+        self._units = [gathered.units[index] for index in gathered.travelling]  # by transfer
         self.num_buffers = min(2, len(self._units))
         if len(blocks) == 1:
             pairs, dtype = blocks[0].pairs, gathered.operands.dtype
             self.num_buffers = sections.choose_num_gradient_buffers(
-                gathered.evened_shape, k.shape[2] * gathered.group, blocks[0].capacity, pairs, dtype, heads
+                gathered.mean_shape, k.shape[2] * gathered.heads_per_kv_head, blocks[0].capacity, pairs, dtype, heads
             )
         batches = sections.return_batches(len(self._units), self.num_buffers)
-        self.batches = {batch[-1]: batch for batch in batches}  # by the stage after which they return
+        self.batches = {batch[-1]: batch for batch in batches}  # by their last transfer
         self._map_areas()
         readers = [
             [[reader for reader in row if reader.rank != self.memory.rank] for row in block.readers] for block in blocks
         ]
-        lines = [
+        arriving = [
             [len(row) * self._batch * segment.size for row, segment in zip(rows, block.segments, strict=True)]
             for rows, block in zip(readers, blocks, strict=True)
         ]
-        self._list_transfers(k, readers, lines)
+        self._list_transfers(k, readers, arriving)
         self.max_readers = [max(map(len, rows)) for rows in readers]
         self.sources = [
             _sources(block, self.memory.rank, counts, k.shape[1]).to(k.device)
-            for block, counts in zip(blocks, lines, strict=True)
+            for block, counts in zip(blocks, arriving, strict=True)
         ]
 
-    def _list_transfers(self, k: torch.Tensor, readers: list[list[list[Reader]]], lines: list[list[int]]) -> None:
+    def _list_transfers(self, k: torch.Tensor, readers: list[list[list[Reader]]], arriving: list[list[int]]) -> None:
         """List for each unit the buffers of its gradients, and the transfers that return them.
 
         Args:
             readers: other ranks that gather each segment of this rank, by block.
-            lines: rows that arrive for each segment, by block.
+            arriving: rows that arrive for each segment, by block.
         """
         gathered, blocks, heads = self.gathered, self.gathered.blocks, self.gathered.heads
-        most = max(sum(lines[unit.block]) * heads[unit.section] for unit in self._units)
+        most = max(sum(arriving[unit.block]) * heads[unit.section] for unit in self._units)
         received = buffer("dkv.in", (most * gathered.line,), self.dtype, k.device)
         own_sums = self._own_sums(k) if len(blocks) > 1 else []
-        self.sums, self.stages, self.pulls, self.sends = [], [], [], []
+        self.sums, self.kernel_grads, self.pulls, self.sends = [], [], [], []
         for unit in gathered.units:
             own = own_sums[unit.section] if own_sums else None
-            if unit.stage is None:
+            if unit.transfer is None:
                 assert own is not None
-                self.stages.append(own.split(gathered.widths, 3))
+                self.kernel_grads.append(own.split(gathered.widths, 3))
                 continue
             block, count = blocks[unit.block], heads[unit.section]
-            partial = split_heads(received, (sum(lines[unit.block]),), (count,), (gathered.line,))[0]
-            stages = self._stages(unit)
-            stage = stages[self.memory.rank]
-            assert stage is not None
-            self.sums.append((stage if own is None else own, partial))
-            stage = stage[:, : block.num_rows]
-            self.stages.append(stage.split(gathered.widths, 3))
-            self.pulls.append(self._pulls(partial.split(lines[unit.block]), readers[unit.block], stages, block))
-            self.sends.append(self._sends(stage, block))
+            partial = split_heads(received, (sum(arriving[unit.block]),), (count,), (gathered.line,))[0]
+            buffers = self._buffers(unit)
+            mine = buffers[self.memory.rank]
+            assert mine is not None
+            self.sums.append((mine if own is None else own, partial))
+            mine = mine[:, : block.num_rows]
+            self.kernel_grads.append(mine.split(gathered.widths, 3))
+            self.pulls.append(self._pulls(partial.split(arriving[unit.block]), readers[unit.block], buffers, block))
+            self.sends.append(self._sends(mine, block))
         self.moves = [
             self.memory.make_transfer(pulls, sends, f"dK/dV of {gathered.name(unit)}")
             for unit, pulls, sends in zip(self._units, self.pulls, self.sends, strict=True)
         ]
 
-    def freed(self, index: int, ended: list[Token]) -> list[Token]:
-        """Return the tokens that the kernel of a unit waits for before it overwrites its buffer.
+    def freed(self, index: int, returns: list[Marker]) -> list[Marker]:
+        """Return the markers that the kernel of a unit waits for before it overwrites its buffer.
 
         In a call of one block there are none, since the section has waited when it began.
 
         Args:
-            ended: returns so far, by stage.
+            returns: ends of the returns so far, by transfer.
         """
-        stage = self.gathered.units[index].stage
-        if len(self.gathered.blocks) == 1 or stage is None or stage < self.num_buffers:
+        transfer = self.gathered.units[index].transfer
+        if len(self.gathered.blocks) == 1 or transfer is None or transfer < self.num_buffers:
             return []
-        return [ended[stage - self.num_buffers]]
+        return [returns[transfer - self.num_buffers]]
 
     def collect(self, index: int, dk: Sequence[torch.Tensor], dv: Sequence[torch.Tensor], impl: str) -> None:
         """If a batch of returns ends with this unit, pull its gradients and sum dk and dv of its heads.
@@ -109,15 +109,15 @@ class GradientReturn:
         Args:
             dk, dv: the heads of each section.
         """
-        last = self.gathered.units[index].stage
+        last = self.gathered.units[index].transfer
         batch = () if last is None else self.batches.get(last, ())
         if batch:
             self.memory.barrier(READY)
-        for stage in batch:
-            self.moves[stage]()
-            if stage == last and batch[0] + self.num_buffers < len(self._units):
+        for transfer in batch:
+            self.moves[transfer]()
+            if transfer == last and batch[0] + self.num_buffers < len(self._units):
                 self.memory.barrier(FREE)  # the last buffers are free after the next call's BEGIN
-            unit, (own, partial) = self._units[stage], self.sums[stage]
+            unit, (own, partial) = self._units[transfer], self.sums[transfer]
             final = unit.block == len(self.gathered.blocks) - 1
             sums = (dk[unit.section], dv[unit.section]) if final else own.split(self.gathered.widths, 3)
             collect(impl, own, partial, self.sources[unit.block], self.max_readers[unit.block], *sums)
@@ -149,10 +149,10 @@ class GradientReturn:
     def _heads(self, unit: Unit) -> int:
         return self.gathered.heads[unit.section]
 
-    def _stages(self, unit: Unit) -> dict[int, torch.Tensor | None]:
+    def _buffers(self, unit: Unit) -> dict[int, torch.Tensor | None]:
         """Return the buffer of a unit on each reader, (batch, rows, heads, line); None if it cannot be mapped."""
-        assert unit.stage is not None
-        index, leading = unit.stage % self.num_buffers, (self._batch, self.gathered.blocks[unit.block].capacity)
+        assert unit.transfer is not None
+        index, leading = unit.transfer % self.num_buffers, (self._batch, self.gathered.blocks[unit.block].capacity)
         heads, line = (self._heads(unit),), (self.gathered.line,)
         return {
             rank: None if area is None else split_heads(area.split(self._sizes)[index], leading, heads, line)[0]
@@ -163,7 +163,7 @@ class GradientReturn:
         self,
         received: tuple[torch.Tensor, ...],
         readers: list[list[Reader]],
-        stages: dict[int, torch.Tensor | None],
+        buffers: dict[int, torch.Tensor | None],
         block: Gathering,
     ) -> list[Incoming]:
         """List the gradients of this rank's rows that arrive from readers, in the order of K/V."""
@@ -171,9 +171,9 @@ class GradientReturn:
         for part, row, segment in zip(received, readers, block.segments, strict=True):
             targets = part.view(len(row), batch, segment.size, *part.shape[1:])
             for target, reader in zip(targets, row, strict=True):
-                stage = stages[reader.rank]
+                theirs = buffers[reader.rank]
                 for sequence in range(batch):
-                    source = None if stage is None else stage[sequence, reader.row :][: segment.size]
+                    source = None if theirs is None else theirs[sequence, reader.row :][: segment.size]
                     pulls.append(Incoming(target[sequence], reader.rank, source))
         return sorted(pulls, key=lambda pull: self.gathered.pull_order(pull.rank))
 
@@ -185,14 +185,14 @@ class GradientReturn:
         ]
 
 
-def _sources(gathering: Gathering, rank: int, lines: list[int], rows: int) -> torch.Tensor:
+def _sources(gathering: Gathering, rank: int, arriving: list[int], rows: int) -> torch.Tensor:
     """Return the rows at which `ringflash_kernels.api.collect` finds the gradients of each of this rank's rows.
 
     Args:
-        lines: number of rows received for each segment.
+        arriving: number of rows received for each segment.
     """
     sources = torch.empty(4, rows, dtype=torch.int32)
-    firsts = accumulate(lines, initial=0)
+    firsts = accumulate(arriving, initial=0)
     for segment, readers, first in zip(gathering.segments, gathering.readers, firsts, strict=False):
         own = sources[:, segment.row : segment.row + segment.size]
         offsets = torch.arange(segment.size)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
 from ringflash.comm.transport import PeerMemory, Transport, buffer
-from ringflash.comm.transport.lanes import Token
+from ringflash.comm.transport.lanes import Marker
 from ringflash.comm.transport.peer_memory import BEGIN, Incoming, Outgoing
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
@@ -59,17 +59,18 @@ class HeadExchange:
         channel: transport under which the watchdog counts this call.
         layout: layout of the rows.
         pass_name: "forward" or "backward".
-        call: number of the call; it travels with the first tensors.
+        number: number of the call; it travels with the first tensors.
     """
 
     def __init__(
         self, memory: PeerMemory, members: tuple[int, ...], channel: Transport, layout: str, pass_name: str,
-        call: CallNumber,
+        number: CallNumber,
     ) -> None:  # fmt: skip
-        self.memory, self.members, self.channel, self.pass_name, self.call = memory, members, channel, pass_name, call
+        self.memory, self.members, self.channel = memory, members, channel
+        self.pass_name, self.number = pass_name, number
         self.num_chunks = chunks_of_rank(layout)
 
-    def to_host(self, first: Sequence[Tensor], rest: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Token]:
+    def to_host(self, first: Sequence[Tensor], rest: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], Marker]:
         """Exchange tensors for the host's rows of this rank's share of the heads.
 
         Args:
@@ -77,21 +78,21 @@ class HeadExchange:
         Returns:
             first, rest: (batch, rows of the host, heads / ranks, any) each, contiguous, rows ordered by position. They
                 are overwritten by the next exchange.
-            arrived: token that readers of `rest` must wait for.
+            arrived: marker that readers of `rest` must wait for.
         """
         size, memory, device = len(self.members), self.memory, first[0].device
         parts = [Share(x.shape[0], x.shape[1], x.shape[2] // size, x.shape[3], x.dtype) for x in (*first, *rest)]
         all_to_all = self._all_to_all("heads", parts, len(first), device)
-        all_to_all.words.write(self.call)
+        all_to_all.words.write(self.number)
         all_to_all.fill(*first, *rest)
         with watching(self.channel, self.pass_name, device) as watched, waiting(device):
             self._move(all_to_all, watched)
             arrived = memory.run_in_lane("pull", all_to_all.moves[1], [], urgent=True)
-            on_host = all_to_all.words.for_host(self.call)
+            on_host = all_to_all.words.for_host(self.number)
             if on_host is not None:
                 on_host.copy_(all_to_all.words.arrived, non_blocking=True)
                 senders = [self.members[sender] for sender in all_to_all.words.senders]
-                call_numbers.expect(memory.group, memory.mark(), self.call, on_host, senders)
+                call_numbers.expect(memory.group, memory.mark(), self.number, on_host, senders)
         tensors = all_to_all.arrived()
         return tensors[: len(first)], tensors[len(first) :], arrived
 

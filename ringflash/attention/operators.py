@@ -6,7 +6,7 @@
 A selective-checkpoint policy that keeps the outputs of `ringflash::ring_attention` never recomputes
 attention, and never runs the forward ring again.
 
-`row_max` is what an FP8 backward needs of the forward (`_empty_row_max`); otherwise it is empty.
+`row_max` is the largest score of each row, which an FP8 backward needs; for other backwards it is empty.
 
 `record` tells the backward about its forward: the number of the call in its group, then the document bounds that the
 forward validated. It is a separate tensor on the CPU. So a write to `cu_seqlens` in between, for example by a loader
@@ -66,7 +66,7 @@ def _forward(
             call.number = call.number.with_arguments(checksum)
         row_max = _empty_row_max(q, fp8_backward, grad_flags)
         out, lse = call.start(q, with_mean_head_dim(k, v)).forward(q, k, v, row_max if row_max.numel() else None)
-        record = torch.tensor((call.number.number, *(call.checked.mask.cu_seqlens or ())), dtype=torch.int64)
+        record = torch.tensor((call.number.value, *(call.checked.mask.cu_seqlens or ())), dtype=torch.int64)
         return out, lse, row_max, record
 
 
@@ -167,7 +167,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """Call `ring_attention` through `_Attention`: torch takes 200 µs from a registered operator to its gradient."""
+    """Call the operator; eagerly through `_Attention`, since torch takes 200 µs from an operator to its gradient."""
     if torch.compiler.is_compiling():
         out, lse, *_ = ring_attention(*inputs)
     else:

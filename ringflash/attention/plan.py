@@ -94,7 +94,7 @@ class CallPlan:
         If chunks do not consist of whole records, K/V travel in their own dtype, and each rank rounds what it gathers.
         """
         layout, cp_size = self.options.layout, self.size_and_rank[0]
-        fits = rounds(self.impl) and schedule.consists_of(self.mask, cp_size, layout, KEYS_OF_RECORD)
+        fits = rounds(self.impl) and schedule.chunks_are_multiples(self.mask, cp_size, layout, KEYS_OF_RECORD)
         return KEYS_OF_RECORD if fits else 1
 
     def travelling_dtype(self, k: Tensor) -> torch.dtype:
@@ -250,7 +250,7 @@ def split_of(transport: str | None, group: dist.ProcessGroup | None) -> HostSpli
 
 
 def _prefer_hosts(transport: str | None, options: RingOptions, q: Tensor) -> tuple[str | None, str]:
-    """Return the transport of "auto", and why: by_host instead of flat messages if hosts and heads allow it."""
+    """Return the transport of "auto", and why: "by_host" in place of messages if hosts and heads allow it."""
     group = options.group
     if group is None:
         return transport, "one process"
@@ -262,7 +262,7 @@ def _prefer_hosts(transport: str | None, options: RingOptions, q: Tensor) -> tup
     if split is None:
         return transport, refusal_of(group) or "hosts are not known"
     if split.num_hosts == 1 or split.num_gpus == 1:
-        return transport, f"{split}: nothing to exchange inside of several hosts"
+        return transport, f"{split}: heads are exchanged only between several GPUs on each of several hosts"
     if q.shape[2] % split.num_gpus:
         return transport, f"{split}: {q.shape[2]} query heads cannot be divided by {split.num_gpus}"
     return "by_host", str(split)

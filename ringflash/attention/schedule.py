@@ -71,9 +71,9 @@ def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedu
     hops = []
     for step in active_steps(mask, cp_size, layout):
         source, reader = (cp_rank - step) % cp_size, (cp_rank + step) % cp_size
-        pairs = Mask.of(rows, rows, _regions(mask, shards[cp_rank], shards[source]))
+        visible = Mask.of(rows, rows, _regions(mask, shards[cp_rank], shards[source]))
         read = next(_visible(mask, shards[reader], shards[cp_rank]), None) is not None
-        hops.append(Hop(step, source if pairs.regions else None, reader if read else None, pairs))
+        hops.append(Hop(step, source if visible.regions else None, reader if read else None, visible))
     return Schedule(tuple(hops))
 
 
@@ -94,8 +94,8 @@ def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ..
 
 
 @lru_cache(maxsize=64)
-def consists_of(mask: SequenceMask, cp_size: int, layout: str, multiple: int) -> bool:
-    """Return True if every chunk of every rank consists of runs of `multiple` keys, counted from the first position."""
+def chunks_are_multiples(mask: SequenceMask, cp_size: int, layout: str, multiple: int) -> bool:
+    """Return True if every chunk of every rank begins and ends at a position that is a multiple of `multiple`."""
     return not any(bound % multiple for shard in _shards(mask, cp_size, layout) for chunk in shard for bound in chunk)
 
 
@@ -178,7 +178,7 @@ def plan_gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, mul
     """Find the keys that one rank gathers, its own and those of other ranks, as one block.
 
     Args:
-        multiple: keys that are never separated: chunks begin, end and are cut at multiples of it (`consists_of`).
+        multiple: chunks begin, end and are cut only at multiples of it, which keeps so many keys together.
     Raises:
         ValueError: the layout cannot divide the sequence evenly.
     """
@@ -248,13 +248,14 @@ def _gathering(
             pieces.append(Piece(owner, segment.row, row, segment.size, owner_row))
             gathered.append(Chunk(segment.start, segment.stop, row))
     regions = _regions(mask, tuple(_runs(shards[cp_rank])), tuple(_runs(gathered)))
-    pairs = Mask.of(mask.seqlen // len(shards), mine.num_rows, regions)
+    visible = Mask.of(mask.seqlen // len(shards), mine.num_rows, regions)
     own = tuple(segment for owner, segment in segments if owner == cp_rank)
     readers = tuple(
         tuple(Reader(rank, spans.row(segment.start)) for rank, spans in seen.items() if segment.start in spans)
         for segment in own
     )
-    return Gathering(tuple(pieces), pairs, own, readers, capacity, returned_rows, mask.num_visible // len(shards))
+    pairs = mask.num_visible // len(shards)
+    return Gathering(tuple(pieces), visible, own, readers, capacity, returned_rows, pairs)
 
 
 def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: int) -> Spans:

@@ -54,20 +54,20 @@ def choose_sections(shape: Shape, num_heads: int, keys: int, dtype: torch.dtype,
         num_blocks: blocks of the call; in several, sections have the heads that memory allows.
     """
     batch, rows, num_kv_heads, head_dim = shape
-    group = num_heads // num_kv_heads
+    sharing = num_heads // num_kv_heads  # query heads that share a KV head
     if num_blocks > 1:
-        return Sections(*[_equal_sections(num_kv_heads, _block_heads(shape, num_heads, dtype))] * 2)
-    least = max(1, -(-MIN_SECTION_PAIRS // (group * batch * keys)))
+        return Sections(*[_equal_parts(num_kv_heads, _block_heads(shape, num_heads, dtype))] * 2)
+    least = max(1, -(-MIN_SECTION_PAIRS // (sharing * batch * keys)))
     if least >= num_kv_heads:
         return Sections((num_kv_heads,), (num_kv_heads,))
     head = 2 * batch * keys * head_dim
     most = num_kv_heads if fits_unbuffered(shape, keys, dtype) else max(least, BUFFER_BYTES // (head * dtype.itemsize))
-    hiding = max(1.0, group * rows / _PULL_QUERY_ROWS)
-    forward = _growing_sections(num_kv_heads, hiding, most)
+    hiding = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
+    forward = _forward_sections(num_kv_heads, hiding, most)
     if batch * num_heads * rows * keys * head_dim < _LONG_CALL_WORK:
-        return Sections(forward, _equal_sections(num_kv_heads, least))
+        return Sections(forward, _equal_parts(num_kv_heads, least))
     most = max(least, BUFFER_BYTES // (head * state_dtype(dtype).itemsize))
-    return Sections(forward, _sections_small_at_both_ends(num_kv_heads, hiding, most))
+    return Sections(forward, _backward_sections(num_kv_heads, hiding, most))
 
 
 def choose_blocks(
@@ -100,17 +100,17 @@ def choose_blocks(
     step = 2 * batch * rows * heads * head_dim * state_dtype(dtype).itemsize
     sections, others = -(-num_kv_heads // heads), num_steps - 1
     least = -(-MIN_UNIT_WORK * num_steps * sections // work)
-    return 1, *_small_at_both_ends(others, max(least, others // 64), max(1, least, BLOCK_BYTES // step))
+    return 1, *_block_sizes(others, max(least, others // 64), max(1, least, BLOCK_BYTES // step))
 
 
-def _small_at_both_ends(total: int, least: int, most: int) -> tuple[int, ...]:
+def _block_sizes(total: int, least: int, most: int) -> tuple[int, ...]:
     """Divide a total into sizes from `least` to `most` that first grow by a factor of 4, and finally shrink by it."""
     growing: list[int] = []
     size = least
     while size < most and 2 * (sum(growing) + size) < total:
         growing.append(size)
         size *= 4
-    return *growing, *_equal_sections(total - 2 * sum(growing), most), *reversed(growing)
+    return *growing, *_equal_parts(total - 2 * sum(growing), most), *reversed(growing)
 
 
 def _block_heads(shape: Shape, num_heads: int, dtype: torch.dtype) -> int:
@@ -134,12 +134,13 @@ class Unit(NamedTuple):
     """A section of heads over a block of keys: what is gathered and computed at a time.
 
     Args:
-        stage: number among the units whose keys travel, which rotate through the buffers; None for the rank's own keys.
+        transfer: number of the transfer that brings its keys, which go into buffers in rotation; None for a rank's own
+            keys in a call of several blocks.
     """
 
     section: int
     block: int
-    stage: int | None
+    transfer: int | None
 
 
 def order_units(num_sections: int, num_blocks: int) -> tuple[Unit, ...]:
@@ -148,8 +149,8 @@ def order_units(num_sections: int, num_blocks: int) -> tuple[Unit, ...]:
         return tuple(Unit(section, 0, section) for section in range(num_sections))
     pairs = (range(first, min(first + 2, num_sections)) for first in range(0, num_sections, 2))
     order = [(section, block) for pair in pairs for block in range(num_blocks) for section in pair]
-    stages = accumulate(block > 0 for _, block in order)
-    return tuple(Unit(*unit, stage - 1 if unit[1] else None) for unit, stage in zip(order, stages, strict=True))
+    counts = accumulate(block > 0 for _, block in order)
+    return tuple(Unit(*unit, count - 1 if unit[1] else None) for unit, count in zip(order, counts, strict=True))
 
 
 def buffer_heads(heads: tuple[int, ...], num_buffers: int = 2) -> tuple[int, ...]:
@@ -187,7 +188,7 @@ def return_batches(num_sections: int, num_buffers: int) -> list[tuple[int, ...]]
 
     A batch leaves one buffer free for the kernel that runs meanwhile. The last section returns by itself.
     """
-    equal = _equal_sections(num_sections - 1, max(1, num_buffers - 1)) if num_sections > 1 else ()
+    equal = _equal_parts(num_sections - 1, max(1, num_buffers - 1)) if num_sections > 1 else ()
     ends = [0, *accumulate(equal), num_sections]
     return [tuple(range(*both)) for both in pairwise(ends)]
 
@@ -207,7 +208,7 @@ def gather_bytes(shape: Shape, num_heads: int, keys: int, returned_rows: int, pa
 
 
 @lru_cache(maxsize=64)
-def _growing_sections(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
+def _forward_sections(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
     """Divide heads into few sections, each at most `hiding` times the previous one, whose kernel hides its pull."""
     for count in range(2, 5):
         first = math.ceil(num_heads / sum(hiding**power for power in range(count)))
@@ -221,7 +222,7 @@ def _growing_sections(num_heads: int, hiding: float, most: int) -> tuple[int, ..
     return tuple(heads)
 
 
-def _sections_small_at_both_ends(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
+def _backward_sections(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
     """Divide heads for a backward: a small first section, and shrinking last ones that hide the previous return."""
     first = math.ceil(min(num_heads / 16, most))
     last = [first][: num_heads - first]
@@ -229,10 +230,10 @@ def _sections_small_at_both_ends(num_heads: int, hiding: float, most: int) -> tu
     while last and last[0] < grown < most and first + sum(last) + grown <= num_heads:
         last.insert(0, grown)
         grown = math.floor(grown * hiding * _RETURN_SHARE)
-    return first, *_equal_sections(num_heads - first - sum(last), most), *last
+    return first, *_equal_parts(num_heads - first - sum(last), most), *last
 
 
-def _equal_sections(num_heads: int, most: int) -> tuple[int, ...]:
-    """Divide heads into as few sections of at most `most` heads as possible, as equal as possible."""
-    count = -(-num_heads // most)
-    return tuple(num_heads // count + (index < num_heads % count) for index in range(count))
+def _equal_parts(total: int, most: int) -> tuple[int, ...]:
+    """Divide a total into as few parts of at most `most` as possible, as equal as possible."""
+    count = -(-total // most)
+    return tuple(total // count + (index < total % count) for index in range(count))

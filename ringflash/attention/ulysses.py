@@ -27,7 +27,7 @@ from ringflash.attention.head_exchange import HeadExchange
 from ringflash.attention.inputs import with_mean_head_dim
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import PeerMemory, Transport, whole_transport
-from ringflash.comm.transport.lanes import Token
+from ringflash.comm.transport.lanes import Marker
 from ringflash.comm.wait_timer import waiting
 from ringflash_kernels.api import state_dtype
 
@@ -59,8 +59,8 @@ def shared_kv_heads(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[
     Args:
         num_heads: query heads, a multiple of num_ranks; each rank takes an equal, contiguous share.
     """
-    group = num_heads // num_kv_heads
-    return tuple(head // group for head in range(0, num_heads, math.gcd(num_heads // num_ranks, group)))
+    sharing = num_heads // num_kv_heads  # query heads that share a KV head
+    return tuple(head // sharing for head in range(0, num_heads, math.gcd(num_heads // num_ranks, sharing)))
 
 
 def check_heads(num_heads: int, num_ranks: int, name: str) -> None:
@@ -82,7 +82,7 @@ class Ulysses:
         members: these ranks in the group.
         channel: transport of the rail, or of the host if there is only one.
         layout: layout of the rows.
-        call: number of the call in the group.
+        number: number of the call in the group.
     """
 
     attention: Callable[[Tensor, Tensor], Attention]
@@ -90,7 +90,7 @@ class Ulysses:
     members: tuple[int, ...]
     channel: Transport
     layout: str
-    call: CallNumber
+    number: CallNumber
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute attention as `RingOfHops.forward` does."""
@@ -139,13 +139,13 @@ class Ulysses:
         return shared_kv_heads(len(self.members), q.shape[2], k.shape[2])
 
     def _exchange(self, pass_name: str) -> HeadExchange:
-        return HeadExchange(self.memory, self.members, self.channel, self.layout, pass_name, self.call)
+        return HeadExchange(self.memory, self.members, self.channel, self.layout, pass_name, self.number)
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, arrived: Token) -> Attention:
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, arrived: Marker) -> Attention:
         """Open attention over the rail. Only kernels of an all-gather by heads wait for queries."""
         attention = self.attention(q, with_mean_head_dim(k, v))
         if isinstance(attention, HeadGather):
-            return replace(attention, queries=(arrived,))
+            return replace(attention, queries_arrived=(arrived,))
         with waiting(q.device):
             self.memory.wait(arrived)
         return attention

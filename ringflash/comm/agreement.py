@@ -32,7 +32,7 @@ Policy = Literal["changed", "always", "never"]
 
 MESSAGE_BYTES = 2048
 REMEMBERED = 8  # signatures of calls that a group has compared: a model alternates between few kinds of layers
-TIMEOUT = timedelta(seconds=120)  # for a rank that never joins: longer than ranks drift apart, shorter than a coffee
+TIMEOUT = timedelta(seconds=120)  # for a rank that never joins: longer than ranks drift apart, short enough to wait for
 READ_TIMEOUT = timedelta(minutes=30)  # after reading files, which takes some hosts longer than others
 
 _ERRORS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, NotImplementedError, RuntimeError)}
@@ -66,7 +66,7 @@ def agree(
     timeout: timedelta | None = None,
     call: CallNumber | None = None,
 ) -> int:
-    """Return if every rank of `group` made the same call and none has an error; raise on every rank otherwise.
+    """Compare a call with those of the other ranks; raise on every rank if they differ or if one has an error.
 
     Args:
         signature: JSON values that must be equal on all ranks.
@@ -157,7 +157,7 @@ def tracked_call(group: dist.ProcessGroup | None) -> Iterator[Posted]:
         yield posted
     except BaseException:
         if group is not None:
-            _interrupt(group, f"in call {number.number} {posted}")
+            _interrupt(group, f"in call {number.value} {posted}")
         raise
 
 

@@ -22,28 +22,28 @@ import torch.distributed as dist
 
 from ringflash.comm.cuda_graphs import capturing
 
-HEADER_BYTES = 256  # of an area, before its tensors, which need this alignment: the word of the call
+HEADER_BYTES = 256  # at the start of an area: the word of the call, and padding that aligns the tensors after it
 
 
 class CallNumber(NamedTuple):
     """Number of a call among all forward and backward calls of its group, counted from 1.
 
     Args:
-        number: 0 if there is none, as in a single process.
+        value: 0 if there is none, as in a single process.
         forward: number of the forward that a backward belongs to; 0 for a forward.
         checksum: checksum of the arguments and the layer of a forward, 16 bits; 0 for a backward.
         layer: name of the layer of a forward; "" if unknown.
     """
 
-    number: int = 0
+    value: int = 0
     forward: int = 0
     checksum: int = 0
     layer: str = ""
 
     @property
     def word(self) -> int:
-        """The lowest 23 bits of `number`, 24 bits of `forward` and the checksum, packed into one int64."""
-        return (self.number & 0x7FFFFF) << 40 | (self.forward & 0xFFFFFF) << 16 | self.checksum
+        """The lowest 23 bits of `value`, 24 bits of `forward` and the checksum, packed into one int64."""
+        return (self.value & 0x7FFFFF) << 40 | (self.forward & 0xFFFFFF) << 16 | self.checksum
 
     def with_arguments(self, checksum: int) -> CallNumber:
         """Return the number of a forward with the checksum of its arguments, 16 bits, and of its layer."""
@@ -51,15 +51,15 @@ class CallNumber(NamedTuple):
 
     def __str__(self) -> str:
         if self.forward:
-            return f"{self.number} (backward of call {self.forward})"
-        return f"{self.number} (forward{self.layer and f' of {self.layer}'})"
+            return f"{self.value} (backward of call {self.forward})"
+        return f"{self.value} (forward{self.layer and f' of {self.layer}'})"
 
 
 NO_NUMBER = CallNumber()  # for a single process
 
 
 class Arrival(Protocol):
-    """Event or peer-memory token that is recorded after the words of a call."""
+    """Marker that is recorded after the words of a call."""
 
     def query(self) -> bool:
         """Return True if the work before it has finished."""
@@ -163,7 +163,7 @@ class Words:
     def for_host(self, call: CallNumber) -> torch.Tensor | None:
         """Return host memory for the arriving words; None if there are none to compare."""
         device = self.arrived.device
-        if not self.senders or not call.number or capturing(device):
+        if not self.senders or not call.value or capturing(device):
             return None
         return torch.empty_like(self.arrived, device="cpu", pin_memory=device.type == "cuda")
 

@@ -1,8 +1,10 @@
-"""Timer of the waits for K/V and gradients between the kernels of ring calls. It runs only inside `measured()`:
+"""Timer of the waits for K/V and gradients between the kernels of ring calls.
 
-with measured() as waits:
-    step()
-waits.seconds()
+    with measured() as waits:
+        step()
+    waits.seconds()
+
+It runs only inside `measured()`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Sections
 from ringflash.comm import call_numbers
 from ringflash.comm.transport.buffers import buffer
-from ringflash.comm.transport.lanes import Token
+from ringflash.comm.transport.lanes import Marker
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, single_cases
 from tests.helpers.left_out import LANES, NOTICED, PULL, slow_lanes, too_early, verdict
@@ -75,7 +75,7 @@ def test_equals_dense(pool: Pool, memory: Memory, size: int) -> None:
     pool.run(check, memory, size % 2, size=size)
 
 
-def unawaited(self: gathered_buffers.GatheredKV, index: int, start: Token, computed: list[Token]) -> Token:
+def unawaited(self: gathered_buffers.GatheredKV, index: int, start: Marker, computed: list[Marker]) -> Marker:
     """No kernel waits for its K/V."""
     _PULL(self, index, start, computed)
     return start

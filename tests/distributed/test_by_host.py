@@ -331,7 +331,7 @@ def test_auto_takes_by_host(pool: Pool) -> None:
     for _, texts in pool.run(chosen_by_auto, ["a", "b", "b", "b"]):
         assert all("gloo (all hosts of the group must have the same number of ranks" in text for text in texts)
     for _, texts in pool.run(chosen_by_auto, ["a"] * 4):
-        assert all("nothing to exchange inside of several hosts" in text for text in texts)
+        assert all("heads are exchanged only between several GPUs on each of several hosts" in text for text in texts)
 
 
 @on_ranks(4)

@@ -10,7 +10,7 @@ from unittest import mock
 
 from ringflash.attention import gathered_buffers
 from ringflash.comm import call_numbers, transport
-from ringflash.comm.transport.lanes import Token
+from ringflash.comm.transport.lanes import Marker
 from tests.helpers.peer_memory import DELAY_S, Later, SharedMemory
 
 LANES, BARRIER = (f"tests.helpers.peer_memory.SharedMemory.{name}" for name in ("run_in_lane", "barrier"))
@@ -37,7 +37,7 @@ def slow_lanes(*slow: str) -> Callable[..., Later]:
     return late(lambda _, lane: 5 * DELAY_S if lane in slow else 0.0)
 
 
-def too_early(self: gathered_buffers.GatheredKV, section: int, start: Token, computed: list[Token]) -> Token:
+def too_early(self: gathered_buffers.GatheredKV, section: int, start: Marker, computed: list[Marker]) -> Marker:
     """K/V arrive in a buffer that is still read."""
     return _PULL(self, section, start, [start] * len(computed))
 

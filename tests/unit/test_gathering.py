@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ringflash.attention import gathered_buffers, gradient_return, sections
-from ringflash.attention.schedule import Gathering, active_steps, consists_of, plan_blocks, plan_gather
+from ringflash.attention.schedule import Gathering, active_steps, chunks_are_multiples, plan_blocks, plan_gather
 from ringflash.comm.transport import MessageMemory, PointToPoint, buffers
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 from ringflash.sequence.layout import chunks
@@ -32,7 +32,7 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
     mask, cp_size, layout = problem
     bounds = None if mask.cu_seqlens is None else tuple(16 * bound for bound in mask.cu_seqlens)
     mask = SequenceMask(16 * mask.seqlen, mask.causal, mask.window_size, bounds)
-    assume(consists_of(mask, cp_size, layout, 16))
+    assume(chunks_are_multiples(mask, cp_size, layout, 16))
     for rank in range(cp_size):
         records, keys = (plan_gather(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))
         places = [place for piece in records.pieces for place in (piece.start, piece.row, piece.size, piece.owner_row)]
@@ -197,7 +197,7 @@ def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
         home = [gradient_return.GradientReturn(gathered, k) for gathered in there]
     for index, unit in enumerate(there[0].units):
         pair_up([way.sends[index] for way in there], [way.pulls[index] for way in there])
-        assert unit.stage is not None or not any(way.sends[index] or way.pulls[index] for way in there)
+        assert unit.transfer is not None or not any(way.sends[index] or way.pulls[index] for way in there)
     for stage in range(len(there[0].travelling)):
         pair_up([way.sends[stage] for way in home], [way.pulls[stage] for way in home])
 

@@ -57,7 +57,7 @@ def test_refused_elsewhere(place: list, got: str) -> None:
 
 def test_a_rank_without_memory_stops_all() -> None:
     peer_memory._raise_together(["", ""])
-    with pytest.raises(RuntimeError, match="got {1: 'out of memory'}"):
+    with pytest.raises(RuntimeError, match="got errors {1: 'out of memory'}"):
         peer_memory._raise_together(["", "out of memory"])
 
 

@@ -169,7 +169,7 @@ def _exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.d
 def _explain(choice: str, problem: NoPeerMemory) -> None:
     """Warn of a failure of the copy engine, unless GPUs merely have no peer access."""
     if not isinstance(problem, OutOfReach):
-        warnings.warn(f"{choice}, since 'copy_engine' cannot be had: {problem}", stacklevel=3)
+        warnings.warn(f"{choice}, since 'copy_engine' failed: {problem}", stacklevel=3)
 
 
 def transport_name(transport: Transport | None) -> str | None:

@@ -15,11 +15,11 @@ T = TypeVar("T")
 _MAX_CACHED = 12  # a cache of views drops the oldest entry beyond this number
 
 
-class Token(Protocol):
-    """Work that has been issued to a stream."""
+class Marker(Protocol):
+    """Point in the work of a stream, for which other streams and the watchdog can wait."""
 
     def query(self) -> bool:
-        """Return True if the work has finished."""
+        """Return True if the work before it has finished."""
 
 
 class ViewCache:
@@ -64,13 +64,13 @@ class Lanes:
             self._captured.update(areas)
         return thing
 
-    def mark(self) -> Token:
+    def mark(self) -> Marker:
         return self._current().record_event()
 
-    def wait(self, *tokens: Token) -> None:
+    def wait(self, *markers: Marker) -> None:
         stream = self._current()
-        for token in tokens:
-            token.wait(stream)  # type: ignore[attr-defined]
+        for marker in markers:
+            marker.wait(stream)  # type: ignore[attr-defined]
 
     @contextmanager
     def on_one_stream(self) -> Iterator[None]:
@@ -81,16 +81,16 @@ class Lanes:
             self._known = None
 
     def run_in_lane(
-        self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False
-    ) -> Token:
+        self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
+    ) -> Marker:
         if lane not in self._lanes:
             self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
         stream, known, current = self._lanes[lane], self._known, self._current()
         torch.cuda.set_stream(stream)  # the context manager is several times slower
         self._known = stream
         try:
-            for token in after:
-                token.wait(stream)  # type: ignore[attr-defined]
+            for marker in after:
+                marker.wait(stream)  # type: ignore[attr-defined]
             work()
             return stream.record_event()
         finally:

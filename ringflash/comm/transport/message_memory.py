@@ -13,7 +13,7 @@ import torch
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.transport.buffers import synchronize
-from ringflash.comm.transport.lanes import Lanes, Token
+from ringflash.comm.transport.lanes import Lanes, Marker
 from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 from ringflash.comm.transport.point_to_point import Message, PointToPoint
 
@@ -81,7 +81,7 @@ class MessageMemory(Lanes):
 
 
 class _Done:
-    """Token of finished work."""
+    """Marker of finished work."""
 
     def query(self) -> bool:
         return True
@@ -93,16 +93,16 @@ class _Done:
 class HostMessageMemory(MessageMemory):
     """Memory of messages over gloo: the host itself does all work, in the order of issue."""
 
-    def mark(self) -> Token:
+    def mark(self) -> Marker:
         return _Done()
 
-    def wait(self, *tokens: Token) -> None:
-        for token in tokens:
-            token.wait()  # type: ignore[attr-defined]
+    def wait(self, *markers: Marker) -> None:
+        for marker in markers:
+            marker.wait()  # type: ignore[attr-defined]
 
     def run_in_lane(
-        self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False
-    ) -> Token:
+        self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
+    ) -> Marker:
         self.wait(*after)
         work()
         return _Done()

@@ -24,7 +24,7 @@ from ringflash.comm.agreement import gather
 from ringflash.comm.communicator import register_members
 from ringflash.comm.group import HostSplit, this_host
 from ringflash.comm.transport.copies import Copies
-from ringflash.comm.transport.lanes import Lanes, T, Token
+from ringflash.comm.transport.lanes import Lanes, Marker, T
 
 BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
 
@@ -88,25 +88,25 @@ class PeerMemory(Protocol):
     def barrier(self, channel: int) -> None:
         """Order the current streams of all ranks. Barriers of one channel must not overlap."""
 
-    def mark(self) -> Token:
-        """Return a token for the work that the current stream holds so far."""
+    def mark(self) -> Marker:
+        """Return a marker for the work that the current stream holds so far."""
 
-    def wait(self, *tokens: Token) -> None:
-        """Order the current stream after these tokens."""
+    def wait(self, *markers: Marker) -> None:
+        """Order the current stream after these markers."""
 
     def on_one_stream(self) -> AbstractContextManager[None]:
         """Return a context in which the caller's stream stays current, except in lanes: torch is asked for it once."""
 
     def run_in_lane(
-        self, lane: str, work: Callable[[], None], after: Sequence[Token], *, urgent: bool = False
-    ) -> Token:
-        """Run `work` after these tokens, in the order of its lane, concurrently with the current stream.
+        self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
+    ) -> Marker:
+        """Run `work` after these markers, in the order of its lane, concurrently with the current stream.
 
         Urgent work has priority for free SMs. Either all work of a lane is urgent or none is.
         """
 
     def join(self) -> None:
-        """Order the current stream and every lane after all lanes, including work that raised and has no token.
+        """Order the current stream and every lane after all lanes, including work that raised and has no marker.
 
         Afterwards it is safe to free memory that one lane allocated and another one used.
         """
@@ -254,5 +254,6 @@ def _raise_together(problems: list) -> None:
     failed = {rank: text for rank, text in enumerate(problems) if text}
     if failed:
         raise NoPeerMemory(
-            f"symmetric memory must be there on every rank, got {failed}; free memory, or use transport='nccl'."
+            f"symmetric memory must be allocated on every rank, got errors {failed}; free memory, or use "
+            "transport='nccl'."
         )

@@ -2,7 +2,7 @@
 
     with watching(transport, "backward", device) as call:
         ...
-        call.reach(token, "for section {}", section)     markers that the device passes, in this order
+        call.reach(marker, "for section {}", section)     markers that the device passes, in this order
 
 Over gloo the host itself waits, and raises. Over NCCL and the copy engine the host only issues work, and a device that
 waits for another rank reports nothing. So one daemon thread per process polls the progress of its calls. README.md

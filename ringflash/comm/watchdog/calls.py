@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ringflash.comm.communicator import note_end
-from ringflash.comm.transport.lanes import Token
+from ringflash.comm.transport.lanes import Marker
 
-HasEnded = Callable[[Any], bool]  # True if the device has passed a marker, which is a Token
+HasEnded = Callable[[Any], bool]  # True if the device has passed a marker, which is a Marker
 WAITS = "has been waiting"  # first words of the state of a rank whose device waits for others
 NCCL_QUIET_S = 2.0  # without progress over NCCL: a peer may have met an error that this rank does not see
 
@@ -28,7 +28,7 @@ class Unwatched:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def reach(self, marker: Token, what: str, *values: object) -> None:
+    def reach(self, marker: Marker, what: str, *values: object) -> None:
         pass
 
     def mark(self, what: str, *values: object) -> None:
@@ -52,7 +52,7 @@ class CallInFlight:
         self, serial: int, number: int, pass_name: str, begun: float, broken: Callable[[Exception], None] | None = None
     ) -> None:
         self.serial, self.number, self.pass_name, self.begun, self.broken = serial, number, pass_name, begun, broken
-        self.markers: list[tuple[Token, str, tuple[object, ...]]] = []
+        self.markers: list[tuple[Marker, str, tuple[object, ...]]] = []
         self.passed = 0
         self.issued = False
 
@@ -69,7 +69,7 @@ class CallInFlight:
                 self.markers = []
             self.issued = True
 
-    def reach(self, marker: Token, what: str, *values: object) -> None:
+    def reach(self, marker: Marker, what: str, *values: object) -> None:
         """Append a marker, and what the device waits for before it: `what`, formatted with the values."""
         self.markers.append((marker, what, values))
 

@@ -153,7 +153,7 @@ class Watchdog:
     def _event_query(self, device: torch.device) -> HasEnded:
         """Return the query that tells if a marker on this device has been passed."""
         if device not in self._events:
-            self._events[device] = Events(device).ended if device.type == "cuda" else lambda token: token.query()
+            self._events[device] = Events(device).ended if device.type == "cuda" else lambda marker: marker.query()
         return self._events[device]
 
     def _report_nccl_error(self, watched: WatchedGroup, error: Exception) -> None:

@@ -136,7 +136,7 @@ def _gathered_bytes(ring: Ring, rank: int) -> int:
     def in_units(heads: tuple[int, ...], rows: list[int]) -> tuple[int, ...]:
         """Rows of the blocks, times heads of the sections, of the units whose keys travel."""
         units = order_units(len(heads), len(blocks))
-        return tuple(rows[unit.block] * heads[unit.section] for unit in units if unit.stage is not None)
+        return tuple(rows[unit.block] * heads[unit.section] for unit in units if unit.transfer is not None)
 
     keys = model.num_kv_heads * blocks[0].capacity
     if several or not fits_unbuffered(ring.shape, ring.seqlen, ring.dtype):
@@ -213,15 +213,15 @@ def pipeline_seconds(
     """
     units, travelling = order_units(len(heads), len(blocks)), sum(blocks[1:]) or blocks[0]
     work = [heads[unit.section] * blocks[unit.block] / sum(heads) for unit in units]
-    moved = [share / travelling for unit, share in zip(units, work, strict=True) if unit.stage is not None]
+    moved = [share / travelling for unit, share in zip(units, work, strict=True) if unit.transfer is not None]
     link = arrived = moved[0] * arrive
     device = queries
     for unit, share in zip(units, work, strict=True):
-        if unit.stage is not None:
+        if unit.transfer is not None:
             device = max(device, arrived)
         device += share / sum(blocks) * kernels
-        if unit.stage is not None:
-            link = arrived = link + (moved[unit.stage + 1] * arrive if unit.stage + 1 < len(moved) else 0.0)
+        if unit.transfer is not None:
+            link = arrived = link + (moved[unit.transfer + 1] * arrive if unit.transfer + 1 < len(moved) else 0.0)
             if leave:
-                link = max(link, device) + moved[unit.stage] * leave
+                link = max(link, device) + moved[unit.transfer] * leave
     return max(link, device)

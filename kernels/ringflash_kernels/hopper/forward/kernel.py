@@ -7,8 +7,9 @@ warpgroups own 64 query rows each and walk the visible key blocks from last to f
     consumer   S(j+1) = Q K(j+1)^T  issued, then  O += P(j) V(j)  issued, and while both run
                P(j+1) = exp2(S(j+1) - m): the softmax of one block hides under the products of its neighbours
 
-That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence". O is rescaled only if
-a row maximum grew by much, which is rare after the first blocks.
+m is the row maximum that P is relative to, and l the sum of a row of P, so a row of the result is O / l. O is
+rescaled only if m grew by much, which is rare after the first blocks.
+That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence".
 Masked blocks are at the two ends of the walk; the loop between them does not test the mask. `acc` and `lse` of
 earlier calls are merged in the epilogue, loaded by TMA while the main loop runs.
 """
@@ -150,7 +151,8 @@ class QueryRows(NamedTuple):
 def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr):
     """Return the tile of a ticket, with its blocks as seen by its rows [FIRST, FIRST + COUNT).
 
-    Order: head group, row tile (longest first), head within the group.
+    Order: head group, row tile (longest first), head within the group. Of the rows [FIRST, FIRST + COUNT), every one
+    has started to see keys at `last_start`, and none has stopped before `first_stop`; the blocks in between are full.
     """
     ROWS: gl.constexpr = V.tiles.rows
     BN: gl.constexpr = V.tiles.block_n
@@ -717,9 +719,8 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
         else:
             old_weight = factor
         acc = scaled(acc, factor, V)
-        row_index = row + gl.arange(
-            0, V.tiles.block_m, layout=row_layout
-        )  # recomputed: a short live range saves registers
+        # Computed again: a short live range saves registers.
+        row_index = row + gl.arange(0, V.tiles.block_m, layout=row_layout)
         gl.store(lse_of_head + row_index, lse, mask=row_index < problem.seqlen_q)
         loads = store_part(acc[0], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 0, V)
         if len(V.tiles.value_parts) == 2:

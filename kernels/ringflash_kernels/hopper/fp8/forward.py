@@ -5,6 +5,7 @@ Q (64 rows), K and V (records of 128 keys) are e4m3, P too; scores, O and the so
     scales     those of Q and K multiply the scores, that of V multiplies P V of a block
     P          is relative to the largest score of its row in the block: P' = 2^(s - m + OFFSET), rounded by its
                logarithm. The bits of P' are then linear in s: a multiplication and a conversion, no exponential.
+    O          is relative to a *reference* of its row: the largest score of the blocks so far, or up to `slack` less
     row sums   sums of the rounded P', by tensor cores: a product with ones
     P V        V is stored transposed, with each 16 keys in an order in which the registers of S hold the operand.
                Tensor cores sum e4m3 products with 13 bits of significand: of a million equal keys they would return
@@ -91,7 +92,11 @@ _TAIL = gl.constexpr(TAIL_BYTES // 4)  # numbers in the tail of a record
 
 @dataclass(frozen=True)
 class Fp8Variant:
-    """Compile-time choices of the kernel; see `ForwardVariant`."""
+    """Compile-time choices of the kernel; see `ForwardVariant`.
+
+    Args:
+        row_max: also store an upper bound of each row's scores.
+    """
 
     tiles: Fp8Tiles
     mask: str
