@@ -83,7 +83,7 @@ def sign_bits() -> tuple[int, ...]:
 def signs(head_dim: int) -> torch.Tensor:
     """Return the sign of each column, +1 or -1: (head_dim,), fp32."""
     words = sign_bits()
-    return torch.tensor([1.0 - 2.0 * (words[i // 32] >> i % 32 & 1) for i in range(head_dim)])
+    return torch.tensor([1.0 - 2.0 * (words[i // 32] >> i % 32 & 1) for i in range(head_dim)], dtype=torch.float32)
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def measure_rounding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[
         0. All are scalars in fp32.
     """
     found = {f"amax_{name}": x.abs().amax().float() for name, x in (("q", q), ("k", k), ("v", v))}
-    lost = torch.zeros(2, device=q.device)
+    lost = torch.zeros(2, dtype=torch.float32, device=q.device)
     for x, block in ((rotate(q), BLOCK_Q), (rotate(k), BLOCK_K), (v.float(), BLOCK_K)):
         values, scales = round_blocks(x, block)
         rounded = values.flatten(1, 2)[:, : x.shape[1]].float()

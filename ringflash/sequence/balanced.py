@@ -46,7 +46,7 @@ def balanced_pieces(bounds: tuple[int, ...], cp_size: int) -> Pieces:
     lengths = starts.diff()
     order = torch.argsort(lengths, descending=True, stable=True)
     starts, lengths = starts[order], lengths[order]
-    ends, cuts = lengths.cumsum(0), torch.tensor(_Order(lengths).cut(cp_size))
+    ends, cuts = lengths.cumsum(0), torch.tensor(_Order(lengths).cut(cp_size), device="cpu")
     edges = torch.cat([cuts, ends]).sort().values.unique_consecutive()
     parts = edges.diff()  # each is of one document and of one rank
     document = torch.searchsorted(ends, edges[:-1], right=True)
@@ -56,7 +56,7 @@ def balanced_pieces(bounds: tuple[int, ...], cp_size: int) -> Pieces:
     pieces = [torch.stack([rank[whole], starts[document[whole]], parts[whole]], 1)]
     divided = list(zip(*(x[~whole].tolist() for x in (document, rank, parts)), strict=True))
     if divided:
-        pieces.append(torch.tensor(list(_mirrored(divided, starts.tolist()))))
+        pieces.append(torch.tensor(list(_mirrored(divided, starts.tolist())), device="cpu"))
     return _joined(torch.cat(pieces), bounds[-1])
 
 
@@ -145,5 +145,5 @@ def _joined(pieces: Tensor, seqlen: int) -> Pieces:
     begins = torch.ones_like(rank, dtype=torch.bool)
     begins[1:] = (rank[1:] != rank[:-1]) | (start[1:] != start[:-1] + size[:-1])
     group = begins.cumsum(0) - 1
-    joined = torch.zeros(int(begins.sum()), dtype=torch.int64).index_add_(0, group, size)
+    joined = size.new_zeros(int(begins.sum())).index_add_(0, group, size)
     return Pieces(rank[begins], start[begins], joined)

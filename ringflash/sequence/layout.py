@@ -58,7 +58,8 @@ def chunks(
     if layout == "balanced":
         assert bounds is not None
         pieces = balanced_pieces(bounds, cp_size)
-        first, last = torch.searchsorted(pieces.rank, torch.tensor([cp_rank, cp_rank + 1])).tolist()
+        ranks = torch.tensor([cp_rank, cp_rank + 1], device=pieces.rank.device)
+        first, last = torch.searchsorted(pieces.rank, ranks).tolist()
         starts, sizes = (x[first:last].tolist() for x in (pieces.start, pieces.size))
         rows = accumulate(sizes, initial=0)
         return tuple(Chunk(start, start + size, row) for start, size, row in zip(starts, sizes, rows, strict=False))

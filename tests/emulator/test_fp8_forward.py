@@ -184,3 +184,19 @@ def test_quantiser_has_the_bits_of_the_specification(head_dim, for_backward):
     for x, y in pairs:
         torch.testing.assert_close(x.float(), y.float(), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(records[..., -fp8_reference.TAIL_BYTES :], exact[..., -fp8_reference.TAIL_BYTES :])
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_scales_are_fp32_whatever_the_default_dtype_is(default):
+    """The forward kernel is compiled for fp32 scales; in a step of Lightning's "bf16-true" the default is bf16."""
+    q, *_ = inputs(_CAUSAL, Shape())
+    torch.set_default_dtype(default)
+    try:
+        with cuda_properties(2):
+            rows, largest = Emulator().load("fp8.quantise").quantise_and_measure_q(q)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert rows.scales.dtype == largest.dtype == torch.float32
+    assert torch.equal(rows.scales, fp8_reference.quantise_q(q).scales)
+    blocks = torch.nn.functional.pad(q.float(), (0, 0, 0, 0, 0, -q.shape[1] % 64)).unflatten(1, (-1, 64))
+    assert torch.equal(largest, blocks.abs().amax((2, 4)).transpose(1, 2))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import ringflash
 from benchmarks.count_documents import pack
 from ringflash.attention.schedule import plan_gather
+from ringflash.sequence.balanced import balanced_pieces
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 
@@ -70,6 +71,15 @@ def test_extremes() -> None:
     bounds = (0, 3000, *range(3001, 8 * 1024 + 1))
     counts = work(bounds, 8)
     assert max(counts) <= 1.03 * sum(counts) / 8 and min(counts) >= 0.97 * sum(counts) / 8
+
+
+def test_the_default_device_of_torch_is_not_used() -> None:
+    """A script with torch.set_default_device("cuda") has the same shards."""
+    bounds = pack(0, 8 * TOKENS, 64, TOKENS)
+    want = [chunks(bounds[-1], 8, rank, "balanced", bounds) for rank in range(8)]
+    balanced_pieces.cache_clear()
+    with torch.device("meta"):
+        assert [chunks(bounds[-1], 8, rank, "balanced", bounds) for rank in range(8)] == want
 
 
 def test_only_cut_documents_are_sent() -> None:

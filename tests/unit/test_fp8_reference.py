@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from ringflash_kernels import IMPLS, attention_forward, choose_impl, fp8_reference
+from ringflash_kernels import IMPLS, attention_forward, choose_impl, fp8_reference, measure_fp8_rounding
 
 HEAD_DIMS = fp8_reference.HEAD_DIMS
 
@@ -207,3 +207,19 @@ def test_rounding_is_measured() -> None:
     assert found == {"amax_q": 3, "amax_k": 7, "amax_v": 1, "saturated": 0, "flushed": pytest.approx(128 / 3 / 8192)}
     k[0, 3, 0, 2] = torch.inf
     assert fp8_reference.measure_rounding(q, k, v)["saturated"].item() == pytest.approx(64 / 3 / 8192)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_torch_is_not_used(default: torch.dtype) -> None:
+    """Lightning's "bf16-true" and DoublePrecision set it in a step."""
+    x = [draw(1, 640, heads, 64, seed=i, outliers=True) for i, heads in enumerate((4, 2, 2))]
+    want = measured = None
+    for dtype in (torch.float32, default):
+        torch.set_default_dtype(dtype)
+        try:
+            got, found = attention_forward(*x, impl="reference_fp8", causal=True), measure_fp8_rounding(*x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        want, measured = want or got, measured or found
+    assert all(map(torch.equal, got, want))
+    assert found == measured and {x.dtype for x in found.values()} == {torch.float32}

@@ -244,15 +244,20 @@ def quantise_q(q: torch.Tensor) -> Rows:
 
 def quantise_and_measure_q(q: torch.Tensor) -> tuple[Rows, torch.Tensor]:
     """Return `quantise_q`, and the largest finite |q| of each block of rows: (batch, num_heads, num_blocks), fp32."""
-    largest = torch.empty(q.shape[0], q.shape[2], -(-q.shape[1] // BLOCK_Q), device=q.device)
+    largest = _of_blocks(q)
     return _rows(q, largest), largest
 
 
 def _rows(q: torch.Tensor, largest: torch.Tensor | None) -> Rows:
     values = torch.empty(q.shape, dtype=E4M3, device=q.device)
-    scales = torch.empty(q.shape[0], q.shape[2], -(-q.shape[1] // BLOCK_Q), device=q.device)
+    scales = _of_blocks(q)
     _quantise_rows(q, values, scales, largest)
     return Rows(values, scales)
+
+
+def _of_blocks(q: torch.Tensor) -> torch.Tensor:
+    """Return memory for a number of each block of rows of q: (batch, num_heads, num_blocks), fp32."""
+    return q.new_empty(q.shape[0], q.shape[2], -(-q.shape[1] // BLOCK_Q), dtype=torch.float32)
 
 
 def dequantised_q(q: torch.Tensor) -> torch.Tensor:
