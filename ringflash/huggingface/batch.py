@@ -45,7 +45,7 @@ def prepare_batch(
             by which layer 0 checks that all ranks had the same sequence.
     Raises:
         ValueError: a length the layout cannot cut; labels that are not shifted, or negative but not -100;
-            padding before a token, or with labels.
+            padding before a token, or with labels. On this rank only: nothing is sent.
     """
     successors = token_loss.shift_labels(input_ids, cu_seqlens)
     if attention_mask is not None:

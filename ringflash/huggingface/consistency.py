@@ -110,11 +110,14 @@ class ForwardInputs:
 
     def note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note labels that the model would shift inside the shard; a forward pre-hook of the model with the head."""
-        self._errors.pop("labels", None)
-        if self.options.group is not None and not self.takes_whole_batches and kwargs.get("labels") is not None:
-            error = _find_labels_error(model, kwargs)
-            if error is not None:
-                self._errors["labels"] = error
+        checked = self.options.group is not None and not self.takes_whole_batches and kwargs.get("labels") is not None
+        self.note("labels", _find_labels_error(model, kwargs) if checked else None)
+
+    def note(self, name: str, error: Exception | None) -> None:
+        """Note an error, which the first layer raises on every rank, or that there is none any more."""
+        self._errors.pop(name, None)
+        if error is not None:
+            self._errors[name] = error
 
     def _restore_implementation(self) -> None:
         """Undo a change of attn_implementation and note it as an error, which layer 0 raises on every rank."""
@@ -181,11 +184,7 @@ def check_consistency(
             error = problem
     if checksum is not None:
         found[2], found[3] = checksum, -checksum
-    worst = found.clone()
-    worst[:2] |= int(error is not None)
-    if options.group is not None:
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=options.group)
-    *wrong, highest, lowest = worst.tolist()
+    *wrong, highest, lowest = _maxima(options.group, found, error)
     if any(wrong):
         _raise_on_every_rank(options.group, error or _value_error(found.tolist(), options))
     if options.group is not None and highest != -lowest:
@@ -195,6 +194,23 @@ def check_consistency(
             "Trainer and accelerate, and DistributedSampler by default, do), and seed random draws alike on the ranks "
             "of a group."
         )
+
+
+def raise_together(group: dist.ProcessGroup | None, error: Exception, device: torch.device) -> None:
+    """Raise an error of a rank whose model is not on the ring, and let the others raise it in `check_consistency`."""
+    if device.type == "meta":
+        raise error
+    _maxima(group, torch.zeros(4, dtype=torch.int64, device=device), error)
+    _raise_on_every_rank(group, error)
+
+
+def _maxima(group: dist.ProcessGroup | None, found: Tensor, error: Exception | None) -> list[int]:
+    """Return the maxima over the ranks, with both flags set if a rank has an error."""
+    worst = found.clone()
+    worst[:2] |= int(error is not None)
+    if group is not None:
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+    return worst.tolist()
 
 
 def _find_value_errors(
@@ -231,6 +247,7 @@ def _value_error(flags: list[int], options: ModelRing) -> Exception | None:
     return None
 
 
+@torch.compiler.disable(reason="ranks tell one another")
 def _raise_on_every_rank(group: dist.ProcessGroup | None, error: Exception | None) -> NoReturn:
     agreement.agree(group, {"huggingface": "refused on a rank"}, error)
     raise error or ValueError("inputs must be right on every rank of the group, got an error on another; see its log.")
@@ -258,9 +275,13 @@ class ShardLoss:
         if self._inputs.options.group is not None:
             model = self._model()
             assert model is not None
-            check_adapters(model)  # added after set_group
-            if (error := _find_labels_error(model, kwargs)) is not None:
-                raise error
+            if (error := _find_labels_error(model, kwargs)) is None:
+                try:
+                    check_adapters(model)  # added after set_group
+                except NotImplementedError as found:
+                    error = found
+            if error is not None:
+                _raise_on_every_rank(self._inputs.options.group, error)
         return self._compute(*args, **kwargs)
 
 

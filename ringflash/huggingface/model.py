@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, HoldsGroup, resolve
+from ringflash.huggingface.consistency import raise_together
 from ringflash.huggingface.validation import check_adapters, without_peft
 
 # Parameters of transformers' load_balancing_loss_func.
@@ -110,10 +111,8 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             length: length of the sequence before it was padded for the layout, for rotations that depend on it.
             columns: (1, seqlen_local), the positions that layers would count in the user's batch (Llama 4).
         """
-        check_adapters(self)  # some may have been added since, also around this module
         causal: Any = without_peft(self.model)
-        self._check_head_unchanged(causal)
-        inputs, counted = self._checked_inputs(causal), {}
+        inputs, counted = self._checked_inputs(causal, input_ids.device), {}
         if inputs is not None:
             inputs.next_length = length
             counted = {"columns": columns} if inputs.counts_positions else {}
@@ -135,7 +134,26 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         """Coefficient of the balancing loss of experts."""
         return _router_coefficient(without_peft(self.model))
 
-    @torch.compiler.disable(reason="a number that was measured would become a variable of the graph")
+    @torch.compiler.disable(reason="groups and a number that was measured are compared")
+    def _checked_inputs(self, causal: nn.Module, device: torch.device) -> Any:
+        """Return the notes of `set_group`, which may have been given the decoder alone; None if it was not called.
+
+        An error is noted there, for the first layer to raise on every rank. A model without a ring raises it here.
+        """
+        inputs = next((x for m in causal.modules() if (x := getattr(m, "_ringflash_inputs", None)) is not None), None)
+        ring, error = None if inputs is None else inputs.options.group, None
+        try:
+            check_adapters(self)  # some may have been added since, also around this module
+            self._check_head_unchanged(causal)
+            self._check_group(ring)
+        except (ValueError, NotImplementedError) as found:
+            error = found
+        if inputs is not None and ring is not None:
+            inputs.note("loss", error)
+        elif error is not None:
+            raise_together(self.group, error, device)
+        return inputs
+
     def _check_head_unchanged(self, causal: nn.Module) -> None:
         """Reject a configuration that was edited after this module was made."""
         if (scale := _check_head(causal)) != self.logit_scale:
@@ -144,21 +162,14 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
                 "edited since; make the CausalLMWithLoss after that."
             )
 
-    @torch.compiler.disable(reason="groups are compared by their ranks")
-    def _checked_inputs(self, causal: nn.Module) -> Any:
-        """Return the notes of `set_group`, which may have been given the decoder alone; None if it was not called.
-
-        Reject a loss over another group than the attention's, which would have another scale, or be the shard's.
-        """
-        inputs = next((x for m in causal.modules() if (x := getattr(m, "_ringflash_inputs", None)) is not None), None)
-        ring = None if inputs is None else inputs.options.group
+    def _check_group(self, ring: dist.ProcessGroup | None) -> None:
+        """Reject a loss over another group than the attention's, which would have another scale, or be the shard's."""
         ranks = [[] if x is None else dist.get_process_group_ranks(x) for x in (ring, self.group)]
         if ranks[0] != ranks[1]:
             raise ValueError(
                 f"group must be that of set_group, which has given the model {_name(ranks[0])}, got {_name(ranks[1])}; "
                 "call set_group and CausalLMWithLoss with one group."
             )
-        return inputs
 
 
 def _name(ranks: list[int]) -> str:

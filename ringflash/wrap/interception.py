@@ -82,13 +82,15 @@ class WrappedState:
         return WrappedState(self.options, self.root)
 
     def check_called(self) -> None:
-        """Raise RuntimeError if no attention was intercepted; called at the end of a forward."""
+        """Raise RuntimeError on every rank if no attention was intercepted; called at the end of a forward."""
         if self.generated:
             self.generated = False
         elif not self.called:
-            raise RuntimeError(
+            _raise_on_every_rank(
+                self.key,
                 f"{self.root} must call scaled_dot_product_attention, RingAttention or a transformers model, got no "
-                "such call in its forward; its attention cannot be seen, and would stay within each rank's shard."
+                "such call in its forward; its attention cannot be seen, and would stay within each rank's shard.",
+                RuntimeError,
             )
 
     def record(
@@ -212,7 +214,7 @@ class Interception(TorchFunctionMode):
     def _refuse(self, rest: str) -> None:
         """Raise NotImplementedError on every rank, naming the layer."""
         with torch._C.DisableTorchFunction():
-            _raise_on_every_rank(self.state.key, f"{self.state.name_of(self.layer)} must {rest}.")
+            _raise_on_every_rank(self.state.key, f"{self.state.name_of(self.layer)} must {rest}.", NotImplementedError)
 
 
 def _replace(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -227,9 +229,9 @@ _replace_uncompiled = torch.compiler.disable(  # the state of a checkpoint can o
 
 
 @torch.compiler.assume_constant_result
-def _raise_on_every_rank(key: str, text: str) -> NoReturn:
+def _raise_on_every_rank(key: str, text: str, kind: type[Exception]) -> NoReturn:
     """Raise on this rank and on ranks that reach the ring without an error; at trace time if compiled."""
-    error = NotImplementedError(text)
+    error = kind(text)
     agree(_states[key].options.group, {}, error)
     raise error
 

@@ -84,7 +84,7 @@ def test_a_model_can_be_taken_off_the_ring(ctx: Context) -> None:
     assert (model(tokens()).logits - want).abs().max() <= 1e-10 * want.abs().max()
 
 
-@pytest.mark.parametrize("past_hooks, ranks", [(False, (0, 1)), (False, (1,)), (True, (0, 1))])
+@pytest.mark.parametrize("past_hooks, ranks", [(False, (0, 1)), (False, (1,)), (True, (0, 1)), (True, (1,))])
 @on_ranks(2)
 def test_labels_that_would_be_shifted_in_the_shard_are_refused(
     ctx: Context, past_hooks: bool, ranks: tuple[int, ...]
@@ -96,20 +96,25 @@ def test_labels_that_would_be_shifted_in_the_shard_are_refused(
     assert torch.isfinite(run(**batch, labels=labels).loss)
     if ctx.rank in ranks:
         batch = batch | {"labels": labels, "shift_labels": None}
+    else:
+        batch = batch | {"labels": labels}
     with pytest.raises(ValueError, match="shift_labels must be given with labels on a ring"):
-        run(**batch)
+        run(**batch).loss.backward()
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @pytest.mark.parametrize("impl", ["ringflash", "sdpa"])
 @on_ranks(2)
-def test_a_loss_over_another_group_is_refused(ctx: Context, impl: str) -> None:
+def test_a_loss_over_another_group_is_refused(ctx: Context, impl: str, ranks: tuple[int, ...]) -> None:
     """It would be cp_size times too small, or that of a model that attends within each shard."""
-    model = models.build(impl=impl)
-    if on_a_ring := impl == "ringflash":
+    wrong = ctx.rank in ranks
+    model = models.build(impl=impl if wrong else "ringflash")
+    if impl == "ringflash" or not wrong:
         huggingface.set_group(model, ctx.group)
-    with_loss = huggingface.CausalLMWithLoss(model, None if on_a_ring else ctx.group)
+    with_loss = huggingface.CausalLMWithLoss(model, None if wrong and impl == "ringflash" else ctx.group)
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
     with pytest.raises(ValueError, match="group must be that of set_group, .* with one group"):
-        with_loss(**huggingface.prepare_batch(tokens(), group=ctx.group))
+        with_loss(**batch)
 
 
 @on_ranks(2)
@@ -177,16 +182,17 @@ EDITS: dict[str, tuple[str, Callable[[Any], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("edit, ranks", [*((edit, (0, 1)) for edit in EDITS), ("softcap", (1,)), ("scale", (0,))])
 @on_ranks(2)
-def test_a_configuration_edited_after_set_group_is_refused(ctx: Context, edit: str) -> None:
+def test_a_configuration_edited_after_set_group_is_refused(ctx: Context, edit: str, ranks: tuple[int, ...]) -> None:
     kind, change, message = EDITS[edit]
     model = build(kind, ctx.group)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
     model(**batch)
     _edit("use_bidirectional_attention", True)(model.model)  # its layers are causal
     model(**batch)
-    change(model.model)
+    if ctx.rank in ranks:
+        change(model.model)
     with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)):
         model(**batch)
 

@@ -227,11 +227,24 @@ def test_checkpoint_around_the_call_alone_is_refused(ctx: Context, reentrant: bo
     refused(ctx, partial(Partly, reentrant), NotImplementedError, "checkpoint the module, not a function in it")
 
 
+class Hidden(own.Attention):
+    """Attends in a way that cannot be seen."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    "layer, error, message",
+    [
+        (partial(Told, "mask"), NotImplementedError, r"blocks\.0\.attn must attend without attn_mask"),
+        (Hidden, RuntimeError, "Model must call scaled_dot_product_attention"),
+    ],
+)
 @on_ranks(2)
-def test_one_ranks_refusal_reaches_the_others(ctx: Context) -> None:
+def test_one_ranks_refusal_reaches_the_others(ctx: Context, layer: Any, error: type[Exception], message: str) -> None:
     """The others have gone on to the ring."""
-    message = r"blocks\.0\.attn must attend without attn_mask"
-    refused(ctx, partial(Told, "mask"), NotImplementedError, message, last_rank=True)
+    refused(ctx, layer, error, message, last_rank=True)
 
 
 def check(ctx: Context, kind: type[own.Model], options: dict[str, Any]) -> None:
