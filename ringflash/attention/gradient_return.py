@@ -75,7 +75,7 @@ class GradientReturn:
                 continue
             block, count = blocks[unit.block], heads[unit.section]
             partial = split_heads(received, (sum(arriving[unit.block]),), (count,), (gathered.line,))[0]
-            buffers = self._buffers(unit)
+            buffers = self._buffers(unit, readers[unit.block])
             mine = buffers[self.memory.rank]
             assert mine is not None
             self.sums.append((mine if own is None else own, partial))
@@ -129,10 +129,11 @@ class GradientReturn:
         self._sizes = list(buffer_heads(tuple(sizes), self.num_buffers))
         self.memory.reserve("dkv", sum(self._sizes) * self.dtype.itemsize)
         readers = {reader.rank for block in self.gathered.blocks for row in block.readers for reader in row}
-        self._areas = {
+        areas = {
             rank: self.memory.view("dkv", rank, (sum(self._sizes),), self.dtype)
             for rank in {*readers, self.memory.rank}
         }
+        self._areas = {rank: None if area is None else area.split(self._sizes) for rank, area in areas.items()}
 
     def _own_sums(self, k: torch.Tensor) -> list[torch.Tensor]:
         """Return the sums of gradients of this rank's own keys, for each section: (batch, rows, heads, line)."""
@@ -149,14 +150,19 @@ class GradientReturn:
     def _heads(self, unit: Unit) -> int:
         return self.gathered.heads[unit.section]
 
-    def _buffers(self, unit: Unit) -> dict[int, torch.Tensor | None]:
-        """Return the buffer of a unit on each reader, (batch, rows, heads, line); None if it cannot be mapped."""
+    def _buffers(self, unit: Unit, readers: list[list[Reader]]) -> dict[int, torch.Tensor | None]:
+        """Return the buffer of a unit on this rank and on each reader of its block, (batch, rows, heads, line).
+
+        A buffer that cannot be mapped is None.
+        """
         assert unit.transfer is not None
         index, leading = unit.transfer % self.num_buffers, (self._batch, self.gathered.blocks[unit.block].capacity)
         heads, line = (self._heads(unit),), (self.gathered.line,)
+        areas = {reader.rank: self._areas[reader.rank] for row in readers for reader in row}
+        areas[self.memory.rank] = self._areas[self.memory.rank]
         return {
-            rank: None if area is None else split_heads(area.split(self._sizes)[index], leading, heads, line)[0]
-            for rank, area in self._areas.items()
+            rank: None if area is None else split_heads(area[index], leading, heads, line)[0]
+            for rank, area in areas.items()
         }
 
     def _pulls(
