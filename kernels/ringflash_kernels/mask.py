@@ -217,8 +217,8 @@ def check_capture(device: torch.device) -> None:
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a mask must have been used by such a call before a CUDA graph is captured, got a new one; run the call "
-            "once before."
+            "the mask of a call must have been used before a CUDA graph is captured, got a new one; run the call once "
+            "before."
         )
 
 

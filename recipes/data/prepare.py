@@ -142,7 +142,7 @@ def _claim(out: Path, plan: str, finished: Header | None) -> None:
         write_json(out / _PLAN, {"plan": plan})
     elif (finished.plan if finished else read_json(out / _PLAN).get("plan")) != plan:
         raise ValueError(
-            f"out must be of the same inputs, tokenizer and options, got {out} of others; name another folder."
+            f"out must be of the same inputs, tokenizer and options, got {out}, made from others; name another folder."
         )
 
 

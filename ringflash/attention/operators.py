@@ -61,12 +61,12 @@ def _forward(
         q, k, v = call.plan((q, k, v), cu_seqlens, arguments, grad_flags)
         if options.group is not None:
             rest = {"requires_grad": grad_flags, "return_lse": return_lse, "v_head_dim": v_head_dim}
-            content = {} if call.error else {**signature(q, k, call.checked), **rest}
+            content = {} if call.error else {**signature(q, k, call.checked_plan), **rest}
             checksum = agreement.agree(options.group, content, call.error, q.device, call=call.number)
             call.number = call.number.with_arguments(checksum)
         row_max = _empty_row_max(q, fp8_backward, grad_flags)
         out, lse = call.start(q, with_mean_head_dim(k, v)).forward(q, k, v, row_max if row_max.numel() else None)
-        record = torch.tensor((call.number.value, *(call.checked.mask.cu_seqlens or ())), dtype=torch.int64)
+        record = torch.tensor((call.number.value, *(call.checked_plan.mask.cu_seqlens or ())), dtype=torch.int64)
         return out, lse, row_max, record
 
 

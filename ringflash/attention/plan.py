@@ -206,7 +206,7 @@ def plan_call(
     if not 0 < softmax_scale < float("inf"):
         raise ValueError(
             f"softmax_scale must be positive and finite, got {softmax_scale}; leave it out for "
-            "head_dim ** -0.5, or give q the sign."
+            "head_dim ** -0.5, or negate q for a negative scale."
         )
     cp_size, _ = options.size_and_rank
     bounds = document_bounds(cu_seqlens, q) if isinstance(cu_seqlens, Tensor) else cu_seqlens

@@ -92,7 +92,7 @@ class RingCall:
         return addressable
 
     @property
-    def checked(self) -> CallPlan:
+    def checked_plan(self) -> CallPlan:
         """The plan of a call without an error."""
         assert self._plan is not None
         return self._plan
@@ -105,11 +105,11 @@ class RingCall:
         if torch.is_autocast_enabled(self.device.type):
             self._modes.enter_context(torch.autocast(self.device.type, enabled=False))
         if self.group is None:
-            return self.checked.open(q, k, self.number)
+            return self.checked_plan.open(q, k, self.number)
         self._tracked = agreement.tracked_call(self.group)
         posted = self._tracked.__enter__()
         order_streams(self.group, self.device)
-        work = self.checked.open(q, k, self.number)
+        work = self.checked_plan.open(q, k, self.number)
         posted.count_by(work.num_posted)
         return work
 

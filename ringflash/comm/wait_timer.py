@@ -58,7 +58,7 @@ def measured() -> Iterator[Waits]:
     """Count the waits of every ring call of this process inside the context; contexts must not be nested."""
     global _measured
     if _measured is not None:
-        raise RuntimeError("waits must be measured by one context at a time, got a second; exit the first one before.")
+        raise RuntimeError("waits must be measured by one context at a time, got a second; exit the first one.")
     _measured = Waits()
     try:
         yield _measured

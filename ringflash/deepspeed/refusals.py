@@ -62,7 +62,7 @@ def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"{', '.join(twice)} is there more than once")
+        raise ValueError(f"{', '.join(twice)} is given more than once")
     return dict(pairs)
 
 
@@ -83,7 +83,7 @@ def parse(config: Mapping[str, Any]) -> DeepSpeedConfig:
     if left_open:
         raise ValueError(
             f"config must have values, got 'auto' for {', '.join(left_open)}, which only transformers' Trainer fills "
-            "in, and DeepSpeed at best replaces by its default; write values, or leave them out."
+            "in, and which DeepSpeed replaces by its default or misreads; write values, or leave them out."
         )
     try:
         return DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **config})
@@ -193,7 +193,7 @@ def _check_values(content: DeepSpeedConfig) -> None:
         )
     if content.data_efficiency_enabled:
         raise ValueError(
-            "data_efficiency.enabled must be false, got true (each rank would draw and drop other tokens); "
+            "data_efficiency.enabled must be false, got true (each rank would draw and drop different tokens); "
             f"{_DRAW_ALIKE}."
         )
     # At stage 0 DeepSpeed 0.19.8 divides gradients by a scale without having multiplied the loss by it.

@@ -221,7 +221,7 @@ def _attend(
 
 
 def _naming(module: nn.Module) -> AbstractContextManager[None]:
-    """Let ranks that leave out other layers find out at their next call."""
+    """Let ranks that leave out different layers find out at their next call."""
     return in_layer(name_of_layer(module)) if is_eager() else nullcontext()
 
 

@@ -179,8 +179,8 @@ def check_model(base: nn.Module) -> None:
             )
         if rate := getattr(module, "layerdrop", 0):
             raise NotImplementedError(
-                f"layerdrop must be 0, got {rate}: each rank would leave out other layers; set config.layerdrop = 0 "
-                "before the model is built."
+                f"layerdrop must be 0, got {rate}: each rank would leave out different layers; set "
+                "config.layerdrop = 0 before the model is built."
             )
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise NotImplementedError(

@@ -58,7 +58,7 @@ def merge_config(saved: dict[str, Any], changes: dict[str, Any]) -> dict[str, An
     older = sorted({"rope_scaling", "rope_theta"} & changes.keys())
     if saved and older:
         raise ValueError(
-            f"model must change a checkpoint's rotary embedding by rope_parameters, got {' and '.join(older)}; "
+            f"model must change a checkpoint's rotary embedding through rope_parameters, got {' and '.join(older)}; "
             "move them there."
         )
     merged = {**saved, **changes}

@@ -162,8 +162,8 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         reduce_fx = options.get("reduce_fx", args[4] if len(args) > 4 else "mean")
         if sync_dist is None and reduce_fx in ("sum", sum, torch.sum):
             raise ValueError(
-                f"sync_dist must be given with reduce_fx={reduce_fx!r}, got none for {name}; True for what each rank "
-                "has a part of, False for what is equal on all ranks."
+                f"sync_dist must be given with reduce_fx={reduce_fx!r}, got none for {name}; pass True for what each "
+                "rank has a part of, False for what is equal on all ranks."
             )
         sync_dist = not options.get("rank_zero_only", False) if sync_dist is None else sync_dist
         super().log(name, value, *args, sync_dist=sync_dist, **options)

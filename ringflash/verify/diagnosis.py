@@ -90,7 +90,7 @@ def rounding_hint(checks: Iterable[Check], eps: float) -> str:
         return ""
     return (
         f"errors of {max(ratios):.1f} times the budget may be rounding, which trained weights amplify: repeat with "
-        "other values of --seed. A mistake fails with every seed, in float32 mostly by thousands of times."
+        "other values of --seed. A mistake fails with every seed, in float32 mostly by a factor of thousands."
     )
 
 

@@ -172,7 +172,7 @@ class Interception(TorchFunctionMode):
         return out.transpose(1, 2)
 
     def _naming(self) -> AbstractContextManager[None]:
-        """Let ranks that leave out other layers find out at their next call."""
+        """Let ranks that leave out different layers find out at their next call."""
         return in_layer(self.state.name_of(self.layer)) if is_eager() else nullcontext()
 
     def _drop(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

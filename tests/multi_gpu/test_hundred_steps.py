@@ -1,4 +1,4 @@
-"""A hundred steps in a row whose lengths and masks change, beside collectives in flight on the same GPUs.
+"""A hundred steps in a row whose lengths and masks change, while collectives are in flight on the same GPUs.
 
 A step is forward and backward of two layers, as FSDP2 has them: the next weights are gathered under an attention, and
 gradients are scattered under the backward. Nothing is read between steps, so that they follow one another closely; at

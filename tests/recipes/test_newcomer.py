@@ -1,4 +1,4 @@
-"""The README from top to bottom, as somebody new follows it: install, the example, the four commands, make's targets.
+"""The README from top to bottom, as somebody new follows it: install, the example, the four commands, make's targets (with CONTRIBUTING's).
 
 In a copy of the files and an environment of its own, which borrows what is installed here. `make train` and `make test`
 are expanded, not run: this is the latter, and the former's recipe has tests of its own. CPU, 2 processes.
@@ -20,6 +20,7 @@ from tests.helpers.examples import example
 from tests.recipes.launching import ROOT
 
 README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 KEPT = "ringflash kernels benchmarks recipes launch .ci pyproject.toml README.md LICENSE Makefile".split()
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
@@ -116,7 +117,7 @@ def test_a_wheel_holds_recipes_and_launchers(newcomer: Newcomer) -> None:
 
 
 def test_targets_of_make(newcomer: Newcomer) -> None:
-    targets = set(re.findall(r"make ([a-z-]+)", README))
-    assert targets == {"train", "test", "docs", "test-gpu", "test-multi-gpu"}
+    targets = set(re.findall(r"make ([a-z-]+)", README + CONTRIBUTING))
+    assert targets == {"train", "test", "docs", "figures", "format", "lint", "test-gpu", "test-multi-gpu"}
     for target in sorted(targets):
         assert newcomer.types(f"make -n {target}")

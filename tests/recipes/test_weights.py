@@ -443,7 +443,7 @@ def test_rope_parameters_take_the_place_of_the_checkpoints(before: dict[str, Any
     assert config.rope_parameters == {**change, "rope_theta": 7e5}
     config = AutoConfig.for_model(**merge_config({**CONFIG, **before}, {"rope_parameters": YARN}))
     assert config.rope_parameters == YARN
-    with pytest.raises(ValueError, match="rotary embedding by rope_parameters, got rope_theta; move them there"):
+    with pytest.raises(ValueError, match="rotary embedding through rope_parameters, got rope_theta; move them there"):
         merge_config({**CONFIG, **before}, {"rope_theta": 1e6})
 
 

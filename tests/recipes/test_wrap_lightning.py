@@ -69,7 +69,7 @@ def test_sum_without_a_choice_is_refused() -> None:
         lambda: module.log("n", 1.0, reduce_fx="sum"),
         lambda: module.log_dict({"n": 1.0}, reduce_fx=torch.sum),
     ):
-        with pytest.raises(ValueError, match="sync_dist must be given with reduce_fx=.*sum.*, got none for n; True"):
+        with pytest.raises(ValueError, match="sync_dist must be given with reduce_fx=.*sum.*, got none for n; pass"):
             log()
 
 

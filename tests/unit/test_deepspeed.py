@@ -114,7 +114,7 @@ def test_precision_has_one_place_with_lightning(precision: str, key: str) -> Non
         (None, "config must be a dictionary or a JSON file, got .*ds.json: .* No such file"),
         ("{,}", "config must be a dictionary or a JSON file, got .*ds.json: Expecting"),
         ("[1]", "config must be an object of JSON, got list"),
-        ('{"bf16": {}, "bf16": {}}', "config must be a dictionary or a JSON file, .*: bf16 is there more than once"),
+        ('{"bf16": {}, "bf16": {}}', "config must be a dictionary or a JSON file, .*: bf16 is given more than once"),
         ("{}", "config_params must be None, got dict, which DeepSpeed ignores"),
     ],
 )

@@ -194,7 +194,7 @@ def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPa
     if what == "tiles":  # those of another head_dim are there
         mask.cached(("bounds", device), mask.bounds)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="a mask must have been used by such a call before .*; run the call once"):
+    with pytest.raises(RuntimeError, match="the mask of a call must have been used before .*; run the call once"):
         if what == "bounds":
             mask.bounds(device)
         elif what == "tiles":
