@@ -1,7 +1,8 @@
 """The README from top to bottom, as somebody new follows it: install, the example, the four commands, make's targets.
 
-The targets are CONTRIBUTING's, too. In a copy of the files and an environment of its own, which borrows what is installed here. `make train` and `make test`
-are expanded, not run: this is the latter, and the former's recipe has tests of its own. CPU, 2 processes.
+The targets are CONTRIBUTING's, too. All runs in a copy of the files and an environment of its own, which borrows what
+is installed here. `make train` and `make test` are expanded, not run: this is the latter, and the former's recipe has
+tests of its own. CPU, 2 processes.
 """
 
 from __future__ import annotations
