@@ -8,7 +8,7 @@
         +- scaled_dot_product_attention -> _attend -> attend                      checked, then recorded
         +- ringflash::ring_attention    -> as it is (RingAttention, transformers) recorded
         +- any other attention operator -> NotImplementedError on every rank
-        +- dropout                      -> with a mask of this rank's own
+        +- dropout, rrelu, Gumbel noise -> with numbers of this rank's own
         +- any other function           -> as it is
 
     root module's forward ends -> WrappedState.check_called: RuntimeError if no attention was seen
@@ -139,9 +139,10 @@ class Interception(TorchFunctionMode):
             with torch._C.DisableTorchFunction(), self._naming():
                 self.state.record(self.layer, *args[:3], causal=args[5], scale=args[6], cu_seqlens=args[3])
                 return func(*args, **kwargs)
-        if kind == "dropout" and self.state.options.group is not None and _drops(*args, **kwargs):
-            return _uncompiled_drop(self._drop, func, args, kwargs)
-        if kind not in (None, "dropout"):
+        if kind is not None and kind in _DRAWS:
+            if self.state.options.group is not None and _DRAWS[kind](*args, **kwargs):
+                return _uncompiled_draw(self._draw, func, args, kwargs)
+        elif kind is not None:
             self._refuse(f"attend by scaled_dot_product_attention, got {kind}; call torch.nn.functional's")
         return func(*args, **kwargs)
 
@@ -175,14 +176,14 @@ class Interception(TorchFunctionMode):
         """Let ranks that leave out different layers find out at their next call."""
         return in_layer(self.state.name_of(self.layer)) if is_eager() else nullcontext()
 
-    def _drop(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Call a dropout function, whose mask then differs between ranks, as their tokens do."""
+    def _draw(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Call a function that draws a number for each element; they then differ between ranks, as their tokens do."""
         if self.checkpoint not in (None, _checkpoint_state()):
             self._refuse(
-                "draw dropout in a forward that is checkpointed as a whole, got a checkpoint or no_grad around a part "
-                "of it, which would draw another mask in the backward; checkpoint a module of your own class"
+                f"draw {func.__name__} in a forward that is checkpointed as a whole, got a checkpoint or no_grad around "
+                "a part of it, which would draw other numbers in the backward; checkpoint a module of your own class"
             )
-        x: Tensor = args[0] if args else kwargs["input"]
+        x: Tensor = args[0] if args else kwargs.get("input", kwargs.get("logits"))
         with torch._C.DisableTorchFunction(), seeded_by_rank(self.state.options.group, x.device):
             return func(*args, **kwargs)
 
@@ -236,25 +237,41 @@ def _raise_on_every_rank(key: str, text: str, kind: type[Exception]) -> NoReturn
     raise error
 
 
-@torch.compiler.disable(reason="generators are seeded")
-def _uncompiled_drop(drop: Callable[..., Tensor], *call: Any) -> Tensor:
-    return drop(*call)
+@torch.compiler.disable(
+    reason="fullgraph must be False for a wrapped layer with dropout, whose mask is another one on each rank; leave "
+    "fullgraph out, or set the dropout to 0"
+)
+def _uncompiled_draw(draw: Callable[..., Tensor], *call: Any) -> Tensor:
+    return draw(*call)
 
 
 def _drops(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True) -> bool:
-    """Return True if a dropout function with these arguments draws a mask."""
     return p > 0 and training and train
+
+
+def _leaks(
+    input: Tensor, lower: float = 0.0, upper: float = 0.0, training: bool = False, inplace: bool = False
+) -> bool:
+    return training
+
+
+def _samples(logits: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+# Functions that draw a number for each element, whatever the tensor means: if they draw with these arguments.
+_DRAWS: dict[str, Callable[..., bool]] = {"dropout": _drops, "rrelu": _leaks, "gumbel_softmax": _samples}
 
 
 @torch.compiler.assume_constant_result
 def _function_kind(func: Any) -> str | None:
-    """Return "ring" for our operator, the name of any other attention operator, "dropout", None for other functions."""
+    """Return "ring" for our operator, the name of any other attention operator, a key of `_DRAWS`, or None."""
     name = getattr(func, "__name__", "")
     if name == _RING:
         return "ring"
     if any(part in name for part in _ATTENTION):
         return name
-    return "dropout" if "dropout" in name else None
+    return next((kind for kind in _DRAWS if kind in name), None)
 
 
 def _checkpoint_state() -> tuple[bool, Callable[..., Any] | None] | None:

@@ -5,7 +5,9 @@ gloo, 2 CPU processes, fp64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -188,3 +190,43 @@ def test_own_module(ctx: Context, reentrant: bool | None, compiled: bool) -> Non
 def test_a_checkpoint_that_would_draw_another_mask_is_refused(ctx: Context, reentrant: bool) -> None:
     with pytest.raises(NotImplementedError, match="after.0 must draw dropout in a forward that is checkpointed as a"):
         step(ctx, False, reentrant=reentrant, function=True)
+
+
+class Random(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw, self.drawn = draw, torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drawn = self.draw(torch.full_like(x, -1.0))
+        return x
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [nn.RReLU(), nn.functional.gumbel_softmax, partial(nn.functional.alpha_dropout, training=True)],
+    ids=["rrelu", "gumbel_softmax", "alpha_dropout"],
+)
+@on_ranks(2)
+def test_other_functions_that_draw_for_each_element(ctx: Context, draw: Callable[[Tensor], Tensor]) -> None:
+    model = own.build(Dropping, reentrant=None)
+    model.after[0].drop = Random(draw)
+    ringflash.wrap_attention(model, ctx.group)
+    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+    torch.manual_seed(5)
+    model(shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank))
+    one, other = gathered(model.after[0].drop.drawn, ctx.group)
+    assert (one != other).double().mean() > 0.3
+    assert_alike(ctx.group)
+
+
+@on_ranks(2)
+def test_a_whole_graph_with_dropout_is_refused(ctx: Context) -> None:
+    model = own.build(Dropping, reentrant=None)
+    ringflash.wrap_attention(model, ctx.group)
+    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="fullgraph must be False for a wrapped layer with dropout"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(
+            shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
+        )
+    torch._dynamo.reset()
