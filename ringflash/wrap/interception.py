@@ -180,8 +180,9 @@ class Interception(TorchFunctionMode):
         """Call a function that draws a number for each element; they then differ between ranks, as their tokens do."""
         if self.checkpoint not in (None, _checkpoint_state()):
             self._refuse(
-                f"draw {func.__name__} in a forward that is checkpointed as a whole, got a checkpoint or no_grad around "
-                "a part of it, which would draw other numbers in the backward; checkpoint a module of your own class"
+                f"draw {func.__name__} in a forward that is checkpointed as a whole, got a checkpoint or no_grad "
+                "around a part of it, which would draw other numbers in the backward; checkpoint a module of your own "
+                "class"
             )
         x: Tensor = args[0] if args else kwargs.get("input", kwargs.get("logits"))
         with torch._C.DisableTorchFunction(), seeded_by_rank(self.state.options.group, x.device):
