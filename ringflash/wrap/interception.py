@@ -184,7 +184,7 @@ class Interception(TorchFunctionMode):
                 "around a part of it, which would draw other numbers in the backward; checkpoint a module of your own "
                 "class"
             )
-        x: Tensor = args[0] if args else kwargs.get("input", kwargs.get("logits"))
+        x: Tensor = args[0] if args else kwargs["logits" if "logits" in kwargs else "input"]
         with torch._C.DisableTorchFunction(), seeded_by_rank(self.state.options.group, x.device):
             return func(*args, **kwargs)
 
