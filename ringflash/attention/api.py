@@ -288,12 +288,12 @@ class RingAttention(nn.Module):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Group of ranks that share the sequence; can be set."""
+        """Group of ranks that share the sequence; can be set, as in the constructor."""
         return self.options.group
 
     @group.setter
-    def group(self, group: dist.ProcessGroup | None) -> None:
-        self.options = self.options._replace(group=group)
+    def group(self, group: Group) -> None:
+        self.options = self.options._replace(group=resolve(group))
 
     @property
     def layout(self) -> str:

@@ -64,8 +64,9 @@ def _forward(
             content = {} if call.error else {**signature(q, k, call.checked_plan), **rest}
             checksum = agreement.agree(options.group, content, call.error, q.device, call=call.number)
             call.number = call.number.with_arguments(checksum)
+        work = call.start(q, with_mean_head_dim(k, v))
         row_max = _empty_row_max(q, fp8_backward, grad_flags)
-        out, lse = call.start(q, with_mean_head_dim(k, v)).forward(q, k, v, row_max if row_max.numel() else None)
+        out, lse = work.forward(q, k, v, row_max if row_max.numel() else None)
         record = torch.tensor((call.number.value, *(call.checked_plan.mask.cu_seqlens or ())), dtype=torch.int64)
         return out, lse, row_max, record
 

@@ -229,6 +229,7 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "q": list(q.shape),
         "k": list(k.shape),
         "dtype": str(q.dtype),
+        "device": q.device.type,
         "causal": mask.causal,
         "window_size": list(mask.window_size),
         "softmax_scale": plan.softmax_scale,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import ringflash
+from ringflash.attention import operators
 from ringflash_kernels import reference
 from tests.helpers import refusals
 from tests.helpers.pool import Context, Pool, on_ranks
@@ -62,6 +63,23 @@ def test_calls_that_did_not_end_alike_are_not_made_again(pool: Pool) -> None:
             r"1, the last in call \d+ after 2 messages \(rank 1\); start the processes again",
             text,
         )
+
+
+@on_ranks(2)
+def test_an_error_before_the_first_message_is_noted(ctx: Context) -> None:
+    """No memory for the row maxima: the next call of a rank that left here would be the others' present one."""
+    agreement = ringflash.comm.agreement
+    with (
+        mock.patch.object(operators, "_empty_row_max", mock.Mock(side_effect=MemoryError("no memory left"))),
+        pytest.raises(MemoryError),
+    ):
+        ringflash.ring_attention(**refusals.good_call(ctx))
+    try:
+        times, place = agreement._interrupted[ctx.group]
+        assert times == 1 and re.fullmatch(r"in call \d+ after 0 messages", place)
+        assert torch.isfinite(ringflash.ring_attention(**refusals.good_call(ctx))).all()
+    finally:
+        agreement._interrupted.clear()
 
 
 @on_ranks(2)

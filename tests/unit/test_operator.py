@@ -265,6 +265,22 @@ def test_module_refuses_a_window_of_one_number() -> None:
         ringflash.RingAttention(None, window_size=4096)  # type: ignore[arg-type]
 
 
+def test_module_refuses_what_is_no_group_later_too() -> None:
+    attention = ringflash.RingAttention(None)
+    with pytest.raises(ValueError, match="group must be a ProcessGroup, a 1-D DeviceMesh or None, got str"):
+        attention.group = "cp"
+
+
+def test_ranks_compare_the_kind_of_their_device() -> None:
+    """In a group for CPUs and GPUs, a rank with tensors on a CPU would wait for messages over gloo."""
+    arguments = plan.CallArguments(True, 1.0, -1, -1, RingOptions())
+    found = []
+    for device in ("cpu", "meta"):
+        q = torch.empty(1, 8, 2, 16, device=device)
+        found.append(plan.signature(q, q, plan.plan_call(q, q, q, None, arguments)))
+    assert {name for name, value in found[0].items() if value != found[1][name]} == {"device"}
+
+
 def test_module_shows_its_options() -> None:
     assert "cp_size=1, causal=True, window_size=(7, -1), layout='zigzag'" in repr(Layer().attention)
 
