@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.communicator import communicator
 from ringflash.comm.group import Group, backend_of, resolve
 from ringflash.comm.timeouts import timeout as ring_timeout
+from ringflash.comm.timeouts import within
 
 Policy = Literal["changed", "always", "never"]
 
@@ -206,12 +208,13 @@ def _exchange(group: dist.ProcessGroup, message: bytes, timeout: timedelta | Non
     options.timeout = limit = max(timeout or TIMEOUT, ring_timeout(group))
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    begun = time.monotonic()
     try:
         _channel(group, limit).allgather([gathered], [mine], options).wait()
     except RuntimeError as cause:
         raise RuntimeError(
-            f"some of the {group.size()} ranks of the group did not join the call within {limit.total_seconds():.0f} s "
-            f"({cause}); look for a rank that has stopped, or that made another call."
+            f"some of the {group.size()} ranks of the group did not join the call{within(limit, begun)} ({cause}); "
+            "look for a rank that has stopped, or that made another call."
         ) from cause
     return [x.numpy().tobytes() for x in gathered]
 

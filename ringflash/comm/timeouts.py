@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -37,6 +38,16 @@ def set_timeout(seconds: float) -> None:
 def timeout(group: dist.ProcessGroup | None = None) -> timedelta:
     """Return how long a rank of `group` waits for the others (see `set_timeout`)."""
     return _set or max([DEFAULT_TIMEOUT, *_own_timeouts(group)])
+
+
+def within(limit: timedelta | None, begun: float) -> str:
+    """Return " within 600 s" for an error if that time has passed since `begun`, nothing for a peer lost earlier.
+
+    Args:
+        begun: by time.monotonic().
+    """
+    seconds = float("inf") if limit is None else limit.total_seconds()
+    return f" within {seconds:.0f} s" if time.monotonic() - begun >= seconds else ""
 
 
 def device_timeout(group: dist.ProcessGroup) -> timedelta:

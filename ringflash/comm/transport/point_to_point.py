@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from ringflash.comm.communicator import communicator
 from ringflash.comm.cuda_graphs import capturing
-from ringflash.comm.timeouts import device_timeout, timeout
+from ringflash.comm.timeouts import device_timeout, timeout, within
 
 _TAG = 0
 
@@ -54,11 +55,11 @@ class Pending:
         works = self._works.copy()
         self._works.clear()
         for work, what in works:
+            begun = time.monotonic()
             try:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
             except RuntimeError as cause:
-                limit = f" within {self._timeout.total_seconds():.0f} s" if self._timeout else ""
-                raise _peer_error(f"{what} did not finish{limit}", cause) from cause
+                raise _peer_error(f"{what} did not finish{within(self._timeout, begun)}", cause) from cause
 
 
 def _peer_error(event: str, cause: RuntimeError) -> RuntimeError:

@@ -185,7 +185,7 @@ class Watchdog:
         self.say(f"{event} {names[queue.rank]} {own}; asking the other ranks")
         try:
             answers, locations = watched.board.exchange(event, own, self.clock, self.pause)
-            states = _states(names, answers, locations)
+            states = _states(names, answers, locations, _SILENT_OR_IDLE if event == _LOST_CONNECTION else _SILENT)
         except StoreGone as problem:
             states = [f"{names[queue.rank]} {own}", _NO_STORE.format(problem=str(problem).partition("\n")[0])]
         self.stalled = f"{event} {'; '.join(states)}; {_REMEDY}"
@@ -210,6 +210,7 @@ class Watchdog:
 
 _LOST_CONNECTION = "ring attention over nccl lost the connection to a rank:"
 _SILENT = "does not answer: it has died, or its host is stuck"
+_SILENT_OR_IDLE = "does not answer: it has died, its host is stuck, or it is in no call"  # an idle rank does not ask
 _NO_STORE = (
     "no other rank could be asked ({problem}): the process that keeps the group's store, often rank 0, may be gone"
 )
@@ -229,10 +230,10 @@ def _location(device: torch.device) -> str:
     return f"GPU {device.index} of {socket.gethostname()}" if device.type == "cuda" else ""
 
 
-def _states(names: list[str], answers: dict[int, str], locations: dict[int, str]) -> list[str]:
+def _states(names: list[str], answers: dict[int, str], locations: dict[int, str], silent: str = _SILENT) -> list[str]:
     """Return a line per rank. Of more than SHOWN_RANKS show the first, beginning with those that wait for nobody."""
     states = [
-        (f"{name} on {locations[rank]}" if rank in locations else name) + f" {answers.get(rank, _SILENT)}"
+        (f"{name} on {locations[rank]}" if rank in locations else name) + f" {answers.get(rank, silent)}"
         for rank, name in enumerate(names)
     ]
     if len(names) <= SHOWN_RANKS:
