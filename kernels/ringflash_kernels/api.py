@@ -206,8 +206,8 @@ def rounds(impl: str) -> bool:
     """Return True if an implementation rounds to e4m3.
 
     Its module then has `quantise_kv`, which makes records of K and V: half the bytes, (batch, blocks of KEYS_OF_RECORD
-    keys, num_kv_heads, record_bytes), uint8. `forward_records` and `BackwardPass.add_records` take them in place of K
-    and V.
+    keys, num_kv_heads, record_bytes), uint8. `forward_rows` and `BackwardPass.add_records` take them in place of K and
+    V. `forward_rows` also takes the result of `quantise_q` in place of q.
     """
     return impl in _ROUNDED
 

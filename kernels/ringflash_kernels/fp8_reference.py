@@ -233,27 +233,8 @@ def forward(
     row_max: torch.Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there."""
-    records = quantise_kv(k, v, for_backward=False)
-    forward_records(q, records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max)
-
-
-def forward_records(
-    q: torch.Tensor,
-    records: torch.Tensor,
-    mask: Mask,
-    softmax_scale: float,
-    *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None = None,
-    row_max: torch.Tensor | None = None,
-) -> None:
-    """Compute `forward` of quantised keys.
-
-    Args:
-        records: result of `quantise_kv` for the mask's keys, made for the forward; later keys are not read.
-    """
-    forward_rows(quantise_q(q), records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max)
+    operands = quantise_q(q), quantise_kv(k, v, for_backward=False)
+    forward_rows(*operands, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max)
 
 
 def forward_rows(
@@ -267,7 +248,13 @@ def forward_rows(
     acc: torch.Tensor | None = None,
     row_max: torch.Tensor | None = None,
 ) -> None:
-    """Compute `forward` of quantised operands: key j of the mask is row j % 128 of record j // 128."""
+    """Compute `forward` of quantised operands.
+
+    Args:
+        rows: result of `quantise_q`.
+        records: result of `quantise_kv`, made for the forward: key j of the mask is row j % 128 of record j // 128.
+            Later keys are not read.
+    """
     if acc is None:
         out.zero_()
         lse.fill_(-math.inf)

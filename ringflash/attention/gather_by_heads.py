@@ -79,8 +79,8 @@ class HeadGather:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
             gathered = self._gathered("forward", k, v, q.shape[2])
-            gathered.publish(k, v, self.impl, self.number)
-        self._run(ForwardUnits(self, gathered, q, out, lse, row_max))
+            published = gathered.publish(k, v, self.impl, self.number)
+        self._run(ForwardUnits(self, gathered, q, out, lse, row_max), published)
         return out, lse
 
     def backward(
@@ -99,8 +99,9 @@ class HeadGather:
         with waiting(q.device):
             gathered = self._gathered("backward", k, v, q.shape[2])
             returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn(gathered, k))
-            gathered.publish(k, v, self.impl, self.number)
-        self._run(BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv)))
+            published = gathered.publish(k, v, self.impl, self.number)
+        units = BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv))
+        self._run(units, published)
         return dq, dk, dv
 
     def num_posted(self) -> int:
@@ -124,7 +125,7 @@ class HeadGather:
             (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), areas, make
         )
 
-    def _run(self, work: UnitWork) -> None:
+    def _run(self, work: UnitWork, published: Marker) -> None:
         """Compute all units under the watchdog, and remember that the kernels have seen the mask.
 
         After an error, out of memory for example, lanes may still write to memory that the caller is about to free. So
@@ -136,7 +137,7 @@ class HeadGather:
         in_order = not known or measuring()  # the first section builds tables that the others reuse
         with self.memory.on_one_stream(), watching(self.memory, work.pass_name, device) as watched:
             try:
-                run_units(work, watched, in_order)
+                run_units(work, published, watched, in_order)
             except BaseException:
                 with suppress(RuntimeError):  # from a device that failed; the first error is the cause
                     self.memory.join()
@@ -171,11 +172,15 @@ class UnitWork:
             needed: the arrival, and in a backward the end of `begin`.
         """
         unit = self.gathered.units[index]
+        self.prepare(unit)
         with waiting(self.gathered.device):
             self.call.memory.wait(*needed)
         if unit.block in self.seen:
             with profiler_range(f"ringflash::{self.pass_name}_section{unit.section}"):
                 self._launch(index, unit)
+
+    def prepare(self, unit: Unit) -> None:
+        """Launch on the current lane what the kernel of a unit needs and what needs no K/V."""
 
     def _launch(self, index: int, unit: Unit) -> None:
         raise NotImplementedError
@@ -201,19 +206,28 @@ class ForwardUnits(UnitWork):
         super().__init__(call, gathered, q)
         self.out, self.lse = gathered.by_section(out, 2), gathered.by_section(lse, 1)
         self.row_max = None if row_max is None else gathered.by_section(row_max, 1)
-        self.forward = gathered.operands.forward(kernels_of(call.impl))
+        self.kernel, self.queries = kernels_of(call.impl), dict[int, object]()  # by section, while it needs them
+        self.forward = gathered.operands.forward(self.kernel)
         self.options = kernel_options(call.impl, transport_name(call.memory), q.device)
         single = len(self.seen) == 1 or q.dtype == lse.dtype
         self.carried = [] if single else self._states(out.shape, lse.dtype)
 
+    def prepare(self, unit: Unit) -> None:
+        """Round the queries of a section, once for all its blocks."""
+        if unit.block == 0:
+            with waiting(self.gathered.device):
+                self.call.memory.wait(*self.call.queries_arrived)
+            self.queries[unit.section] = self.gathered.operands.queries(self.q[unit.section], self.kernel)
+
     def _launch(self, index: int, unit: Unit) -> None:
-        section, out = unit.section, self.out[unit.section]
+        section, out, last = unit.section, self.out[unit.section], unit.block == self.seen[-1]
         carried = self.carried[section] if self.carried else out
+        queries = self.queries.pop(section) if last else self.queries[section]
         kept = {} if self.row_max is None else {"row_max": self.row_max[section]}
         operands, mask = self.gathered.keys_values[index], self.call.blocks[unit.block].mask
         self.forward(
-            self.q[section], *operands, mask, self.call.softmax_scale,
-            out=out if unit.block == self.seen[-1] else carried, lse=self.lse[section],
+            queries, *operands, mask, self.call.softmax_scale,
+            out=out if last else carried, lse=self.lse[section],
             acc=None if unit.block == self.seen[0] else carried, **kept, **self.options,
         )  # fmt: skip
 
@@ -289,7 +303,7 @@ class BackwardUnits(UnitWork):
         self.return_gradients(index)
 
 
-def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool) -> None:
+def run_units(work: UnitWork, published: Marker, watched: CallInFlight | Unwatched, in_order: bool) -> None:
     """Compute all units, those of two sections in two concurrent lanes, each as soon as its K/V have arrived.
 
     Small kernels before and after the kernel of a unit run in urgent lanes; they would otherwise queue behind all
@@ -298,6 +312,7 @@ def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool)
 
     Args:
         watched: the call as the watchdog sees it.
+        published: marker after which the first section of every rank may be pulled.
         in_order: start a unit only after the previous one has ended.
     """
     gathered, memory, number = work.gathered, work.call.memory, work.call.number
@@ -311,7 +326,7 @@ def run_units(work: UnitWork, watched: CallInFlight | Unwatched, in_order: bool)
     section_ends: dict[int, Marker] = {}
     dq_casts: list[Marker] = []  # of the last two sections
     to_pull = iter(gathered.travelling)
-    arrived = gathered.pull(next(to_pull), start, computed)  # before the kernel of this rank's own keys
+    arrived = gathered.pull(next(to_pull), published, computed)  # before the kernel of this rank's own keys
     for index, unit in enumerate(units):
         lane = "odd" if unit.section % 2 else "even"
         needed = [start if unit.transfer is None else arrived, *work.call.queries_arrived]

@@ -7,7 +7,7 @@ copy or message of a call once, and later calls only replay these lists.
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -19,7 +19,7 @@ from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.peer_memory import BEGIN, PULLED, Incoming, Outgoing, PeerMemory
+from ringflash.comm.transport.peer_memory import BEGIN, PUBLISHED, PULLED, Incoming, Outgoing, PeerMemory
 from ringflash_kernels.api import publish, publish_records
 
 
@@ -75,27 +75,46 @@ class GatheredKV:
             for unit, pulls, sends in zip(self.units, self.pulls, self.sends, strict=True)
         ]
         self.head_offsets, self.line_map = self._offsets(batch).to(k.device), self._line_map(rows).to(k.device)
-        self.records = self._records(batch) if operands.rounded else self.line_map
+        own_bytes = math.prod(operands.lines_of(k)) * operands.dtype.itemsize
+        in_parts = len(heads) > 1 and own_bytes >= sections.PUBLISHED_BYTES
+        ends = [0, *heads[:1], num_kv_heads] if in_parts else [0, num_kv_heads]
+        self.parts = [slice(*both) for both in pairwise(ends)]  # heads that are published together
+        self.records = [self._records(batch)[..., part].contiguous() for part in self.parts if operands.rounded]
 
     def name(self, unit: Unit) -> str:
         """Name a unit for errors and traces."""
         return f"section {unit.section}" + (f", block {unit.block}" if len(self.blocks) > 1 else "")
 
-    def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, number: CallNumber) -> None:
-        """Write this rank's K and V, and the number of its call, to the area that other ranks pull from."""
+    def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, number: CallNumber) -> Marker:
+        """Write this rank's K and V, and the number of its call, to the area that other ranks pull from.
+
+        The first section of large K and V is written before the others, so that it travels meanwhile.
+
+        Returns:
+            marker after which the first section may be pulled; for the others that is the end of all this work.
+        """
         self.words.write(number)
+        begun: list[Marker] = []
+        for part, channel in enumerate((BEGIN, PUBLISHED)[: len(self.parts)]):
+            self._publish(k, v, impl, part)
+            self.memory.barrier(channel)
+            begun.append(self.memory.mark())
+        return begun[0]
+
+    def _publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, part: int) -> None:
+        heads = self.parts[part]
+        k, v = k[:, :, heads], v[:, :, heads]
         if self.operands.rounded:
-            publish_records(impl, k, v, self.own, self.records, for_backward=self.operands.for_backward)
+            publish_records(impl, k, v, self.own, self.records[part], for_backward=self.operands.for_backward)
         else:
-            publish(impl, k, v, self.own, self.head_offsets, self.line_map, self.area_lines)
-        self.memory.barrier(BEGIN)
+            publish(impl, k, v, self.own, self.head_offsets[heads], self.line_map, self.area_lines)
 
     def pull(self, index: int, start: Marker, computed: list[Marker]) -> Marker:
         """Start to pull the K/V of a unit.
 
         Args:
             index: of the unit.
-            start: beginning of the call.
+            start: marker after which every rank has published them.
             computed: units computed so far. If K/V are buffered, one of them was the last to read the buffer.
         """
         before = self.travelling.index(index) - self.memory.num_buffers

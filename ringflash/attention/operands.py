@@ -66,9 +66,13 @@ class Operands:
         """Return what kernels take: K and V, or the records."""
         return (lines,) if self.rounded else lines.split(self.widths, 3)
 
+    def queries(self, q: torch.Tensor, kernel: ModuleType) -> object:
+        """Return q in the form that `forward` takes."""
+        return kernel.quantise_q(q) if self.rounded else q
+
     def forward(self, kernel: ModuleType) -> Callable[..., None]:
-        """Return the kernel's forward, which takes `unpack` after q."""
-        return kernel.forward_records if self.rounded else kernel.forward
+        """Return the kernel's forward, which takes what `queries` and `unpack` return."""
+        return kernel.forward_rows if self.rounded else kernel.forward
 
     def add(self, gradients: BackwardPass) -> Callable[..., None]:
         """Return the method that adds the gradients of what `unpack` returns."""

@@ -59,7 +59,7 @@ class RingOfHops:
         Numerics: (out, lse) are carried in fp32 (fp64 for fp64) and cast once, on the last hop.
         """
         kernel, operands = implementation(self.impl, q, k, v), self._operands(k, v, for_backward=False)
-        forward = operands.forward(kernel)
+        forward, queries = operands.forward(kernel), operands.queries(q, kernel)
         state = state_dtype(q.dtype)
         out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state, device=q.device)
@@ -74,7 +74,7 @@ class RingOfHops:
             target = out if hop.step == computed[-1] else carried
             acc = None if hop.step == computed[0] else carried
             with profiler_range(f"ringflash::forward_step{hop.step}"):
-                forward(q, *arrived, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **kept)
+                forward(queries, *arrived, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **kept)
         with waiting(q.device):
             exchange.finish()
         return out, lse

@@ -29,6 +29,7 @@ _LONG_CALL_WORK = 1 << 39  # heads * queries * keys * head_dim. A shorter backwa
 _IDLE_LINK_WORK = 1 << 43  # heads * visible pairs * head_dim: a backward of 140 ms, in which links can fall idle
 BUFFER_BYTES = 192 * MIB  # largest buffer of K/V, or of gradients, of a section that may be smaller
 _GRADIENT_BUFFERS_BYTES = 1280 * MIB  # all buffers of gradients, if more than two let links fall idle
+PUBLISHED_BYTES = 64 * MIB  # own K/V of this size take longer to write than their first section to travel
 _PULL_QUERY_ROWS = 3000  # query rows whose kernel takes as long as the pull of their keys
 _RETURN_SHARE = 0.8  # returns that a backward kernel hides, per pull of a forward: 2.6 x time, 2 x bytes, barriers
 _EXPOSED_SHARE = 0.05  # of a forward. If the first pull takes more, one more section makes that section smaller

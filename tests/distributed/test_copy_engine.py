@@ -246,6 +246,14 @@ def late_at_home(self: SharedMemory, channel: int) -> None:
         time.sleep(5 * DELAY_S)
 
 
+def late_to_publish(self: SharedMemory, channel: int) -> None:
+    """Nobody waits until all have published the sections after the first, and one rank is slow to."""
+    if channel != peer_memory.PUBLISHED:
+        _barrier(self, channel)
+    if channel == peer_memory.BEGIN and self.rank == 0:
+        time.sleep(5 * DELAY_S)
+
+
 def no_wait_for_pulls(self: SharedMemory, lane: str, *args: Any, **options: Any) -> Any:
     """Nobody waits for K/V to arrive."""
     token = _run_in_lane(self, lane, *args, **options)
@@ -256,11 +264,14 @@ _buffer, _run_in_lane, _barrier = buffer, SharedMemory.run_in_lane, SharedMemory
 _COMPUTE = slow_lanes("even", "odd")
 _TURNS: dict[str, object] = {"ringflash.attention.sections.MAX_UNBUFFERED_KV_BYTES": 0}
 _STAGES: dict[str, object] = {"ringflash.attention.sections.choose_num_gradient_buffers": lambda *_: 3}
+_PARTS: dict[str, object] = {"ringflash.attention.sections.PUBLISHED_BYTES": 0}
 PLANTS: dict[str, dict[str, object]] = {
     "nothing": {},
     "nothing, by turns": _TURNS,
     "nothing, of three stages": _STAGES,
+    "nothing, in parts": _PARTS,
     "begin": {BARRIER: without(peer_memory.BEGIN)},
+    "published": {BARRIER: late_to_publish, **_PARTS},
     "ready": {BARRIER: without(peer_memory.READY)},
     "free": {BARRIER: late_at_home},
     "free, of three stages": {BARRIER: late_at_home, **_STAGES},

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import ringflash
+from ringflash.attention import sections
 from ringflash.comm.transport import Message, Pending, PointToPoint
 from tests.distributed.test_blocks_of_keys import in_blocks
 from tests.helpers import ring_check, tolerance
@@ -63,10 +64,21 @@ def blocks_of_keys() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sections_over_messages() -> Iterator[None]:
+    """Calls gather one head at a time over messages, and the first one travels while the others are written."""
+    with (
+        messages_by_heads(),
+        mock.patch.object(sections, "choose_sections", lambda shape, *_: sections.Sections(*[(1,) * shape[2]] * 2)),
+        mock.patch.object(sections, "PUBLISHED_BYTES", 0),
+    ):
+        yield
+
+
 PATHS: dict[str, Callable[[], AbstractContextManager]] = {
     "hops": nullcontext,
     "heads": copy_engine,
-    "heads over messages": messages_by_heads,
+    "heads over messages": sections_over_messages,
     "blocks of keys": blocks_of_keys,
 }
 

@@ -32,7 +32,7 @@ from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 
 DELAY_S = 0.004
 TIMEOUT_S = 20.0
-_CHANNELS = 4  # of barriers
+_CHANNELS = 5  # of barriers
 
 
 class Later:

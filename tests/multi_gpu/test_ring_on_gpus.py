@@ -82,10 +82,12 @@ def over(transport: str) -> AbstractContextManager:
 
 @contextmanager
 def in_sections(turns: bool) -> Iterator[None]:
-    """A head a section; keys in buffers that take turns, as where they are many, or whole, with a third stage."""
+    """A head a section, published in parts; keys in buffers that take turns, as where they are many, or whole, with a
+    third stage."""
     schedule.plan_gather.cache_clear()  # what is kept belongs to a gathering
     with (
         mock.patch.object(sections, "choose_sections", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])),
+        mock.patch.object(sections, "PUBLISHED_BYTES", 0),
         mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES),
         mock.patch.object(sections, "choose_num_gradient_buffers", lambda *args: min(2 if turns else 3, len(args[-1]))),
     ):

@@ -48,7 +48,9 @@ def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
         mock.patch.object(gather_by_heads, "transport_name", lambda _: "nccl"),
         mock.patch("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
     ):
-        ForwardUnits(call, gathered, q, q, torch.zeros(1, 2, 4), None)._launch(0, Unit(0, 0, 0))
+        work, unit = ForwardUnits(call, gathered, q, q, torch.zeros(1, 2, 4), None), Unit(0, 0, 0)
+        work.prepare(unit)
+        work._launch(0, unit)
     options = gathered.operands.forward.return_value.call_args.kwargs
     assert {name: value for name, value in options.items() if name == "num_sms"} == told
 

@@ -26,7 +26,7 @@ from ringflash.comm.group import HostSplit, this_host
 from ringflash.comm.transport.copies import Copies
 from ringflash.comm.transport.lanes import Lanes, Marker, T
 
-BEGIN, PULLED, READY, FREE = range(4)  # channels of barriers
+BEGIN, PUBLISHED, PULLED, READY, FREE = range(5)  # channels of barriers
 
 
 class NoPeerMemory(RuntimeError):

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
-from ringflash_kernels.fp8_reference import HEAD_DIMS
+from ringflash_kernels.fp8_reference import HEAD_DIMS, Rows
 from ringflash_kernels.hopper import implementation as exact
 from ringflash_kernels.hopper.implementation import collect, publish
 from ringflash_kernels.mask import Mask
 
-__all__ = ["begin_backward", "collect", "forward", "forward_records", "publish", "quantise_kv", "unsupported"]
+__all__ = [
+    "begin_backward", "collect", "forward", "forward_rows", "publish", "quantise_kv", "quantise_q", "unsupported",
+]  # fmt: skip
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -41,14 +43,21 @@ def forward(
     """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use, default all."""
     records = quantise_kv(k, v, for_backward=False)
     state = {"out": out, "lse": lse, "acc": acc, "row_max": row_max}
-    forward_records(q, records, mask, softmax_scale, num_sms=num_sms, **state)
+    forward_rows(quantise_q(q), records, mask, softmax_scale, num_sms=num_sms, **state)
 
 
-def forward_records(q: torch.Tensor, records: torch.Tensor, mask: Mask, softmax_scale: float, **state: Any) -> None:
-    """Compute `forward` of quantised keys; see `fp8_reference.forward_records`."""
-    from ringflash_kernels.hopper.fp8 import forward, quantise
+def forward_rows(rows: Rows, records: torch.Tensor, mask: Mask, softmax_scale: float, **state: Any) -> None:
+    """Compute `forward` of quantised operands; see `fp8_reference.forward_rows`."""
+    from ringflash_kernels.hopper.fp8 import forward
 
-    forward.forward(quantise.quantise_q(q), records, mask, softmax_scale, **state)
+    forward.forward(rows, records, mask, softmax_scale, **state)
+
+
+def quantise_q(q: torch.Tensor) -> Rows:
+    """Return the rounded queries; see `fp8_reference.quantise_q`."""
+    from ringflash_kernels.hopper.fp8 import quantise
+
+    return quantise.quantise_q(q)
 
 
 def quantise_kv(k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
