@@ -276,11 +276,6 @@ def _check_exchange(transport: str, split: HostSplit | None, layout: str, q: Ten
             f"layout must be 'zigzag', 'striped' or 'contiguous' with transport {transport!r}, got 'balanced', which "
             "sends few keys between hosts anyway; use transport='auto', or layout='zigzag'."
         )
-    if cuda_graphs.capturing(q.device):
-        raise NotImplementedError(
-            f"calls over transport {transport!r} must not be captured into a CUDA graph, got a capture; use 'nccl' or "
-            "'copy_engine'."
-        )
     if split is not None:
         check_heads(q.shape[2], split.num_gpus, transport)
 

@@ -25,6 +25,7 @@ from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
 from tests.helpers.tolerance import Ratio, assert_within
 from tests.multi_gpu.conftest import Setup, Table
+from tests.multi_gpu.test_copy_engine_on_gpus import replay
 from tests.multi_gpu.test_ring_on_gpus import CHUNK, suited
 
 pytestmark = pytest.mark.multi_gpu
@@ -106,16 +107,12 @@ def test_auto(pool: Pool, setup: Setup, table: Table) -> None:
     assert {transport for _, transport in spent} == {"by_host"}
 
 
-def capture(ctx: Context) -> str:
-    x = torch.ones(1, 128, 8, 64, dtype=torch.bfloat16, device=ctx.device)
-    ringflash.ring_attention(x, x, x, group=ctx.group, transport="ulysses", impl="flash2")
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(NotImplementedError) as error, torch.cuda.graph(graph):
-        ringflash.ring_attention(x, x, x, group=ctx.group, transport="ulysses", impl="flash2")
-    return str(error.value)
+def replay_on_hosts(ctx: Context, transport: str, impl: str) -> list[float]:
+    return replay(_on_hosts(ctx, transport), transport, impl)
 
 
-def test_capture_is_refused(pool: Pool, setup: Setup) -> None:
-    if setup.backend != "nccl":
-        pytest.skip("a CPU has no graphs")
-    assert all("must not be captured into a CUDA graph" in text for text in pool.run(capture))
+@pytest.mark.parametrize("transport", ["ulysses", "by_host"])
+def test_graph_replays(pool: Pool, setup: Setup, transport: str) -> None:
+    if setup.backend != "nccl" or setup.impl != "hopper":
+        pytest.skip("captures impl hopper on GPUs")
+    assert pool.run(replay_on_hosts, transport, setup.impl) == [[0.0] * 4] * setup.ranks
