@@ -1,11 +1,12 @@
 """Loss curves of a small model on real text for several numbers of ranks per sequence: they must coincide.
 
-    python -m benchmarks.loss_curves [--sizes 1,2,4,8] [--again] [--steps 200] [--json results.json]
+    python -m benchmarks.loss_curves [--sizes 1,2,4,8] [--again] [--steps 200] [--json results.json] [recipe flags]
 
 Trains recipes/lightning/quickstart.yaml once per context_parallel_size. On CPUs the model is smaller and entirely in
 fp64, so curves may differ only by the order of sums. On GPUs it is larger and in bf16-mixed, so curves may differ by
 rounding. `--again` trains the first size twice, to show how much two equal runs differ, since kernels add dQ in any
-order. Runs on one host.
+order. Other flags go to the recipe: `--config recipes/lightning/fp8.yaml` trains in FP8 (GPUs only). Runs on
+one host.
 """
 
 from __future__ import annotations
@@ -68,13 +69,13 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="train the first size twice")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", type=Path, help="file for the results")
-    options = parser.parse_args()
+    options, recipe_flags = parser.parse_known_args()
     sizes = {size: int(size) for size in options.sizes.split(",")}
     first = next(iter(sizes))
     if options.again:
         sizes[f"{first} again"] = sizes[first]
     with tempfile.TemporaryDirectory() as folder:
-        curves = {name: train(size, options.steps, Path(folder, name)) for name, size in sizes.items()}
+        curves = {name: train(size, options.steps, recipe_flags, Path(folder, name)) for name, size in sizes.items()}
     apart = {name: largest_difference(curve, curves[first]) for name, curve in curves.items() if name != first}
     for name, difference in apart.items():
         print(f"cp={name} and cp={first}: {difference:.2e} of the loss at most, over {options.steps} steps")
@@ -84,14 +85,15 @@ def main() -> None:
         options.json.write_text(json.dumps({**head, "losses": curves}) + "\n")
 
 
-def train(size: int, steps: int, out: Path) -> list[float]:
+def train(size: int, steps: int, recipe_flags: list[str], out: Path) -> list[float]:
     """Train with a number of ranks and return the loss of every step."""
     cuda = torch.cuda.is_available()
     flags = {**FLAGS, **(ON_GPUS if cuda else SMALLER), "output_dir": out}
     flags |= {"trainer.max_steps": steps, "model.decay_steps": steps}
     if not cuda:
         flags["trainer.plugins"] = "benchmarks.loss_curves.DoublePrecision"
-    command = ["launch/local.sh", "recipes/lightning/quickstart.yaml", *(f"--{k}={v}" for k, v in flags.items())]
+    command = ["launch/local.sh", "recipes/lightning/quickstart.yaml", *recipe_flags]
+    command += [f"--{key}={value}" for key, value in flags.items()]
     environment = {**os.environ, "NPROC": str(size), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=sys.stderr)
     losses = read_losses(newest_curve(out))
