@@ -172,8 +172,11 @@ def begin_backward(
             "fp8" also those that give dk and dv.
         row_max: the tensor that `attention_forward` wrote. "fp8" needs it, or probabilities of long rows would round
             to 0.
+    Raises:
+        ValueError, NotImplementedError: as `attention_backward`.
     """
     implementation(impl, q, q, q)
+    _check_gradients(dout, q, out, out, lse, dlse)
     check_fp8_backward(impl, fp8_backward, q.shape[-1], deterministic)
     if row_max is not None:
         _checked_row_max(impl, lse, row_max)

@@ -23,7 +23,7 @@ from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Hop, Schedule
 from ringflash.comm.transport import Message, Pending, PointToPoint, buffer
 from ringflash.comm.wait_timer import waiting
-from ringflash_kernels.api import begin_backward, implementation, out_shape, rounds, state_dtype
+from ringflash_kernels.api import begin_checked_backward, implementation, out_shape, rounds, state_dtype
 
 KeyValue = tuple[torch.Tensor, torch.Tensor]
 
@@ -98,7 +98,7 @@ class RingOfHops:
             dq: as q.  dk, dv: as k, v.
         Numerics: dq, dk and dv are summed in fp32 (fp64 for fp64), always in the order of the steps, and cast once.
         """
-        gradients = begin_backward(
+        gradients = begin_checked_backward(
             dout, q, out, lse, impl=self.impl, softmax_scale=self.softmax_scale, dlse=dlse,
             deterministic=self.deterministic, fp8_backward=self.fp8_backward, row_max=row_max,
         )  # fmt: skip

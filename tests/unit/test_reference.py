@@ -162,6 +162,9 @@ def test_gradients_that_do_not_fit_are_refused(change: dict[str, Any], message: 
     given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse, **change}
     with pytest.raises(ValueError, match=message):
         attention_backward(**given, impl="reference")
+    del given["k"], given["v"]
+    with pytest.raises(ValueError, match=message):
+        begin_backward(**given, impl="reference")
 
 
 @pytest.mark.parametrize("name", ["v", "dout"])
