@@ -53,7 +53,7 @@ class GatheredKV:
         self.operands = operands = operands or Operands.of(k, k, rounded=False, for_backward=False)
         self.memory, self.blocks, self.device, self.heads = memory, blocks, k.device, heads
         batch, rows, num_kv_heads, _ = k.shape
-        self.widths, self.line = operands.widths, sum(operands.widths)  # columns of K and V of a head
+        self.widths, self.line = operands.widths, sum(operands.widths)  # elements of a line of gradients
         self.mean_shape = batch, rows, num_kv_heads, self.line // 2
         self.heads_per_kv_head = num_heads // num_kv_heads
         self.units = sections.order_units(len(heads), len(blocks))

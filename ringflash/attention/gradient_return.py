@@ -124,8 +124,8 @@ class GradientReturn:
 
     def _map_areas(self) -> None:
         """Reserve the gradient buffers of this rank and map those of its readers."""
-        line = self._batch * self.gathered.line
-        sizes = [line * self.gathered.blocks[unit.block].capacity * self._heads(unit) for unit in self._units]
+        row = self._batch * self.gathered.line
+        sizes = [row * self.gathered.blocks[unit.block].capacity * self._heads(unit) for unit in self._units]
         self._sizes = list(buffer_heads(tuple(sizes), self.num_buffers))
         self.memory.reserve("dkv", sum(self._sizes) * self.dtype.itemsize)
         readers = {reader.rank for block in self.gathered.blocks for row in block.readers for reader in row}
@@ -137,9 +137,9 @@ class GradientReturn:
 
     def _own_sums(self, k: torch.Tensor) -> list[torch.Tensor]:
         """Return the sums of gradients of this rank's own keys, for each section: (batch, rows, heads, line)."""
-        line, heads = self._batch * self._rows * self.gathered.line, self.gathered.heads
+        head, heads = self._batch * self._rows * self.gathered.line, self.gathered.heads
         buffers = [
-            buffer(f"dkv.sum.{index}", (line * most,), self.dtype, k.device)
+            buffer(f"dkv.sum.{index}", (head * most,), self.dtype, k.device)
             for index, most in enumerate(buffer_heads(heads))
         ]
         return [

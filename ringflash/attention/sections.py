@@ -93,15 +93,16 @@ def choose_blocks(
     """
     batch, rows, num_kv_heads, head_dim = shape
     work = batch * num_heads * pairs * head_dim
-    worth = (num_kv_heads == 1 or (transport == "nccl" and num_steps > MAX_BLOCK_STEPS)) and work >= 4 * MIN_UNIT_WORK
-    worth = worth or gather_bytes(shape, num_heads, keys, returned_rows, pairs, dtype) > MAX_GATHER_BYTES
+    single_head, many_messages = num_kv_heads == 1, transport == "nccl" and num_steps > MAX_BLOCK_STEPS
+    too_large = gather_bytes(shape, num_heads, keys, returned_rows, pairs, dtype) > MAX_GATHER_BYTES
+    worth = too_large or ((single_head or many_messages) and work >= 4 * MIN_UNIT_WORK)
     if num_steps == 1 or not worth:
         return (num_steps,)
     heads = _block_heads(shape, num_heads, dtype)
-    step = 2 * batch * rows * heads * head_dim * state_dtype(dtype).itemsize
+    shard_bytes = 2 * batch * rows * heads * head_dim * state_dtype(dtype).itemsize  # gradients of one distance
     sections, others = -(-num_kv_heads // heads), num_steps - 1
-    least = -(-MIN_UNIT_WORK * num_steps * sections // work)
-    return 1, *_block_sizes(others, max(least, others // 64), max(1, least, BLOCK_BYTES // step))
+    least = -(-MIN_UNIT_WORK * num_steps * sections // work)  # distances of a unit with enough work
+    return 1, *_block_sizes(others, max(least, others // 64), max(1, least, BLOCK_BYTES // shard_bytes))
 
 
 def _block_sizes(total: int, least: int, most: int) -> tuple[int, ...]:
@@ -117,8 +118,8 @@ def _block_sizes(total: int, least: int, most: int) -> tuple[int, ...]:
 def _block_heads(shape: Shape, num_heads: int, dtype: torch.dtype) -> int:
     """Return the most KV heads of a section in a call of several blocks."""
     batch, rows, num_kv_heads, head_dim = shape
-    line = batch * rows * head_dim * state_dtype(dtype).itemsize
-    most = min(STATE_BYTES // (line * num_heads // num_kv_heads), BLOCK_BYTES // (2 * line))
+    head_bytes = batch * rows * head_dim * state_dtype(dtype).itemsize
+    most = min(STATE_BYTES // (head_bytes * num_heads // num_kv_heads), BLOCK_BYTES // (2 * head_bytes))
     return min(num_kv_heads, max(1, most))
 
 
