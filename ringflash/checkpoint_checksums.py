@@ -115,7 +115,7 @@ def write_checksums(directory: Path, sums: dict[str, Sums]) -> None:
 
 
 def check_sums(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Return if this rank's share of a checkpoint's files holds the bytes that were written.
+    """Check that this rank's share of a checkpoint's files holds the bytes that were written.
 
     Raises:
         ValueError: a file differs (names the range of bytes) or cannot be read.

@@ -39,7 +39,7 @@ _VALUES = {
 
 
 def check_checkpoint(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Return if a distributed checkpoint is undamaged and holds only data; call it before torch loads the directory.
+    """Check that a distributed checkpoint is undamaged and holds only data; call it before torch loads the directory.
 
     Reads .metadata, meta.pt if it exists, and the values that are not tensors with restricted unpickling; torch never
     unpickles tensors. Then compares the checksums of all files. A checkpoint without checksums (of another writer)

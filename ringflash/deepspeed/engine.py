@@ -78,7 +78,7 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
         ValueError: settings under which gradients are not averaged over all ranks, or ranks with different configs;
             before the engine is built, on every rank (if the processes have joined, as by `context_mesh`).
         NotImplementedError: tensor or expert parallelism, or fp16 at stage 0.
-        RuntimeError: the engine averages over other ranks all the same.
+        RuntimeError: the engine nevertheless averages over other ranks.
     """
     content, error = _read_and_check(config, keywords)
     if dist.is_initialized():

@@ -47,7 +47,7 @@ class CausalLM(lightning.LightningModule):
         seed: determines the initial parameters.
         memory: which activations are kept for the backward; default all.
         impl, fp8_backward: attention kernel, as in `ring_attention`; "auto" or for example "hopper_fp8" (docs/fp8.md).
-        float8: multiply the layers' linear layers in FP8, by this recipe of torchao, as in `multiply_in_float8`.
+        float8: recipe of torchao for the decoder's linear layers in FP8, as in `multiply_in_float8`; None is bf16.
     """
 
     def __init__(

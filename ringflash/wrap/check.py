@@ -28,7 +28,7 @@ from ringflash.wrap.wrapper import wrapped_state
 def check_wrapped(module: nn.Module, run: Callable[[Group], Any]) -> None:
     """Compare the inputs of every attention on the ring, and the module's output, with those on the whole sequence.
 
-    A few tokens are enough: `2 * cp_size * 8`. Runs without gradients, in evaluation mode, and not compiled.
+    A few tokens are enough: `16 * cp_size`. Runs without gradients, in evaluation mode, and not compiled.
 
     Args:
         module: from `wrap_attention`.
