@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import pytest
@@ -36,7 +36,7 @@ from ringflash.comm.transport import PeerMemory, buffers
 from ringflash.comm.watchdog import Unwatched
 from ringflash.commands.cli import main
 from ringflash.commands.plan.command import visible_fraction
-from ringflash.commands.plan.job import GIB, GPUS, Machine, TrainingJob
+from ringflash.commands.plan.job import GIB, GPUS, Float8, Machine, TrainingJob
 from ringflash.commands.plan.memory import (
     activation_bytes,
     attention_work_bytes,
@@ -58,6 +58,7 @@ from ringflash.commands.plan.search import (
 from ringflash.commands.plan.timing import step_time
 from ringflash.commands.plan.trace import TrafficCounter
 from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
+from ringflash.lightning import float8
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from ringflash.sequence.mask import SequenceMask
@@ -752,6 +753,7 @@ def test_a_model_that_no_length_fits_is_not_told_to_be_short(plan: Plan) -> None
         (["qwen3_8b_pretrain", "1m_cp64_8hosts"], [], {"cp_size": 64, "dp_size": 1, "precision": "bf16-mixed"}),
         (["qwen3_8b_pretrain", "1m_cp64_8hosts"], ["--cp", "8"], {"cp_size": 8, "dp_size": 8}),
         (["qwen3_8b_pretrain", "128k_cp8_8gpus"], ["--gpus", "16"], {"cp_size": 8, "dp_size": 2, "seqlen": 1 << 17}),
+        (["qwen3_8b_pretrain", "trainer: {strategy: {init_args: {data_parallel_size: 2}}}"], [], {"cp_size": 4}),
         (["qwen3_8b_pretrain", "trainer: {strategy: auto}"], [], {"cp_size": 8}),
         (["qwen3_8b_pretrain", "trainer: {strategy: {init_args: null}}"], [], {"cp_size": 8}),
         (["qwen3_8b_pretrain", "trainer: null"], [], {"cp_size": 8}),
@@ -790,6 +792,10 @@ def test_fp8_of_the_recipe_or_the_flag(plan: Plan) -> None:
     assert linear["attention forward"] == plain["attention forward"]
 
 
+def test_a_plan_takes_the_recipes_of_float8_that_training_takes() -> None:
+    assert get_args(Float8) == float8.RECIPES
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -799,7 +805,7 @@ def test_fp8_of_the_recipe_or_the_flag(plan: Plan) -> None:
         (["--seqlen", "0"], "seqlen must be an integer of 1 or more, got 0"),
         (["--seqlen", "1001"], "seqlen must be divisible by 2 * cp_size (16), got 1001; pad to 1008."),
         (["--seqlen", "1200", "--cp", "3"], "--cp must divide --gpus (8), got 3"),
-        (["--seqlen", "1k", "--cp", "0"], "cp_size must be an integer of 1 or more, got 0"),
+        (["--seqlen", "1k", "--cp", "0"], "context_parallel_size must be 'auto' or a positive integer, got 0"),
         (["--seqlen", "1k", "--gpus", "0"], "cp_size must be an integer of 1 or more, got 0"),
         (["--seqlen", "1k", "--gpus_per_host", "0"], "gpus_per_host must be positive, got 0"),
         (["--seqlen", "1k", "--rates.products", "0"], "rate products must be positive, got 0"),
@@ -809,6 +815,13 @@ def test_fp8_of_the_recipe_or_the_flag(plan: Plan) -> None:
         (["--seqlen", "1k", "--model.memory.mlp_tile_tokens", "8k"], "mlp_tile_tokens must be an integer of 0 or more"),
         (["--seqlen", "1k", "--model.memory.checkpointing", "half"], "checkpointing must be one of none, "),
         (["--seqlen", "1k", "--trainer.precision", "32-true"], "for a plan, got '32-true'"),
+        (["--seqlen", "1k", "--model.float8", "perhaps"], "float8 must be one of ('tensorwise', "),
+        (["--seqlen", "1k", "--model.impl", "flash9"], "impl must be 'auto' or one of "),
+        (["--seqlen", "1k", "--model.fp8_backward", "fp8"], "fp8_backward must be 'bf16' with impl='auto', got 'fp8'"),
+        (
+            ["--seqlen", "1k", "--model.impl", "hopper_fp8", "--model.fp8_backward", "fp4"],
+            "fp8_backward must be one of ('bf16', 'fp8_scores', 'fp8'), got 'fp4'",
+        ),
         (["config.json", "--seqlen", "1k"], "files must be one configuration or recipes, got 2 files"),
     ],
 )
@@ -824,6 +837,11 @@ def test_command_refuses(plan: Plan, options: list[str], message: str) -> None:
         ({"model": {"memory": {"checkpoints": "full"}}}, "a recipe with model.model and data, got TypeError"),
         ({"model": {"memory": {"liger": "yes"}}}, "liger must be true, false or 'auto', got 'yes'"),
         ({"trainer": {"strategy": "deepspeed"}}, "strategy must be ContextParallelStrategy for a plan, got deepspeed"),
+        (
+            {"trainer": {"strategy": {"init_args": {"data_parallel_size": "two", "context_parallel_size": 4}}}},
+            "data_parallel_size must be 'auto' or a positive integer, got 'two'",
+        ),
+        ({"trainer": {"strategy": {"init_args": {"replicate_size": 2}}}}, "replicate_size must be 1 for a plan, got 2"),
         (["model"], "recipe.yaml must be a recipe, got"),
     ],
 )

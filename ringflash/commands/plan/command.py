@@ -29,6 +29,8 @@ from ringflash.console import console
 from ringflash.flops import FP8_PER_BF16, ChunkedAttention, count_visible_pairs, visible_pairs
 from ringflash.huggingface.weights import merge_config, read_config
 from ringflash.memory import Memory
+from ringflash.training.mesh import mesh_sizes
+from ringflash_kernels.api import IMPLS, check_fp8_backward, rounds
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 _RECIPE_KEYS = {  # keys that are also flags, as in training: key, help
@@ -184,28 +186,38 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
         )
     if (seqlen := _tokens(options.seqlen) if options.seqlen else seqlen) is None:
         raise ValueError("--seqlen must be given with a configuration, got none; a recipe has its own.")
-    of_recipe = arguments.get("context_parallel_size", "auto")
-    gpus = (8 if of_recipe == "auto" else of_recipe) if options.gpus is None else options.gpus
-    cp_size = (gpus if of_recipe == "auto" else of_recipe) if options.cp is None else options.cp
+    if (copies := arguments.get("replicate_size", 1)) != 1:
+        raise NotImplementedError(
+            f"replicate_size must be 1 for a plan, got {copies}; plan one copy, on 1/{copies} of the GPUs, without it."
+        )
+    dp, cp = (arguments.get(f"{axis}_parallel_size", "auto") for axis in ("data", "context"))
+    gpus = (8 if cp == "auto" else cp if dp == "auto" else dp * cp) if options.gpus is None else options.gpus
+    if options.cp is not None:
+        dp, cp = "auto", options.cp
+    if isinstance(cp, int) and cp > 0 and dp == "auto" and gpus % cp:
+        raise ValueError(f"--cp must divide --gpus ({gpus}), got {cp}; change one of them.")
+    dp_size, cp_size = mesh_sizes(dp, cp, gpus)
+    impl: str = model.get("impl") or "auto"
+    fp8_backward: Any = model.get("fp8_backward") or "bf16"
+    if impl not in ("auto", *IMPLS):
+        raise ValueError(f"model.impl must be 'auto' or one of {IMPLS}, got {impl!r}; leave it out for 'auto'.")
     shape, windows = model_of(config)
+    check_fp8_backward(impl, fp8_backward, shape.head_dim, deterministic=False)
     # "auto" is planned as if Liger were installed
     memory["liger"] = shape.liger is not None if memory["liger"] == "auto" else memory["liger"]
     job = TrainingJob(
         model=shape,
         seqlen=seqlen,
         cp_size=cp_size,
-        dp_size=max(1, gpus // cp_size) if isinstance(cp_size, int) and cp_size else 1,
+        dp_size=dp_size,
         precision=trainer.get("precision") or "bf16-mixed",
         accumulates=accumulated > 1,
-        fp8_backward=model.get("fp8_backward", "bf16") if str(model.get("impl")).endswith("_fp8") else None,
+        fp8_backward=fp8_backward if rounds(impl) else None,
         float8=model.get("float8"),
         **memory,
     )
     job = replace(job, visible_fraction=options.visible * visible_fraction(seqlen, windows))
-    machine = Machine(GPUS[options.gpu], gpus, options.gpus_per_host, Rates(**options.rates))
-    if job.world_size != gpus:
-        raise ValueError(f"--cp must divide --gpus ({gpus}), got {cp_size}; change one of them.")
-    return job, machine
+    return job, Machine(GPUS[options.gpu], gpus, options.gpus_per_host, Rates(**options.rates))
 
 
 def visible_fraction(

@@ -15,6 +15,7 @@ BF16, FP32 = 2, 4  # bytes of a number
 
 Precision = Literal["bf16-mixed", "bf16-true"]
 Fp8Backward = Literal["bf16", "fp8_scores", "fp8"]
+Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class TrainingJob(Memory):
     precision: Precision = "bf16-mixed"
     accumulates: bool = False
     fp8_backward: Fp8Backward | None = None
-    float8: str | None = None
+    float8: Float8 | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,6 +140,10 @@ class TrainingJob(Memory):
             raise ValueError(
                 f"precision must be one of {get_args(Precision)} for a plan, got {self.precision!r}; add "
                 "--trainer.precision bf16-mixed."
+            )
+        if self.float8 not in (None, *get_args(Float8)):
+            raise ValueError(
+                f"float8 must be one of {get_args(Float8)}, got {self.float8!r}; leave it out for products in bf16."
             )
         if self.liger and self.model.liger is None:
             raise NotImplementedError(
