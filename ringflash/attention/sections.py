@@ -32,7 +32,7 @@ _GRADIENT_BUFFERS_BYTES = 1280 * MIB  # all buffers of gradients, if more than t
 PUBLISHED_BYTES = 64 * MIB  # own K/V of this size take longer to write than their first section to travel
 _PULL_QUERY_ROWS = 3000  # query rows whose kernel takes as long as the pull of their keys
 _RETURN_SHARE = 0.8  # returns that a backward kernel hides, per pull of a forward: 2.6 x time, 2 x bytes, barriers
-_EXPOSED_SHARE = 0.05  # of a forward. If the first pull takes more, one more section makes that section smaller
+_EXPOSED_SHARE = 0.025  # of a forward. If the first pull takes more, one more section makes that section smaller
 
 Shape = torch.Size | tuple[int, ...]
 

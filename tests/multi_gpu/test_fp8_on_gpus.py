@@ -37,9 +37,9 @@ def check(ctx: Context, transport: str, chunk: int, fp8_backward: str, impl: str
         rounded.add(self.rounded)
         return unpacked(self, *args)
 
-    def publish(self: GatheredKV, *args: Any) -> None:  # by heads, where views of the operands are kept
+    def publish(self: GatheredKV, *args: Any) -> Any:  # by heads, where views of the operands are kept
         rounded.add(self.operands.rounded)
-        published(self, *args)
+        return published(self, *args)
 
     with ExitStack() as patches:
         patches.enter_context(over(transport))
