@@ -35,9 +35,10 @@ def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
     """
     causal: Any = without_peft(model)
     used = vars(causal).get("forward")
-    if isinstance(used, RingForward):
-        if used.group is not group:
+    if (ring := _ring_within(used)) is not None:
+        if ring.group is not group:
             raise RuntimeError("model must be prepared for one group of ranks, got a second group; make a new model.")
+        causal.forward = ring
         return
     huggingface.register()
     if hasattr(causal, "set_attn_implementation"):
@@ -46,6 +47,13 @@ def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
     huggingface.CausalLMWithLoss(causal, group)  # checks the head
     causal._ringflash_inputs.takes_whole_batches = True
     causal.forward = RingForward(causal, group, None if used is None else fused_head_of(used))
+
+
+def _ring_within(forward: Any) -> RingForward | None:
+    """Return the `RingForward` inside the wrappers that accelerate adds at each preparation for mixed precision."""
+    while forward is not None and not isinstance(forward, RingForward):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward
 
 
 class RingForward:

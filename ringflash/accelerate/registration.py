@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from math import ceil
 from typing import Any, cast
 
@@ -162,10 +162,19 @@ def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any)
 def prepare_model(
     original: Callable[..., Any], self: Any, model: Any, device_placement: Any = None, evaluation_mode: bool = False
 ) -> Any:
-    """Put the model on the ring; models without a language model's head may be evaluated whole on each rank."""
-    if ring_size(self.parallelism_config) > 1 and (hasattr(model, "lm_head") or not evaluation_mode):
+    """Put the model on the ring; models without a language model's head may be evaluated whole on each rank.
+
+    A model that is prepared for an evaluation may be trained later: accelerate, which marks it as prepared, would not
+    wrap it in DDP then, and each rank would step by the gradient of its own shard.
+    """
+    if ring_size(self.parallelism_config) == 1:
+        return original(self, model, device_placement, evaluation_mode)
+    if hasattr(model, "lm_head") or not evaluation_mode:
         _put_on_ring(self, model)
-    return original(self, model, device_placement, evaluation_mode)
+    prepared = original(self, model, device_placement, evaluation_mode)
+    if evaluation_mode:
+        prepared._is_accelerate_prepared = False
+    return prepared
 
 
 def _put_on_ring(accelerator: Any, model: Any) -> None:
@@ -195,7 +204,7 @@ def gather_for_metrics(
     original: Callable[..., Any], self: Any, input_data: Any, use_gather_object: bool = False
 ) -> Any:
     """Gather from one rank of each ring, since all of its ranks have the same values."""
-    if (size := ring_size(self.parallelism_config)) == 1:
+    if ring_size(self.parallelism_config) == 1:
         return original(self, input_data, use_gather_object)
     from accelerate.utils import recursively_apply
 
@@ -208,14 +217,19 @@ def gather_for_metrics(
             f"gather_for_metrics must be given tensors with cp_backend={NAME!r}, got objects or "
             "use_gather_object=True; pad tensors to one length."
         )
-    whole = self.gather
-    self.gather = lambda mine: recursively_apply(
-        lambda x: x.unflatten(0, (self.num_processes, -1))[::size].flatten(0, 1), whole(mine)
-    )
+    self.gather = partial(_gather_rings, self, self.gather)
     try:
         return original(self, input_data)
     finally:
         del self.gather
+
+
+def _gather_rings(accelerator: Any, gather: Callable[[Any], Any], mine: Any) -> Any:
+    """Return the tensors of one rank of each ring, by a function that gathers those of all ranks."""
+    from accelerate.utils import recursively_apply
+
+    shape, size = (accelerator.num_processes, -1), ring_size(accelerator.parallelism_config)
+    return recursively_apply(lambda x: x.unflatten(0, shape)[::size].flatten(0, 1), gather(mine))
 
 
 def step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> None:
@@ -294,9 +308,15 @@ def store_flos(original: Callable[..., Any], self: Any) -> None:
 
 
 def evaluation_loop(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
-    """Count the steps of an evaluation, whose batches Trainer would divide over all ranks."""
+    """Count the steps of an evaluation, whose batches Trainer would divide over all ranks.
+
+    Seq2SeqTrainer gathers by `gather`, from all ranks: it would have each answer once for every rank of a ring.
+    """
+    size, gather = ring_size(self.accelerator.parallelism_config), self.accelerator.gather
+    if size > 1 and self.gather_function == gather:
+        self.gather_function = partial(_gather_rings, self.accelerator, gather)
     output = original(self, *args, **options)
-    if (size := ring_size(self.accelerator.parallelism_config)) > 1:
+    if size > 1:
         prefix = args[4] if len(args) > 4 else options.get("metric_key_prefix", "eval")
         _steps[prefix] = ceil(output.num_samples * size / (self.args.eval_batch_size * self.args.world_size))
     return output

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, bool, dict[str, int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_that_of_one_process(pool: Pool, alone: Pool, case: str, tmp_path: Path) -> None:
-    """Three steps of two batches each, clipped, and an evaluation; labels of prompts are -100."""
+    """Three steps of two batches each, clipped, between two evaluations; labels of prompts are -100."""
     name, packed, sizes, options = CASES[case]
     (one,) = alone.run(trainer.train, f"{tmp_path}/one", name, packed, sizes, options)
     rings = pool.run(trainer.train, f"{tmp_path}/ring", name, packed, sizes, options)
@@ -85,6 +85,30 @@ def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, c
         labels = rows.masked_fill(shown == 0, -100)
         want = trainer.loss_in_fp64(whole(**batch).logits, labels, 61)
         torch.testing.assert_close(ring(**batch, labels=labels).loss, want, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [{"cp_size": 4}, {"cp_size": 2, "dp_replicate_size": 2}])
+def test_generated_answers_are_those_of_one_process(
+    pool: Pool, alone: Pool, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    """Each once, in the order of the prompts. Two rings repeat prompts to fill the last batch."""
+    ((want, loss),) = alone.run(trainer.answer, str(tmp_path), sizes)
+    for got, ring_loss in pool.run(trainer.answer, str(tmp_path), sizes):
+        assert got[:9] == want[:9] and len(got) == (9 if sizes["cp_size"] == 4 else 12)
+        assert sizes["cp_size"] == 2 or ring_loss == pytest.approx(loss, rel=1e-12)
+
+
+@on_ranks(2)
+def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
+    """The ring's forward, with what TRL gave it, is found inside accelerate's wrappers of the first."""
+    from accelerate.utils import convert_outputs_to_fp32
+
+    model = models.build("llama", "sdpa")
+    put_on_ring(model, ctx.group)
+    forward = model.forward
+    model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(forward))
+    put_on_ring(model, ctx.group)
+    assert model.forward is forward
 
 
 @pytest.mark.parametrize("in_place", [False, True])

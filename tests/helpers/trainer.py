@@ -95,7 +95,7 @@ def train(
     options: dict[str, Any],
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Train a few steps and evaluate; return what Trainer logged, and the parameters at the end.
+    """Evaluate, train a few steps and evaluate; return what the training logged, and the parameters at the end.
 
     Args:
         packed: concatenate the rows of a batch, with position_ids; otherwise pad them on the right.
@@ -120,6 +120,8 @@ def train(
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     collate = DataCollatorWithFlattening() if packed else right_padded
     trainer = Trainer(model, arguments, collate, train_dataset=sequences(24), eval_dataset=sequences(8))
+    if not arguments.fsdp:  # for which accelerate wants an optimizer
+        trainer.evaluate()
     trainer.train(f"{folder}/checkpoint-1" if resume else None)
     speed = trainer.evaluate()
     names = "loss", "grad_norm", "eval_loss", "num_input_tokens_seen"
@@ -131,6 +133,23 @@ def train(
         "eval_steps": speed["eval_steps_per_second"] * speed["eval_runtime"],
         "flos": trainer.state.total_flos if packed or rings == 1 else None,  # rings pad their rows to other lengths
     }
+
+
+def answer(ctx: Context, folder: str, sizes: dict[str, int]) -> tuple[list[list[int]], float]:
+    """Return what Seq2SeqTrainer generates for nine prompts, in order, and their loss."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    join(ctx)
+    model, config = build(ctx, "llama", sizes)
+    model.generation_config.pad_token_id = 0
+    rings = ctx.size // sizes["cp_size"] if config else 1
+    arguments = Seq2SeqTrainingArguments(
+        folder, parallelism_config=config, per_device_eval_batch_size=4 // rings, predict_with_generate=True,
+        generation_max_length=12, report_to="none", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    trainer = Seq2SeqTrainer(model, arguments, right_padded, processing_class=tokenizer())
+    found = trainer.predict([{name: x[:8] for name, x in row.items()} for row in sequences(9)])
+    return found.predictions.tolist(), found.metrics["test_loss"]
 
 
 def step_with_zero(ctx: Context, folder: str, config: dict[str, Any]) -> dict[str, tuple[float, str]]:
