@@ -73,7 +73,7 @@ def explain(check: Check, runs: Runs, probes: list[Reach], sharded: ShardedPosit
         "batch": lambda: batch_hint(name, runs, sharded),
         "loss": lambda: loss_hint(runs, sharded),
         "loss gradient by position": lambda: loss_hint(runs, sharded),
-        "evaluation loss": lambda: _scale_hint(name, seen.eval_losses[name] / want.eval_losses[name], sharded.cp_size),
+        "evaluation loss": lambda: _value_hint(name, seen.eval_losses.get(name), want.eval_losses[name], sharded),
         "gradients": lambda: gradient_hint(check.failed, runs, sharded),
         "gradients equal on all ranks": lambda: gradient_hint(check.failed, runs, sharded),
     }
@@ -133,7 +133,7 @@ def layer_hint(position: int, probes: list[Reach], sharded: ShardedPositions, ea
 def loss_hint(runs: Runs, sharded: ShardedPositions) -> str:
     """Name the mistake of a loss whose logits are correct."""
     if not runs.got.loss_gradient:
-        return _scale_hint("the loss", runs.got.loss / runs.want.loss, sharded.cp_size)
+        return _value_hint("the loss", runs.got.loss, runs.want.loss, sharded)
     (got,), (want,) = (x.loss_gradient.values() for x in (runs.got, runs.want))
     scales = [_scale(got, want, sharded.positions(rank)) for rank in range(sharded.cp_size)]
     tolerance = runs.eps**0.5
@@ -166,6 +166,13 @@ def _norm(x: Tensor) -> float:
     return x.double().norm().item()
 
 
+def _value_hint(what: str, got: float | None, want: float, sharded: ShardedPositions) -> str:
+    """Name the mistake of a loss of which only the value is known; None if there is none at cp=N."""
+    if got is None:
+        return f"{what} is not reported at cp=N."
+    return _scale_hint(what, got / want if want else float("inf"), sharded.cp_size)
+
+
 def _scale_hint(what: str, scale: float, cp_size: int) -> str:
     if abs(scale - cp_size) < 0.01 * cp_size:
         return f"{what} is {cp_size}x: cp_size times the truth, as if ranks were summed instead of averaged."
@@ -190,7 +197,7 @@ def gradient_hint(failed: list[str], runs: Runs, sharded: ShardedPositions) -> s
     layer = failed[0].rsplit(".", 2)[0]
     same = [name for name in failed if name.startswith(f"{layer}.")]
     if all(any(part in name for part in ("k_proj", "v_proj", "k_norm")) for name in same):
-        error = _norm(got[failed[0]] - want[failed[0]]) / _norm(want[failed[0]])
+        error = _norm(got[failed[0]] - want[failed[0]]) / max(_norm(want[failed[0]]), 1e-300)
         return (
             f"in {layer} the gradients of keys and values differ (by {error:.1e}) and those of queries agree: "
             "dK/dV are lost or rounded on their way round the ring; sum them in fp32."

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringflash.verify.compare import Check, Runs, compare
-from ringflash.verify.diagnosis import Reach, ShardedPositions, infinite_hint, layer_hint, rounding_hint
+from ringflash.verify.diagnosis import Reach, ShardedPositions, explain, infinite_hint, layer_hint, rounding_hint
 from ringflash.verify.observe import Observation
 
 SEQLEN, NUM_CHUNKS = 32, 4
@@ -70,6 +70,23 @@ def test_a_missing_gradient_and_a_missing_loss_fail() -> None:
     assert [(c.name, c.failed, c.ratio) for c in failed(replace(got, eval_losses={}))] == [
         ("evaluation loss", ["eval loss"], float("inf")), ("gradients", ["w2"], float("inf")),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "hint"),
+    [
+        ({}, 3.0, "eval loss is not reported at cp=N"),
+        ({"eval loss": 1.0}, 0.0, "eval loss is inf times the truth"),
+        ({"eval loss": 6.0}, 3.0, "eval loss is 2x: cp_size times the truth"),
+    ],
+)
+def test_a_loss_that_fails_is_explained(got: dict[str, float], want: float, hint: str) -> None:
+    """Also one that cp=N does not report, and one that is 0 at cp=1."""
+    seen, truth = replace(observation(), eval_losses=got), replace(observation(), eval_losses={"eval loss": want})
+    runs = Runs(seen, truth, truth, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps)
+    (check,) = (check for check in compare(runs) if check.failed)
+    first, found = explain(check, runs, [], ShardedPositions(SEQLEN, 2, "zigzag"))
+    assert first == "evaluation loss: eval loss" and found.startswith(hint)
 
 
 @pytest.mark.parametrize(("factor", "passes"), [(1 + 2e-3, True), (1.1, False)])
