@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ringflash import huggingface
+from ringflash.attention.options import RingOptions
 from ringflash.comm.group import Group, resolve
 from ringflash.lightning.data import SequenceData
 from ringflash.lightning.first_step import FirstStep, check_same_batch, check_step
@@ -26,6 +27,7 @@ from ringflash.sequence.layout import granularity, local_positions, shard_sequen
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.wrap import wrap_attention
 from ringflash.wrap.check import check_wrapped
+from ringflash.wrap.wrapper import wrapped_state
 
 if TYPE_CHECKING:
     _Base = lightning.LightningModule
@@ -55,12 +57,14 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         """Wrap the attention and shard the parameters over all ranks, with each entry of a ModuleList as a unit.
 
         Raises:
-            ValueError: the module itself has parameters, or two of its children have tied ones.
+            ValueError: the module itself has parameters, or two of its children have tied ones; a second trainer has
+                other rings or another layout.
         """
+        strategy = ranks_of(self.trainer)
         if self._ringflash_ready:
+            _check_same_ring(wrapped_state(self).options, strategy)
             return
         self._ringflash_ready = True
-        strategy = ranks_of(self.trainer)
         _check_data(self.trainer.datamodule)
         wrap_attention(self, strategy.cp_group, layout=strategy.layout)
         if own := [name for name, _ in self.named_parameters(recurse=False)]:
@@ -195,10 +199,10 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         local, whole = FirstStep(whole=False), FirstStep(whole=True)
 
         def run(group: Group) -> None:
-            shard = self.transfer_batch_to_device(self.shard_batch(sample, group), device, 0)
             step = whole if group is None else local
             gpus = [device] if device.type == "cuda" else []  # both runs draw the same numbers
             with self._as_trial(step), precision.train_step_context(), torch.random.fork_rng(devices=gpus):
+                shard = self._apply_batch_transfer_handler(self.shard_batch(sample, group), device, 0)
                 step.run(self.training_step, shard)
 
         check_wrapped(self, run)
@@ -221,6 +225,19 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             self._ringflash_step = None
             for parameter, is_trained in trained:  # a step that ended early may have toggled some
                 parameter.requires_grad_(is_trained)
+
+
+def _check_same_ring(wrapped: RingOptions, strategy: Any) -> None:
+    """Refuse a strategy whose shards the module's attention, which was wrapped for another one, would misread."""
+    before, now = (
+        "one process" if group is None else f"ranks {dist.get_process_group_ranks(group)} with layout {layout!r}"
+        for group, layout in ((wrapped.group, wrapped.layout), (resolve(strategy.cp_group), strategy.layout))
+    )
+    if before != now:
+        raise ValueError(
+            f"strategy must have the ring for which an earlier trainer wrapped the module, {before}, got {now}; make a "
+            "new module, and load a checkpoint into it."
+        )
 
 
 class _WithValue(torch.autograd.Function):
@@ -283,7 +300,8 @@ def _sample(batch: Any, size: int, held: Tensor) -> Any:
     """Return up to `size` successive tokens of every tensor with a sequence dim, without cu_seqlens.
 
     They are those with most labels. If labels have a -100, all of one rank's but the first become -100: the mean over
-    each shard's labels then differs from that over the sequence's.
+    each shard's labels then differs from that over the sequence's. If there are tokens (or other 2-D integers), tensors
+    of another length, such as features of each sequence, are returned whole.
 
     Args:
         held: (num_tokens,), indices among the `size` tokens of those that one rank holds.
@@ -291,15 +309,18 @@ def _sample(batch: Any, size: int, held: Tensor) -> Any:
     if isinstance(batch, dict):
         batch = {name: x for name, x in batch.items() if name != "cu_seqlens"}
     start, ignored = 0, held[1:]
+    lengths: set[int] = set()
 
     def choose(labels: Tensor) -> None:
         nonlocal start
+        if labels.dim() == 2 and not labels.is_floating_point():
+            lengths.add(labels.shape[1])
         if _has_ignored(labels) and labels.shape[1] > size:
             counts = torch.nn.functional.pad((labels != IGNORE_INDEX).sum(0).cumsum(0), (1, 0))
             start = int((counts[size:] - counts[:-size]).argmax())
 
     def cut(x: Tensor) -> Tensor:
-        if x.dim() < 2:
+        if x.dim() < 2 or (lengths and x.shape[1] not in lengths):
             return x
         part = x[:, start : start + size]
         there = ignored[ignored < part.shape[1]].to(x.device)

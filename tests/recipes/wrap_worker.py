@@ -97,17 +97,20 @@ def train(module: lightning.LightningModule, seed: int = 2, **options: Any) -> d
 
 
 class Shuffled(lightning.LightningDataModule):
-    """A data module of one's own that shuffles: by Lightning's sampler, or by a generator of its own."""
+    """A data module of one's own that shuffles: by Lightning's sampler, or by a generator of its own.
 
-    def __init__(self, seed: int | None = None) -> None:
+    Lightning's sampler does so without being asked.
+    """
+
+    def __init__(self, seed: int | None = None, shuffle: bool = True) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed, self.shuffle = seed, shuffle
 
     def train_dataloader(self) -> DataLoader[Any]:
         """More sequences than a chance order would agree on."""
         own = None if self.seed is None else torch.Generator().manual_seed(self.seed)
         rows = [row for seed in range(2) for row in loader(seed).dataset]
-        return DataLoader(rows, batch_size=1, shuffle=True, generator=own)
+        return DataLoader(rows, batch_size=1, shuffle=self.shuffle, generator=own)
 
 
 class Losses(lightning.Callback):
@@ -128,11 +131,11 @@ def trainer_with(losses: Losses, strategy: Any, **options: Any) -> lightning.Tra
     )  # fmt: skip
 
 
-def losses_of(kind: Any, seed: int | None, strategy: Any = None) -> list[float]:
+def losses_of(kind: Any, seed: int | None, strategy: Any = None, shuffle: bool = True) -> list[float]:
     """Losses over two epochs of shuffled sequences."""
     losses, strategy = Losses(), strategy or ContextParallelStrategy()
     trainer = trainer_with(losses, strategy, max_epochs=2, use_distributed_sampler=seed is None)
-    trainer.fit(build(kind), datamodule=Shuffled(seed))
+    trainer.fit(build(kind), datamodule=Shuffled(seed, shuffle))
     return losses.found
 
 
@@ -173,6 +176,7 @@ def orders_on_one_rank(run: Run) -> None:
     """
     ring, plain = losses_of(run.kind, None), losses_of(GPT, 5, strategy="auto")
     assert len(plain) == 12 and max(abs(a - b) for a, b in zip(plain, ring, strict=True)) > 1e-3
+    assert losses_of(run.kind, None, shuffle=False) == ring
     assert losses_of(run.kind, 5) == pytest.approx(plain, rel=RTOL)
     assert losses_of(run.kind, 5, strategy="auto") == pytest.approx(plain, rel=RTOL)
     Path(run.folder, "losses").write_text(json.dumps([ring, plain]))
@@ -240,6 +244,30 @@ def draws(run: Run) -> None:
     assert len({*numbers}) > STEPS
 
 
+def hooks(run: Run) -> None:
+    """Lightning's hooks of batches run before the first step is compared; features of a sequence stay whole there."""
+
+    def with_features(module: Any, batch: Any, index: int) -> Any:
+        return run.kind.on_before_batch_transfer(module, (*batch, torch.ones(len(batch[0]), 100)), index)
+
+    def shard_batch(module: Any, batch: Any, group: Any) -> Any:
+        return *run.kind.shard_batch(module, tuple(batch[:2]), group), batch[2]
+
+    def by_name(module: Any, batch: Any, index: int) -> Any:
+        return dict(zip(("tokens", "labels", "features"), batch, strict=True))
+
+    def step(module: Any, batch: Any) -> torch.Tensor:
+        assert batch["features"].shape == (1, 100)
+        logits = module.model(batch["tokens"], module.positions(batch["tokens"]))
+        return module.token_loss(logits, batch["labels"])
+
+    module = varied(
+        run.kind, on_before_batch_transfer=with_features, shard_batch=shard_batch, on_after_batch_transfer=by_name,
+        step=step,
+    )  # fmt: skip
+    assert_trained(train(module, devices=2, strategy=ContextParallelStrategy())["weights"], plainly()[0])
+
+
 def manual_step(module: Any, batch: Any, batch_idx: int) -> None:
     """A step with its own backward, optimizer and clipping, that counts, collects and toggles."""
     optimizer = module.optimizers()
@@ -299,6 +327,8 @@ def compiled(run: Run) -> None:
 
 def refusals(run: Run) -> None:
     """Modules, batches and callbacks that would train something else are refused before the first step."""
+    used = build(run.kind)
+    train(used, devices=2, strategy=ContextParallelStrategy(), limit_train_batches=1, limit_val_batches=0)
     for message, module, options in (
         (
             "model.blocks.0.attn must be given the q",
@@ -325,8 +355,18 @@ def refusals(run: Run) -> None:
             "callbacks must not copy the module, whose parameters are sharded, got EMAWeightAveraging; average",
             build(run.kind), {"callbacks": [EMAWeightAveraging()]},
         ),
+        (
+            "strategy must have the ring for which an earlier trainer wrapped the module, ranks [0, 1] with layout "
+            "'zigzag', got ranks [0, 1] with layout 'striped'; make a new module",
+            used, {"strategy": ContextParallelStrategy(layout="striped")},
+        ),
+        (
+            "strategy must have the ring for which an earlier trainer wrapped the module, ranks [0, 1] with layout "
+            "'zigzag', got one process; make a new module",
+            used, {"strategy": ContextParallelStrategy(1)},
+        ),
     ):  # fmt: skip
-        error = error_of(train, module, devices=2, strategy=ContextParallelStrategy(), **options)
+        error = error_of(train, module, **{"devices": 2, "strategy": ContextParallelStrategy(), **options})
         assert error.startswith(message), error
 
 
@@ -370,7 +410,7 @@ def assert_trained(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
 
 TESTS = {  # by number of ranks
     1: (orders_on_one_rank, start_without_a_ring),
-    2: (orders, continue_on_a_ring, training, manual, compiled, decisions, refusals, draws),
+    2: (orders, continue_on_a_ring, training, manual, compiled, decisions, refusals, draws, hooks),
 }
 
 
