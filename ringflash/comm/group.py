@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -140,6 +141,14 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         except RuntimeError:
             known[device.type] = "none"
     return known[device.type]
+
+
+def store_of(group: dist.ProcessGroup | None) -> dist.Store | None:
+    """Return the store that a group was created with; None if it has been destroyed, or for None."""
+    try:
+        return None if group is None else _get_process_group_store(group)
+    except KeyError:
+        return None
 
 
 class HoldsGroup:

@@ -174,6 +174,20 @@ def test_buffers_are_kept_counted_and_released(ctx: Context, turns: bool) -> Non
                 assert ringflash.buffer_bytes() == held
 
 
+@on_ranks(4)
+def test_memory_of_a_destroyed_group_is_freed(ctx: Context) -> None:
+    """When the next group is opened, which may have the name of the first one."""
+    case, held = Case(), []
+    with copy_engine():
+        ringflash.release_buffers()
+        for chunk in (6, 3, 1):
+            group = dist.new_group(list(range(ctx.size)))
+            ring_check.check(ctx._replace(group=group), case, chunk)
+            held.append(sum(memory.num_bytes() for memory in transport._peer_memories()))
+            dist.destroy_process_group(group)
+    assert held[0] > held[1] > held[2] > 0
+
+
 @pytest.mark.parametrize(
     "rows, num_kv_heads, num_heads, forward, backward",
     [

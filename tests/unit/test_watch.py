@@ -133,7 +133,7 @@ class World:
 @pytest.fixture(autouse=True)
 def groups_without_torch() -> Iterator[None]:
     with (
-        mock.patch("ringflash.comm.watchdog.store._store", lambda group: group and group.store),
+        mock.patch("ringflash.comm.watchdog.store.store_of", lambda group: group and group.store),
         mock.patch.object(dist, "get_process_group_ranks", lambda group: range(group.size())),
     ):
         yield

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ringflash.comm.group import HostSplit, backend_of
+from ringflash.comm.group import HostSplit, backend_of, store_of
 from ringflash.comm.timeouts import device_timeout
 from ringflash.comm.transport import buffers
 from ringflash.comm.transport.buffers import buffer
@@ -119,8 +119,18 @@ def _opened(name: str, group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     key = (name, group.group_name)
     known = _open.get(key)
     if known is None or known[0] is not group:  # a group that was destroyed may have had the same name
+        _close_destroyed()
         known = _open[key] = (group, make())
     return cast(T, known[1])
+
+
+def _close_destroyed() -> None:
+    """Free the memory of groups that have been destroyed."""
+    for key, (group, transport) in list(_open.items()):
+        if store_of(group) is None:
+            del _open[key]
+            if not isinstance(transport, PointToPoint):
+                transport.release()
 
 
 def _create_transport(name: str, group: dist.ProcessGroup) -> Transport:

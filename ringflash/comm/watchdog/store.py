@@ -15,7 +15,8 @@ from typing import TypeVar
 from weakref import ref
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+
+from ringflash.comm.group import store_of
 
 T = TypeVar("T")
 ANSWER_S = 5.0  # time for the other ranks to answer
@@ -51,7 +52,7 @@ class Board:
 
     def is_open(self) -> bool:
         """Return True if the group has not been destroyed."""
-        return _store(self._group()) is not None
+        return store_of(self._group()) is not None
 
     def asked(self, now: float) -> str:
         """Return the reason if a rank of the group has asked the others what they are doing, else an empty string.
@@ -118,7 +119,7 @@ class Board:
     def _connect(self) -> dist.Store:
         """Return a separate connection, since the main thread may hold the group's while it waits for a key."""
         if self._store is None:
-            store = _store(self._group())
+            store = store_of(self._group())
             if store is None:
                 raise StoreGone("the group was destroyed")
             self._store = dist.PrefixStore("ringflash/watch", store.clone())  # type: ignore[attr-defined]
@@ -152,12 +153,3 @@ def _location_key(rank: int) -> str:
 def _read(store: dist.Store, keys: dict[str, str]) -> dict[str, str]:
     """Return the values of those keys that are set, by the names that they have in `keys`."""
     return {name: store.get(key).decode() for name, key in keys.items() if store.check([key])}
-
-
-def _store(group: dist.ProcessGroup | None) -> dist.Store | None:
-    if group is None:
-        return None
-    try:
-        return _get_process_group_store(group)
-    except KeyError:
-        return None
