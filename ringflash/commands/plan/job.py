@@ -54,6 +54,7 @@ class Rates:
         products: fraction of the peak FLOP/s in matmuls of the layers and the head.
         float8_products: products of layers with `float8`, of the bf16 peak; casts of their operands are included.
         passes: fraction of the memory's GB/s in operators between the matmuls.
+        expert_passes: passes in models of experts, whose operators pick and scatter rows.
         attention_forward: fraction of the peak FLOP/s in attention's forward, on visible work.
         attention_backward: fraction of the peak FLOP/s in attention's backward, on visible work.
         fp8_attention_forward: attention_forward with FP8, of the bf16 peak.
@@ -72,7 +73,8 @@ class Rates:
 
     products: float = 0.68
     float8_products: float = 0.95
-    passes: float = 0.32
+    passes: float = 0.55
+    expert_passes: float = 0.32
     attention_forward: float = 0.64
     attention_backward: float = 0.59
     fp8_attention_forward: float = 1.02

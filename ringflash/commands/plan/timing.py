@@ -42,6 +42,7 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
     layers = in_layers * computed / (rates.products if job.float8 is None else rates.float8_products)
     linear = layers + (1 - in_layers) * computed / rates.products
     again = 1.0 if job.checkpointing != "none" else model.tiled_share / in_layers if job.tile_tokens else 0.0
+    passes = rates.expert_passes if model.expert_parameters else rates.passes
     work = forward + backward + linear
     exposed = exposed_seconds(ring_of(job, machine), machine, forward / model.num_layers, backward / model.num_layers)
     parts = {
@@ -50,7 +51,7 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
         "attention again": forward if job.checkpointing == "full" else 0.0,
         "linear": linear,
         "linear again": again * layers / 3,
-        "between products": _passed_bytes(job) / (machine.gpu.memory_gbytes * rates.passes * 1e9),
+        "between products": _passed_bytes(job) / (machine.gpu.memory_gbytes * passes * 1e9),
         "ring exposed": model.num_layers * exposed,
         "parameters exposed": _parameters_exposed(job, machine, work),
         "checkpoints exposed": max(0.0, _checkpoints_copied(job, rates) - work),
