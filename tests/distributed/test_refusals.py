@@ -13,7 +13,7 @@ import torch
 
 import ringflash
 from ringflash.attention import operators
-from ringflash_kernels import reference
+from ringflash_kernels import flash4, reference
 from tests.helpers import refusals
 from tests.helpers.pool import Context, Pool, on_ranks
 
@@ -63,6 +63,18 @@ def test_calls_that_did_not_end_alike_are_not_made_again(pool: Pool) -> None:
             r"1, the last in call \d+ after 2 messages \(rank 1\); start the processes again",
             text,
         )
+
+
+@on_ranks(2, timeout_s=20)
+def test_a_package_that_one_host_cannot_import_is_an_error_of_all(ctx: Context) -> None:
+    call = refusals.good_call(ctx)
+    if ctx.rank == 1:
+        call["impl"] = "fa4"
+    with (
+        mock.patch.object(flash4, "unsupported", side_effect=ImportError("undefined symbol")),
+        pytest.raises(ImportError if ctx.rank == 1 else RuntimeError, match="undefined symbol"),
+    ):
+        ringflash.ring_attention(**call)
 
 
 @on_ranks(2)
