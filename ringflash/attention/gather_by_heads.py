@@ -79,8 +79,8 @@ class HeadGather:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         with waiting(q.device):
             gathered = self._gathered("forward", k, v, q.shape[2])
-            published = gathered.publish(k, v, self.impl, self.number)
-        self._run(ForwardUnits(self, gathered, q, out, lse, row_max), published)
+            arrived = gathered.publish(k, v, self.impl, self.number)
+        self._run(ForwardUnits(self, gathered, q, out, lse, row_max), arrived)
         return out, lse
 
     def backward(
@@ -99,9 +99,9 @@ class HeadGather:
         with waiting(q.device):
             gathered = self._gathered("backward", k, v, q.shape[2])
             returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn(gathered, k))
-            published = gathered.publish(k, v, self.impl, self.number)
+            arrived = gathered.publish(k, v, self.impl, self.number)
         units = BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv))
-        self._run(units, published)
+        self._run(units, arrived)
         return dq, dk, dv
 
     def num_posted(self) -> int:
@@ -125,7 +125,7 @@ class HeadGather:
             (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), areas, make
         )
 
-    def _run(self, work: UnitWork, published: Marker) -> None:
+    def _run(self, work: UnitWork, arrived: Marker) -> None:
         """Compute all units under the watchdog, and remember that the kernels have seen the mask.
 
         After an error, out of memory for example, lanes may still write to memory that the caller is about to free. So
@@ -137,7 +137,7 @@ class HeadGather:
         in_order = not known or measuring()  # the first section builds tables that the others reuse
         with self.memory.on_one_stream(), watching(self.memory, work.pass_name, device) as watched:
             try:
-                run_units(work, published, watched, in_order)
+                run_units(work, arrived, watched, in_order)
             except BaseException:
                 with suppress(RuntimeError):  # from a device that failed; the first error is the cause
                     self.memory.join()
@@ -303,7 +303,7 @@ class BackwardUnits(UnitWork):
         self.return_gradients(index)
 
 
-def run_units(work: UnitWork, published: Marker, watched: CallInFlight | Unwatched, in_order: bool) -> None:
+def run_units(work: UnitWork, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool) -> None:
     """Compute all units, those of two sections in two concurrent lanes, each as soon as its K/V have arrived.
 
     Small kernels before and after the kernel of a unit run in urgent lanes; they would otherwise queue behind all
@@ -311,22 +311,24 @@ def run_units(work: UnitWork, published: Marker, watched: CallInFlight | Unwatch
     other section waits for the last two, so their dQ is cast in their own lanes.
 
     Args:
+        arrived: arrival of the first unit's K/V, from `GatheredKV.publish`.
         watched: the call as the watchdog sees it.
-        published: marker after which the first section of every rank may be pulled.
         in_order: start a unit only after the previous one has ended.
     """
     gathered, memory, number = work.gathered, work.call.memory, work.call.number
     units, last_block, last_section = gathered.units, len(gathered.blocks) - 1, len(gathered.heads) - 1
     start = memory.mark()
     has_barriers = transport_name(memory) == "copy_engine"  # messages order the ranks without any
-    watched.reach(start, "for {} to begin", "all ranks" if has_barriers else "its device")
+    if has_barriers:
+        watched.reach(arrived, "for all ranks to begin")
+    else:
+        watched.reach(start, "for its device to begin")
     computed: list[Marker] = []  # by unit
     last_in_lane: dict[str, Marker] = {}
     returns: list[Marker] = []  # by transfer
     section_ends: dict[int, Marker] = {}
     dq_casts: list[Marker] = []  # of the last two sections
-    to_pull = iter(gathered.travelling)
-    arrived = gathered.pull(next(to_pull), published, computed)  # before the kernel of this rank's own keys
+    to_pull = iter(gathered.travelling[1:])
     for index, unit in enumerate(units):
         lane = "odd" if unit.section % 2 else "even"
         needed = [start if unit.transfer is None else arrived, *work.call.queries_arrived]

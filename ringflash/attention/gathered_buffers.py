@@ -75,6 +75,8 @@ class GatheredKV:
             for unit, pulls, sends in zip(self.units, self.pulls, self.sends, strict=True)
         ]
         self.head_offsets, self.line_map = self._offsets(batch).to(k.device), self._line_map(rows).to(k.device)
+        # Kernels of own keys do not wait for a pull, and would leave no SM to a barrier in the lane of the pulls.
+        self.begins_in_lane = len(blocks) == 1
         own_bytes = math.prod(operands.lines_of(k)) * operands.dtype.itemsize
         in_parts = len(heads) > 1 and own_bytes >= sections.PUBLISHED_BYTES
         ends = [0, *heads[:1], num_kv_heads] if in_parts else [0, num_kv_heads]
@@ -88,18 +90,21 @@ class GatheredKV:
     def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, number: CallNumber) -> Marker:
         """Write this rank's K and V, and the number of its call, to the area that other ranks pull from.
 
-        The first section of large K and V is written before the others, so that it travels meanwhile.
+        The first unit is pulled at once. Its section of large K and V is written before the others, so that it travels
+        meanwhile.
 
         Returns:
-            marker after which the first section may be pulled; for the others that is the end of all this work.
+            arrival of the first unit. The others may be pulled after all this work.
         """
         self.words.write(number)
-        begun: list[Marker] = []
-        for part, channel in enumerate((BEGIN, PUBLISHED)[: len(self.parts)]):
-            self._publish(k, v, impl, part)
-            self.memory.barrier(channel)
-            begun.append(self.memory.mark())
-        return begun[0]
+        self._publish(k, v, impl, 0)
+        if not self.begins_in_lane:
+            self.memory.barrier(BEGIN)
+        arrived = self.pull(self.travelling[0], self.memory.mark(), [])
+        if len(self.parts) > 1:
+            self._publish(k, v, impl, 1)
+            self.memory.barrier(PUBLISHED)
+        return arrived
 
     def _publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, part: int) -> None:
         heads = self.parts[part]
@@ -114,12 +119,19 @@ class GatheredKV:
 
         Args:
             index: of the unit.
-            start: marker after which every rank has published them.
+            start: end of the work of `publish` on which it depends.
             computed: units computed so far. If K/V are buffered, one of them was the last to read the buffer.
         """
-        before = self.travelling.index(index) - self.memory.num_buffers
+        transfer = self.travelling.index(index)
+        before = transfer - self.memory.num_buffers
         used = [computed[self.travelling[before]]] if self.buffered and before >= 0 else []
-        return self.memory.run_in_lane("pull", self.moves[index], [start, *used], urgent=True)
+
+        def move() -> None:
+            if transfer == 0 and self.begins_in_lane:
+                self.memory.barrier(BEGIN)
+            self.moves[index]()
+
+        return self.memory.run_in_lane("pull", move, [start, *used], urgent=True)
 
     def all_pulled(self, number: CallNumber) -> Marker:
         """Start the barrier after every rank's last pull. No kernel waits for it: each needs only its own rank's K/V.

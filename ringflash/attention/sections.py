@@ -25,7 +25,7 @@ MAX_BLOCK_STEPS = 8  # ranks of one block over NCCL: of more, the messages are c
 BLOCK_BYTES = 512 * MIB  # largest buffer of gradients of a unit, in a call of several blocks
 STATE_BYTES = 256 * MIB  # largest fp32 output of a section, in a call of several blocks
 MIN_UNIT_WORK = 1 << 35  # heads * visible pairs * head_dim. A smaller unit takes the host longer than the GPU
-_LONG_CALL_WORK = 1 << 39  # heads * queries * keys * head_dim. A shorter backward gains nothing from growing sections
+_LONG_CALL_WORK = 1 << 39  # heads * queries * keys * head_dim. In shorter calls the host's time counts: few sections
 _IDLE_LINK_WORK = 1 << 43  # heads * visible pairs * head_dim: a backward of 140 ms, in which links can fall idle
 BUFFER_BYTES = 192 * MIB  # largest buffer of K/V, or of gradients, of a section that may be smaller
 _GRADIENT_BUFFERS_BYTES = 1280 * MIB  # all buffers of gradients, if more than two let links fall idle
@@ -33,6 +33,7 @@ PUBLISHED_BYTES = 64 * MIB  # own K/V of this size take longer to write than the
 _PULL_QUERY_ROWS = 3000  # query rows whose kernel takes as long as the pull of their keys
 _RETURN_SHARE = 0.8  # returns that a backward kernel hides, per pull of a forward: 2.6 x time, 2 x bytes, barriers
 _EXPOSED_SHARE = 0.025  # of a forward. If the first pull takes more, one more section makes that section smaller
+_SHORT_EXPOSED_SHARE = 0.05  # the same for short calls, in which a section takes the host longer
 
 Shape = torch.Size | tuple[int, ...]
 
@@ -64,8 +65,9 @@ def choose_sections(shape: Shape, num_heads: int, keys: int, dtype: torch.dtype,
     head = 2 * batch * keys * head_dim
     most = num_kv_heads if fits_unbuffered(shape, keys, dtype) else max(least, BUFFER_BYTES // (head * dtype.itemsize))
     hiding = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
-    forward = _forward_sections(num_kv_heads, hiding, most)
-    if batch * num_heads * rows * keys * head_dim < _LONG_CALL_WORK:
+    is_long = batch * num_heads * rows * keys * head_dim >= _LONG_CALL_WORK
+    forward = _forward_sections(num_kv_heads, hiding, most, _EXPOSED_SHARE if is_long else _SHORT_EXPOSED_SHARE)
+    if not is_long:
         return Sections(forward, _equal_parts(num_kv_heads, least))
     most = max(least, BUFFER_BYTES // (head * state_dtype(dtype).itemsize))
     return Sections(forward, _backward_sections(num_kv_heads, hiding, most))
@@ -210,11 +212,15 @@ def gather_bytes(shape: Shape, num_heads: int, keys: int, returned_rows: int, pa
 
 
 @lru_cache(maxsize=64)
-def _forward_sections(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
-    """Divide heads into few sections, each at most `hiding` times the previous one, whose kernel hides its pull."""
+def _forward_sections(num_heads: int, hiding: float, most: int, exposed: float) -> tuple[int, ...]:
+    """Divide heads into few sections, each at most `hiding` times the previous one, whose kernel hides its pull.
+
+    Args:
+        exposed: part of the forward that the first pull may take.
+    """
     for count in range(2, 5):
         first = math.ceil(num_heads / sum(hiding**power for power in range(count)))
-        if first <= _EXPOSED_SHARE * num_heads * hiding:
+        if first <= exposed * num_heads * hiding:
             break
     heads: list[int] = []
     following = first

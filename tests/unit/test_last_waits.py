@@ -66,7 +66,7 @@ def waited(backward: bool) -> set[Any]:
         if backward
         else NothingForward(call, gathered, q)
     )
-    run_units(work, "published", Unwatched(), in_order=False)
+    run_units(work, "arrived", Unwatched(), in_order=False)
     return set(memory.waited)
 
 
