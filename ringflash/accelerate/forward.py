@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from inspect import signature
 from typing import Any
@@ -127,7 +128,9 @@ class RingForward:
             hidden, weight, labels, group=self.group, num_tokens=count, logit_scale=with_loss.logit_scale
         )
         if num_items is not None:
-            loss = loss * count / num_items  # in the dtype of the loss
+            divisor = torch.as_tensor(num_items, device=loss.device)
+            empty = divisor == 0  # then transformers' loss is NaN, too, and has gradients of 0
+            loss = (loss * count / divisor.masked_fill(empty, 1)).masked_fill(empty, math.nan)  # in the loss's dtype
         if balance is not None:
             loss = loss + with_loss.router_coefficient * balance
         return _mean_of_ranks(loss, self.group)

@@ -111,6 +111,18 @@ def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
     assert model.forward is forward
 
 
+@on_ranks(2)
+def test_a_step_without_labels_changes_nothing(ctx: Context) -> None:
+    """As in one process: transformers divides by 0 labels, and its gradients are 0."""
+    ring, whole = (models.build("llama", "sdpa") for _ in range(2))
+    put_on_ring(ring, ctx.group)
+    ids = models.tokens(2)
+    for model in (ring, whole):
+        loss = model(input_ids=ids, labels=torch.full_like(ids, -100), num_items_in_batch=torch.tensor(0)).loss
+        loss.backward()
+        assert loss.isnan() and not any(p.grad.any() for p in model.parameters())
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @on_ranks(2)
 def test_a_compiled_model(ctx: Context, in_place: bool) -> None:
