@@ -19,7 +19,13 @@ from ringflash.attention.api import attend
 from ringflash.attention.inputs import autocast, differentiate_alike, document_bounds
 from ringflash.comm.call_numbers import in_layer, is_eager
 from ringflash.comm.group import Group, resolve
-from ringflash.huggingface.consistency import ForwardInputs, check_consistency, guard_losses, name_of_layer
+from ringflash.huggingface.consistency import (
+    ForwardInputs,
+    check_consistency,
+    guard_losses,
+    name_of_layer,
+    refuse_media,
+)
 from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import use_global_length
 from ringflash.huggingface.options import NAME, ModelRing, check_single_process
@@ -117,6 +123,7 @@ def set_group(
     use_global_length(base, inputs)
     use_sequence_order(model, options, inputs)
     guard_losses(model, inputs)
+    refuse_media(model, base, inputs)
     generate_locally(model, inputs)
     for module in modules:
         module._ringflash = options  # type: ignore[assignment]

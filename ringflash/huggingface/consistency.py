@@ -23,6 +23,8 @@ from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.huggingface.validation import check_adapters, find_shape_error
 from ringflash.training.seeding import seeded_by_rank
 
+_MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values")  # beginnings of arguments' names
+
 
 class ForwardInputs:
     """Arguments of a model's current forward, noted at its start and read once, by its first layer.
@@ -112,6 +114,19 @@ class ForwardInputs:
         """Note labels that the model would shift inside the shard; a forward pre-hook of the model with the head."""
         checked = self.options.group is not None and not self.takes_whole_batches and kwargs.get("labels") is not None
         self.note("labels", _find_labels_error(model, kwargs) if checked else None)
+
+    def refuse_media(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise NotImplementedError on every rank for an image, video or sound; a forward pre-hook."""
+        given = {**dict(zip(tuple(signature(type(model).forward).parameters)[1:], args, strict=False)), **kwargs}
+        found = {name: x for name, x in given.items() if name.startswith(_MEDIA) and isinstance(x, Tensor)}
+        if self.options.group is None or not found:
+            return
+        name, x = next(iter(found.items()))
+        error = NotImplementedError(
+            f"{name} must not be given to a model on a ring, whose shards hold only a part of its tokens, got a tensor "
+            f"{tuple(x.shape)}; pass text only."
+        )
+        raise_together(self.options.group, error, x.device)
 
     def note(self, name: str, error: Exception | None) -> None:
         """Note an error, which the first layer raises on every rank, or that there is none any more."""
@@ -299,6 +314,16 @@ def guard_losses(model: nn.Module, inputs: ForwardInputs) -> None:
             module.loss_function = ShardLoss(module, compute, inputs)  # type: ignore[assignment]
         if inputs.note_labels not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(inputs.note_labels, with_kwargs=True)
+
+
+def refuse_media(model: nn.Module, base: nn.Module, inputs: ForwardInputs) -> None:
+    """Have every model around the decoder `base` refuse images, videos and sounds, whose tokens a shard may cut."""
+    for module in model.modules():
+        names = list(signature(type(module).forward).parameters)
+        if base not in set(module.modules()) or not any(name.startswith(_MEDIA) for name in names):
+            continue
+        if inputs.refuse_media not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(inputs.refuse_media, with_kwargs=True)
 
 
 def name_of_layer(module: nn.Module) -> str:

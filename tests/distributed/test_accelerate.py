@@ -113,7 +113,7 @@ def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
 
 @on_ranks(2)
 def test_a_step_without_labels_changes_nothing(ctx: Context) -> None:
-    """As in one process: transformers divides by 0 labels, and its gradients are 0."""
+    """The loss is NaN, since transformers divides by 0 labels, but gradients are 0, as in one process."""
     ring, whole = (models.build("llama", "sdpa") for _ in range(2))
     put_on_ring(ring, ctx.group)
     ids = models.tokens(2)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ringflash import huggingface, wrap_attention
+from ringflash import huggingface, shard_sequence, wrap_attention
 from tests.distributed.test_huggingface import build, compare, tokens
 from tests.helpers import models
 from tests.helpers.pool import Context, on_ranks
@@ -138,6 +138,31 @@ def test_labels_without_their_number_are_refused(ctx: Context) -> None:
         batch.pop("num_items_in_batch")
     with pytest.raises(ValueError, match="num_items_in_batch must be given with labels on a ring"):
         model(**batch, labels=batch["shift_labels"])
+
+
+@on_ranks(2)
+def test_images_are_refused_and_text_is_not(ctx: Context) -> None:
+    """A model for both; one rank has an image."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    huggingface.register()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"model_type": "clip_vision_model", "image_size": 4, "patch_size": 2, **sizes}
+    text = AutoConfig.for_model("llama", **models.TINY)
+    config = AutoConfig.for_model("llava", text_config=text, vision_config=vision, image_token_index=60)
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
+    ring = deepcopy(whole)
+    ring.set_attn_implementation("ringflash")
+    huggingface.set_group(ring, ctx.group)
+    ids = tokens() % 60
+    batch = huggingface.prepare_batch(ids, group=ctx.group)
+    batch = {name: batch[name] for name in ("input_ids", "position_ids", "use_cache", "checksum")}
+    want = shard_sequence(whole(ids).logits, ctx.group)
+    torch.testing.assert_close(ring(**batch).logits, want, rtol=1e-9, atol=1e-12)
+    image = {"pixel_values": torch.zeros(1, 3, 4, 4, dtype=torch.float64)} if ctx.rank else {}
+    with pytest.raises(NotImplementedError, match="pixel_values must not be given to a model on a ring, whose shards"):
+        ring(**batch, **image)
 
 
 @on_ranks(2)
