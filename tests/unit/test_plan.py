@@ -860,6 +860,7 @@ def test_an_overlay_without_its_recipe_is_named(plan: Plan) -> None:
             "mlp_tile_tokens must be 0 for starcoder2, got 8",
         ),
         (small("mixtral", **EXPERTS), ["--model.memory.liger", "true"], "liger must be false for a plan of mixtral"),
+        (small("qwen3"), ["--model.impl", "hopper_fp8"], "got head_dim 16 (one of 64, 128, 256)"),
         (small("gemma2"), [], "logits of Gemma2ForCausalLM must be those of lm_head times a number"),
         (small("persimmon"), [], "model_type must be one whose parameters can be placed, got 'persimmon'"),
         ({"model_type": "mamba"}, [], "model_type must be one of a text model with model.layers, got 'mamba'"),

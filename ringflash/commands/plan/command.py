@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
@@ -30,7 +31,7 @@ from ringflash.flops import FP8_PER_BF16, ChunkedAttention, count_visible_pairs,
 from ringflash.huggingface.weights import merge_config, read_config
 from ringflash.memory import Memory
 from ringflash.training.mesh import mesh_sizes
-from ringflash_kernels.api import IMPLS, check_fp8_backward, rounds
+from ringflash_kernels.api import IMPLS, check_fp8_backward, implementation, rounds
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 _RECIPE_KEYS = {  # keys that are also flags, as in training: key, help
@@ -203,6 +204,10 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
         raise ValueError(f"model.impl must be 'auto' or one of {IMPLS}, got {impl!r}; leave it out for 'auto'.")
     shape, windows = model_of(config)
     check_fp8_backward(impl, fp8_backward, shape.head_dim, deterministic=False)
+    if rounds(impl):
+        sizes = shape.head_dim, shape.value_dim
+        q, v = (torch.empty(1, 1, 1, size, dtype=torch.bfloat16, device="meta") for size in sizes)
+        implementation("reference_fp8", q, q, v)  # takes the head_dims of hopper_fp8, on any device
     # "auto" is planned as if Liger were installed
     memory["liger"] = shape.liger is not None if memory["liger"] == "auto" else memory["liger"]
     job = TrainingJob(
