@@ -191,7 +191,7 @@ def _agreement(runs: Runs) -> Check:
 def _usual(pairs: Any) -> float:
     """Return the upper quartile of the baseline's relative errors."""
     errors = [_relative(base, want) for base, want in pairs]
-    return float(torch.tensor(errors).quantile(0.75)) if errors else 0.0
+    return float(torch.tensor(errors, dtype=torch.float64).quantile(0.75)) if errors else 0.0
 
 
 def _relative(base: Tensor, want: Tensor) -> float:

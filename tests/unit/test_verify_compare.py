@@ -34,8 +34,14 @@ def failed(got: Observation) -> list[Check]:
     return [check for check in compare(runs) if check.failed]
 
 
-def test_the_baseline_passes() -> None:
-    assert failed(observation(torch.bfloat16)) == []
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_the_baseline_passes(default: torch.dtype) -> None:
+    """Also if the model's code has set torch's default dtype."""
+    torch.set_default_dtype(default)
+    try:
+        assert failed(observation(torch.bfloat16)) == []
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_zeroed_last_rows_fail_where_they_start() -> None:
