@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -172,12 +173,16 @@ def _check_epochs(trainer: lightning.Trainer) -> None:
             f"max_epochs must be -1 without limit_train_batches, got {trainer.max_epochs}: the sequences have no end; "
             "give max_steps, or the batches of an epoch with limit_train_batches, or max_epochs=-1 for no limit."
         )
-    batches, accumulated = trainer.limit_train_batches, trainer.accumulate_grad_batches
-    if isinstance(batches, int) and batches % accumulated and not trainer.fast_dev_run:
-        raise ValueError(
-            f"limit_train_batches must be a multiple of accumulate_grad_batches ({accumulated}), got {batches}: the "
-            "last step of an epoch would divide by batches that it does not have; change one of them."
-        )
+    batches, counts = trainer.limit_train_batches, [trainer.accumulate_grad_batches]
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            counts += callback.scheduling.values()
+    for accumulated in counts:
+        if isinstance(batches, int) and batches % accumulated and not trainer.fast_dev_run:
+            raise ValueError(
+                f"limit_train_batches must be a multiple of accumulate_grad_batches ({accumulated}), got {batches}: "
+                "the last step of an epoch would divide by batches that it does not have; change one of them."
+            )
 
 
 class _Unconsumed(Sampler[int]):

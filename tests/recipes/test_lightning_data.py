@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from recipes.lightning.text import SEPARATOR, PackedText, TextData, is_held_out, text_files
@@ -138,12 +139,19 @@ def test_model_without_some_of_the_tokens_is_refused(config: dict, got: int) -> 
         ({"max_epochs": 1000, "limit_train_batches": 0.5}, 1, "max_epochs must be -1 without limit_train_batches"),
         ({"_val_check_time_interval": 600.0}, 1, "val_check_interval must be a number of batches .*, got 600 s; give"),
         ({"limit_train_batches": 3}, 1, r"limit_train_batches must be a multiple of accumulate_grad\w+ \(2\)"),
+        (
+            {"limit_train_batches": 4, "callbacks": [GradientAccumulationScheduler({1: 3})]},
+            1,
+            r"limit_train_batches must be a multiple of accumulate_grad\w+ \(3\)",
+        ),
     ],
 )
 def test_trainers_that_would_not_do_as_told_are_refused(options: dict, dp_size: int, message: str) -> None:
     """All data ranks would train on the same; epochs without end, or that end in a step; ranks that would part."""
     defaults = {"overfit_batches": 0.0, "max_epochs": -1, "limit_train_batches": 1.0, "world_size": 2}
-    defaults |= {"accumulate_grad_batches": 2, "fast_dev_run": False, "_val_check_time_interval": None}
+    defaults |= {
+        "accumulate_grad_batches": 2, "callbacks": [], "fast_dev_run": False, "_val_check_time_interval": None,
+    }  # fmt: skip
     strategy = ContextParallelStrategy()
     strategy._device_mesh = {"data_parallel": SimpleNamespace(size=lambda: dp_size)}
     data = TextData(seqlen=16)
@@ -155,7 +163,8 @@ def test_trainers_that_would_not_do_as_told_are_refused(options: dict, dp_size: 
 
 def test_fast_dev_run_may_end_in_a_step() -> None:
     """It sets limit_train_batches to 1 itself, and keeps accumulate_grad_batches."""
-    limits = {"limit_train_batches": 1, "overfit_batches": 0.0, "max_epochs": 1, "accumulate_grad_batches": 2}
+    limits: dict = {"limit_train_batches": 1, "overfit_batches": 0.0, "max_epochs": 1, "accumulate_grad_batches": 2}
+    limits["callbacks"] = []
     _check_epochs(SimpleNamespace(**limits, fast_dev_run=1))
     with pytest.raises(ValueError, match="limit_train_batches must be a multiple"):
         _check_epochs(SimpleNamespace(**limits, fast_dev_run=False))
