@@ -77,10 +77,8 @@ class HeadGather:
         """Compute attention as `RingOfHops.forward` does, but with one launch per unit instead of one per hop."""
         out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
-        with waiting(q.device):
-            gathered = self._gathered("forward", k, v, q.shape[2])
-            arrived = gathered.publish(k, v, self.impl, self.number)
-        self._run(ForwardUnits(self, gathered, q, out, lse, row_max), arrived)
+        gathered = self._gathered("forward", k, v, q.shape[2])
+        self._run(ForwardUnits(self, gathered, q, out, lse, row_max), k, v)
         return out, lse
 
     def backward(
@@ -96,12 +94,9 @@ class HeadGather:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        with waiting(q.device):
-            gathered = self._gathered("backward", k, v, q.shape[2])
-            returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn(gathered, k))
-            arrived = gathered.publish(k, v, self.impl, self.number)
-        units = BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv))
-        self._run(units, arrived)
+        gathered = self._gathered("backward", k, v, q.shape[2])
+        returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn(gathered, k))
+        self._run(BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv)), k, v)
         return dq, dk, dv
 
     def num_posted(self) -> int:
@@ -125,8 +120,8 @@ class HeadGather:
             (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), areas, make
         )
 
-    def _run(self, work: UnitWork, arrived: Marker) -> None:
-        """Compute all units under the watchdog, and remember that the kernels have seen the mask.
+    def _run(self, work: UnitWork, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Publish k and v and compute all units under the watchdog, and remember that the kernels have seen the mask.
 
         After an error, out of memory for example, lanes may still write to memory that the caller is about to free. So
         the caller's stream waits for all of them.
@@ -137,6 +132,8 @@ class HeadGather:
         in_order = not known or measuring()  # the first section builds tables that the others reuse
         with self.memory.on_one_stream(), watching(self.memory, work.pass_name, device) as watched:
             try:
+                with waiting(device):
+                    arrived = work.gathered.publish(k, v, self.impl, self.number)
                 run_units(work, arrived, watched, in_order)
             except BaseException:
                 with suppress(RuntimeError):  # from a device that failed; the first error is the cause
