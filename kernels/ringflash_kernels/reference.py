@@ -7,6 +7,7 @@ blocks so that the score matrix stays bounded.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -15,6 +16,19 @@ from ringflash_kernels.merge import merge_
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_SCORES = 1 << 20  # scores of one block of rows: several such blocks fit a CPU's cache
+
+_num_pieces = 1
+
+
+@contextmanager
+def keys_in_pieces(number: int) -> Iterator[None]:
+    """Let attention of this process merge pieces of its keys, the last one first, as the hops of a ring are merged."""
+    global _num_pieces
+    before, _num_pieces = _num_pieces, number
+    try:
+        yield
+    finally:
+        _num_pieces = before
 
 
 def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -119,9 +133,12 @@ def _blocks(q: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.T
     first, end = mask.q_span
     visible = mask.dense(q.device)
     block = max(1, _MAX_SCORES // (q.shape[0] * q.shape[2] * (cols.stop - cols.start)))
+    size = -(-(cols.stop - cols.start) // _num_pieces)
     for start in range(first, end, block):
         rows = slice(start, min(start + block, end))
-        yield rows, cols, visible[rows, cols]
+        for left in reversed(range(cols.start, cols.stop, size)):
+            piece = slice(left, min(left + size, cols.stop))
+            yield rows, piece, visible[rows, piece]
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Tensor:

@@ -5,7 +5,7 @@
 `want` is cp=1 in fp64, `baseline` is cp=1 in the dtype under test, `got` is cp=N in that dtype; positions are compared
 chunk by chunk. This is the rule of the tests (`ringflash.oracle.tolerance`) with one addition: if the baseline of a
 chunk or parameter happens to be more accurate than is usual for its kind, the usual relative error (the upper quartile)
-replaces it.
+replaces it. If there are several baselines (`rounding.py`), the largest of their errors counts.
 """
 
 from __future__ import annotations
@@ -66,13 +66,23 @@ class Check:
 
 @dataclass(frozen=True)
 class Runs:
-    """The three runs, and the number of chunks of the sequence in the layout."""
+    """The three runs, and the number of chunks of the sequence in the layout.
+
+    Args:
+        more: further baselines.
+    """
 
     got: Observation
     want: Observation
     baseline: Observation
     num_chunks: int
     eps: float
+    more: tuple[Observation, ...] = ()
+
+    @property
+    def baselines(self) -> tuple[Observation, ...]:
+        """All baselines, first the one of the weights as they are."""
+        return self.baseline, *self.more
 
 
 def compare(runs: Runs) -> list[Check]:
@@ -132,14 +142,15 @@ def _inputs(runs: Runs) -> Check:
 
 
 def _by_position(name: str, runs: Runs, read: Callable[[Observation], Tensors]) -> Check:
-    got, want, baseline = read(runs.got), read(runs.want), read(runs.baseline)
+    got, want, baselines = read(runs.got), read(runs.want), [read(seen) for seen in runs.baselines]
     names = [key for key in got if key in want and got[key].shape == want[key].shape]
     check = Check(name)
-    usual = _usual(pair for key in names for pair in _chunks(runs, baseline[key], want[key]))
+    usual = _usual(pair for key in names for pair in _chunks(runs, baselines[0][key], want[key]))
     for key in names:
         size = want[key].shape[1] // runs.num_chunks
-        for index, (x, base, reference) in enumerate(_chunks(runs, got[key], baseline[key], want[key])):
-            ratio, first_row = _spent(x, base, reference, usual, runs.eps)
+        parts = _chunks(runs, got[key], want[key], *(base[key] for base in baselines))
+        for index, (x, reference, *bases) in enumerate(parts):
+            ratio, first_row = _spent(x, bases, reference, usual, runs.eps)
             check.add(key, ratio, index * size + first_row)
     return check
 
@@ -149,11 +160,11 @@ def _chunks(runs: Runs, *tensors: Tensor) -> Iterator[Any]:
 
 
 def _whole(name: str, runs: Runs, read: Callable[[Observation], Tensors]) -> Check:
-    got, want, baseline = read(runs.got), read(runs.want), read(runs.baseline)
+    got, want, baselines = read(runs.got), read(runs.want), [read(seen) for seen in runs.baselines]
     check = _lacking(name, got, want)
-    usual = _usual((baseline[key], want[key]) for key in want)
+    usual = _usual((baselines[0][key], want[key]) for key in want)
     for key in (key for key in want if key in got):
-        check.add(key, _spent(got[key], baseline[key], want[key], usual, runs.eps)[0])
+        check.add(key, _spent(got[key], [base[key] for base in baselines], want[key], usual, runs.eps)[0])
     return check
 
 
@@ -165,12 +176,13 @@ def _lacking(name: str, got: Mapping[str, object], want: Mapping[str, object]) -
 
 def _scalars(name: str, runs: Runs, read: Callable[[Observation], dict[str, float]]) -> Check:
     """Compare scalars; their budget uses the usual relative error of the last layer's output."""
-    got, want, baseline = read(runs.got), read(runs.want), read(runs.baseline)
+    got, want, baselines = read(runs.got), read(runs.want), [read(seen) for seen in runs.baselines]
     check, last = _lacking(name, got, want), list(runs.want.layers)[-1:]
     usual = _usual((runs.baseline.layers[key], runs.want.layers[key]) for key in last)
     for key, value in ((key, got[key]) for key in want if key in got):
-        x, base, reference = (torch.tensor(v, dtype=torch.float64) for v in (value, baseline[key], want[key]))
-        if not check.add(key, _spent(x, base, reference, usual, runs.eps)[0]):
+        values = (value, want[key], *(base[key] for base in baselines))
+        x, reference, *bases = (torch.tensor(v, dtype=torch.float64) for v in values)
+        if not check.add(key, _spent(x, bases, reference, usual, runs.eps)[0]):
             check.note = f"{value:.6g} at cp=N, {want[key]:.6g} at cp=1"
     return check
 
@@ -199,14 +211,14 @@ def _relative(base: Tensor, want: Tensor) -> float:
     return (base.double() - want.double()).abs().max().item() / size if size > 0 else 0.0
 
 
-def _spent(got: Tensor, base: Tensor, want: Tensor, usual: float, eps: float) -> tuple[float, int]:
+def _spent(got: Tensor, bases: list[Tensor], want: Tensor, usual: float, eps: float) -> tuple[float, int]:
     """Return error over budget (the worse of maximum and mean) and the first row (dim 1) that exceeds it."""
     want = want.double()
-    error, allowed = (got.double() - want).abs(), (base.double() - want).abs()
+    error, allowed = (got.double() - want).abs(), [_extent((base.double() - want).abs()) for base in bases]
     if not torch.isfinite(error).all():
         error = error.nan_to_num(float("inf"), float("inf"))
-    size = want.abs()
-    limits = [2 * max(a, usual * b) + eps * b for a, b in zip(_extent(allowed), _extent(size), strict=True)]
+    largest = torch.tensor(allowed, dtype=torch.float64, device="cpu").amax(0).tolist()  # NaN if one is
+    limits = [2 * max(a, usual * b) + eps * b for a, b in zip(largest, _extent(want.abs()), strict=True)]
     ratios = [_over(e, limit) for e, limit in zip(_extent(error), limits, strict=True)]
     rows = error.movedim(1, 0).flatten(1).amax(1) > limits[0] if error.dim() > 1 else torch.zeros(1, dtype=torch.bool)
     return max(ratios), int(rows.nonzero()[0]) if rows.any() else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -12,11 +11,6 @@ from torch import Tensor
 from ringflash.sequence.layout import chunks, local_positions
 from ringflash.verify import layer_masks
 from ringflash.verify.compare import Check, Runs
-
-_ROUNDED = (  # checks whose tensors rounding changes
-    "layer outputs", "logits", "loss", "loss gradient by position", "evaluation loss", "gradients", "optimizer step",
-)  # fmt: skip
-_MOST_ROUNDING = 10.0  # error over budget in float32: rounding was up to 2.4 in right models, planted mistakes 2,000
 
 
 @dataclass(frozen=True)
@@ -80,18 +74,6 @@ def explain(check: Check, runs: Runs, probes: list[Reach], sharded: ShardedPosit
     if check.name in ("mask", layer_masks.NAME):  # perhaps not even applied at cp=1
         return first, f"{check.note}; does the batch carry cu_seqlens, and does the layer use its window?"
     return first, hints.get(check.name, lambda: "")()
-
-
-def rounding_hint(checks: Iterable[Check], eps: float) -> str:
-    """Say that failures may be rounding; "" if a mistake is likelier. Only in float32 do the two differ that much."""
-    failed = [check for check in checks if check.failed]
-    ratios = [check.ratio for check in failed if check.ratio is not None and check.name in _ROUNDED]
-    if eps > 1e-6 or len(ratios) < len(failed) or max(ratios, default=_MOST_ROUNDING) >= _MOST_ROUNDING:
-        return ""
-    return (
-        f"errors of {max(ratios):.1f} times the budget may be rounding, which trained weights amplify: repeat with "
-        "other values of --seed. A mistake fails with every seed, in float32 mostly by a factor of thousands."
-    )
 
 
 def batch_hint(name: str, runs: Runs, sharded: ShardedPositions) -> str:

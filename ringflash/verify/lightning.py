@@ -80,8 +80,8 @@ class LightningSession(Session):
             **precision,
         )  # fmt: skip
 
-    def _runs(self, got: Observation) -> Any:
-        return self._with_cp1(got)
+    def _where_cp1_runs(self, make: Callable[[], Any]) -> Any:
+        return make()
 
     def _at_cp1(self, make: Callable[[], Any]) -> Any:
         return make()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN, watched_modules
 from ringflash.verify.compare import Check, Runs, check_beside_exact, compare
-from ringflash.verify.diagnosis import Reach, ShardedPositions, explain, rounding_hint
+from ringflash.verify.diagnosis import Reach, ShardedPositions, explain
 from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks
 from ringflash.verify.observe import Observation, Tensors, attends_in_fp8, build, observe
 from ringflash.verify.probe import (
@@ -28,8 +28,10 @@ from ringflash.verify.probe import (
     replace_tokens,
 )
 from ringflash.verify.report import Report
+from ringflash.verify.rounding import MOST_BASELINES, may_be_rounding, round_again, rounding_hint, step_from
 from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
 from ringflash.wrap.wrapper import check_norms
+from ringflash_kernels.api import keys_in_pieces
 
 T = TypeVar("T")
 _MIN_CHANGE = 1e-6  # relative to the largest value, in fp64; transformers' norms are computed in fp32 nevertheless
@@ -84,6 +86,7 @@ class Session:
             return report
         runs = self._runs(got)
         report.checks = self._shared(lambda: compare(runs) + (check_beside_exact(runs) if self.in_fp8 else []))
+        runs = self._with_more_baselines(report, runs)
         report.checks += [self._mask_check(), self._layer_mask_check()]
         report.checks += attention_checks(self.group, self.data, set(self.windows) or {None}, s.causal, s.dtype)
         self._explain(report, runs)
@@ -139,13 +142,32 @@ class Session:
 
     def _runs(self, got: Observation) -> Any:
         """Return all runs on rank 0, None on other ranks."""
-        return self._on_first(lambda: self._with_cp1(got))
+        return self._where_cp1_runs(lambda: self._with_cp1(got))
 
     def _with_cp1(self, got: Observation) -> Runs:
         baseline = self.observe(ring=False)
         want = self.observe(ring=False, wide=True, weights=baseline.weights)
         num_chunks = self.group.size() * chunks_of_rank(self.layout)
         return Runs(got, want, baseline, num_chunks, torch.finfo(self.settings.dtype).eps)
+
+    def _with_more_baselines(self, report: Report, runs: Any) -> Any:
+        """Add baselines and compare again, as long as the failures of the report may be rounding; return all runs."""
+        for seed in range(MOST_BASELINES - 1):
+            if self.in_fp8 or not may_be_rounding(report.checks, torch.finfo(self.settings.dtype).eps):
+                break
+            runs = self._where_cp1_runs(partial(self._with_another_baseline, runs, seed))
+            report.checks = self._shared(partial(compare, runs))
+        return runs
+
+    def _with_another_baseline(self, runs: Runs, seed: int) -> Runs:
+        weights = runs.baseline.weights
+        with keys_in_pieces(runs.num_chunks):
+            seen = self.observe(ring=False, weights=round_again(weights, seed))
+        return replace(runs, more=(*runs.more, step_from(weights, seen)))
+
+    def _where_cp1_runs(self, make: Callable[[], Any]) -> Any:
+        """Call `make`, which runs at cp=1, on rank 0; return None on other ranks."""
+        return self._on_first(make)
 
     def _on_first(self, make: Callable[[], Any]) -> Any:
         """Call `make` on rank 0 and return its result there, None on other ranks; an error is raised on all ranks."""

@@ -487,6 +487,8 @@ PATCHES: dict[str, Callable[[], Any]] = {
     "local_shard_only": lambda: patched_attention(options=ModelRing(None)),
     "window_dropped": lambda: patched_attention(window_size=(-1, -1)),
     "rounded_gradients": rounded_gradients,
+    "scale": lambda: patched_attention(softmax_scale=8**-0.5 * (1 + 1e-3)),
+    "nearly_the_scale": lambda: patched_attention(softmax_scale=8**-0.5 * (1 + 5e-6)),
     "window_dropped_everywhere": lambda: other_windows(lambda window, layer: (-1, -1)),
     "window_one_more": lambda: other_windows(lambda window, layer: (window[0] + (window[0] >= 0), -1)),
     "window_one_less": lambda: other_windows(lambda window, layer: (window[0] - (window[0] >= 0), -1)),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ringflash_kernels import Mask, Region, attention_backward, attention_forward, begin_backward, flash4, reference
+from ringflash_kernels.api import keys_in_pieces
 from tests.helpers import dense
 from tests.helpers.tolerance import assert_close
 
@@ -59,11 +60,14 @@ def test_equals_scaled_dot_product_attention(scale: float | None) -> None:
     assert_close({"out": out}, {"out": want.transpose(1, 2)})
 
 
-def test_rows_in_blocks_equal_rows_at_once() -> None:
+@pytest.mark.parametrize("pieces", [1, 5])
+def test_rows_in_blocks_and_keys_in_pieces_equal_all_at_once(pieces: int) -> None:
     *inputs, dlse = draw()
     whole = gradients(*inputs, dlse=dlse, causal=True)
-    with mock.patch.object(reference, "_MAX_SCORES", 2 * 4 * 12 * 5):
+    with mock.patch.object(reference, "_MAX_SCORES", 2 * 4 * 12 * 5), keys_in_pieces(pieces):
         assert_close(gradients(*inputs, dlse=dlse, causal=True), whole)
+    again = gradients(*inputs, dlse=dlse, causal=True)
+    assert all(torch.equal(again[name], x) for name, x in whole.items())
 
 
 @pytest.mark.parametrize("cuts", [(0, 5, 12), (0, 1, 2, 3, 12), (0, 4, 4, 12)])
