@@ -95,7 +95,7 @@ def test_a_right_training_passes_if_its_baseline_is_exact_by_chance(pool: Pool) 
 
 @pytest.mark.parametrize(("patch", "drawn"), [("scale", 0), ("nearly_the_scale", 32)])
 def test_more_baselines_hide_no_other_scale(pool: Pool, patch: str, drawn: int) -> None:
-    """Of one part in a thousand, and of one in 200,000, which rounding might seem to explain."""
+    """Scales that are wrong by 1e-3, and by 5e-6, which rounding might seem to explain."""
     (passed, ratio, count), _ = pool.run(report_with_more_baselines, patch, size=2)
     assert not passed and count == drawn and (ratio > 100) == (drawn == 0)
 
