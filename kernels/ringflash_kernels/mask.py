@@ -166,7 +166,7 @@ class Mask:
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
             check_capture(device)
-            start, stop = self._host_bounds()
+            start, stop = self._host_bounds() if device.type == "cpu" else self.bounds()
             return start.to(device), stop.to(device)
 
         return self.cached(("bounds", device), make)

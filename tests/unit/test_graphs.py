@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.knobs import runtime
 
 import ringflash
@@ -185,6 +187,29 @@ def test_an_unaligned_pointer_is_another_kernel(monkeypatch: pytest.MonkeyPatch)
     for tensor in (x, x[1:], x.double()):
         launch("variant", 1, tensor, 32, BLOCK=64)
     assert len(kernel.compiled) == 3
+
+
+class OpsOf(TorchDispatchMode):
+    """Names of the operators whose result is on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device, self.names = device, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.device == self.device:
+            self.names.add(str(func))
+        return result
+
+
+def test_what_a_mask_keeps_is_there_for_any_stream() -> None:
+    """It is made on the host and copied, which waits. Another stream could read what kernels are still computing."""
+    mask, meta = Mask.documents([0, 3, 300]), torch.device("meta")
+    with OpsOf(meta) as seen:
+        host.tile_table(mask, meta, 128, mask.q_span)
+        mask.bounds(meta)
+    assert seen.names == {"aten._to_copy.default"}
 
 
 @pytest.mark.parametrize("what", ["bounds", "tiles", "documents"])

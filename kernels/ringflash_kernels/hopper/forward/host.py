@@ -229,7 +229,8 @@ def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple
 
 def _new_tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> torch.Tensor:
     check_capture(device)
-    start, stop = (bound[slice(*rows)] for bound in mask.bounds(device))
+    # On the host: another stream may read the table as soon as it is there.
+    start, stop = (bound[slice(*rows)] for bound in mask.bounds())
     empty = start == stop
 
     def extreme(values: torch.Tensor, of_empty: int, of_padding: int, reduce: str) -> torch.Tensor:
@@ -243,9 +244,9 @@ def _new_tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: 
     end_key = extreme(stop, 0, 0, "amax")
     first_key = torch.minimum(first_key, end_key)
     order = torch.argsort(end_key - first_key, descending=True, stable=True)
-    columns = (torch.arange(len(order), device=device), first_key, last_start, first_stop, end_key)
+    columns = (torch.arange(len(order), device=start.device), first_key, last_start, first_stop, end_key)
     table = torch.stack([column.int() for column in columns], 1)[order]
-    return torch.nn.functional.pad(table, (0, 3)).contiguous()
+    return torch.nn.functional.pad(table, (0, 3)).contiguous().to(device)
 
 
 @functools.cache
