@@ -17,7 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.verify.observe import Observation, Tensors
+from ringflash.verify.observe import Observation
+
+Extent = tuple[float, float]  # maximum and mean
+Errors = dict[tuple[str, str, int], Extent]  # by check, name and chunk
+
+# Checks whose values rounding changes, and what they compare, by name; those of `_POSITIONED` chunk by chunk.
+ROUNDED: dict[str, Callable[[Observation], dict[str, Any]]] = {
+    "layer outputs": lambda seen: seen.layers,
+    "logits": lambda seen: seen.logits,
+    "loss": lambda seen: {"loss": seen.loss},
+    "loss gradient by position": lambda seen: seen.loss_gradient,
+    "evaluation loss": lambda seen: seen.eval_losses,
+    "gradients": lambda seen: seen.gradients,
+    "optimizer step": lambda seen: seen.stepped,
+}
+_POSITIONED = ("layer outputs", "logits", "loss gradient by position")
 
 # Largest relative differences of FP8 from exact attention. That of the gradients is the limit for one layer's attention
 # with outliers; models that trained had 3 to 5% (docs/fp8.md).
@@ -69,7 +84,7 @@ class Runs:
     """The three runs, and the number of chunks of the sequence in the layout.
 
     Args:
-        more: further baselines.
+        more: errors of further baselines.
     """
 
     got: Observation
@@ -77,12 +92,7 @@ class Runs:
     baseline: Observation
     num_chunks: int
     eps: float
-    more: tuple[Observation, ...] = ()
-
-    @property
-    def baselines(self) -> tuple[Observation, ...]:
-        """All baselines, first the one of the weights as they are."""
-        return self.baseline, *self.more
+    more: tuple[Errors, ...] = ()
 
 
 def compare(runs: Runs) -> list[Check]:
@@ -90,15 +100,26 @@ def compare(runs: Runs) -> list[Check]:
     return [
         _weights(runs),
         _inputs(runs),
-        _by_position("layer outputs", runs, lambda seen: seen.layers),
-        _by_position("logits", runs, lambda seen: seen.logits),
-        _scalars("loss", runs, lambda seen: {"loss": seen.loss}),
-        _by_position("loss gradient by position", runs, lambda seen: seen.loss_gradient),
-        _scalars("evaluation loss", runs, lambda seen: seen.eval_losses),
-        _whole("gradients", runs, lambda seen: seen.gradients),
+        _by_position("layer outputs", runs),
+        _by_position("logits", runs),
+        _scalars("loss", runs),
+        _by_position("loss gradient by position", runs),
+        _scalars("evaluation loss", runs),
+        _whole("gradients", runs),
         _agreement(runs),
         _stepped(runs),
     ]
+
+
+def errors_of(baseline: Observation, runs: Runs) -> Errors:
+    """Return the errors of a run at cp=1."""
+    errors: Errors = {}
+    for check, read in ROUNDED.items():
+        seen, want = read(baseline), read(runs.want)
+        for key in (key for key in want if key in seen and _shape(seen[key]) == _shape(want[key])):
+            for index, (x, reference) in enumerate(_parts(check, runs, seen[key], want[key])):
+                errors[check, key, index] = _error(x, reference)
+    return errors
 
 
 def check_beside_exact(runs: Runs) -> list[Check]:
@@ -141,30 +162,39 @@ def _inputs(runs: Runs) -> Check:
     return check
 
 
-def _by_position(name: str, runs: Runs, read: Callable[[Observation], Tensors]) -> Check:
-    got, want, baselines = read(runs.got), read(runs.want), [read(seen) for seen in runs.baselines]
+def _by_position(name: str, runs: Runs) -> Check:
+    got, want, baseline = (ROUNDED[name](seen) for seen in (runs.got, runs.want, runs.baseline))
     names = [key for key in got if key in want and got[key].shape == want[key].shape]
     check = Check(name)
-    usual = _usual(pair for key in names for pair in _chunks(runs, baselines[0][key], want[key]))
+    usual = _usual(pair for key in names for pair in _parts(name, runs, baseline[key], want[key]))
     for key in names:
         size = want[key].shape[1] // runs.num_chunks
-        parts = _chunks(runs, got[key], want[key], *(base[key] for base in baselines))
-        for index, (x, reference, *bases) in enumerate(parts):
-            ratio, first_row = _spent(x, bases, reference, usual, runs.eps)
+        parts = _parts(name, runs, got[key], baseline[key], want[key])
+        for index, (x, base, reference) in enumerate(parts):
+            largest = _largest(runs, (name, key, index), base, reference)
+            ratio, first_row = _spent(x, largest, reference, usual, runs.eps)
             check.add(key, ratio, index * size + first_row)
     return check
 
 
-def _chunks(runs: Runs, *tensors: Tensor) -> Iterator[Any]:
-    return zip(*(x.chunk(runs.num_chunks, 1) for x in tensors), strict=True)
+def _parts(check: str, runs: Runs, *values: Any) -> Iterator[Any]:
+    """Iterate over the chunks of tensors with positions, or over one part of others; numbers become tensors."""
+    if check in _POSITIONED:
+        return zip(*(x.chunk(runs.num_chunks, 1) for x in values), strict=True)
+    return iter([tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in values)])
 
 
-def _whole(name: str, runs: Runs, read: Callable[[Observation], Tensors]) -> Check:
-    got, want, baselines = read(runs.got), read(runs.want), [read(seen) for seen in runs.baselines]
+def _shape(x: Tensor | float) -> tuple[int, ...]:
+    return tuple(x.shape) if isinstance(x, Tensor) else ()
+
+
+def _whole(name: str, runs: Runs) -> Check:
+    got, want, baseline = (ROUNDED[name](seen) for seen in (runs.got, runs.want, runs.baseline))
     check = _lacking(name, got, want)
-    usual = _usual((baselines[0][key], want[key]) for key in want)
+    usual = _usual((baseline[key], want[key]) for key in want)
     for key in (key for key in want if key in got):
-        check.add(key, _spent(got[key], [base[key] for base in baselines], want[key], usual, runs.eps)[0])
+        largest = _largest(runs, (name, key, 0), baseline[key], want[key])
+        check.add(key, _spent(got[key], largest, want[key], usual, runs.eps)[0])
     return check
 
 
@@ -174,21 +204,22 @@ def _lacking(name: str, got: Mapping[str, object], want: Mapping[str, object]) -
     return Check(name, float("inf") if missing else None, missing)
 
 
-def _scalars(name: str, runs: Runs, read: Callable[[Observation], dict[str, float]]) -> Check:
+def _scalars(name: str, runs: Runs) -> Check:
     """Compare scalars; their budget uses the usual relative error of the last layer's output."""
-    got, want, baselines = read(runs.got), read(runs.want), [read(seen) for seen in runs.baselines]
+    got, want, baseline = (ROUNDED[name](seen) for seen in (runs.got, runs.want, runs.baseline))
     check, last = _lacking(name, got, want), list(runs.want.layers)[-1:]
     usual = _usual((runs.baseline.layers[key], runs.want.layers[key]) for key in last)
     for key, value in ((key, got[key]) for key in want if key in got):
-        values = (value, want[key], *(base[key] for base in baselines))
-        x, reference, *bases = (torch.tensor(v, dtype=torch.float64) for v in values)
-        if not check.add(key, _spent(x, bases, reference, usual, runs.eps)[0]):
+        ((x, base, reference),) = _parts(name, runs, value, baseline[key], want[key])
+        if not check.add(
+            key, _spent(x, _largest(runs, (name, key, 0), base, reference), reference, usual, runs.eps)[0]
+        ):
             check.note = f"{value:.6g} at cp=N, {want[key]:.6g} at cp=1"
     return check
 
 
 def _stepped(runs: Runs) -> Check:
-    check, apart = _whole("optimizer step", runs, lambda seen: seen.stepped), runs.got.apart_after
+    check, apart = _whole("optimizer step", runs), runs.got.apart_after
     if apart:
         check.failed += [name for name in apart if name not in check.failed]
         check.ratio, check.note = float("inf"), "not equal on all ranks"
@@ -211,20 +242,30 @@ def _relative(base: Tensor, want: Tensor) -> float:
     return (base.double() - want.double()).abs().max().item() / size if size > 0 else 0.0
 
 
-def _spent(got: Tensor, bases: list[Tensor], want: Tensor, usual: float, eps: float) -> tuple[float, int]:
+def _largest(runs: Runs, key: tuple[str, str, int], base: Tensor, want: Tensor) -> Extent:
+    """Return the largest errors of all baselines; NaN if one is."""
+    errors = [_error(base, want), *(more[key] for more in runs.more if key in more)]
+    maximum, mean = torch.tensor(errors, dtype=torch.float64, device="cpu").amax(0).tolist()
+    return maximum, mean
+
+
+def _error(x: Tensor, want: Tensor) -> Extent:
+    return _extent((x.double() - want.double()).abs())
+
+
+def _spent(got: Tensor, allowed: Extent, want: Tensor, usual: float, eps: float) -> tuple[float, int]:
     """Return error over budget (the worse of maximum and mean) and the first row (dim 1) that exceeds it."""
     want = want.double()
-    error, allowed = (got.double() - want).abs(), [_extent((base.double() - want).abs()) for base in bases]
+    error = (got.double() - want).abs()
     if not torch.isfinite(error).all():
         error = error.nan_to_num(float("inf"), float("inf"))
-    largest = torch.tensor(allowed, dtype=torch.float64, device="cpu").amax(0).tolist()  # NaN if one is
-    limits = [2 * max(a, usual * b) + eps * b for a, b in zip(largest, _extent(want.abs()), strict=True)]
+    limits = [2 * max(a, usual * b) + eps * b for a, b in zip(allowed, _extent(want.abs()), strict=True)]
     ratios = [_over(e, limit) for e, limit in zip(_extent(error), limits, strict=True)]
     rows = error.movedim(1, 0).flatten(1).amax(1) > limits[0] if error.dim() > 1 else torch.zeros(1, dtype=torch.bool)
     return max(ratios), int(rows.nonzero()[0]) if rows.any() else 0
 
 
-def _extent(x: Tensor) -> tuple[float, float]:
+def _extent(x: Tensor) -> Extent:
     """Return (maximum, mean)."""
     return x.max().item(), x.mean().item()
 

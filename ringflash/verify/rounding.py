@@ -18,15 +18,12 @@ from collections.abc import Iterable
 
 import torch
 
-from ringflash.verify.compare import Check
+from ringflash.verify.compare import ROUNDED, Check
 from ringflash.verify.observe import Observation, Tensors
 
 MOST_BASELINES = 33
 _MOST = 1000.0  # error over the budget of one baseline: right models had up to 17, planted mistakes over 2,000
 _LITTLE = 2.0  # error over the budget of all baselines: one right run in 100 had 1.25, the others at most 1
-_ROUNDED = (  # checks whose tensors rounding changes
-    "layer outputs", "logits", "loss", "loss gradient by position", "evaluation loss", "gradients", "optimizer step",
-)  # fmt: skip
 
 
 def may_be_rounding(checks: Iterable[Check], eps: float, most: float = _MOST) -> bool:
@@ -36,7 +33,7 @@ def may_be_rounding(checks: Iterable[Check], eps: float, most: float = _MOST) ->
         most: limit of error over budget.
     """
     failed = [check for check in checks if check.failed]
-    ratios = [check.ratio for check in failed if check.ratio is not None and check.name in _ROUNDED]
+    ratios = [check.ratio for check in failed if check.ratio is not None and check.name in ROUNDED]
     return eps < 1e-6 and len(ratios) == len(failed) > 0 and max(ratios) < most
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN, watched_modules
-from ringflash.verify.compare import Check, Runs, check_beside_exact, compare
+from ringflash.verify.compare import Check, Runs, check_beside_exact, compare, errors_of
 from ringflash.verify.diagnosis import Reach, ShardedPositions, explain
 from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks
 from ringflash.verify.observe import Observation, Tensors, attends_in_fp8, build, observe
@@ -163,7 +163,7 @@ class Session:
         weights = runs.baseline.weights
         with keys_in_pieces(runs.num_chunks):
             seen = self.observe(ring=False, weights=round_again(weights, seed))
-        return replace(runs, more=(*runs.more, step_from(weights, seen)))
+        return replace(runs, more=(*runs.more, errors_of(step_from(weights, seen), runs)))
 
     def _where_cp1_runs(self, make: Callable[[], Any]) -> Any:
         """Call `make`, which runs at cp=1, on rank 0; return None on other ranks."""
