@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -216,15 +218,23 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         self._ringflash_step = step
         self.log = self.log_dict = _log_nothing  # type: ignore[method-assign]
         self.manual_backward = step.stop  # type: ignore[method-assign]
-        groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
+        groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         trained = [(p, p.requires_grad) for group in groups for p in group["params"]]
+        options = [deepcopy({name: x for name, x in group.items() if name != "params"}) for group in groups]
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        schedules = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
         try:
-            yield
+            with isolate_rng(include_cuda=False):
+                yield
         finally:
             del self.log, self.log_dict, self.manual_backward
             self._ringflash_step = None
             for parameter, is_trained in trained:  # a step that ended early may have toggled some
                 parameter.requires_grad_(is_trained)
+            for scheduler, schedule in zip(schedulers, schedules, strict=True):  # it may have made a step of them
+                scheduler.load_state_dict(schedule)
+            for group, option in zip(groups, options, strict=True):
+                group.update(option)
 
 
 def _check_same_ring(wrapped: RingOptions, strategy: Any) -> None:

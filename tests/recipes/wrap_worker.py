@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,9 +221,9 @@ def local_mean(module: Any, batch: Any) -> torch.Tensor:
 
 
 def drawn(module: Any, batch: Any) -> torch.Tensor:
-    """A step with a random number for each sequence, as diffusion has; the plain module has no positions to give."""
+    """A step with random numbers for each sequence, as diffusion has; the plain module has no positions to give."""
     positions = getattr(module, "positions", lambda tokens: torch.arange(tokens.shape[1]))(batch[0])
-    logits = module.model(batch[0], positions) * torch.rand(len(batch[0]), 1, 1, dtype=torch.float64)
+    logits = module.model(batch[0], positions) * torch.rand(len(batch[0]), 1, 1, dtype=torch.float64) * random.random()
     if hasattr(module, "token_loss"):
         return module.token_loss(logits, batch[1])
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
@@ -233,12 +234,11 @@ def draws(run: Run) -> None:
     numbers: list[float] = []
 
     def step(module: Any, batch: Any) -> torch.Tensor:
-        state = torch.get_rng_state()
-        numbers.append(torch.rand((), dtype=torch.float64).item())
-        torch.set_rng_state(state)
+        numbers.append(torch.rand((), dtype=torch.float64).item() + random.random())
         return drawn(module, batch)
 
     torch.manual_seed(3)
+    random.seed(3)
     train(varied(run.kind, step=step), devices=2, strategy=ContextParallelStrategy(), num_sanity_val_steps=0)
     assert numbers[:3] == [numbers[0]] * 3, "on the shard, on the whole sequence, in the first step"
     assert len({*numbers}) > STEPS
@@ -269,8 +269,9 @@ def hooks(run: Run) -> None:
 
 
 def manual_step(module: Any, batch: Any, batch_idx: int) -> None:
-    """A step with its own backward, optimizer and clipping, that counts, collects and toggles."""
+    """A step with its own backward, optimizer, schedule and clipping, that counts, collects and toggles."""
     optimizer = module.optimizers()
+    module.lr_schedulers().step()
     module.toggle_optimizer(optimizer)
     module.model.seen += 1
     module.losses.append(batch_idx)
@@ -284,13 +285,20 @@ def manual_step(module: Any, batch: Any, batch_idx: int) -> None:
 def manual(run: Run) -> None:
     """A step with its own backward trains as the plain module; the comparison before it leaves no trace.
 
-    Three steps have counted in a buffer and collected in a list, and nothing else has.
+    Three steps have counted in a buffer, collected in a list and moved a schedule, and nothing else has.
     """
-    module = varied(run.kind, training_step=manual_step, automatic_optimization=False)
+
+    def configure_optimizers(module: Any) -> Any:
+        optimizer = run.kind.configure_optimizers(module)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps: 1.0)]
+
+    module = varied(
+        run.kind, training_step=manual_step, automatic_optimization=False, configure_optimizers=configure_optimizers
+    )
     module.model.register_buffer("seen", torch.zeros(()))
     module.losses = []
     assert_trained(train(module, devices=2, strategy=ContextParallelStrategy())["weights"], plainly()[0])
-    assert (module.model.seen.item(), module.losses) == (3, [0, 1, 2])
+    assert (module.model.seen.item(), module.losses, module.lr_schedulers().last_epoch) == (3, [0, 1, 2], 3)
 
 
 def judge(module: Any, batch: Any, batch_idx: int) -> None:
