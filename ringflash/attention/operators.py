@@ -115,6 +115,7 @@ def _gradients(
     fp8_backward: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the call of `ring_attention` that returned this `record`, under the same mask."""
+    deterministic |= torch.are_deterministic_algorithms_enabled()  # if switched on since the forward
     options = RingOptions(_group(group_name), layout, impl, transport, deterministic, fp8_backward)
     arguments = CallArguments(causal, softmax_scale, window_left, window_right, options)
     number, *bounds = record.tolist()

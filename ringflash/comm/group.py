@@ -60,7 +60,7 @@ def resolve(group: Group) -> dist.ProcessGroup | None:
 
 def _warn_before_start() -> None:
     """Warn if torchrun started several processes that have not joined yet: `dist.group.WORLD` is None until then."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = int(os.environ.get("WORLD_SIZE") or "1")
     if size > 1 and not dist.is_initialized():
         warnings.warn(
             f"group is None in one of {size} processes, before torch.distributed.init_process_group: each attends only "

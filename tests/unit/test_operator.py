@@ -36,7 +36,7 @@ def draw(requires_grad: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.
     return tuple(x.requires_grad_(requires_grad) for x in (q, k, v))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("size", ["1", "2"])
+@pytest.mark.parametrize("size", ["", "1", "2"])
 def test_a_process_that_has_not_joined_its_group_is_warned(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`dist.group.WORLD` is None then, and every rank would silently attend to its own shard."""
     monkeypatch.setenv("WORLD_SIZE", size)
@@ -158,6 +158,17 @@ def test_torchs_deterministic_mode_is_followed(monkeypatch: pytest.MonkeyPatch) 
         with mock.patch.object(operators, "attend", wraps=operators.attend) as attend:
             ringflash.ring_attention(*draw(), group=None)
         assert RingOptions(None, *attend.call_args.args[9:14]).deterministic == enabled
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_torchs_deterministic_mode_is_followed_in_the_backward(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    """Also if it was switched on after the forward."""
+    inputs = draw()
+    out = ringflash.ring_attention(*inputs, group=None)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: enabled)
+    with mock.patch.object(reference, "begin_backward", wraps=reference.begin_backward) as backward:
+        torch.autograd.grad(out.sum(), inputs)
+    assert backward.call_args.kwargs["deterministic"] == enabled
 
 
 def test_integers_of_numpy_are_integers() -> None:
