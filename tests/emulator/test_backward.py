@@ -121,6 +121,8 @@ def test_other_dtypes_are_refused(dtypes, accumulate):
     dk, dv = (torch.zeros(k.shape, dtype=dtype) for dtype in dtypes)
     with pytest.raises(ValueError, match="dk and dv must share one dtype of .*, got .*; cast them"):
         run.add(k, v, _CAUSAL, dk, dv, accumulate=accumulate)
+    with pytest.raises(ValueError, match="k and v must be in torch.bfloat16 as q is, got torch.float16 and .*; cast"):
+        run.add(k.half(), v, _CAUSAL, dk, dv, accumulate=accumulate)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -99,6 +99,8 @@ class HopperBackward:
             dk, dv: shape of k, v, both of one dtype.
             accumulate: add to dk and dv, which are fp32. Otherwise overwrite them, in fp32 or the dtype of k.
         """
+        if not self.q.dtype == k.dtype == v.dtype:  # kernels are compiled for one dtype
+            raise ValueError(f"k and v must be in {self.q.dtype} as q is, got {k.dtype} and {v.dtype}; cast them.")
         check_gradients(k, dk, dv, accumulate)
         hop = hop_of(mask, k.device)
         group = self._group(k, hop)
