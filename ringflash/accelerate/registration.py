@@ -185,7 +185,10 @@ def _put_on_ring(accelerator: Any, model: Any) -> None:
 
 
 def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Give the ranks of a ring the same batches, under DDP, FSDP and DeepSpeed alike."""
+    """Give the ranks of a ring the same batches, under DDP, FSDP and DeepSpeed alike.
+
+    Trainer seeds the workers of a loader by the process; those of a ring must draw alike.
+    """
     from accelerate.state import AcceleratorState
 
     if (size := ring_size(AcceleratorState().parallelism_config)) == 1:
@@ -197,6 +200,15 @@ def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any
         )
     options["num_processes"] //= size
     options["process_index"] //= size
+    loader = args[0] if args else options["dataloader"]
+    if type(getattr(loader, "batch_sampler", None)).__name__ == "BatchRebalanceSampler":
+        raise NotImplementedError(
+            f"train_sampling_strategy must not be 'batch_rebalance' with cp_backend={NAME!r}, which gives each rank of a "
+            "ring other batches; use 'random' or 'group_by_length'."
+        )
+    seed = getattr(loader, "worker_init_fn", None)
+    if isinstance(seed, partial) and "rank" in seed.keywords:
+        loader.worker_init_fn = partial(seed, rank=options["process_index"])
     return original(*args, **options | {"dispatch_batches": False, "torch_device_mesh": None})
 
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import lightning
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.comm.agreement import gather
+from ringflash.training.mesh import DataContextRanks
 
 
 class TrainerChecks(ParallelStrategy):
@@ -31,6 +33,12 @@ class TrainerChecks(ParallelStrategy):
             check_interval(self._trainer)
             if not copies_module:
                 check_averaging(self._trainer)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed the workers of a ring's ranks alike if `seed_everything(workers=True)` asks for seeds: they read the same."""
+        assert isinstance(self, DataContextRanks)
+        _auto_add_worker_init_fn(dataloader, self.dp_rank)
+        return super().process_dataloader(dataloader)
 
     def finish_checkpoints(self) -> None:
         """Wait until all requested checkpoints are on disk; a strategy that saves synchronously has nothing to do."""

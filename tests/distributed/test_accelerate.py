@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,21 @@ def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
     assert model.forward is forward
 
 
+@on_ranks(4)
+def test_workers_of_a_ring_are_seeded_alike(ctx: Context) -> None:
+    """By the ring, not by the process, as Trainer asks for: they must read the same batches."""
+    from accelerate import Accelerator
+    from transformers.trainer_utils import seed_worker
+
+    trainer.join(ctx)
+    _, config = trainer.build(ctx, "llama", {"cp_size": 2, "dp_replicate_size": 2})
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    seed = partial(seed_worker, num_workers=3, rank=ctx.rank)
+    loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(range(8), worker_init_fn=seed))
+    assert loader.worker_init_fn.func is seed_worker
+    assert loader.worker_init_fn.keywords == {"num_workers": 3, "rank": ctx.rank // 2}
+
+
 @on_ranks(2)
 def test_a_step_without_labels_changes_nothing(ctx: Context) -> None:
     """The loss is NaN, since transformers divides by 0 labels, but gradients are 0, as in one process."""
@@ -166,6 +182,7 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     import transformers
     from accelerate import Accelerator, ParallelismConfig
     from accelerate.utils import TorchContextParallelConfig
+    from transformers.trainer_pt_utils import BatchRebalanceSampler
 
     from ringflash import accelerate
 
@@ -211,6 +228,10 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     attempt("second group", put_on_ring, model=accelerator.unwrap_model(model), group=dist.new_group())
     accelerator.dataloader_config.dispatch_batches = True
     attempt("dispatched batches", accelerator.prepare_data_loader, data_loader=torch.utils.data.DataLoader([1, 2]))
+    accelerator.dataloader_config.dispatch_batches = None
+    sampler = BatchRebalanceSampler([1, 2], 2, dp_size=1, grad_accum=1)
+    loader = torch.utils.data.DataLoader([1, 2], batch_sampler=sampler)
+    attempt("rebalanced batches", accelerator.prepare_data_loader, data_loader=loader)
     arguments = transformers.TrainingArguments(
         folder, parallelism_config=config, use_cpu=True, report_to="none", disable_tqdm=True
     )
@@ -242,6 +263,7 @@ REFUSED = {
     "objects": "NotImplementedError: gather_for_metrics must be given tensors",
     "second group": "RuntimeError: model must be prepared for one group",
     "dispatched batches": "NotImplementedError: dispatch_batches must be False",
+    "rebalanced batches": "NotImplementedError: train_sampling_strategy must not be 'batch_rebalance'",
     "logits": "NotImplementedError: compute_metrics and predict must be left out",
 }  # fmt: skip
 

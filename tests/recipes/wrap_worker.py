@@ -13,6 +13,7 @@ import random
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import lightning
 import pytest
@@ -244,6 +245,14 @@ def draws(run: Run) -> None:
     assert len({*numbers}) > STEPS
 
 
+def workers(run: Run) -> None:
+    """`seed_everything(workers=True)` seeds the loaders' workers of both ranks alike, which must read the same."""
+    module = build(run.kind)
+    with mock.patch.dict(os.environ, PL_SEED_WORKERS="1"):
+        train(module, devices=2, strategy=ContextParallelStrategy(), limit_train_batches=1, limit_val_batches=0)
+    assert module.trainer.train_dataloader.worker_init_fn.keywords == {"rank": 0}
+
+
 def hooks(run: Run) -> None:
     """Lightning's hooks of batches run before the first step is compared; features of a sequence stay whole there."""
 
@@ -418,7 +427,7 @@ def assert_trained(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
 
 TESTS = {  # by number of ranks
     1: (orders_on_one_rank, start_without_a_ring),
-    2: (orders, continue_on_a_ring, training, manual, compiled, decisions, refusals, draws, hooks),
+    2: (orders, continue_on_a_ring, training, manual, compiled, decisions, refusals, draws, hooks, workers),
 }
 
 
