@@ -203,8 +203,8 @@ def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any
     loader = args[0] if args else options["dataloader"]
     if type(getattr(loader, "batch_sampler", None)).__name__ == "BatchRebalanceSampler":
         raise NotImplementedError(
-            f"train_sampling_strategy must not be 'batch_rebalance' with cp_backend={NAME!r}, which gives each rank of a "
-            "ring other batches; use 'random' or 'group_by_length'."
+            f"train_sampling_strategy must not be 'batch_rebalance' with cp_backend={NAME!r}, got it, which gives each "
+            "rank of a ring different batches; use 'random' or 'group_by_length'."
         )
     seed = getattr(loader, "worker_init_fn", None)
     if isinstance(seed, partial) and "rank" in seed.keywords:

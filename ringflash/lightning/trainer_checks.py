@@ -35,7 +35,7 @@ class TrainerChecks(ParallelStrategy):
                 check_averaging(self._trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed the workers of a ring's ranks alike if `seed_everything(workers=True)` asks for seeds: they read the same."""
+        """Seed loaders' workers by data rank after `seed_everything(workers=True)`: ranks of a ring read the same."""
         assert isinstance(self, DataContextRanks)
         _auto_add_worker_init_fn(dataloader, self.dp_rank)
         return super().process_dataloader(dataloader)

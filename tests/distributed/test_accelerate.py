@@ -114,7 +114,7 @@ def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
 
 @on_ranks(4)
 def test_workers_of_a_ring_are_seeded_alike(ctx: Context) -> None:
-    """By the ring, not by the process, as Trainer asks for: they must read the same batches."""
+    """Trainer seeds them by the process; the ranks of a ring must read the same batches."""
     from accelerate import Accelerator
     from transformers.trainer_utils import seed_worker
 
