@@ -5,7 +5,7 @@ class GPT(SequenceSharding, lightning.LightningModule): ...
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
@@ -88,7 +88,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         Raises:
             ValueError: any other batch.
         """
-        if isinstance(batch, dict) and "input_ids" in batch:
+        if isinstance(batch, Mapping) and "input_ids" in batch:
             if other := batch.keys() - {"input_ids", "labels", "cu_seqlens"}:
                 raise ValueError(
                     f"batch must have only input_ids, labels and cu_seqlens, got also {', '.join(sorted(other))}; "
@@ -303,7 +303,7 @@ def _units(module: nn.Module) -> list[nn.Module]:
 
 def _documents(batch: Any) -> Tensor | None:
     """Return the document bounds of a batch, if it has any."""
-    return batch.get("cu_seqlens") if isinstance(batch, dict) else None
+    return batch.get("cu_seqlens") if isinstance(batch, Mapping) else None
 
 
 def _sample(batch: Any, size: int, held: Tensor) -> Any:
@@ -316,7 +316,7 @@ def _sample(batch: Any, size: int, held: Tensor) -> Any:
     Args:
         held: (num_tokens,), indices among the `size` tokens of those that one rank holds.
     """
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         batch = {name: x for name, x in batch.items() if name != "cu_seqlens"}
     start, ignored = 0, held[1:]
     lengths: set[int] = set()

@@ -6,6 +6,7 @@ Gloo processes on the CPU, fp64 (wrap_worker.py, which says what each part shows
 from __future__ import annotations
 
 import re
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,10 +74,11 @@ def test_sum_without_a_choice_is_refused() -> None:
             log()
 
 
-def test_batch_with_a_mask_is_refused() -> None:
-    """Hugging Face's collators make one."""
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_batch_with_a_mask_is_refused(kind: Callable[[Any], Any]) -> None:
+    """Hugging Face's collators make one, in a BatchEncoding, which is a UserDict."""
     module = type("Module", (SequenceSharding, lightning.LightningModule), {})()
-    batch = dict.fromkeys(("input_ids", "labels", "attention_mask"), torch.zeros(1, 8, dtype=torch.int64))
+    batch = kind(dict.fromkeys(("input_ids", "labels", "attention_mask"), torch.zeros(1, 8, dtype=torch.int64)))
     with pytest.raises(ValueError, match="batch must have only input_ids, labels .*, got also attention_mask; leave"):
         module.shard_batch(batch, None)
 
