@@ -107,6 +107,7 @@ def attend(
         raise
     if not torch.compiler.is_compiling():
         _check_differentiation(q, k, v)
+        operators.check_group(options.group)
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
     width, v = v.shape[-1] if v.dim() else 0, pad_values(k, v)

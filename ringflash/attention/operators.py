@@ -206,5 +206,20 @@ _TENSORS = ("q", "k", "v", "cu_seqlens", "return")
 _KINDS = [kind for name, kind in get_type_hints(_forward).items() if name not in _TENSORS]
 
 
+def check_group(group: dist.ProcessGroup | None) -> None:
+    """Raise RuntimeError if a group has been destroyed: the operator would find the one that has its name now."""
+    if group is None:
+        return
+    try:
+        present = _group(group.group_name)
+    except RuntimeError:
+        present = None
+    if present is not group:
+        raise RuntimeError(
+            "group must be a present process group, got one that was destroyed; give the layer or model one that was "
+            "created since."
+        )
+
+
 def _group(name: str) -> dist.ProcessGroup | None:
     return _resolve_process_group(name) if name else None  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ringflash
 from ringflash.attention import operators, plan
+from ringflash.attention.api import attend
 from ringflash.attention.options import RingOptions
 from ringflash.memory.layers import keep_attention
 from ringflash.sequence.layout import read_bounds
@@ -280,6 +281,23 @@ def test_module_refuses_what_is_no_group_later_too() -> None:
     attention = ringflash.RingAttention(None)
     with pytest.raises(ValueError, match="group must be a ProcessGroup, a 1-D DeviceMesh or None, got str"):
         attention.group = "cp"
+
+
+def test_a_group_of_an_earlier_world_is_refused() -> None:
+    """Another group may have its name."""
+    groups: list[Any] = []
+    for refusal in (
+        nullcontext(),
+        pytest.raises(RuntimeError, match="group must be a present .* one that was destroyed"),
+    ):
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        groups.append(torch.distributed.new_group([0]))
+        try:
+            with refusal:
+                attend(*draw(), RingOptions(groups[0]))
+        finally:
+            torch.distributed.destroy_process_group()
+    assert groups[0].group_name == groups[1].group_name
 
 
 def test_ranks_compare_the_kind_of_their_device() -> None:
