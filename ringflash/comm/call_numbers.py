@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ringflash.comm.cuda_graphs import capturing
+from ringflash.comm.group import store_of
 
 HEADER_BYTES = 256  # at the start of an area: the word of the call, and padding that aligns the tensors after it
 
@@ -190,8 +191,9 @@ def check(group: dist.ProcessGroup | None, device: torch.device) -> None:
 
 
 def find_problem() -> RuntimeError | None:
-    """Return the error that `check` would raise for any group of this process, to share it with the other ranks."""
-    problem = next(filter(None, map(_problem, list(_of_groups.values()))), "")
+    """Return the error that `check` would raise for any present group of this process, to share it with other ranks."""
+    present = [calls for group, calls in list(_of_groups.items()) if store_of(group) is not None]
+    problem = next(filter(None, map(_problem, present)), "")
     return RuntimeError(problem) if problem else None
 
 

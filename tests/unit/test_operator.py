@@ -18,6 +18,7 @@ import ringflash
 from ringflash.attention import operators, plan
 from ringflash.attention.api import attend
 from ringflash.attention.options import RingOptions
+from ringflash.comm import call_numbers
 from ringflash.memory.layers import keep_attention
 from ringflash.sequence.layout import read_bounds
 from ringflash_kernels import reference
@@ -298,6 +299,16 @@ def test_a_group_of_an_earlier_world_is_refused() -> None:
         finally:
             torch.distributed.destroy_process_group()
     assert groups[0].group_name == groups[1].group_name
+
+
+def test_a_problem_of_an_earlier_world_is_forgotten() -> None:
+    """The next world's checkpoints do not fail for it."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    group = torch.distributed.new_group([0])
+    call_numbers._calls(group).problem = "calls were mixed"
+    found = call_numbers.find_problem()
+    torch.distributed.destroy_process_group()
+    assert str(found) == "calls were mixed" and call_numbers.find_problem() is None
 
 
 def test_ranks_compare_the_kind_of_their_device() -> None:
