@@ -193,9 +193,12 @@ def _weight_of(head: Any) -> Tensor:
     """Return the weight that maps hidden states to logits; for a layer in PEFT's modules_to_save, that of its copy."""
     layer = getattr(head, "original_module", head)
     if not isinstance(layer, nn.Linear) or layer.bias is not None:
+        found = f"{type(layer).__module__}.{type(layer).__name__}"
+        if getattr(layer, "bias", None) is not None:
+            found += " with a bias"
         raise NotImplementedError(
-            f"lm_head must be a linear layer without bias, got {type(layer).__module__}.{type(layer).__name__}; call "
-            "ringflash.loss.cross_entropy on the hidden states, or, with PEFT, leave lm_head out of target_modules."
+            f"lm_head must be a linear layer without bias, got {found}; call ringflash.loss.cross_entropy on the "
+            "hidden states, or, with PEFT, leave lm_head out of target_modules."
         )
     weight: Tensor = head.weight
     return weight

@@ -303,6 +303,14 @@ def test_refuses_heads_that_cannot_be_tested() -> None:
         huggingface.CausalLMWithLoss(model, None)
 
 
+def test_refuses_heads_with_a_bias() -> None:
+    """Phi has one; the loss would leave it out."""
+    model = build()
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.out_features))
+    with pytest.raises(NotImplementedError, match="linear layer without bias, got torch.* with a bias; call"):
+        huggingface.CausalLMWithLoss(model, None)
+
+
 def test_refuses_models_without_head() -> None:
     with pytest.raises(NotImplementedError, match="lm_head"):
         huggingface.CausalLMWithLoss(build().model, None)
