@@ -273,7 +273,7 @@ def test_an_error_before_the_first_message_is_remembered(pool: Pool) -> None:
     for text in (first[1], second[1]):
         assert text.startswith("ValueError: all ranks of the group must make the same call, got errors in calls ")
         assert (
-            "1, the last in call 2 after 0 messages (rank 0), 1, the last in call 2 after 2 messages (rank 1)" in text
+            "1, the last in call 2 after 0 messages (rank 0), 1, the last in call 2 after 1 messages (rank 1)" in text
         )
 
 

@@ -45,7 +45,7 @@ class Later:
         self._future.result(TIMEOUT_S)
 
     def query(self) -> bool:
-        return self._future.done()
+        return self._future.done() and self._future.exception() is None
 
 
 class Threads:
@@ -85,6 +85,7 @@ class SharedMemory(Threads):
             self.name += f".{self.members[0]}"
         self.areas: dict[str, list[torch.Tensor]] = {}
         self.threads: dict[str, ThreadPoolExecutor] = {}
+        self.last: dict[str, Later] = {}  # work of each lane
         self.kept = ViewCache()
         self.reserve("barriers", _CHANNELS * self.size * 8)  # of each channel and rank: how many it came to
         self.barriers = self.areas["barriers"][0].view(torch.int64).view(_CHANNELS, self.size).numpy()
@@ -133,13 +134,19 @@ class SharedMemory(Threads):
     ) -> Later:
         if lane not in self.threads:
             self.threads[lane] = ThreadPoolExecutor(1)
-        return Later(self.threads[lane].submit(self._run, work, tuple(after)))
+        before = [self.last[lane]] if lane in self.last else []  # a lane does nothing more after an error
+        self.last[lane] = Later(self.threads[lane].submit(self._run, work, (*before, *after)))
+        return self.last[lane]
 
     def _run(self, work: Callable[[], None], after: tuple[Later, ...]) -> None:
         self.wait(*after)
         self._dawdle()
         with torch.no_grad():
             work()
+
+    def join(self) -> None:
+        super().join()
+        self.last.clear()
 
     def num_bytes(self) -> int:
         return sum(areas[0].numel() for name, areas in self.areas.items() if name != "barriers")
