@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -38,10 +39,11 @@ class FirstStep:
     num_tokens: list[int] = field(default_factory=list)
     loss: float | None = None
 
-    def run(self, training_step: Callable[[Any, int], Any], batch: Any) -> None:
-        """Run the step up to its backward."""
+    def run(self, training_step: Callable[..., Any], batch: Any) -> None:
+        """Run the step up to its backward. It may take the batch only, as in Lightning."""
+        index = (0,) if is_param_in_hook_signature(training_step, "batch_idx", min_args=2) else ()
         try:
-            self._keep(training_step(batch, 0))
+            self._keep(training_step(batch, *index))
         except _Stopped:
             pass
 

@@ -254,7 +254,10 @@ def workers(run: Run) -> None:
 
 
 def hooks(run: Run) -> None:
-    """Lightning's hooks of batches run before the first step is compared; features of a sequence stay whole there."""
+    """Lightning's hooks of batches run before the first step is compared; features of a sequence stay whole there.
+
+    The step takes no index.
+    """
 
     def with_features(module: Any, batch: Any, index: int) -> Any:
         return run.kind.on_before_batch_transfer(module, (*batch, torch.ones(len(batch[0]), 100)), index)
@@ -272,7 +275,7 @@ def hooks(run: Run) -> None:
 
     module = varied(
         run.kind, on_before_batch_transfer=with_features, shard_batch=shard_batch, on_after_batch_transfer=by_name,
-        step=step,
+        step=step, training_step=lambda self, batch: self.step(batch),
     )  # fmt: skip
     assert_trained(train(module, devices=2, strategy=ContextParallelStrategy())["weights"], plainly()[0])
 
