@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -162,7 +162,7 @@ def _from_folder(path: Path, num_layers: int | None, seed: int, impl: str, fp8_b
         # grouped matmuls of experts do not support fp64, which one of the runs uses
         options = {"attn_implementation": "ringflash", "experts_implementation": "eager", "dtype": torch.float32}
         if has_weights:
-            with nullcontext() if num_layers is None else _transformers_quiet():
+            with _transformers_quiet(cut=num_layers is not None):
                 model, read = AutoModelForCausalLM.from_pretrained(
                     path,
                     config=config,
@@ -186,6 +186,11 @@ def _config(path: Path, num_layers: int | None) -> Any:
 
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"target must be a folder with config.json, got {path} without; name the model's own folder.")
+    if path.is_file() and path.suffix != ".json":
+        raise ValueError(
+            f"target must be a folder with config.json or 'package.module:factory', got the file {path}; name a "
+            "model's folder. For a recipe, python -m recipes.lightning.export writes one from a checkpoint."
+        )
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers' errors, and Python's if the file has another form
@@ -199,16 +204,20 @@ def _config(path: Path, num_layers: int | None) -> Any:
 
 
 @contextmanager
-def _transformers_quiet() -> Iterator[None]:
-    """Suppress transformers' list of the layers that were cut off, which every rank would print at every load."""
+def _transformers_quiet(*, cut: bool) -> Iterator[None]:
+    """Suppress what every rank would print at every load: progress bars, and a list of the layers that were cut off."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    if cut:
+        logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _cut_layers(config: Any, num_layers: int | None) -> None:

@@ -112,7 +112,8 @@ def test_one_process_is_refused(arguments: list[str], message: str, capsys: pyte
     [
         (["nowhere"], "target must be a folder with config.json or 'package.module:factory', got 'nowhere'"),
         (["docs"], "target must be a folder with config.json, got docs without; name the model's own folder"),
-        (["pyproject.toml"], "config.json must be one that transformers reads, got OSError (It looks like"),
+        (["pyproject.toml"], "got the file pyproject.toml; name a model's folder. For a recipe, python -m recipes."),
+        (["recipes/deepspeed/zero1.json"], "config.json must be one that transformers reads, got "),
         (["json:nothing"], "target must name a function of json, got 'nothing'"),
         (["json.none:build"], "target must name a module that can be imported, got ModuleNotFoundError: No module"),
         (["json:loads", "--device", "cuda"], "device cuda must have a GPU for every rank, got 0 for 1 or more"),
