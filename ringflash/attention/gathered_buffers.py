@@ -81,7 +81,8 @@ class GatheredKV:
         in_parts = len(heads) > 1 and own_bytes >= sections.PUBLISHED_BYTES
         ends = [0, *heads[:1], num_kv_heads] if in_parts else [0, num_kv_heads]
         self.parts = [slice(*both) for both in pairwise(ends)]  # heads that are published together
-        self.records = [self._records(batch)[..., part].contiguous() for part in self.parts if operands.rounded]
+        records = self._records(batch) if operands.rounded else None
+        self.records = [] if records is None else [records[..., part].contiguous() for part in self.parts]
 
     def name(self, unit: Unit) -> str:
         """Name a unit for errors and traces."""
@@ -122,7 +123,8 @@ class GatheredKV:
             start: end of the work of `publish` on which it depends.
             computed: units computed so far. If K/V are buffered, one of them was the last to read the buffer.
         """
-        transfer = self.travelling.index(index)
+        transfer = self.units[index].transfer
+        assert transfer is not None
         before = transfer - self.memory.num_buffers
         used = [computed[self.travelling[before]]] if self.buffered and before >= 0 else []
 

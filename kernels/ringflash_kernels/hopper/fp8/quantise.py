@@ -303,6 +303,7 @@ def quantise_kv(
     num_blocks = -(-seqlen // BLOCK_K)
     if out is None:
         out = torch.empty(batch, num_blocks, num_heads, record_bytes(head_dim), dtype=torch.uint8, device=k.device)
+    assert out.is_contiguous() and (numbers is None or numbers.is_contiguous())  # the kernel gets no strides of them
     values, tails = out.view(E4M3), out.view(torch.float32)[..., -TAIL_BYTES // 4 :]
     warps, numbered = _WARPS[head_dim], numbers is not None
     with device_guard(k.device):
