@@ -42,7 +42,7 @@ class Later:
         self._future = future
 
     def wait(self) -> None:
-        self._future.result(TIMEOUT_S)
+        self._future.result(2 * TIMEOUT_S)  # longer than a barrier, whose error says more
 
     def query(self) -> bool:
         return self._future.done() and self._future.exception() is None
