@@ -67,15 +67,15 @@ def cross_entropy(
     Returns:
         loss: scalar, fp32 (fp64 for fp64). A shard without labels contributes 0, with zero gradients.
     Raises:
-        ValueError: mismatched shapes; a weight that is still sharded; chunk_tokens below 1; num_tokens negative, not an
-            integer, or different between ranks (for tensors on GPUs a device-side assertion). An error of one rank is
-            raised on every rank.
+        ValueError: mismatched shapes; a weight that is still sharded; a logit_scale that requires grad; chunk_tokens
+            below 1; num_tokens negative, not an integer, or different between ranks (for tensors on GPUs a device-side
+            assertion). An error of one rank is raised on every rank.
         RuntimeError: a label that is neither -100 nor in the vocabulary; a device-side assertion on GPUs.
     Numerics: softmax, loss and the sum over tokens in fp32; the gradient of weight is summed over chunks in fp32.
     """
     resolved = resolve(group)
     try:
-        _check(hidden, weight, labels, chunk_tokens)
+        _check(hidden, weight, labels, chunk_tokens, logit_scale)
         _check_num_tokens(num_tokens)
     except ValueError:
         _gather_counts(labels, 0, _INVALID, resolved)  # tell the other ranks, which raise, too
@@ -107,7 +107,7 @@ def score_tokens(
     Raises:
         ValueError: mismatched shapes, a sharded weight or chunk_tokens below 1, as in `cross_entropy`.
     """
-    _check(hidden, weight, labels, chunk_tokens)
+    _check(hidden, weight, labels, chunk_tokens, logit_scale)
     losses = hidden.new_zeros(labels.numel(), dtype=torch.promote_types(hidden.dtype, torch.float32))
     correct = torch.zeros_like(losses, dtype=torch.bool)
     tokens, wanted = hidden.flatten(0, -2), labels.flatten()
@@ -141,7 +141,7 @@ def token_log_probs(
         ValueError: as `cross_entropy`, on this rank only: nothing is sent.
     Numerics: softmax, sums and the gradient of weight over chunks in fp32.
     """
-    _check(hidden, weight, labels, chunk_tokens)
+    _check(hidden, weight, labels, chunk_tokens, logit_scale)
     chunk = chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])
     both = _LinearLogProbs.apply(hidden.flatten(0, -2), weight, labels.flatten(), chunk, logit_scale)
     log_probs, entropy = cast(tuple[torch.Tensor, torch.Tensor], both)
@@ -341,11 +341,18 @@ def _scale(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torc
     return torch.mul(grad, factor.view(1, 1), out=torch.empty_like(grad, dtype=dtype))
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int | None) -> None:
+def _check(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int | None, logit_scale: float
+) -> None:
     from torch.distributed.tensor import DTensor  # takes as long as a third of `import ringflash`
 
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be 1 or more, got {chunk_tokens}; leave it out for 512 MiB of logits.")
+    if isinstance(logit_scale, torch.Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "logit_scale must be a number, got a tensor that requires grad, which would get none; multiply hidden by "
+            "it, and leave logit_scale out."
+        )
     if isinstance(weight, DTensor):
         raise ValueError(
             "weight must be whole, got a sharded DTensor; call cross_entropy inside the forward of the module "

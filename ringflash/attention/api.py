@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from ringflash.attention import operators
 from ringflash.attention.inputs import make_addressable, pad_values, with_mean_head_dim
@@ -105,7 +106,9 @@ def attend(
     except (ValueError, TypeError) as error:
         agree(options.group, {}, error)  # other ranks may be in the call: let them raise, too
         raise
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        _check_compiled_differentiation()
+    else:
         _check_differentiation(q, k, v)
         operators.check_group(options.group)
     if torch.are_deterministic_algorithms_enabled():
@@ -234,10 +237,26 @@ def _scale(q: torch.Tensor, given: float | None) -> float:
 
 def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise NotImplementedError under forward-mode differentiation and transforms of torch.func."""
-    if any(unpack_dual(x).tangent is not None for x in (q, k, v)):
-        raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
-            "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."
-        )
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+        _refuse_forward_mode()
+    _refuse_transforms()
+
+
+@torch.compiler.assume_constant_result
+def _check_compiled_differentiation() -> None:
+    """Check the same at trace time, when no tangents can be seen: no forward mode may be active."""
+    _refuse_transforms()
+    if forward_ad._current_level >= 0:
+        _refuse_forward_mode()
+
+
+def _refuse_forward_mode() -> NoReturn:
+    raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
+        "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."
+    )
+
+
+def _refuse_transforms() -> None:
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "ring_attention must be called outside of torch.func's transforms, got a call inside one (grad, vjp, vmap, "

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -71,6 +72,22 @@ def test_two_groups_at_once(ctx: Context) -> None:
     inner = ctx._replace(group=mesh["context"], rank=context, size=2)
     for case in (Case(), Case(documents="mixed"), Case(causal=False, window="both", layout="contiguous")):
         ring_check.check(inner, case, chunk=4 + data)
+
+
+@on_ranks(2)
+def test_a_message_of_the_callers_is_not_mixed_up_with_keys(ctx: Context) -> None:
+    """Rank 1 waits for a message while both call; it has the size of K and V, and is sent after the call."""
+    q = torch.arange(256, dtype=torch.float64).view(1, 8, 2, 16) + ctx.rank
+    want = ringflash.ring_attention(q, q, q, group=ctx.group)
+    message = torch.full((2 * q.numel(),), float(1 - ctx.rank), dtype=torch.float64)
+    received = [dist.irecv(message, group=ctx.group, group_src=0)] if ctx.rank else []
+    out = ringflash.ring_attention(q, q, q, group=ctx.group)
+    if ctx.rank == 0:
+        dist.send(message, group=ctx.group, group_dst=1)
+    for work in received:
+        work.wait()
+    assert torch.equal(out, want)
+    assert (message == 1).all()
 
 
 @on_ranks(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -225,6 +226,17 @@ def test_a_chunk_without_tokens_is_refused(call: Any, chunk: int) -> None:
     """-1, which is no limit elsewhere, would leave out every token: a loss of 0, and no gradients."""
     with pytest.raises(ValueError, match=f"chunk_tokens must be 1 or more, got {chunk}; leave it out"):
         call(*draw(), chunk_tokens=chunk, **({"group": None} if call is cross_entropy else {}))
+
+
+@pytest.mark.parametrize("call", [partial(cross_entropy, group=None), token_log_probs])
+def test_a_logit_scale_to_learn_is_refused(call: Any) -> None:
+    """It would get no gradient. Without gradients it is a number like any other."""
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(ValueError, match="logit_scale must be a number, got a tensor that requires grad, .*; multiply"):
+        call(*draw(), logit_scale=scale)
+    with torch.no_grad():
+        got, want = (call(*draw(), logit_scale=factor) for factor in (scale, 2.0))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

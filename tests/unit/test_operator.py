@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ringflash
@@ -368,6 +370,27 @@ def test_transforms_of_functions_are_refused() -> None:
     x = torch.ones(1, 8, 2, 16)
     with pytest.raises(NotImplementedError, match=r"outside of torch\.func's transforms, got a call inside .*; use"):
         torch.func.grad(lambda x: ringflash.ring_attention(x, x, x, group=None).sum())(x)
+
+
+def within_dual_level(f: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, x))).tangent
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [lambda f, x: torch.func.jvp(f, (x,), (x,))[1], lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+     within_dual_level],
+    ids=["jvp", "grad", "dual_level"],
+)  # fmt: skip
+def test_transforms_are_refused_in_compiled_code(derive: Any) -> None:
+    """The derivative was 0 in forward mode. torch wraps the error."""
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        return ringflash.ring_attention(x, x, x, group=None)
+
+    with pytest.raises(RuntimeError, match="got forward-mode differentiation|outside of torch.func's transforms"):
+        torch.compile(partial(derive, attention), backend="aot_eager")(torch.ones(1, 8, 2, 16))
 
 
 def test_shapes_alone() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ringflash.comm.transport import Message, PointToPoint
+from ringflash.comm.transport.point_to_point import TAG
 
 
 @pytest.fixture
@@ -34,8 +35,8 @@ def test_a_batch_is_coalesced(transport: PointToPoint, channel: mock.Mock) -> No
     device = torch.device("cpu")
     assert channel.mock_calls == [
         mock.call._start_coalescing(device),
-        mock.call.send([x], 2, 0),
-        mock.call.recv([y], 0, 0),
+        mock.call.send([x], 2, TAG),
+        mock.call.recv([y], 0, TAG),
         mock.call._end_coalescing(device),
     ]
     pending.wait()

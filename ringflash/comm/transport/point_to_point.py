@@ -18,7 +18,7 @@ from ringflash.comm.communicator import communicator
 from ringflash.comm.cuda_graphs import capturing
 from ringflash.comm.timeouts import device_timeout, timeout, within
 
-_TAG = 0
+TAG = int.from_bytes(b"ring")  # not torch's default 0, which messages of the caller in the same group have
 
 _comm_sms = 0
 
@@ -166,7 +166,7 @@ class PointToPoint:
         """Return a function that starts a message, and the name of the message for errors."""
         own, peer = self.rank_in_group(self.rank), self.rank_in_group(rank)
         name = f"{what} of rank {own} {direction} rank {peer} over {self.name}"
-        return functools.partial(operation, [tensor], peer, _TAG), name
+        return functools.partial(operation, [tensor], peer, TAG), name
 
 
 def _started(start: Callable[[], dist.Work], what: str) -> dist.Work:
