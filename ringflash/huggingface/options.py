@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ringflash.attention.options import RingOptions
 from ringflash.sequence.layout import local_positions
@@ -24,7 +25,10 @@ class ModelRing(RingOptions):
         cp_size, cp_rank = self.size_and_rank
         if self.layout == "balanced":  # read and decided once per step
             return local_positions(length * cp_size, cp_size, cp_rank, self.layout, cu_seqlens).to(device)
-        return _positions(length * cp_size, cp_size, cp_rank, self.layout, device)
+        found = _positions(length * cp_size, cp_size, cp_rank, self.layout, device)
+        if isinstance(found, FakeTensor):  # without values, for a tracer: later calls must not get it
+            _positions.cache_clear()
+        return found
 
 
 @lru_cache(maxsize=8)

@@ -57,7 +57,8 @@ def _spent(group: dist.ProcessGroup, data: Data, mask: dict[str, Any], dtype: to
 
 def _draw(data: Data, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """Draw q, k, v and dout of the whole sequence, equal on all ranks."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     heads = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS)
     shapes = ((1, data.seqlen, num, HEAD_DIM) for num in heads)
-    return tuple(torch.randn(*s, generator=generator).to(data.input_ids.device, dtype) for s in shapes)
+    drawn = (torch.randn(*s, generator=generator, device="cpu") for s in shapes)
+    return tuple(x.to(data.input_ids.device, dtype) for x in drawn)

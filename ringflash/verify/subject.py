@@ -80,9 +80,9 @@ class Data:
 
 def draw_data(vocab_size: int, seqlen: int, bounds: list[int] | None, seed: int, device: torch.device) -> Data:
     """Draw a sequence of random tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    input_ids = torch.randint(0, vocab_size, (1, seqlen), generator=generator).to(device)
-    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    input_ids = torch.randint(0, vocab_size, (1, seqlen), generator=generator, device="cpu").to(device)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device="cpu")
     labels = token_loss.shift_labels(input_ids, cu_seqlens)
     labels[:, : seqlen // 4] = IGNORE_INDEX
     return Data(input_ids, labels, cu_seqlens)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.helpers.pool import Context, Pool
+from tests.helpers.pool import Context, Pool, on_ranks
 
 pytest.importorskip("transformers")
 
@@ -86,6 +86,19 @@ RIGHT += [(2, "sinks", BOUNDS), (2, "chunks", BOUNDS), (4, "llama", None), (4, "
 def test_a_right_training_passes(pool: Pool, size: int, kind: str, bounds: list[int] | None) -> None:
     passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, "right", kind, bounds, size=size))
     assert passed, failed
+
+
+@on_ranks(2)
+def test_the_default_device_of_torch_is_not_used(ctx: Context) -> None:
+    """A model's code may call torch.set_default_device("cuda"); generators of the CPU cannot draw there."""
+    from ringflash.verify.attention import attention_checks
+    from ringflash.verify.subject import draw_data
+
+    want = draw_data(61, SEQLEN, BOUNDS, 0, ctx.device)
+    with torch.device("meta"):
+        data = draw_data(61, SEQLEN, BOUNDS, 0, ctx.device)
+        (check,) = attention_checks(ctx.group, data, {None}, True, torch.float32)
+    assert torch.equal(data.input_ids, want.input_ids) and check.ratio is not None and not check.failed
 
 
 def test_a_right_training_passes_if_its_baseline_is_exact_by_chance(pool: Pool) -> None:

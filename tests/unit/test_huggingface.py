@@ -10,6 +10,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 import ringflash
 from ringflash import huggingface
@@ -241,6 +242,15 @@ def test_compiled_model_equals_eager_and_still_refuses() -> None:
         assert_equal(p.grad, q.grad)
     with pytest.raises(ValueError, match="all ones, got zeros"):
         compiled(**batch, attention_mask=torch.zeros(1, LENGTH, dtype=torch.int64))
+
+
+def test_positions_are_checked_after_a_forward_without_values() -> None:
+    """Positions of fake tensors, with which every comparison succeeds, were kept for later forwards of the length."""
+    model, input_ids, positions = build(), tokens()[:, :20], torch.arange(20)[None]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(DataDependentOutputException):
+        model(mode.from_tensor(input_ids), position_ids=mode.from_tensor(positions), use_cache=False)
+    with pytest.raises(ValueError, match="must be the shard's global positions"):
+        model(input_ids, position_ids=positions + 1, use_cache=False)
 
 
 def test_partly_frozen_attention_has_no_graph_break() -> None:
