@@ -36,7 +36,7 @@ from ringflash.comm.transport import (
     whole_transport,
 )
 from ringflash.sequence.layout import check_layout
-from ringflash.sequence.mask import SequenceMask
+from ringflash.sequence.mask import SequenceMask, digest
 from ringflash_kernels.api import (
     IMPLS,
     KEYS_OF_RECORD,
@@ -233,7 +233,7 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "causal": mask.causal,
         "window_size": list(mask.window_size),
         "softmax_scale": plan.softmax_scale,
-        "cu_seqlens": None if mask.cu_seqlens is None else _digest(mask.cu_seqlens),
+        "cu_seqlens": None if mask.cu_seqlens is None else digest(mask.cu_seqlens),
         "layout": options.layout,
         "impl": options.impl,
         "transport": options.transport,
@@ -303,8 +303,3 @@ def _choose_impl(impl: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
         raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}; 'auto' chooses by device and dtype.")
     implementation(impl, q, k, v)
     return impl, "asked for"
-
-
-def _digest(values: tuple[int, ...]) -> str:
-    """Return the bounds themselves if there are few, otherwise their number and a checksum."""
-    return str(values) if len(values) <= 8 else f"{len(values)} bounds, checksum {hash(values) & 0xFFFFFFFF:08x}"

@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.balanced import balanced_pieces
-from ringflash.sequence.mask import check_cu_seqlens
+from ringflash.sequence.mask import check_cu_seqlens, digest
 
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
 _ZIGZAGS = {"zigzag": 1, "striped": 32}  # zigzags per sequence
@@ -160,12 +161,36 @@ def unshard_sequence(
     Differentiable. The gradient of a shard is the sum over ranks of the gradients of the full tensor at its
     positions, which is correct if the objective is the sum of the ranks' losses. If every rank computes the same loss
     from the result, divide it by cp_size.
+
+    Raises:
+        ValueError: shards that the layout does not have, or that differ between ranks in shape or dtype; on every rank.
     """
     group, bounds = resolve(group), _bounds(layout, cu_seqlens)
     if group is None:
         check_layout(x.shape[dim], 1, layout, bounds)
         return x
+    if not torch.compiler.is_compiling():
+        _compare_shards(x, group, dim, layout, bounds)
     return cast(torch.Tensor, _Unshard.apply(x, group, dim, layout, bounds))
+
+
+def _compare_shards(
+    x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: tuple[int, ...] | None
+) -> None:
+    """Raise ValueError on every rank unless all ranks have shards of one shape, dtype and layout."""
+    error: Exception | None = None
+    try:
+        check_layout(x.shape[dim] * group.size(), group.size(), layout, bounds)
+    except (ValueError, IndexError) as problem:
+        error = problem
+    content = {
+        "unshard_sequence": list(x.shape),
+        "dtype": str(x.dtype),
+        "dim": dim % max(1, x.dim()),
+        "layout": layout,
+        "cu_seqlens": None if bounds is None else digest(bounds),
+    }
+    agree(group, content, error, x.device)
 
 
 def read_bounds(cu_seqlens: torch.Tensor) -> tuple[int, ...]:

@@ -93,5 +93,10 @@ def cut_into_chunks(bounds: tuple[int, ...], size: int) -> tuple[int, ...]:
     return (*(cut for start, stop in pairwise(bounds) for cut in range(start, stop, size)), bounds[-1])
 
 
+def digest(values: tuple[int, ...]) -> str:
+    """Return the bounds themselves if there are few, otherwise their number and a checksum."""
+    return str(values) if len(values) <= 8 else f"{len(values)} bounds, checksum {hash(values) & 0xFFFFFFFF:08x}"
+
+
 def _short(values: tuple[int, ...]) -> str:
     return str(values) if len(values) <= 8 else f"({', '.join(map(str, values[:4]))}, ..., {values[-1]})"

@@ -124,6 +124,21 @@ def test_unshard_reverses_shard(ctx: Context, layout: str, dim: int) -> None:
     assert torch.equal(shard.grad, total * shard.detach())
 
 
+@pytest.mark.parametrize("differing", ["unshard_sequence", "dtype", "dim", "layout", "cu_seqlens"])
+@on_ranks(2)
+def test_unshard_of_other_shards_is_refused_on_every_rank(ctx: Context, differing: str) -> None:
+    """An all-gather of them would have ended a process, or returned the bytes of one dtype as another's."""
+    first = ctx.rank == 0
+    x = torch.ones(4, 4 if first or differing != "unshard_sequence" else 2)
+    if first and differing == "dtype":
+        x = x.int()
+    dim = 0 if first and differing == "dim" else 1
+    layout = "contiguous" if differing == "unshard_sequence" or first and differing == "layout" else "balanced"
+    middle = 3 if first and differing == "cu_seqlens" else 4
+    with pytest.raises(ValueError, match=f"all ranks of the group must make the same call, got {differing} "):
+        ringflash.unshard_sequence(x, ctx.group, dim, layout, torch.tensor([0, middle, 8]))
+
+
 @on_ranks(3)
 def test_shard_is_differentiable(ctx: Context) -> None:
     """The gradient of the whole tensor is zero outside the shard."""
