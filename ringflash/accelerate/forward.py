@@ -53,7 +53,7 @@ def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
 def _ring_within(forward: Any) -> RingForward | None:
     """Return the `RingForward` inside the wrappers that accelerate adds at each preparation for mixed precision."""
     while forward is not None and not isinstance(forward, RingForward):
-        forward = getattr(forward, "__wrapped__", None)
+        forward = getattr(forward, "__wrapped__", getattr(forward, "__func__", None))
     return forward
 
 
@@ -76,7 +76,11 @@ class RingForward:
         copied: Any = deepcopy(self._model(), memo)
         return RingForward(copied, self.group, self._fused_head)
 
-    def __call__(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`, also as the method that accelerate's unwrap_model(keep_fp32_wrapper=False) makes of this."""
+        return self.forward(*args[bool(args) and args[0] is self._model() :], **kwargs)
+
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         """Return a ModelOutput with the loss only: logits of a whole sequence never exist together.
 
         Args:

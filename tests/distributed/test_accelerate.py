@@ -113,6 +113,24 @@ def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
 
 
 @on_ranks(4)
+def test_a_model_without_accelerates_wrappers_stays_on_the_ring(ctx: Context) -> None:
+    """unwrap_model(keep_fp32_wrapper=False) makes a method of the forward that it finds inside them."""
+    from accelerate import Accelerator
+
+    trainer.join(ctx)
+    model, config = trainer.build(ctx, "llama", {"cp_size": 4})
+    accelerator = Accelerator(cpu=True, parallelism_config=config, mixed_precision="bf16")
+    prepared, ids = accelerator.prepare_model(model), models.tokens(2)
+    bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    want = trainer.loss_in_fp64(models.build("llama", "sdpa")(ids).logits, ids, 61)
+    for loss in (bare(input_ids=ids, labels=ids).loss, bare(ids, labels=ids).loss):
+        torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
+    forward = bare.forward
+    put_on_ring(bare, prepared.module.forward.__func__.group)
+    assert bare.forward is forward.__func__
+
+
+@on_ranks(4)
 def test_workers_of_a_ring_are_seeded_alike(ctx: Context) -> None:
     """Trainer seeds them by the process; the ranks of a ring must read the same batches."""
     from accelerate import Accelerator
