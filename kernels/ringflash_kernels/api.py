@@ -170,7 +170,7 @@ def begin_backward(
             (fp64 for fp64). out and lse are results over all keys, not of one hop.
         deterministic: repeated calls give bitwise equal gradients.
         fp8_backward: products of the backward in e4m3 (`check_fp8_backward`): "bf16" none, "fp8_scores" dout v^T,
-            "fp8" also those that give dk and dv.
+            "fp8" all.
         row_max: the tensor that `attention_forward` wrote. "fp8" needs it, or probabilities of long rows would round
             to 0.
     Raises:

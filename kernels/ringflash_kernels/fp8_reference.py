@@ -355,6 +355,7 @@ def _sums(formula: str, pairs: torch.Tensor, rows: torch.Tensor, visible: torch.
 
 PRODUCTS = ("bf16", "fp8_scores", "fp8")
 LARGEST_P = 256.0  # of the P' that is rounded to e4m3
+SMALLEST_FACTOR = 2.0**-9  # of a row of dO and Q in the sums for dV and dK, while its P' has a larger one
 
 
 class Fp8ReferenceBackward:
@@ -365,7 +366,7 @@ class Fp8ReferenceBackward:
 
         "bf16"        none
         "fp8_scores"  dP = dO V^T
-        "fp8"         dP, dV = P^T dO and dK = dS^T Q
+        "fp8"         dP, dV = P^T dO, dK = dS^T Q and dQ = dS K
 
     The gradients are those of attention over the rounded q, k and v; rounding itself has the gradient 1
     (straight-through). `hopper.fp8.backward_operands` explains the factors of rows and blocks, and that nothing
@@ -464,12 +465,14 @@ class Fp8ReferenceBackward:
         )
         group = q.shape[2] // num_kv_heads
         of_heads = total.repeat_interleave(group, 1).unsqueeze(-1)
-        share = torch.where(weight == 0, 0.0, weight / of_heads).sqrt()
-        reference = torch.where(share > 0, row_max * log2e - math.log2(LARGEST_P) - share.log2(), math.inf)
-        of_q = share * (LARGEST / largest_q.repeat_interleave(group, 1).unsqueeze(-1))
+        share = torch.where(weight == 0, 0.0, weight / of_heads)
+        of_operand = torch.maximum(share, share.sqrt().clamp(max=SMALLEST_FACTOR))
+        of_p = torch.where(share == 0, 0.0, share / of_operand)
+        reference = torch.where(of_p > 0, row_max * log2e - math.log2(LARGEST_P) - of_p.log2(), math.inf)
+        of_q = of_operand * (LARGEST / largest_q.repeat_interleave(group, 1).unsqueeze(-1))
         maxima = torch.stack([total, largest_delta, largest_q])
-        dout1, q1 = rounded_to_e4m3(scaled * _of_rows(share)), rounded_to_e4m3(q * _of_rows(of_q))
-        factor = share * of_heads / (LARGEST * LARGEST_P)
+        dout1, q1 = rounded_to_e4m3(scaled * _of_rows(of_operand)), rounded_to_e4m3(q * _of_rows(of_q))
+        factor = of_operand * of_heads / (LARGEST * LARGEST_P)
         return _QuerySide(reference, relative, rounded_to_e4m3(scaled), dout1, q1, factor, maxima)
 
     def _gains(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
@@ -506,7 +509,7 @@ class Fp8ReferenceBackward:
         ds = p * (dp - delta) / gain.permute(0, 2, 1)[:, :, None, None]
         ds = ds.masked_fill(hidden, 0.0)
         low = rounded_to_e4m3 if self.products == "fp8" else rounded_to_bf16
-        grad_q = _sums("bhgij,bjhd->bihgd", rounded_to_bf16(ds), k * gain.unsqueeze(-1), visible).flatten(2, 3)
+        grad_q = _sums("bhgij,bjhd->bihgd", low(ds), k * gain.unsqueeze(-1), visible).flatten(2, 3)
         grad_k = _sums("bhgij,bihgd->bjhd", low(ds), q1, visible) * of_dk
         return grad_q, grad_k, _sums("bhgij,bihgd->bjhd", low(p), dout1, visible) * of_dv
 

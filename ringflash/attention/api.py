@@ -69,7 +69,7 @@ def ring_attention(
         deterministic: repeated calls give bitwise equal gradients, with slower kernels. True also if
             `torch.use_deterministic_algorithms` is on.
         fp8_backward: products of the backward that "hopper_fp8" and "reference_fp8" compute in e4m3: "bf16" none,
-            "fp8_scores" dout v^T, "fp8" also those that give dk and dv (docs/fp8.md). Other kernels take "bf16" only.
+            "fp8_scores" dout v^T, "fp8" all (docs/fp8.md). Other kernels take "bf16" only.
         return_lse: also return the log-sum-exp, differentiable.
     Returns:
         out: as q, as wide as v.  lse, if asked for: (batch, num_heads, seqlen_local), natural log, fp32 (fp64 for

@@ -229,6 +229,9 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[0] * args[1]
     if "cvt.rn.relu.f16x2.f32" in asm and "prmt.b32" in asm:
         return _e4m3_of_bits(args[0])
+    if "cvt.rn.satfinite.e4m3x2.f32" in asm:  # pairs_in_e4m3
+        low, high = (x.to(real_gl.float8e4nv).data.view(np.uint8).astype(np.uint16) for x in args)
+        return Tensor((high << 8 | low).view(np.int16), real_gl.int16)
     if "max.s32" in asm and "vote.sync.any" in asm:
         return _largest_of_rows(args[0])
     if asm == "mul.rn.f32 $0, $1, $2;":

@@ -32,6 +32,7 @@ __all__ = [
     "largest_of_rows",
     "mbarrier",
     "named_barrier",
+    "pairs_in_e4m3",
     "publish",
     "scale_unless_one",
     "tma_load",
@@ -165,6 +166,22 @@ def e4m3_of_bits(x):
         prmt.b32 $0, low, high, 0x6420;
     }"""
     return gl.inline_asm_elementwise(asm, "=r,f,f,f,f", [x], gl.float8e4nv, is_pure=True, pack=4)
+
+
+@gluon.jit
+def pairs_in_e4m3(low, high):
+    """Return pairs of numbers in e4m3, saturated, as int16 with `low` in the lower byte.
+
+    Args:
+        low, high: fp32; two adjacent registers of each become one.
+    """
+    asm: gl.constexpr = """{
+        .reg .b16 first, second;
+        cvt.rn.satfinite.e4m3x2.f32 first, $3, $1;
+        cvt.rn.satfinite.e4m3x2.f32 second, $4, $2;
+        mov.b32 $0, {first, second};
+    }"""
+    return gl.inline_asm_elementwise(asm, "=r,f,f,f,f", [low, high], gl.int16, is_pure=True, pack=2)
 
 
 @gluon.jit

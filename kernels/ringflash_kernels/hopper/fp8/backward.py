@@ -4,7 +4,7 @@ S is recomputed from the operands of the forward, so that rows of P sum to 1. Pr
 
     "bf16"        none: the bf16 kernels run on the dequantised q, k and v, which bf16 holds exactly
     "fp8_scores"  S and dP
-    "fp8"         S, dP, dV and dK
+    "fp8"         all five: S, dP, dV, dK and dQ
 """
 
 from __future__ import annotations
@@ -205,12 +205,15 @@ class _Products(host.HopperBackward):
         first = hop.k_start // BLOCK_K
         keys = KeyOperands(records, head_dim, self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
         k8, v8, _ = parts(cut(records, 1, (first, records.shape[1])), head_dim)
-        k = cut(keys.k, 1, (hop.k_start, keys.k.shape[1]))
+        if fp8_gradients:
+            k = _key_tile(cut(keys.k, 1, (first, records.shape[1])), (head_dim, 64))
+        else:
+            k = row_tile(cut(keys.k, 1, (hop.k_start, keys.k.shape[1])), 64, head_dim)
         columns = head_dim // 2 if dk.dtype == torch.float32 else head_dim
         stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
         _KEYS(
             (head_dim, hop.has_bounds, fp8_gradients, _PROMOTE, dk.dtype, accumulate), num_tiles * num_groups,
-            *self._query_tiles(hop), row_tile(k, 64, head_dim), _key_tile(k8), _key_tile(v8),
+            *self._query_tiles(hop), k, _key_tile(k8, (64, head_dim)), _key_tile(v8, (64, head_dim)),
             block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
             *stores, self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],
             keys.scales[:, :, first:], keys.scales.shape[2],
@@ -237,6 +240,6 @@ class _Products(host.HopperBackward):
         return q8, q1, dout8, dout1
 
 
-def _key_tile(x: torch.Tensor) -> TensorDescriptor:
-    """Return a descriptor of 64 keys of one record's k8 or v8: (batch, num_blocks, num_kv_heads, 128, head_dim)."""
-    return block_descriptor(x.transpose(1, 2), (1, 1, 1, 64, x.shape[-1]))
+def _key_tile(x: torch.Tensor, shape: tuple[int, int]) -> TensorDescriptor:
+    """Return a descriptor of 64 keys of one record: (batch, num_blocks, num_kv_heads, 128, head_dim), or transposed."""
+    return block_descriptor(x.transpose(1, 2), (1, 1, 1, *shape))

@@ -1,8 +1,10 @@
 """dQ, dK and dV with products in e4m3, on the frame of `backward.keys`: one CTA holds 128 keys and streams the queries.
 
-S and dP always have e4m3 operands. With FP8_GRADIENTS so do dV = P^T dO and dK = dS^T Q: P and dS are operands in the
-registers that hold them, and dO and Q are loaded a second time, transposed, with each 16 queries in KEY_ORDER. Without
-it, these two products are bf16. dQ = dS K is always bf16: an e4m3 operand would need adjacent keys of dS in a register.
+S and dP always have e4m3 operands. With FP8_GRADIENTS so do dV = P^T dO, dK = dS^T Q and dQ = dS K; without it, these
+three are bf16. In dV and dK, P and dS are operands in the registers that hold them, and dO and Q are loaded a second
+time, transposed, with each 16 queries in KEY_ORDER. In dQ, dS passes through shared memory, where e4m3 operands need
+adjacent keys. A thread holds keys 8 apart: it converts them as a pair, and a transposing store of 16 bits writes pairs.
+So each 16 keys are in the order of those pairs, as they are in the K that is loaded a second time, transposed.
 
 Sums of e4m3 products keep 13 bits of significand in the tensor cores. So every PROMOTE blocks dK and dV are added to
 fp32 sums in global memory.
@@ -10,13 +12,7 @@ fp32 sums in global memory.
 `backward_operands` explains the scales of rows and tiles.
 """
 
-from ringflash_kernels.hopper.backward.keys import (
-    dq_mma,
-    dq_staging,
-    last_dq,
-    pass_turn,
-    take_turn,
-)
+from ringflash_kernels.hopper.backward.keys import dq_mma, dq_staging, pass_turn, take_turn
 from ringflash_kernels.hopper.backward.problem import (
     NUMBER,
     BackwardProblem,
@@ -32,6 +28,7 @@ from ringflash_kernels.hopper.compat import (
     gl,
     gluon,
     mbarrier,
+    pairs_in_e4m3,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -100,7 +97,10 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
         mbarrier.expect(full, 2 * key_bytes)
         for half in gl.static_range(2):
-            tma_load(k_desc, [batch, kv_head, key + half * 64, 0], full, sm.k0.index(half))
+            if sm.FP8_GRADIENTS:
+                tma_load(k_desc, [batch, kv_head, key // 128, 0, half * 64], full, sm.k0.index(half))
+            else:
+                tma_load(k_desc, [batch, kv_head, key + half * 64, 0], full, sm.k0.index(half))
             tma_load(k8_desc, [batch, kv_head, key // 128, half * 64, 0], full, sm.k8.index(half))
             tma_load(v8_desc, [batch, kv_head, key // 128, half * 64, 0], full, sm.v8.index(half))
         round += 1
@@ -163,6 +163,45 @@ def _second(sm, tile):
 
 
 @gluon.jit
+def _dq_mma(sm, buffer, W: gl.constexpr):
+    """Issue dQ = dS K over both consumers' keys, for the columns of consumer W."""
+    N: gl.constexpr = sm.SPLIT // 2
+    if sm.FP8_GRADIENTS:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
+        dq = gl.zeros([64, N], gl.float32, layout)
+        for half in gl.static_range(2):
+            k = sm.k0.index(half).reshape([sm.SPLIT, 64]).slice(W * N, N, dim=0)
+            dq = warpgroup_mma(sm.ds.index(buffer * 2 + half), k.permute((1, 0)), dq, use_acc=half == 1, is_async=True)
+    else:
+        dq = dq_mma(sm, buffer, W)
+    return dq
+
+
+@gluon.jit
+def _stage_dq(sm, dq, scale, W: gl.constexpr):
+    """Return the buffer of dQ for TMA, with dQ; e4m3 products of this tile get their scale."""
+    staged = dq_staging(sm, W)
+    if sm.FP8_GRADIENTS:
+        dq *= scale
+    staged.store(interleave(dq, staged.shape[1]))
+    fence_async_shared()
+    return staged
+
+
+@gluon.jit
+def _store_ds(sm, tile, ds):
+    """Store dS^T of a consumer's keys, in e4m3 as dS with the key r + 8 h of every 16 at the position 2 r + h."""
+    if sm.FP8_GRADIENTS:
+        x = ds.reshape([4, 2, 8, 64]).permute((0, 2, 3, 1))
+        low, high = x.split()
+        pairs = pairs_in_e4m3(low, high).reshape([32, 64]).permute((1, 0))
+        layout: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
+        tile._reinterpret(gl.int16, [64, 32], layout).store(pairs)
+    else:
+        tile.store(ds.to(tile.dtype))
+
+
+@gluon.jit
 def _step(
     sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, key, seen, masked, dq_row, W: gl.constexpr
 ):
@@ -198,7 +237,7 @@ def _step(
         s = gl.where(inside, s, float("-inf"))
     p = gl.exp2(s * s_scale - reference)
     p_operand = _as_operand(p, sm)
-    delta = stats.slice(1, 1, dim=0).load(s_layout)
+    delta = stats.slice(1, 1, dim=0).load(s_layout) * scales[2]
     if not sm.TURN_BEFORE_EXP:
         pass_turn(step, W)
 
@@ -206,18 +245,16 @@ def _step(
     mbarrier.wait(sm.ds_full.index(last), last_parity)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     dv = warpgroup_mma(p_operand, _second(sm, sm.dout1.index(slot)), dv, is_async=True)
-    dq = dq_mma(sm, last, W)
+    dq = _dq_mma(sm, last, W)
 
     # dS = P (dP - delta), dK += dS^T Q
-    ds = p * (dp * scales[1] - delta * scales[2])
+    ds = p * (dp * scales[1] - delta)
     ds_operand = _as_operand(ds, sm)
     dk = warpgroup_mma(ds_operand, _second(sm, sm.q1.index(slot)), dk, is_async=True)
-    staged = dq_staging(sm, W)
     tma_store_wait(0)
-    sm.ds.index(current * 2 + W).store(ds.to(sm.ds.dtype))
+    _store_ds(sm, sm.ds.index(current * 2 + W), ds)
     dq = warpgroup_mma_wait(1, deps=(dq,))
-    staged.store(interleave(dq, staged.shape[1]))
-    fence_async_shared()
+    staged = _stage_dq(sm, dq, scales[3], W)
     mbarrier.arrive(sm.ds_full.index(current), count=1)
     tma_reduce_add(dq_desc, [dq_row, C // 2 * W], staged)
     if sm.FP8_GRADIENTS:  # registers of 8 bits cannot be named here (triton 3.6)
@@ -226,6 +263,18 @@ def _step(
         dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=(dk, dv, p_operand, ds_operand))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
     return dk, dv
+
+
+@gluon.jit
+def _last_dq(sm, dq_desc, step, dq_row, scale, W: gl.constexpr):
+    """Compute and add dQ of a tile's last block, whose step is `step` - 1."""
+    last, parity = slot_of(step - 1, 2)
+    mbarrier.wait(sm.ds_full.index(last), parity)
+    dq = _dq_mma(sm, last, W)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    tma_store_wait(0)
+    staged = _stage_dq(sm, dq, scale, W)
+    tma_reduce_add(dq_desc, [dq_row, sm.SPLIT // 2 * W], staged)
 
 
 @gluon.jit
@@ -280,7 +329,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
         key, batch, first_head, kv_head = problem.work(index)
         start, stop, full_start, full_stop = problem.blocks(key)
         tile_ptr = scales.tile_ptr + ((batch * problem.num_kv_heads + kv_head) * scales.k_blocks + key // 128) * 8
-        of_tile = (gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2))
+        of_tile = (gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), gl.load(tile_ptr + 5))
         coord = [batch, kv_head, key + W * 64]
         dk = gl.zeros([64, C], gl.float32, layout)
         dv = gl.zeros([64, C], gl.float32, layout)
@@ -329,7 +378,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                     block = problem.next_block(block, start, stop)
                 head_row += problem.dq_rows
                 scale_ptr += scales.q_blocks
-            last_dq(sm, dq_desc, step, dq_row, W)
+            _last_dq(sm, dq_desc, step, dq_row, of_tile[3], W)
         if (not sm.ACCUMULATE) | (start < stop):
             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
             tma_store_wait(0)
@@ -371,10 +420,9 @@ def backward_keys_fp8(
     Add to dK and dV, which are fp32, or without ACCUMULATE overwrite them: then one CTA has all heads of a group and
     FP8_GRADIENTS is False, because sums that leave the tensor cores in parts are added up in dK and dV.
     """
-    D: gl.constexpr = k_desc.block_type.shape[3]
-    half: gl.constexpr = k_desc.dtype
+    D: gl.constexpr = k8_desc.block_type.shape[4]
     e4m3: gl.constexpr = k8_desc.dtype
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], half)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], k_desc.dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
@@ -389,7 +437,7 @@ def backward_keys_fp8(
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
     begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
-    k0 = gl.allocate_shared_memory(half, [2, 1, 1, 64, D], k_desc.layout)
+    k0 = gl.allocate_shared_memory(k_desc.dtype, [2] + k_desc.block_type.shape, k_desc.layout)
     dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
     if FP8_GRADIENTS:
         spare = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
@@ -405,7 +453,7 @@ def backward_keys_fp8(
         gl.allocate_shared_memory(e4m3, [2, 1, 1, 1, 64, D], k8_desc.layout),
         gl.allocate_shared_memory(e4m3, [2, 1, 1, 1, 64, D], v8_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
-        gl.allocate_shared_memory(half, [4, 64, 64], ds_layout),
+        gl.allocate_shared_memory(k_desc.dtype, [4, 64, 64], ds_layout),
         dq.index(0), dq.index(1), spare,
         kv_full, kv_empty, q_full, q_empty, ds_full, begin,
         D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,

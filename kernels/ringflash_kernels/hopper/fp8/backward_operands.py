@@ -2,16 +2,20 @@
 
 Query row i has the weight w_i = n_i * exp(m_i - lse_i), where n_i = |dO_i| + |dlse_i|, and m_i is the row maximum of
 the forward, so that exp(m_i - lse_i) is its largest probability. dV and dK are sums over rows and have one scale. W is
-the largest weight of the heads that share a KV head. Both operands of a sum get the factor h_i = sqrt(w_i / W):
+the largest weight of the heads that share a KV head, and w_i / W = a_i b_i is divided between the operands of a sum:
 
-    dO8_i = 448 / n_i * dO_i                   P'_ij = 2^8 * h_i * exp(S_ij - m_i)
+    dO8_i = 448 / n_i * dO_i                   P'_ij = 2^8 * a_i * exp(S_ij - m_i)
     delta'_i = 448 / n_i * delta_i             dS'_ij = 2^-g * P'_ij * (dO8_i V_j - delta'_i)
-    dO8T_i = h_i * dO8_i                       dV_j = W / (448 * 2^8) * sum_i P'_ij dO8T_i
-    Q8T_i = h_i * 448 / |Q|_max * Q_i          dK_j = scale * 2^g * W * |Q|_max / (448^2 * 2^8) * sum_i dS'_ij Q8T_i
-                                               dQ_i = scale * h_i * W / (448 * 2^8) * sum_j dS'_ij (2^g K_j)
+    dO8T_i = b_i * dO8_i                       dV_j = W / (448 * 2^8) * sum_i P'_ij dO8T_i
+    Q8T_i = b_i * 448 / |Q|_max * Q_i          dK_j = scale * 2^g * W * |Q|_max / (448^2 * 2^8) * sum_i dS'_ij Q8T_i
+                                               dQ_i = scale * b_i * W / (448 * 2^8) * sum_j dS'_ij (2^g K_j)
 
 P' is at most 2^8. g is chosen per tile of 128 keys so that dS' cannot exceed 448: |dO8_i V_j| <= 448 |V_j|. So no
-maxima are measured beforehand, and nothing saturates. A row of a million equal keys has P' = 2^8 h_i like any other.
+maxima are measured beforehand, and nothing saturates.
+
+dQ_i is as precise as its own row of dS', whose smallest numbers e4m3 rounds to 0: a_i should be large. b_i may be as
+small as 2^-9, because numbers of dO8_i are about 448 / sqrt(head_dim). So b_i is w_i / W from 2^-9 on, with a_i = 1,
+then 2^-9, and below 2^-18 both are the square root. A row of a million equal keys has P' = 2^8 a_i like any other.
 """
 
 from __future__ import annotations
@@ -23,11 +27,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, E4M3, TAIL_BYTES, rotate_back
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, E4M3, SMALLEST_FACTOR, TAIL_BYTES, rotate_back
 from ringflash_kernels.hopper.launcher import Launcher
 
 _BLOCKS = 4  # blocks of 64 rows for which `_rotate_back` loads its matrix once
-SCALES = 8  # fp32 scales of a tile: of S, dP, delta, dK and dV; the rest is unused
+SCALES = 8  # fp32 scales of a tile: of S, dP, delta, dK, dV and dQ; the rest is unused
 
 
 @triton.jit
@@ -84,7 +88,7 @@ def _query_operands(
     dout_ptr, q_ptr, rows_ptr, maxima_ptr, dout8_ptr, dout1_ptr, q1_ptr, stats_ptr, factor_ptr, seqlen, padded,
     num_heads, num_blocks, group,
     dout_batch, dout_row, dout_head, q_batch, q_row, q_head,
-    D: tl.constexpr, FP8_GRADIENTS: tl.constexpr,
+    D: tl.constexpr, SMALLEST: tl.constexpr, FP8_GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -113,11 +117,14 @@ def _query_operands(
     if FP8_GRADIENTS:
         maxima_at = maxima_ptr + batch_head // group * 4
         total = tl.load(maxima_at)
-        share = tl.sqrt(weight / tl.maximum(total, 1e-30))
-        reference -= tl.where(weight > 0.0, 8.0 + tl.log2(tl.maximum(share, 1e-30)), float("-inf"))
-        factor = share * (total * (1.0 / (448.0 * 256.0)))
-        q *= (share * (448.0 / tl.maximum(tl.load(maxima_at + 2), 1e-30)))[:, None]
-        dout *= share[:, None]
+        share = weight / tl.maximum(total, 1e-30)
+        root = tl.sqrt(share)
+        of_operand = tl.where(share > SMALLEST, share, tl.where(root > SMALLEST, SMALLEST, root))
+        of_p = share / tl.maximum(of_operand, 1e-30)
+        reference -= tl.where(weight > 0.0, 8.0 + tl.log2(tl.maximum(of_p, 1e-30)), float("-inf"))
+        factor = of_operand * (total * (1.0 / (448.0 * 256.0)))
+        q *= (of_operand * (448.0 / tl.maximum(tl.load(maxima_at + 2), 1e-30)))[:, None]
+        dout *= of_operand[:, None]
         turned = ((batch_head * D + column[:, None]) * padded) + block * 64 + position[None, :]
         tl.store(dout1_ptr + turned, tl.trans(dout.to(tl.float8e4nv)))
         tl.store(q1_ptr + turned, tl.trans(q.to(tl.float8e4nv)))
@@ -138,11 +145,15 @@ def _key_operands(
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     block = (tl.program_id(0) // num_kv_heads % num_blocks).to(tl.int64)
     batch = (tl.program_id(0) // (num_kv_heads * num_blocks)).to(tl.int64)
-    row, column = tl.arange(0, 128)[:, None], tl.arange(0, D)[None, :]
+    position, column = tl.arange(0, 128), tl.arange(0, D)[None, :]
+    row = position[:, None]
+    if MODE == "fp8":  # the position 2 r + h of every 16 holds the key r + 8 h
+        row = (position // 16 * 16 + position % 2 * 8 + position // 2 % 8)[:, None]
     at = batch * of_batch + block * of_block + head * of_head + row * D + column
     tail = tail_ptr + batch * tail_batch + block * tail_block + head * tail_head
     k_scale, v_scale = tl.load(tail), tl.load(tail + 1)
-    k = tl.load(k8_ptr + at).to(tl.float32) * k_scale
+    k8 = tl.load(k8_ptr + at)
+    k = k8.to(tl.float32) * k_scale
     v = tl.load(v8_ptr + at).to(tl.float32) * v_scale
     to = ((batch * num_blocks + block) * 128 + row) * num_kv_heads * D + head * D + column
     if MODE == "bf16":
@@ -160,14 +171,18 @@ def _key_operands(
             gain = (tl.minimum(tl.maximum(exponent, 67), 187) << 23).to(tl.float32, bitcast=True)
             of_dv = total * (1.0 / (448.0 * 256.0))
             of_dk = softmax_scale * gain * of_dv * q * (1.0 / 448.0)
-        k *= gain
         tile = tile_ptr + ((batch * num_kv_heads + head) * num_blocks + block) * 8
         tl.store(tile, k_scale * scale_log2)
         tl.store(tile + 1, v_scale / gain)
         tl.store(tile + 2, 1.0 / gain)
         tl.store(tile + 3, of_dk)
         tl.store(tile + 4, of_dv)
-    tl.store(k_ptr + to, k.to(tl.bfloat16))
+        tl.store(tile + 5, k_scale * gain)
+    if MODE == "fp8":
+        turned = ((batch * num_blocks + block) * num_kv_heads + head) * D * 128 + tl.arange(0, D)[:, None] * 128
+        tl.store(k_ptr + turned + position[None, :], tl.trans(k8))
+    else:
+        tl.store(k_ptr + to, k.to(tl.bfloat16))
 
 
 @triton.jit
@@ -263,7 +278,7 @@ class QueryOperands:
             (head_dim, fp8_gradients), padded // BLOCK_Q * batch * num_heads,
             dout, q, rows, maxima, self.dout8, self.dout1, self.q1, self.stats, self.factor, seqlen, padded,
             num_heads, padded // BLOCK_Q, batch * num_heads // maxima.shape[0], *dout.stride()[:3], *q.stride()[:3],
-            D=head_dim, FP8_GRADIENTS=fp8_gradients,
+            D=head_dim, SMALLEST=SMALLEST_FACTOR, FP8_GRADIENTS=fp8_gradients,
         )  # fmt: skip
 
 
@@ -279,7 +294,10 @@ class KeyOperands:
     ) -> None:
         batch, num_blocks, num_kv_heads, _ = records.shape
         shape = (batch, num_blocks * BLOCK_K, num_kv_heads, head_dim)
-        self.k = records.new_empty(shape, dtype=torch.bfloat16)
+        if mode == "fp8":
+            self.k = records.new_empty(batch, num_blocks, num_kv_heads, head_dim, BLOCK_K, dtype=E4M3)
+        else:
+            self.k = records.new_empty(shape, dtype=torch.bfloat16)
         self.v = records.new_empty(shape, dtype=torch.bfloat16) if mode == "bf16" else self.k
         self.scales = records.new_empty(batch, num_kv_heads, num_blocks, SCALES, dtype=torch.float32)
         k8, v8, tail = parts(records, head_dim)
