@@ -16,6 +16,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 
 from ringflash_kernels.hopper.backward.host import HopperBackward
 
+pytestmark = pytest.mark.gpu
+
 HEAD_DIMS = (64, 96, 128, 192, 256)
 
 

@@ -17,6 +17,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
 from ringflash_kernels.hopper.fp8.backward import Fp8Backward
 from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
 
+pytestmark = pytest.mark.gpu
+
 MASKS = {
     "full, ragged": Mask.full(333, 457),
     "causal, ragged": Mask.band(1100, 1100, causal=True),
