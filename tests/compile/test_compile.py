@@ -17,12 +17,21 @@ from ringflash_kernels.hopper import gather_scatter
 from ringflash_kernels.hopper.backward import host, keys, queries
 from ringflash_kernels.hopper.backward.tiles import QueryTiles, backward_tiles
 from ringflash_kernels.hopper.forward import kernel
+from ringflash_kernels.hopper.fp8 import backward as fp8_backward
+from ringflash_kernels.hopper.fp8 import backward_keys as fp8_keys
 from ringflash_kernels.hopper.launcher import Launcher
 from tests.compile.compiler import Compiled, Launch, compile_launch
 from tests.compile.report import compile_all
 from tests.compile.sass import Loop, exp_within_turns, share_of_exp_before_last_wait
 from tests.compile.shared_memory import allocations, overlaps
-from tests.compile.variants import dq_launch, forward_launch, keys_launch, production_launches, publish_launch
+from tests.compile.variants import (
+    dq_launch,
+    forward_launch,
+    fp8_keys_launch,
+    keys_launch,
+    production_launches,
+    publish_launch,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -140,6 +149,16 @@ def test_stored_gradients_are_not_summed(launch, compiled):
     assert counts["UTMASTG"] and counts["UTMAREDG"] <= (0 if launch.name == "backward_wide" else 4)
 
 
+@_of([launch for launch in ATTENTION if launch.name.endswith("fp8")])
+def test_no_constant_is_converted_to_e4m3(launch, compiled):
+    """ptxas (12.8) leaves bytes of the result undefined: zeros and ones must be e4m3 from the start."""
+    assert not _converted_zeros(compiled[launch])
+
+
+def _converted_zeros(result: Compiled) -> list[str]:
+    return re.findall(r"F2FP\S*\.E4M3\.\S* R\d+, RZ, RZ", result.sass)
+
+
 @_of(ATTENTION)
 def test_no_spills_where_nothing_is_masked(launch, compiled):
     loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
@@ -220,6 +239,13 @@ def test_unused_barrier_is_seen(faulty, monkeypatch):
     monkeypatch.setattr(host, "_KEYS", Launcher(module.backward_keys))
     both = overlaps(allocations(compile_launch(keys_launch(64, "band")).ttgir))
     assert both and all("dq_full" in (x.name for x in pair) for pair in both)
+
+
+def test_converted_zeros_are_seen(faulty, monkeypatch):
+    zeros = r"sm\.ds\.index\((.*)\)\.store\(gl\.zeros\(\[64, 64\], sm\.ds\.dtype, s_layout\)\)"
+    module = faulty(fp8_keys, zeros, r"_store_ds(sm, sm.ds.index(\1), gl.zeros([64, 64], gl.float32, s_layout))")
+    monkeypatch.setattr(fp8_backward, "_KEYS", Launcher(module.backward_keys_fp8))
+    assert _converted_zeros(compile_launch(fp8_keys_launch(128)))
 
 
 def test_moved_exp_is_seen(faulty, monkeypatch):

@@ -89,6 +89,13 @@ def keys_launch(head_dim: int, mask: str) -> Launch:
     return _backward_launch("backward_keys", head_dim, mask)
 
 
+def fp8_keys_launch(head_dim: int) -> Launch:
+    """The launch of all gradients with every product in e4m3."""
+    with recorded_launches() as recorder:
+        _fp8_backward(recorder, head_dim, "fp8")
+    return next(x for x in recorder.launches.values() if x.name == "backward_keys_fp8")
+
+
 def publish_launch(module: ModuleType) -> Launch:
     """The launch of `module.publish`."""
     with recorded_launches() as recorder:
