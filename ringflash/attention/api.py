@@ -242,12 +242,15 @@ def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
     _refuse_transforms()
 
 
-@torch.compiler.assume_constant_result
 def _check_compiled_differentiation() -> None:
     """Check the same at trace time, when no tangents can be seen: no forward mode may be active."""
     _refuse_transforms()
     if forward_ad._current_level >= 0:
         _refuse_forward_mode()
+
+
+# As torch.compiler.assume_constant_result does, which imports torch._dynamo, and that takes as long as torch itself.
+_check_compiled_differentiation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refuse_forward_mode() -> NoReturn:
