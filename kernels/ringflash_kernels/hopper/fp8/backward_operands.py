@@ -285,7 +285,9 @@ class QueryOperands:
 class KeyOperands:
     """Operands of the key side that are not in the records.
 
-    k, v: (batch, num_blocks * 128, num_kv_heads, head_dim), bf16, k times 2^g; v for the mode "bf16" only.
+    k: for the mode "fp8" (batch, num_blocks, num_kv_heads, head_dim, 128), e4m3, the keys of every 16 in the order of
+    dS (`backward_keys`); otherwise (batch, num_blocks * 128, num_kv_heads, head_dim), bf16. v: as the latter, for the
+    mode "bf16" only.
     scales: (batch, num_kv_heads, num_blocks, SCALES), fp32.
     """
 
