@@ -40,7 +40,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("kernels_*"):
         yield "docs/measurements.md", name, kernel_table(result)
         if any("ringflash FP8" in row["tflops"] for row in result["results"]):
-            page = "docs/fp8.md" if name in ("kernels_hd128_1xh200", "kernels_fp8_1xh200") else "docs/measurements.md"
+            page = "docs/fp8.md" if name.startswith("kernels_fp8_") else "docs/measurements.md"
             yield page, f"{name}_fp8", fp8_kernel_tables(result)
     for name, result in _of_results("ring_*"):
         yield "docs/measurements.md", name, ring_table(result)

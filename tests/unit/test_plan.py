@@ -299,8 +299,8 @@ MEASURED = [
 
 
 def _is_settled(name: str, step: dict[str, Any]) -> bool:
-    """Return False for a short step that was the first of its run, and for one in a tile of all tokens."""
-    return name not in ("liger_2xh200", "experts_tiled_2xh200") or step["seqlen"] > 100_000
+    """Return False for a short step that was the first of its run, one tile, or waited for a host (docs/plan.md)."""
+    return name not in ("liger_2xh200", "experts_tiled_2xh200", "fp8_steps_float8_1xh200") or step["seqlen"] > 100_000
 
 
 def _waited_for_copies(run: dict[str, Any]) -> bool:
@@ -775,7 +775,7 @@ def test_fp8_of_the_recipe_or_the_flag(plan: Plan) -> None:
         plan([TO_PRETRAIN, *more], "--gpus", "8", "--json", *options).said["step_seconds"]
         for more, options in (([], []), ([str(RECIPES / "fp8.yaml")], []), ([], flags))
     )
-    for found, backward in ((overlaid, 0.68), (asked, 0.71)):
+    for found, backward in ((overlaid, 0.68), (asked, 0.73)):
         assert found["attention forward"] == pytest.approx(plain["attention forward"] * 0.64 / 1.02)
         assert found["attention backward"] == pytest.approx(plain["attention backward"] * 0.59 / backward)
         assert found["linear"] == plain["linear"]
