@@ -43,6 +43,10 @@ class SharedMemory:
         return self.data.ndim
 
     @property
+    def numel(self) -> int:
+        return self.data.size
+
+    @property
     def type(self) -> SimpleNamespace:
         return SimpleNamespace(layout=self.layout, shape=self.shape, element_ty=self.dtype, scalar=self.dtype)
 
@@ -73,10 +77,10 @@ class SharedMemory:
     def _reinterpret(self, dtype, shape, layout) -> SharedMemory:
         stored = numpy_dtype(dtype)
         count = math.prod(integer(n) for n in shape)
-        assert count * stored.itemsize <= self.data.nbytes, f"{self.name} is too small for {dtype}{shape}"
+        assert count * stored.itemsize == self.data.nbytes, f"{self.name} has another size than {dtype}{shape}"
         assert self.data.flags.c_contiguous, f"{self.name} is not contiguous"
-        data = self.data.reshape(-1).view(stored)[:count].reshape(shape)
-        unfenced = self.unfenced.reshape(-1).view(_BITS[stored.itemsize])[:count].reshape(shape)
+        data = self.data.reshape(-1).view(stored).reshape(shape)
+        unfenced = self.unfenced.reshape(-1).view(_BITS[stored.itemsize]).reshape(shape)
         return SharedMemory(data, unfenced, dtype, layout, self.name)
 
     def load(self, layout=None) -> Tensor:

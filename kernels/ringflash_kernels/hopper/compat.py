@@ -35,6 +35,7 @@ __all__ = [
     "pairs_in_e4m3",
     "publish",
     "scale_unless_one",
+    "start_of",
     "tma_load",
     "tma_reduce_add",
     "tma_store",
@@ -65,6 +66,14 @@ def aggregate(cls: type) -> Any:
 tma_load = tma.async_copy_global_to_shared
 tma_store = tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+
+
+@gluon.jit
+def start_of(memory, desc):
+    """Return the start of a buffer as a tile of a descriptor (triton 3.8 reinterprets a buffer only as a whole)."""
+    BITS: gl.constexpr = memory.numel * memory.dtype.primitive_bitwidth
+    TILES: gl.constexpr = BITS // (8 * desc.block_type.nbytes)
+    return memory._reinterpret(desc.dtype, [TILES] + desc.block_shape, desc.layout).index(0)
 
 
 @builtin

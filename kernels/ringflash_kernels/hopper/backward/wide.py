@@ -18,6 +18,7 @@ from ringflash_kernels.hopper.compat import (
     gl,
     gluon,
     mbarrier,
+    start_of,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -118,9 +119,9 @@ def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
     """Add or store 64 columns of dK or dV."""
     at = [coord[0], coord[1], coord[2], column]
     if W == 0:
-        staged = sm.k0._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
+        staged = start_of(sm.k0, desc)
     else:
-        staged = sm.v0._reinterpret(desc.dtype, [1, 1, 64, 64], desc.layout)
+        staged = start_of(sm.v0, desc)
     tma_store_wait(0)
     staged.reshape([64, 64]).store(x.to(desc.dtype))
     fence_async_shared()

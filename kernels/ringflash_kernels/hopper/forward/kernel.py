@@ -27,6 +27,7 @@ from ringflash_kernels.hopper.compat import (
     gluon,
     mbarrier,
     scale_unless_one,
+    start_of,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -625,7 +626,7 @@ def merge_weights(lse, old_lse):
 @gluon.jit
 def stage_of(shared, desc, W: gl.constexpr):
     """Return the staging buffer of a warpgroup's results as a tile of this descriptor."""
-    return shared.stage.index(W)._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    return start_of(shared.stage.index(W), desc)
 
 
 @gluon.jit
