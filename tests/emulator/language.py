@@ -265,6 +265,13 @@ def _float_function(function):
     return evaluate
 
 
+def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """x * y + z, the product not rounded."""
+    assert x.dtype == y.dtype == z.dtype == real_gl.float32
+    x, y, z = (value.data.astype(np.float64) for value in (x, y, z))
+    return Tensor((x * y + z).astype(np.float32), real_gl.float32)
+
+
 def where(condition, a, b) -> Tensor:
     dtype = result_dtype(a, b)
     return Tensor(np.where(as_numpy(condition), as_numpy(a, dtype), as_numpy(b, dtype)), dtype)
@@ -373,6 +380,7 @@ class Language:
     atomic_add = staticmethod(_atomic(np.add.at))
     atomic_max = staticmethod(_atomic(np.maximum.at))
     exp2, exp, log, log2, sqrt = (staticmethod(_float_function(f)) for f in (np.exp2, np.exp, np.log, np.log2, np.sqrt))
+    fma = staticmethod(_fma)
     max = staticmethod(lambda x, axis=None, **_: x.max(axis))
     min = staticmethod(lambda x, axis=None, **_: x.min(axis))
     sum = staticmethod(lambda x, axis=None, **_: reduce_sum(x, axis))

@@ -665,7 +665,9 @@ def store_part(
         mbarrier.wait(barriers.acc_full.index(W), loads & 1)
         loads += 1
         old = stage_of(shared, acc_desc[PART], W).reshape([BM, columns]).load(layout)
-        acc = acc + old * gl.convert_layout(old_weight, gl.SliceLayout(1, layout))[:, None]
+        old_weight = gl.convert_layout(old_weight, gl.SliceLayout(1, layout))[:, None]
+        # Written out: of the two products in this sum the compiler might fuse another one for each output dtype.
+        acc = gl.fma(old, old_weight.broadcast_to(old.shape), acc)
     elif PART == 1 or not V.tiles.stage_in_q:
         tma_store_wait(0)
     buffer = stage_of(shared, o_desc[PART], W)
