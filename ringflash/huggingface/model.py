@@ -176,6 +176,7 @@ def _name(ranks: list[int]) -> str:
     return f"ranks {ranks}" if ranks else "none"
 
 
+@torch.compiler.disable(reason="the model's forward is run on known values")
 def _check_head(model: nn.Module) -> float:
     """Return the number by which the model multiplies its logits, or raise if its head is not one we can compute."""
     if not hasattr(model, "model") or not hasattr(model, "lm_head"):

@@ -248,7 +248,14 @@ def _is_chunked(module: nn.Module, kind: str) -> bool:
 
 def _is_hybrid(module: nn.Module) -> bool:
     """Return True if the model's code has recurrent layers that we know; `check_model` has looked for others."""
-    return not RECURRENT_LAYERS.isdisjoint(vars(sys.modules[type(module).__module__]))
+    return _has_recurrent_layers(type(module).__module__)
+
+
+def _has_recurrent_layers(name: str) -> bool:
+    return not RECURRENT_LAYERS.isdisjoint(vars(sys.modules[name]))
+
+
+_has_recurrent_layers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # or all of sys.modules is traced
 
 
 def check_rope(base: nn.Module) -> None:

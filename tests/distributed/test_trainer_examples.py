@@ -1,7 +1,7 @@
 """Examples of docs/accelerate.md, and those of docs/rl.md with TRL, run as printed on two CPU processes over gloo.
 
-The first one by the command of its first line; the others on workers that have begun. Qwen3-0.6B is a tiny model in a
-folder of that name.
+The first one by the command of its first line, up to torchrun; the others on workers that have begun. Qwen3-0.6B is a
+tiny model in a folder of that name.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.helpers import trainer
-from tests.helpers.examples import ROOT, example
+from tests.helpers.examples import example
 from tests.helpers.pool import Context, Pool
+from tests.recipes.launching import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -47,14 +48,21 @@ def run(code: str, folder: Path, size: int = 2) -> list[str]:
 
 
 def launch(code: str, folder: Path) -> str:
-    """Return what a script prints, started by the command in its first line."""
-    (folder / "trainer.py").write_text(code)
+    """Return what a script prints if the command in its first line starts it, on forked ranks (`run_ranks`)."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
     words = code.splitlines()[0].partition("run by: accelerate launch ")[2].split()
-    command = [sys.executable, "-m", "accelerate.commands.launch", *words]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    script = folder / words[-1]
+    script.write_text(f"import os\nos.chdir({str(folder)!r})\n{code}")
+    printed = []
+
+    def torchrun(args: Any) -> None:
+        assert args.training_script == script.name
+        printed.append(run_ranks(script, num_ranks=int(args.nproc_per_node)))
+
+    with mock.patch("torch.distributed.run.run", torchrun):
+        launch_command(launch_command_parser().parse_args(words))
+    return printed[0]
 
 
 def test_trainer_started_by_accelerate_is_that_of_one_process(tmp_path: Path) -> None:

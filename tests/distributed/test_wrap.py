@@ -25,8 +25,7 @@ RTOL = 1e-10
 
 MODELS: dict[str, dict[str, Any]] = {
     "learned": {"is_causal": True},
-    "rotary": {"is_causal": True, "rotary": True, "scale": 0.3},
-    "gqa": {"is_causal": True, "kv_heads": 2, "enable_gqa": True},
+    "rotary": {"is_causal": True, "rotary": True, "scale": 0.3, "kv_heads": 2, "enable_gqa": True},
     "bidirectional": {},
     "broken": {"is_causal": True, "broken": True},
     "bound": {"make": own.Bound},
@@ -66,7 +65,8 @@ def equals_unwrapped(ctx: Context, name: str, compiled: bool) -> None:
     tokens, labels = own.tokens(), ringflash.loss.shift_labels(own.tokens())
     shard = ringflash.shard_sequence(tokens, ctx.group)
     positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
-    run = torch.compile(ring, backend="aot_eager", fullgraph=name != "broken") if compiled else ring
+    backend = "eager" if name == "broken" else "aot_eager"
+    run = torch.compile(ring, backend=backend, fullgraph=name != "broken") if compiled else ring
     logits, want = run(shard, positions), whole(tokens, torch.arange(own.LENGTH))
     loss = loss_of(logits, ringflash.shard_sequence(labels, ctx.group), ctx.size)
     expected = loss_of(want, labels, 1)
@@ -91,7 +91,7 @@ def test_wrapped_equals_unwrapped(pool: Pool, size: int, name: str) -> None:
     pool.run(equals_unwrapped, name, False, size=size)
 
 
-@pytest.mark.parametrize("name", ["rotary", "gqa", "non_reentrant", "broken"])
+@pytest.mark.parametrize("name", ["rotary", "non_reentrant", "broken"])
 def test_compiled_equals_unwrapped(pool: Pool, name: str) -> None:
     """One graph: wrapping does not break it, checkpointed or not; where the layer itself does, nothing is missed."""
     pool.run(equals_unwrapped, name, True, size=2, timeout_s=120)
@@ -282,7 +282,7 @@ def test_check_finds_a_scale_of_the_shards_length(ctx: Context) -> None:
         check(ctx, Single, {})
 
 
-@pytest.mark.parametrize("name", ["learned", "rotary", "gqa", "bidirectional", "bound"])
+@pytest.mark.parametrize("name", ["learned", "rotary", "bidirectional", "bound"])
 @on_ranks(2)
 def test_check_accepts_what_is_right(ctx: Context, name: str) -> None:
     check(ctx, own.Model, MODELS[name])

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -213,6 +214,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int
 
 def _join(rank: int, world_size: int, backend: str, port: int) -> tuple[dict[int, dist.ProcessGroup], torch.device]:
     torch.set_num_threads(1)
+    if "torch._dynamo" in sys.modules:  # it would flush all caches of the CPU to time each graph's guards
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cpu")
     if backend == "nccl":
