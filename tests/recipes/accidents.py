@@ -17,35 +17,35 @@ from ringflash.lightning import StopOnSignal
 STEP = 3  # after which it happens: one past a checkpoint
 
 
-class Crash(lightning.Callback):
-    """Kills the last rank, in its first life, once the checkpoint before is whole: threads write it meanwhile."""
+class Preemption(lightning.Callback):
+    """Sends the signal $SIGNAL to the process $LAUNCHER, or to rank 0 itself, and waits until this rank hears of it."""
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        last = trainer.global_rank == trainer.world_size - 1
-        if trainer.global_step == STEP and last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if trainer.global_step == STEP and trainer.is_global_zero:
+            os.kill(int(os.environ.get("LAUNCHER", os.getpid())), signal.Signals[os.environ["SIGNAL"]])
+            (stop,) = (x for x in trainer.callbacks if isinstance(x, StopOnSignal))
+            while not stop.noted:
+                time.sleep(0.01)
+
+
+class CrashThenPreemption(Preemption):
+    """Kills the last rank of a new run once the previous checkpoint is whole; preempts a run that continues."""
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if trainer.ckpt_path is not None:
+            super().on_train_batch_end(trainer)
+        elif trainer.global_step == STEP and trainer.global_rank == trainer.world_size - 1:
             (checkpoints,) = trainer.checkpoint_callbacks
             while newest_checkpoint(checkpoints.dirpath) is None:  # type: ignore[attr-defined]
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Preemption(lightning.Callback):
-    """Sends the signal $SIGNAL to the launcher, the process $LAUNCHER, and waits until this rank has heard of it."""
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        if trainer.global_step == STEP and trainer.is_global_zero:
-            os.kill(int(os.environ["LAUNCHER"]), signal.Signals[os.environ["SIGNAL"]])
-            (stop,) = (x for x in trainer.callbacks if isinstance(x, StopOnSignal))
-            while not stop.noted:
-                time.sleep(0.01)
-
-
 class CrashWhileSaving(lightning.Callback):
-    """Kills the last rank in its first life, when another has written its part of the second checkpoint."""
+    """Kills the last rank of a new run, when another has written its part of the second checkpoint."""
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        last = trainer.global_rank == trainer.world_size - 1
-        if last and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if trainer.ckpt_path is None and trainer.global_rank == trainer.world_size - 1:
             FileSystemWriter.write_data = _killed_at_second_call(FileSystemWriter.write_data)  # type: ignore[method-assign]
 
 

@@ -1,7 +1,7 @@
 """The DeepSpeed quickstart, scaled down by flags: two gloo processes on the CPU, fp32.
 
-It trains four steps by the command that launch/local.sh prints (and runs, in test_lightning_recipes.py); continued from
-its checkpoint after two, it has the same bits.
+It trains four steps by the command that launch/local.sh prints; continued from its checkpoint after two steps, it has
+the same bits.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from recipes.lightning.resume import newest_checkpoint
-from tests.recipes.launching import ROOT, run, run_ranks, write_text
+from tests.recipes.launching import ROOT, interrupt, run, run_ranks, write_text
 
 LAUNCH = ROOT / "launch"
 RECIPE = "recipes/lightning/128k_cp8_8gpus.yaml"
@@ -246,6 +246,26 @@ SUPERVISE = 'set -euo pipefail; export LAUNCHER=$$; source launch/common.sh; sup
 def test_a_process_that_is_still_starting_hears_the_signal_later() -> None:
     """The launcher gets it before the process listens; the agent between them, which gets it too, does not die."""
     assert run(["bash", "-c", SUPERVISE, "-", sys.executable, "-c", AGENT], timeout_s=30.0) == "status 0\n"
+
+
+STOPPED = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} waits: {sys.argv[1:]}", flush=True)
+signal.pause()
+"""
+
+
+def test_local_launcher_ends_well_when_a_signal_ends_its_ranks(tmp_path: Path) -> None:
+    """In a folder of its own, where the training is a few lines: torchrun starts two, and ends with status 0."""
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    folder = tmp_path / "recipes" / "lightning"
+    folder.mkdir(parents=True)
+    (folder / "quickstart.yaml").touch()
+    (folder / "train.py").write_text(STOPPED)
+    output = interrupt([tmp_path / "launch/local.sh", "--data.seqlen", "96"], after="rank 1 of 2 waits", NPROC="2")
+    flags = ["fit", "--config", "recipes/lightning/quickstart.yaml", "--data.seqlen", "96"]
+    assert f"rank 1 of 2 waits: {flags}" in output
 
 
 def test_launcher_returns_the_status_of_the_command() -> None:

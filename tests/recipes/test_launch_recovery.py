@@ -22,8 +22,10 @@ from tests.recipes.test_lightning_recipes import RECIPE, SCALED_DOWN
 
 STEPS = 6
 FLAGS = {**SCALED_DOWN, "trainer.max_steps": STEPS, "trainer.num_sanity_val_steps": 0, "trainer.limit_val_batches": 0}
-SRUN = '#!/usr/bin/env bash\nwhile [[ $1 != launch/* ]]; do shift; done\nSLURM_NODEID=0 exec "$@"\n'
-SCONTROL = '#!/usr/bin/env bash\necho "scontrol $*"\n'
+SRUN = '#!/usr/bin/env bash\nwhile [[ $1 != launch/* ]]; do shift; done\nexec tests/recipes/two_hosts.sh "$@"\n'
+SCONTROL = """#!/usr/bin/env bash
+if [[ $1 == show ]]; then printf '10.77.0.%s\\n' 0 1; else echo "scontrol $*"; fi
+"""  # the addresses of two_hosts.sh
 
 
 def flags(folder: Path, name: str, accident: str | None = None) -> list[str | Path]:
@@ -53,44 +55,40 @@ def uninterrupted(folder: Path) -> dict[int, float]:
 
 
 def slurm(folder: Path, arguments: list[str | Path], **environment: str) -> str:
-    """Output of the batch script on one node of a SLURM that is two scripts; $LAUNCHER is the batch script."""
+    """Output of the batch script on two nodes of a SLURM that is two scripts; $LAUNCHER is the batch script."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / "bin").mkdir(exist_ok=True)
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_SUBMIT_DIR": str(ROOT), "NPROC": "2"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "hosts", "SLURM_SUBMIT_DIR": str(ROOT)}
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     batch = ["bash", "-c", 'LAUNCHER=$$ exec bash launch/slurm.sbatch "$@"', "-", *arguments]
-    return run(batch, PATH=path, **job, **environment)
+    return run(batch, timeout_s=250.0, PATH=path, NPROC="1", **job, **environment)
 
 
-def test_two_hosts_restart_after_a_crash(folder: Path, uninterrupted: dict[int, float]) -> None:
-    """One process on each; that of the second host is killed past a checkpoint, and both continue from it."""
-    hosts = ["tests/recipes/two_hosts.sh", "launch/host.sh", *flags(folder, "hosts", "Crash"), "--ckpt_path=auto"]
-    output = run(hosts, NPROC="1", MAX_RESTARTS="1")
+def test_two_hosts_of_slurm_crash_and_are_preempted(folder: Path, uninterrupted: dict[int, float]) -> None:
+    """One process on each. That of the second is killed past a checkpoint, and both continue from it.
+
+    Then SLURM preempts the job. Both ranks write their parts, the script exits with 0, and what it would start again
+    finishes the run.
+    """
+    output = slurm(folder, flags(folder, "slurm", "CrashThenPreemption"), SIGNAL="SIGUSR1", MAX_RESTARTS="1")
     assert "network namespace" in output.partition("\n")[0]
-    assert "failed (exitcode: -9)" in output and "GLOBAL_RANK: 1" in output
-    resumed = losses(folder / "hosts", 1)
-    assert resumed == {step: uninterrupted[step] for step in range(STEP - 1, STEPS)}
-    assert {path.name for path in (folder / "hosts/version_1/checkpoints/epoch=0-step=6.ckpt").iterdir()} == PARTS
-
-
-def test_slurm_saves_before_the_time_limit_and_continues(folder: Path, uninterrupted: dict[int, float]) -> None:
-    """Both ranks write their parts, the script exits 0, and what it would start again finishes the run."""
-    output = slurm(folder, flags(folder, "slurm", "Preemption"), SIGNAL="SIGUSR1")
-    assert "scontrol requeue 7" in output
-    (saved,) = (folder / "slurm" / "version_0").glob("interrupted-step=*.ckpt")
-    assert {path.name for path in saved.iterdir()} == PARTS
+    assert "failed (exitcode: -9)" in output and "GLOBAL_RANK: 1" in output and "scontrol requeue 7" in output
+    (saved,) = (folder / "slurm").glob("version_*/interrupted-step=*.ckpt")
     step = int(saved.stem.rpartition("=")[2])
+    for path in (saved, folder / f"slurm/version_1/checkpoints/epoch=0-step={STEP + 1}.ckpt"):
+        assert {part.name for part in path.iterdir()} == PARTS
     meta = torch.load(saved / "meta.pt", weights_only=True)
     assert meta["global_step"] == meta["TextData"]["num_consumed"] == step < STEPS
     newest = newest_checkpoint(folder / "slurm")  # of the same step, where a regular one was due at its end
     by_time = "--checkpoint.every_n_train_steps=null", "--checkpoint.train_time_interval=00:00:00"
     output = train(*flags(folder, "slurm"), *by_time, "--ckpt_path=auto", num_ranks=2)
-    checkpoints = {path.stem for path in (folder / "slurm" / "version_1" / "checkpoints").iterdir()}
+    checkpoints = {path.stem for path in (folder / "slurm" / "version_2" / "checkpoints").iterdir()}
     assert checkpoints == {f"epoch=0-step={i}" for i in range(step + 1, STEPS + 1)}  # one whenever no time has passed
     assert f"Restored all states from the checkpoint at {newest}" in output
-    assert losses(folder / "slurm", 1) == {i: uninterrupted[i] for i in range(step, STEPS)}
+    for version, steps in ((1, range(STEP - 1, step)), (2, range(step, STEPS))):
+        assert losses(folder / "slurm", version) == {i: uninterrupted[i] for i in steps}
 
 
 def test_crash_in_the_middle_of_a_write(folder: Path, uninterrupted: dict[int, float]) -> None:
@@ -98,7 +96,7 @@ def test_crash_in_the_middle_of_a_write(folder: Path, uninterrupted: dict[int, f
     command = [*flags(folder, "midway", "CrashWhileSaving"), "--ckpt_path=auto"]
     with pytest.raises(AssertionError, match=r"exit statuses \[.*-9"):
         train(*command, num_ranks=2)
-    output = train(*command, num_ranks=2, TORCHELASTIC_RESTART_COUNT="1")
+    output = train(*command, num_ranks=2)
     first, second = (folder / f"midway/version_0/checkpoints/epoch=0-step={step}.ckpt" for step in (2, 4))
     assert f"Restored all states from the checkpoint at {first}" in output
     assert f"Removing {second}.partial, which a crash has left" in output

@@ -1,7 +1,7 @@
 """The quickstart recipe, scaled down by flags: two gloo processes on the CPU, fp64.
 
 It trains four steps; the same run interrupted after two and continued on one rank, and the same run on one rank, have
-its losses (test_launch_recovery.py continues on two). launch/local.sh starts the one that a signal ends.
+its losses (test_launch_recovery.py continues on two).
 tests/recipes/test_8b_recipes.py has the other recipes.
 """
 
@@ -16,7 +16,7 @@ import torch
 from recipes.lightning import compare
 from recipes.lightning.compare import largest_difference, newest_curve, read_losses
 from recipes.lightning.train import _loggers, main
-from tests.recipes.launching import PARTS, ROOT, interrupt, run, train, write_text
+from tests.recipes.launching import PARTS, ROOT, run, train, write_text
 
 RTOL_FP64 = 1e-11
 RECIPE = ROOT / "recipes" / "lightning" / "quickstart.yaml"
@@ -123,13 +123,14 @@ def test_checkpoints_are_judged_by_the_evaluation_of_their_step(folder: Path, ev
 
 
 def test_signal_ends_a_run_with_a_checkpoint(folder: Path) -> None:
-    """Sent SIGTERM, both ranks finish a step with all its batches, write their parts, and evaluate no more.
+    """Rank 0 gets SIGTERM; both finish a step with all its batches, write their parts, and evaluate no more.
 
     The place in the data is that of the step.
     """
     name, endless = "interrupted", {"trainer.max_steps": 10**6, "trainer.val_check_interval": 10**6}
     given = arguments(folder, name, **endless, **{"trainer.accumulate_grad_batches": 8})
-    output = interrupt(["launch/local.sh", *given], after="step      3 ", NPROC="2")
+    happens = "--trainer.callbacks+=tests.recipes.accidents.Preemption"
+    output = train(*given, happens, num_ranks=2, SIGNAL="SIGTERM")
     assert output.count("loss over fixed sequences") == 1  # before the first step
     (checkpoint,) = (folder / name / "version_0").glob("interrupted-step=*.ckpt")
     assert {path.name for path in checkpoint.iterdir()} == PARTS

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command as two hosts would, with NNODES, NODE_RANK, RDZV_ENDPOINT and LOCAL_ADDR set, and fails if one does.
+# Runs a command on two hosts as srun would, with SLURM_NODEID and LOCAL_ADDR set, and fails if one fails.
+# SIGUSR1 is handed on to both.
 #
 # Each host is a network namespace with an address of its own, and a cable between them, in a user namespace that
 # needs no privilege; where the machine allows none, both are this machine. The first line says which.
@@ -23,18 +24,26 @@ if [[ ${1:-} == --connected ]]; then
   connect
   [[ $1 != true ]] || exit 0
   echo "two network namespaces"
-  on() { host=$1; shift; GLOO_SOCKET_IFNAME=cable$host LOCAL_ADDR=10.77.0.$host ip netns exec "host$host" "$@"; }
-  export RDZV_ENDPOINT=10.77.0.0:29500
+  on() {
+    export SLURM_NODEID=$1 GLOO_SOCKET_IFNAME=cable$1 LOCAL_ADDR=10.77.0.$1
+    shift
+    exec ip netns exec "host$SLURM_NODEID" "$@"
+  }
 elif "${apart[@]}" "$0" --connected true 2>/dev/null; then
   exec "${apart[@]}" "$0" --connected "$@"
 else
   echo "one network namespace"
-  on() { shift; LOCAL_ADDR=127.0.0.1 "$@"; }
+  on() { export SLURM_NODEID=$1 LOCAL_ADDR=127.0.0.1; shift; exec "$@"; }
   port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   export RDZV_ENDPOINT=127.0.0.1:$port
 fi
 
-export NNODES=2
-NODE_RANK=1 on 1 "$@" &
-NODE_RANK=0 on 0 "$@"
-wait $!
+on 1 "$@" &
+hosts=("$!")
+on 0 "$@" &
+hosts+=("$!")
+trap 'kill -USR1 "${hosts[@]}" 2>/dev/null || true' USR1
+for host in "${hosts[@]}"; do
+  while kill -0 "$host" 2>/dev/null; do wait "$host" || true; done  # a signal ends `wait`
+  wait "$host"
+done
