@@ -1,8 +1,8 @@
 """The README from top to bottom, as somebody new follows it: install, the example, the four commands, make's targets.
 
-The targets are CONTRIBUTING's, too. All runs in a copy of the files and an environment of its own, which borrows what
-is installed here. `make train` and `make test` are expanded, not run: this is the latter, and the former's recipe has
-tests of its own. CPU, 2 processes.
+The targets are CONTRIBUTING's, too. The install and one command run in a copy of the files and an environment of its
+own, which borrows what is installed here; the other commands run in this process and in forked ranks. `make train` and
+`make test` are expanded, not run: this is the latter, and the former's recipe has tests of its own. CPU, 2 processes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from ringflash.commands.cli import main
+from ringflash.verify import command as verify
 from tests.helpers.examples import example
-from tests.recipes.launching import ROOT
+from tests.helpers.forked import forked
+from tests.recipes.launching import ROOT, run_ranks
 
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
@@ -63,58 +67,85 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Newcomer:
 
 
 def test_install_is_of_the_clone(newcomer: Newcomer) -> None:
-    found = newcomer.types("cd / && python -c 'import ringflash, ringflash_kernels; print(ringflash.__file__)'")
-    assert Path(found.strip()).is_relative_to(newcomer.clone)
+    find = "from importlib.util import find_spec; print(*(find_spec(x).origin for x in sys.argv[1:]))"
+    found = newcomer.types(f'cd / && python -c "import sys; {find}" ringflash ringflash_kernels').split()
+    assert len(found) == 2 and all(Path(path).is_relative_to(newcomer.clone) for path in found)
 
 
-def test_example(newcomer: Newcomer) -> None:
-    (newcomer.clone / "ring.py").write_text(example("README.md", "# ring.py"))
-    (command,) = re.findall(r"run by: (torchrun .*)$", README, re.MULTILINE)
-    printed = newcomer.types("python -m torch.distributed.run" + command.removeprefix("torchrun"))
+def test_example(tmp_path: Path) -> None:
+    """On the ranks that README's command starts."""
+    (tmp_path / "ring.py").write_text(example("README.md", "# ring.py"))
+    (num_ranks,) = re.findall(r"run by: torchrun --nproc-per-node (\d) ring.py$", README, re.MULTILINE)
+    printed = run_ranks(tmp_path / "ring.py", num_ranks=int(num_ranks))
     assert printed.count("out (1, 2048, 8, 64), |dk|") == 2, printed
 
 
-@pytest.mark.parametrize("name", ["doctor", "verify", "plan", "bench"])
-def test_commands(newcomer: Newcomer, name: str) -> None:
-    """Only what README gives in angle brackets is filled in."""
-    (newcomer.clone / "model").mkdir(exist_ok=True)
-    (newcomer.clone / "model" / "config.json").write_text(json.dumps(MODEL))
+def command_of(name: str) -> str:
+    """Return README's command, with what it has in angle brackets filled in."""
     (command,) = re.findall(rf"^`(ringflash {name}[^`]*)`", README, re.MULTILINE)
     results = "benchmarks/results/kernels_h200.json"
     filled = {
-        "<model or training>": "model", "<config or recipe>": "recipes/lightning/qwen3_8b_pretrain.yaml",
-        "kernels|ring": results, "<file>": results,
+        "<model or training>": "model", "<config or recipe>": "model", "kernels|ring": results, "<file>": results,
     }  # fmt: skip
     for placeholder, value in filled.items():
         command = command.replace(placeholder, value)
     assert "<" not in command
-    extra = {"doctor": " --no_probes", "verify": " --seqlen 64"}.get(name, "")
-    shown = newcomer.types(command + extra)
-    assert {"doctor": "torch", "verify": "passed", "plan": "It fits", "bench": "hd128"}[name] in shown
+    return command
+
+
+def test_installed_command(newcomer: Newcomer) -> None:
+    assert "torch" in newcomer.types(command_of("doctor") + " --no_probes")
+
+
+@pytest.mark.parametrize(("name", "shown"), [("verify", ""), ("plan", "It fits"), ("bench", "hd128")])
+def test_commands(
+    name: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks of verify do not print here: they are forked with the imports already done."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verify, "LaunchConfig", partial(verify.LaunchConfig, start_method=forked().get_start_method()))
+    extra = ["--seqlen", "64"] if name == "verify" else []
+    assert main([*command_of(name).split()[1:], *extra]) == 0
+    assert shown in capsys.readouterr().out
 
 
 COPY = """
+import os, runpy, sys
+from pathlib import Path
+_, folder, installed = sys.argv
+names = ("recipes", "ringflash_kernels")  # of this repository
+sys.path = [installed, *(x for x in sys.path if not any(Path(x, name).is_dir() for name in names))]
+os.chdir(folder)
+
 import ringflash
 from ringflash.commands.cli import main
 copy = ["recipes", "--copy", "mine"]
-print(ringflash, [main(arguments) for arguments in (["recipes"], copy, copy)])
+print(ringflash, [main(arguments) for arguments in (["recipes"], copy, copy)], flush=True)
+
+os.chdir("mine")
+sys.path.insert(0, os.getcwd())
+sys.argv = ["train", "fit", "--help"]
+runpy.run_module("recipes.lightning.train", run_name="__main__", alter_sys=True)
 """
 
 
 def test_a_wheel_holds_recipes_and_launchers(newcomer: Newcomer) -> None:
     """Outside the clone: they are listed, copied, and start from the copy; a second copy is refused."""
     newcomer.types("python -m pip install -q --no-deps --target ../installed . && mkdir ../elsewhere")
-    (newcomer.clone.parent / "elsewhere" / "copy_recipes.py").write_text(COPY)
-    here = "cd ../elsewhere && export PYTHONPATH=$PWD/../installed && "
-    shown = newcomer.types(here + "python copy_recipes.py 2>&1")
+    folder = newcomer.clone.parent
+    (folder / "copy_recipes.py").write_text(COPY)
+    shown = run_ranks(folder / "copy_recipes.py", folder / "elsewhere", folder / "installed", num_ranks=1)
     assert "recipes/lightning/quickstart.yaml: A small Llama on Python's own sources" in shown
     assert "--copy must be a folder without recipes and launch, got mine with" in shown
     assert "/installed/ringflash/" in shown and "[0, 0, 2]" in shown
+    assert "usage: train.py fit --config recipe.yaml" in shown and "--progress.every_n_steps" in shown
     shown = newcomer.types(
-        here + "cd mine && NPROC=2 DRY_RUN=1 launch/local.sh recipes/lightning/qwen3_8b_pretrain.yaml"
+        "cd ../elsewhere/mine && NPROC=2 DRY_RUN=1 launch/local.sh recipes/lightning/qwen3_8b_pretrain.yaml"
     )
     assert "-m recipes.lightning.train fit --config recipes/lightning/qwen3_8b_pretrain.yaml" in shown
-    newcomer.types(here + "cd mine && python -m recipes.lightning.train fit --help >/dev/null")
 
 
 def test_targets_of_make(newcomer: Newcomer) -> None:

@@ -1,5 +1,5 @@
 """The command `ringflash verify`: exit status, table and JSON. CPU, 2 processes; needs the huggingface and lightning
-extras. tests/recipes/test_newcomer.py starts it as a user does."""
+extras. tests/recipes/test_newcomer.py has the ranks that it starts."""
 
 from __future__ import annotations
 
