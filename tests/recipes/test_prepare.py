@@ -18,6 +18,7 @@ import pytest
 
 from recipes.data.__main__ import _parser, main
 from recipes.data.prepare import SEPARATOR, load_tokenizer, prepare
+from tests.helpers.forked import forked
 from tests.helpers.tokens import content, read_all, write_jsonl, write_tokens
 from tests.recipes.launching import ROOT
 
@@ -54,6 +55,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of `prepare` begin with torch imported; those of the test that kills the program import it."""
+    context = forked()
+    monkeypatch.setattr("recipes.data.prepare.multiprocessing.get_context", lambda method: context)
+
+
 def test_text_and_jsonl_become_bytes_behind_a_separator(tmp_path: Path) -> None:
     """In the order of the files' names; other files of the folder are left out; nothing else is left behind."""
     header = prepare([write_inputs(tmp_path / "in")], tmp_path / "out")
@@ -73,7 +81,7 @@ def test_jsonl_is_cut_anywhere_and_keeps_every_line(tmp_path: Path, shard_bytes:
     assert read_all(tmp_path / "out") == as_bytes([text[:20] for text in TEXTS[:6]])
 
 
-def test_processes_write_the_files_of_one(tmp_path: Path) -> None:
+def test_processes_write_the_files_of_one(tmp_path: Path, forked_processes: None) -> None:
     """Byte by byte."""
     inputs = write_inputs(tmp_path / "in")
     for num_processes in (1, 2):
@@ -280,7 +288,7 @@ def test_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_text_that_is_not_utf_8_is_named(tmp_path: Path, num_processes: int) -> None:
+def test_text_that_is_not_utf_8_is_named(tmp_path: Path, num_processes: int, forked_processes: None) -> None:
     """The error crosses over from another process with its message."""
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"documents must be UTF-8 text, .* got UnicodeDecodeError: .* in .*a.txt;"):
