@@ -72,11 +72,12 @@ def interrupted(place: str, kind: str, texts: str, out: Path) -> dict[str, Any]:
     """Stop a training; return its last step and the checkpoint that it leaves."""
     folder = out / place
     own = lightning.pytorch.callbacks.ModelCheckpoint(folder / "own", every_n_train_steps=1)
+    callbacks = [Told(place), own] if place == "checkpointing" else [Told(place)]
     trainer = lightning.Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy(kind), max_steps=STEPS,
         gradient_clip_val=1.0, val_check_interval=1, limit_val_batches=1, num_sanity_val_steps=0, logger=False,
         use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[Told(place), own], default_root_dir=folder,
+        callbacks=callbacks, enable_checkpointing=place == "checkpointing", default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(CausalLM(CONFIG), datamodule=TextData(48, texts, ".txt", num_eval_sequences=4))
     dist.barrier()
