@@ -64,7 +64,9 @@ def started(folder: Path, name: str, save: Path | None = None) -> dict[str, Any]
     """Loss of the first step from a checkpoint, and how much of the model this rank holds and reads."""
     options = {"attention_dropout": 0.0, "experts_implementation": "eager"}  # the default has no fp64
     recorder, module = Recorder(), CausalLM(options, pretrained=str(folder / name))
-    trainer = trainer_with(plugins=[DoublePrecision()], limit_val_batches=0, callbacks=[recorder], strategy=strategy())
+    trainer = trainer_with(
+        plugins=[DoublePrecision()], max_steps=1, limit_val_batches=0, callbacks=[recorder], strategy=strategy()
+    )
     with counted_reads() as reads:
         trainer.fit(module, datamodule=data(str(folder / "texts")))
     if save is not None:
