@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.lightning.compare import newest_curve, read_losses
-from tests.recipes.launching import ROOT, run, train, write_text
+from tests.recipes.launching import ROOT, run_ranks, train, write_text
 
 FLAGS = {
     "trainer.max_steps": 3, "trainer.num_sanity_val_steps": 0, "data.seqlen": 96, "data.suffix": ".txt",
@@ -93,6 +93,7 @@ def test_linear_layers_in_fp8_follow_fp32(exact: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.skipif(not TORCHAO.exists(), reason="make .venv/.ready installs torchao")
-def test_linear_layers_that_tensor_cores_can_multiply() -> None:
+def test_linear_layers_that_tensor_cores_can_multiply(tmp_path: Path) -> None:
     """The output embedding and layers of 40 columns stay, and parameters keep their names."""
-    run([sys.executable, "-c", WHICH_LAYERS], PYTHONPATH=f".:kernels:{TORCHAO}")
+    (tmp_path / "which_layers.py").write_text(WHICH_LAYERS)
+    run_ranks(tmp_path / "which_layers.py", num_ranks=1, PYTHONPATH=f".:kernels:{TORCHAO}")
