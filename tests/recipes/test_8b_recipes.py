@@ -64,9 +64,13 @@ pytestmark = pytest.mark.usefixtures("read_once")
     ],
 )
 def test_recipe_trains(folder: Path, model: str, length: str, pretrained: bool) -> None:
-    """Two steps in bf16-mixed; losses are those of a model that knows nothing, and the checkpoint is there."""
+    """Two steps in bf16-mixed; losses are those of a model that knows nothing, and the checkpoint is there.
+
+    From a checkpoint on two ranks, else on one.
+    """
     out = folder / f"{model}-{length}"
     flags: dict[str, Any] = {**SCALED_DOWN, "output_dir": out, "data.folder": folder / "tokens"}
+    num_ranks = flags["trainer.strategy.init_args.context_parallel_size"] = 1 + pretrained
     overlays = [f"--config={FOLDER / length}.yaml"]
     if pretrained:
         overlays.insert(0, f"--config={FOLDER / model}_continue.yaml")
@@ -74,7 +78,7 @@ def test_recipe_trains(folder: Path, model: str, length: str, pretrained: bool) 
     else:
         flags |= {f"model.model.{name}": value for name, value in SMALL.items()}
     recipe = FOLDER / f"{model}_pretrain.yaml"
-    train(recipe, *overlays, *(f"--{k}={v}" for k, v in flags.items()), num_ranks=2)
+    train(recipe, *overlays, *(f"--{k}={v}" for k, v in flags.items()), num_ranks=num_ranks)
     losses = read_losses(newest_curve(out))
     assert sorted(losses) == [0, 1] and all(5.0 < loss < 6.0 for loss in losses.values())  # log(257) is 5.55
     (checkpoint,) = out.glob("version_0/checkpoints/*step=2.ckpt")
