@@ -89,11 +89,11 @@ def test_in_shared_memory(ctx: Context, num_hosts: int) -> None:
 
 
 def test_hosts_of_other_sizes() -> None:
-    """Three hosts of two ranks, two of three, four of two and two of four."""
-    pool, cases = Pool(8), [Case(num_heads=12, num_kv_heads=4), Case(num_heads=12, num_kv_heads=1, documents="mixed")]
+    """Three hosts of two ranks, and two of three."""
+    pool, cases = Pool(6), [Case(num_heads=12, num_kv_heads=4), Case(num_heads=12, num_kv_heads=1, documents="mixed")]
     try:
-        for split in (HostSplit(3, 2), HostSplit(2, 3), HostSplit(4, 2), HostSplit(2, 4)):
-            pool.run(check_split, split, cases, size=split.num_hosts * split.num_gpus)
+        for split in (HostSplit(3, 2), HostSplit(2, 3)):
+            pool.run(check_split, split, cases)
     finally:
         pool.close()
 

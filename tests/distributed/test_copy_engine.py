@@ -309,7 +309,7 @@ def numbers_unchecked() -> Iterator[None]:
 
 
 def engine_verdict(ctx: Context, plant: str) -> str:
-    case = Case(causal=False, num_heads=16, num_kv_heads=16)
+    case = Case(causal=False, num_heads=8, num_kv_heads=8)
     with copy_engine(), one_head_a_section():
         found = verdict(lambda number: ring_check.check(ctx, case, 6 - number % 2), 8, PLANTS[plant])
     call_numbers._of_groups.clear()

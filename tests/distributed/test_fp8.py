@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ringflash
 from ringflash.attention import sections
@@ -50,9 +51,16 @@ def compared(
     """Results of this rank and of one process, after asserting that the former keep within the tolerance."""
     whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
     got = ring_check.run(ctx, case, whole, chunk, impl, fp8_backward=fp8_backward)
-    alone = one_process(case, whole, chunk, fp8_backward, impl)
-    results = ring_check.oracle(case, whole, chunk, torch.float64), alone
-    want, alone = ({name: ring_check.shard(ctx, case, x[name], name) for name in got} for x in results)
+    mine: dict[str, torch.Tensor] = {}  # each takes as long as the ring: one rank computes it for all
+    if ctx.rank == 0:
+        mine = ring_check.oracle(case, whole, chunk, torch.float64)
+    elif ctx.rank == 1:
+        mine = one_process(case, whole, chunk, fp8_backward, impl)
+    results: list[Any] = [None] * ctx.size
+    dist.all_gather_object(results, {name: x.cpu() for name, x in mine.items()}, ctx.group)
+    want, alone = (
+        {name: ring_check.shard(ctx, case, x[name], name).to(ctx.device) for name in got} for x in results[:2]
+    )
     tolerance.assert_close(got, want, alone, num_chunks=2)
     return got, alone
 
@@ -114,7 +122,7 @@ def test_masks(pool: Pool, path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_operands_have_the_same_bits_on_every_rank(pool: Pool, path: str) -> None:
     """If chunks are multiples of 128 tokens: each owner rounds its keys for all ranks."""
-    pool.run(check_all, [*MASKS[list(PATHS).index(path) :: 13], *SHAPES], ALIGNED, path, size=2)
+    pool.run(check_all, [*MASKS[list(PATHS).index(path) :: 26], *SHAPES], ALIGNED, path, size=2)
 
 
 def test_a_window_begins_inside_of_a_chunk(pool: Pool) -> None:

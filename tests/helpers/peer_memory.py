@@ -205,11 +205,12 @@ def _agreed_name(group: dist.ProcessGroup) -> str:
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline, pause = time.monotonic() + TIMEOUT_S, 0.0005
     while not condition():
         if time.monotonic() > deadline:
             raise RuntimeError(f"{what} must come within {TIMEOUT_S:.0f} s, got nothing; a peer died or waits too.")
-        time.sleep(0.0005)
+        time.sleep(pause)
+        pause = min(1.3 * pause, 0.02)
 
 
 class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]
