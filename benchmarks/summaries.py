@@ -37,6 +37,14 @@ CASES = {
     "multi_gpu_flash2_fp16_4ranks_1xh200": "`flash2`, four ranks on one H200",
 }
 TRAINED = ("training_whole_8xh200", "training_whole_1m_4xh200", "training_whole_2xh200", "training_whole_1xh200")
+TRITON_COLUMNS = {
+    "ringflash": "bf16",
+    "ringflash, deterministic": "deterministic",
+    "ringflash FP8": "FP8 forward",
+    "ringflash FP8, fp8_scores": 'FP8 backward, `"fp8_scores"`',
+    "ringflash FP8, fp8": '`"fp8"`',
+    "cuDNN": "cuDNN",
+}
 STEP_HEAD = ("H200s", "tokens", "precision", "s a step", "MFU", "GiB in use of 140")
 
 
@@ -242,6 +250,19 @@ def _step(result: dict, step: dict) -> list[str]:
     return [f"{result['ranks']}", f"{step['seqlen']:,}", result["precision"], *figures]
 
 
+def tritons() -> str:
+    """Tabulate the speed of kernels with triton 3.8, relative to 3.6."""
+    results = [_load(f"triton_3_{minor}_1xh200") for minor in (6, 8)]
+    first, second = ({(row["row"], row["pass"]): row["tflops"] for row in result["results"]} for result in results)
+    rows = []
+    for case, tflops in first.items():
+        ratios = [f"{second[case][name] / tflops[name]:.2f}" if name in tflops else "" for name in TRITON_COLUMNS]
+        rows.append([", ".join(case), *ratios])
+    about = results[1]["environment"]
+    line = f"`{about['command']}` on {about['device']}, torch {about['torch']}, commit {about['commit']}:"
+    return f"{line}\n\n{_table(['3.8 / 3.6', *TRITON_COLUMNS.values()], rows)}"
+
+
 @cache
 def _load(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
@@ -261,5 +282,6 @@ SUMMARIES = {
         "ring_beside": ring,
         "training_steps": training,
     },
+    "docs/decisions/0001-environment.md": {"tritons": tritons},
     "docs/numerics.md": {"errors": errors, "errors_beside": kernel_errors},
 }
