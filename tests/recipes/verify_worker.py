@@ -28,7 +28,7 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 DOCUMENTS = ["--cu_seqlens", "[0,19,48]"]
-FACTORIES = {"right": DOCUMENTS, "summed_evaluation": DOCUMENTS, "own": [], "misplaced": []}
+FACTORIES = {"summed_evaluation": DOCUMENTS, "own": [], "misplaced": []}
 
 
 class SummedEvaluation(CausalLM):
@@ -37,10 +37,6 @@ class SummedEvaluation(CausalLM):
     def on_validation_epoch_end(self) -> None:
         self._totals[..., 0] *= strategy_of(self.trainer).cp_size
         super().on_validation_epoch_end()
-
-
-def right(group: Any) -> CausalLM:
-    return CausalLM(CONFIG)
 
 
 def summed_evaluation(group: Any) -> CausalLM:
