@@ -110,7 +110,7 @@ class Shuffled(lightning.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """More sequences than a chance order would agree on."""
         own = None if self.seed is None else torch.Generator().manual_seed(self.seed)
-        rows = [row for seed in range(2) for row in loader(seed).dataset]
+        rows = [row for seed in range(2) for row in loader(seed).dataset][:4]
         return DataLoader(rows, batch_size=1, shuffle=self.shuffle, generator=own)
 
 
@@ -176,7 +176,7 @@ def orders_on_one_rank(run: Run) -> None:
     With the diff, the module runs under Lightning's default strategy as well.
     """
     ring, plain = losses_of(run.kind, None), losses_of(GPT, 5, strategy="auto")
-    assert len(plain) == 12 and max(abs(a - b) for a, b in zip(plain, ring, strict=True)) > 1e-3
+    assert len(plain) == 8 and max(abs(a - b) for a, b in zip(plain, ring, strict=True)) > 1e-3
     assert losses_of(run.kind, None, shuffle=False) == ring
     assert losses_of(run.kind, 5) == pytest.approx(plain, rel=RTOL)
     assert losses_of(run.kind, 5, strategy="auto") == pytest.approx(plain, rel=RTOL)
@@ -327,6 +327,7 @@ def decisions(run: Run) -> None:
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy=ContextParallelStrategy(), max_epochs=5, logger=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, callbacks=[best, stop],
+        limit_train_batches=1, limit_val_batches=1,
     )  # fmt: skip
     trainer.fit(module, loader(), loader())
     assert (Path(best.best_model_path).name, best.best_model_score) == ("epoch=1.ckpt", 1.0)
