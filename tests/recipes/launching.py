@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -199,6 +200,7 @@ def train(recipe: str | Path, *arguments: str | Path, num_ranks: int, **environm
 
 def _be_rank(output: Path, argv: list[str], environment: dict[str, str]) -> None:
     """One rank, in the forked process: `python` of a script or `python -m` of a module."""
+    gc.freeze()  # collections, of which DeepSpeed's ZeRO 3 asks for many, pass over what was imported before
     with output.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
