@@ -211,12 +211,15 @@ def test_a_checkpoint_that_every_start_would_begin_from_is_refused(flag: tuple[s
     assert "--ckpt_path auto" in dry_run("bash", "launch/slurm.sbatch", RECIPE, "--ckpt_path", "auto")
 
 
-def test_kubernetes_dry_run() -> None:
-    """Kubeflow's variables become ours."""
+def test_kubernetes_dry_run(tmp_path: Path) -> None:
+    """Kubeflow's variables become ours; a process for each GPU."""
     pod = {"PET_NNODES": "8", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29500"}
     text = script("kubernetes.yaml", "spec", "trainer", "args")
+    (tmp_path / "python").write_text("#!/usr/bin/env bash\necho 3\n")  # the number of GPUs
+    (tmp_path / "python").chmod(0o755)
+    pod["PYTHON"] = str(tmp_path / "python")
     shown = dry_run("bash", "-c", text, MAX_RESTARTS="3", LOCAL_ADDR="10.0.0.2", **pod)
-    assert "PET_MAX_RESTARTS=3" in shown and "--nnodes 8" in shown
+    assert "PET_MAX_RESTARTS=3" in shown and "--nnodes 8" in shown and "--nproc_per_node 3" in shown
     assert "--rdzv_endpoint job-node-0-0.job:29500 --rdzv_conf is_host=0 --local_addr 10.0.0.2" in shown
     assert "--output_dir /runs/quickstart --ckpt_path auto" in shown
 
