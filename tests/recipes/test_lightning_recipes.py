@@ -16,6 +16,7 @@ import torch
 from recipes.lightning import compare
 from recipes.lightning.compare import largest_difference, newest_curve, read_losses
 from recipes.lightning.train import _loggers, main
+from tests.recipes.accidents import STEP
 from tests.recipes.launching import PARTS, ROOT, run, train, write_text
 
 RTOL_FP64 = 1e-11
@@ -128,7 +129,7 @@ def test_checkpoints_are_judged_by_the_evaluation_of_their_step(folder: Path, ev
 
 
 def test_signal_ends_a_run_with_a_checkpoint(folder: Path) -> None:
-    """Rank 0 gets SIGTERM; both finish a step with all its batches, write their parts, and evaluate no more.
+    """Rank 0 gets SIGTERM; both finish the next step with all its batches, write their parts, and evaluate no more.
 
     The place in the data is that of the step.
     """
@@ -140,7 +141,8 @@ def test_signal_ends_a_run_with_a_checkpoint(folder: Path) -> None:
     (checkpoint,) = (folder / name / "version_0").glob("interrupted-step=*.ckpt")
     assert {path.name for path in checkpoint.iterdir()} == PARTS
     meta = torch.load(checkpoint / "meta.pt", weights_only=True)
-    assert meta["global_step"] == meta["TextData"]["num_consumed"] / 3 == int(checkpoint.stem.rpartition("=")[2])
+    step = int(checkpoint.stem.rpartition("=")[2])
+    assert meta["global_step"] == meta["TextData"]["num_consumed"] / 3 == step == STEP + 1
 
 
 def test_run_without_loggers_goes_on_below_its_output_dir(folder: Path) -> None:
