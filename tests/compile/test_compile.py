@@ -53,13 +53,12 @@ KNOWN_SPILLS = {
     "backward_keys hd128 bfloat16 band store fp32 out": 4,
     "backward_keys hd128 bfloat16 band deterministic": 4,
     "backward_keys hd128 bfloat16 bounds": 4,
-    "backward_keys hd128 bfloat16 bounds store": 4,
     "backward_keys hd128 bfloat16 bounds deterministic": 3,
     "backward_keys hd128 float16 band": 4,
     # The first of two consumers; without them at 64 keys a block, which is a tenth slower.
     "forward_kernel hd192/128 bfloat16 band": 6,
     "forward_kernel hd192/128 bfloat16 bounds": 6,
-    "forward_kernel hd192/128 bfloat16 band resume fp32 out": 6,
+    "forward_kernel hd192/128 bfloat16 band resume": 6,
     "forward_fp8 hd128 full": 1,  # a scalar
     # Scalars, most of them where dK and dV leave the registers every 64 blocks: these instructions are in the loop too.
     "backward_keys_fp8 hd128 fp8 band": 18,
@@ -68,7 +67,6 @@ KNOWN_SPILLS = {
     "backward_keys_fp8 hd128 fp8_scores band overwritten bfloat16": 1,
     "backward_keys_fp8 hd128 fp8_scores band overwritten float32": 1,
     "backward_keys_fp8 hd128 fp8_scores bounds": 1,
-    "backward_keys_fp8 hd128 fp8_scores bounds overwritten float32": 1,
 }
 
 

@@ -1,14 +1,13 @@
 """The kernels a user's calls compile: production launchers on small CPU tensors, their launches recorded.
 
-At head_dim 128 every choice meets every other. Elsewhere what a kernel begins with, what it ends with and its mask,
-which are different parts of its code, are not all crossed: a forward resumes and writes fp32 under one mask, a backward
-stores under one. fp16 and unmasked resumes are at head_dim 128 only, dk and dv in fp32 and the dq of a second hop
-there and at 256.
+What a kernel begins with, what it ends with and its mask are different parts of its code, so they are not crossed: a
+forward resumes, and a backward stores, under one mask. Calls without a mask, whose loop those with one contain as well,
+fp16, fp32 results of a forward and records for the peers are at head_dim 128 only; dk and dv in fp32 and the dq of a
+second hop there and at 256.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from types import ModuleType
 from unittest import mock
@@ -54,19 +53,22 @@ def production_launches() -> list[Launch]:
 
 
 def _forwards(recorder: Recorder, head_dim: int) -> None:
-    for mask in _MASKS:
+    for mask in _masks(head_dim):
         _forward(recorder, head_dim, mask)
-    for mask, resume in itertools.product(_MASKS, (False, True)) if head_dim == 128 else [("band", True)]:
-        _forward(recorder, head_dim, mask, out_dtype=torch.float32, resume=resume)
     _forward(recorder, head_dim, "band", resume=True)
+    for resume in (False, True) if head_dim == 128 else ():
+        _forward(recorder, head_dim, "band", out_dtype=torch.float32, resume=resume)
+
+
+def _masks(head_dim: int) -> list[str]:
+    return [mask for mask in _MASKS if mask != "full" or head_dim == 128]
 
 
 def _narrow(recorder: Recorder) -> None:
-    for mask in _MASKS:
-        _forward(recorder, NARROW, mask)
-    _forward(recorder, NARROW, "band", out_dtype=torch.float32, resume=True)
     for mask in ("band", "bounds"):
+        _forward(recorder, NARROW, mask)
         _backward(recorder, NARROW, mask)
+    _forward(recorder, NARROW, "band", resume=True)
     _backward(recorder, NARROW, "band", accumulate=False)
     _exchange(recorder, NARROW)
 
@@ -130,13 +132,12 @@ def _forward(
 def _backwards(recorder: Recorder, head_dim: int) -> None:
     for mask in ("band", "bounds"):
         _backward(recorder, head_dim, mask)
-    for mask in ("band", "bounds") if head_dim == 128 else ("band",):
-        _backward(recorder, head_dim, mask, accumulate=False)
+    _backward(recorder, head_dim, "band", accumulate=False)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
     if head_dim == 256:
         _backward(recorder, head_dim, "band", hops=2)
-    for mask in ("band", "bounds"):
+    for mask in ("band", "bounds") if head_dim == 128 else ("band",):
         _backward(recorder, head_dim, mask, deterministic=True)
 
 
@@ -184,13 +185,11 @@ def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
         dk, dv = (torch.empty(k.shape) for _ in range(2))
         run.add(k, k, _MASKS[mask], dk, dv)
         run.finish()
-        if products != "fp8_scores":
-            continue
-        for dtype in (torch.bfloat16, torch.float32):  # overwritten, each KV head has one query head
-            recorder.variant = f"hd{head_dim} {products} {mask} overwritten {str(dtype)[6:]}"
-            dk, dv = (torch.empty(q.shape, dtype=dtype) for _ in range(2))
-            run = fp8_backward.Fp8Backward(q, q, q, lse, softmax_scale=1.0, products=products, row_max=row_max)
-            run.add(q, q, _MASKS[mask], dk, dv, accumulate=False)
+    for dtype in (torch.bfloat16, torch.float32) if products == "fp8_scores" else ():
+        recorder.variant = f"hd{head_dim} {products} band overwritten {str(dtype)[6:]}"
+        dk, dv = (torch.empty(q.shape, dtype=dtype) for _ in range(2))
+        run = fp8_backward.Fp8Backward(q, q, q, lse, softmax_scale=1.0, products=products)
+        run.add(q, q, _MASKS["band"], dk, dv, accumulate=False)  # each KV head has one query head
 
 
 def _exchange(recorder: Recorder, head_dim: int | tuple[int, int], module: ModuleType = gather_scatter) -> None:
@@ -213,12 +212,11 @@ def _fp8(recorder: Recorder, head_dim: int) -> None:
     for for_backward in (False, True):
         recorder.variant = f"hd{head_dim} bfloat16" + (" for the backward" if for_backward else "")
         records = quantise.quantise_kv(k, k, for_backward=for_backward)
-    recorder.variant = f"hd{head_dim} bfloat16 to the peers"
-    numbers = torch.arange(records[..., 0].numel()).view(records.shape[:3])
-    quantise.quantise_kv(k, k, for_backward=True, out=records.flatten(0, 2), numbers=numbers)
-    for mask, resume in itertools.product(_MASKS, (False, True)):
-        if resume and mask not in (("band", "bounds") if head_dim == 128 else ("band",)):
-            continue
+    if head_dim == 128:
+        recorder.variant = f"hd{head_dim} bfloat16 to the peers"
+        numbers = torch.arange(records[..., 0].numel()).view(records.shape[:3])
+        quantise.quantise_kv(k, k, for_backward=True, out=records.flatten(0, 2), numbers=numbers)
+    for mask, resume in [*((mask, False) for mask in _masks(head_dim)), ("band", True)]:
         recorder.variant = f"hd{head_dim} {mask}" + (" resume fp32 out" if resume else "")
         out = torch.empty(q.shape, dtype=torch.float32 if resume else q.dtype)
         lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
