@@ -79,6 +79,6 @@ def test_two_rings_train_what_one_process_trains(tmp_path: Path) -> None:
 
 def test_deepspeed_learns(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    printed = run(example("docs/deepspeed.md", "# zero.py"), tmp_path)
+    printed = run(example("docs/deepspeed.md", "# zero.py").replace("(1, 1024)", "(1, 128)"), tmp_path)
     losses = [float(x) for x in re.findall(r"rank 0: loss ([0-9.]+)", printed)]
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2], printed

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -214,6 +215,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int
 
 def _join(rank: int, world_size: int, backend: str, port: int) -> tuple[dict[int, dist.ProcessGroup], torch.device]:
     torch.set_num_threads(1)
+    gc.freeze()  # collections need not walk through what the imports have made
     if "torch._dynamo" in sys.modules:  # it would flush all caches of the CPU to time each graph's guards
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
