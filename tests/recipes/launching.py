@@ -209,7 +209,6 @@ def _be_rank(output: Path, argv: list[str], environment: dict[str, str]) -> None
     os.environ.update(environment)
     sys.path += environment["PYTHONPATH"].split(":")
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    gc.freeze()  # collections need not walk through what the imports have made
     sys.argv = argv
     if argv[0].endswith(".py"):
         runpy.run_path(argv[0], run_name="__main__")
