@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import torch
 
 from ringflash import huggingface
@@ -57,16 +55,6 @@ BOUNDS = (0, 7, 8, 24)
 
 def build(name: str = "llama", impl: str = "ringflash", **changes: object) -> torch.nn.Module:
     """The model of a name; "sdpa" is its eager attention where it has no other."""
-    key = f"{name} {impl} {changes}"
-    if key not in _made:
-        _made[key] = _make(name, impl, changes)
-    return deepcopy(_made[key])
-
-
-_made: dict[str, torch.nn.Module] = {}
-
-
-def _make(name: str, impl: str, changes: dict[str, object]) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     huggingface.register()
