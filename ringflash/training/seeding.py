@@ -11,22 +11,11 @@ import torch.distributed as dist
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the generators of the CPU and the current GPU with `seed`, and restore their states on exit.
-
-    `torch.manual_seed` would also format a stack trace for each kind of device that is not in use, for milliseconds.
-    """
-    generators = [torch.default_generator]
-    if torch.cuda.is_available():
-        gpu = torch.cuda.current_device()  # makes the generators of the GPUs
-        generators.append(torch.cuda.default_generators[gpu])
-    before = [x.get_state() for x in generators]
-    try:
-        for generator in generators:
-            generator.manual_seed(seed)
+    """Seed the generators of the CPU and the current GPU with `seed`, and restore their states on exit."""
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=gpus):
+        torch.manual_seed(seed)
         yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
 
 
 @contextmanager
