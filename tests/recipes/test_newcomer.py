@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from ringflash.commands.cli import main
 from ringflash.verify import command as verify
@@ -97,19 +98,22 @@ def test_installed_command(newcomer: Newcomer) -> None:
     assert "torch" in newcomer.types(command_of("doctor") + " --no_probes")
 
 
-@pytest.mark.parametrize(("name", "shown"), [("verify", ""), ("plan", "It fits"), ("bench", "hd128")])
+@pytest.mark.parametrize(("name", "shown"), [("verify", "passed"), ("plan", "It fits"), ("bench", "hd128")])
 def test_commands(
     name: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ranks of verify do not print here: they are forked with the imports already done."""
+    """The ranks of verify, forked with the imports already done, print into files."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(verify, "LaunchConfig", partial(verify.LaunchConfig, start_method=forked().get_start_method()))
+    logs = DefaultLogsSpecs(str(tmp_path / "logs"), redirects=Std.OUT)
+    config = partial(verify.LaunchConfig, start_method=forked().get_start_method(), logs_specs=logs)
+    monkeypatch.setattr(verify, "LaunchConfig", config)
     extra = ["--seqlen", "64"] if name == "verify" else []
     assert main([*command_of(name).split()[1:], *extra]) == 0
-    assert shown in capsys.readouterr().out
+    printed = [capsys.readouterr().out, *(path.read_text() for path in tmp_path.rglob("stdout.log"))]
+    assert shown in "".join(printed)
 
 
 COPY = """
