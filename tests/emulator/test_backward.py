@@ -247,7 +247,7 @@ def test_whole_groups(mask, head_dim, accumulate):
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_tiles_that_begin_where_the_others_are(mask, head_dim):
     """Rounds over the queries that begin anywhere give the same gradients."""
-    shape = Shape(head_dim, batch=2)
+    shape = Shape(head_dim, 4, 2, batch=2)
     got = _gradients(MASKS[mask], shape, whole_groups=True, in_step=True)
     assert_close(*got, num_chunks=_chunks(MASKS[mask]))
 
@@ -288,7 +288,7 @@ def _repeats(mask: Mask, shape: Shape, faults: tuple = ()) -> bool:
 )
 def test_deterministic(head_dim, mask):
     """Equal bits for every interleaving and order of reductions, and within the budget."""
-    shape = Shape(head_dim)
+    shape = Shape(head_dim, 4, 2)
     assert_close(*_gradients(mask, shape, deterministic=True), num_chunks=2)
     assert _repeats(mask, shape)
 
