@@ -10,6 +10,7 @@ import sys
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ringflash.huggingface.global_length import LENGTH_DEPENDENT, depends_on_length
@@ -251,11 +252,9 @@ def _is_hybrid(module: nn.Module) -> bool:
     return _has_recurrent_layers(type(module).__module__)
 
 
+@torch.compiler.assume_constant_result  # or all of sys.modules would be traced
 def _has_recurrent_layers(name: str) -> bool:
     return not RECURRENT_LAYERS.isdisjoint(vars(sys.modules[name]))
-
-
-_has_recurrent_layers._dynamo_marked_constant = True  # type: ignore[attr-defined]  # or all of sys.modules is traced
 
 
 def check_rope(base: nn.Module) -> None:
