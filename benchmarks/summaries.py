@@ -258,8 +258,9 @@ def tritons() -> str:
     for case, tflops in first.items():
         ratios = [f"{second[case][name] / tflops[name]:.2f}" if name in tflops else "" for name in TRITON_COLUMNS]
         rows.append([", ".join(case), *ratios])
-    about = results[1]["environment"]
-    line = f"`{about['command']}` on {about['device']}, torch {about['torch']}, commit {about['commit']}:"
+    before, about = (result["environment"] for result in results)
+    versions = f"torch {about['torch']}, triton {before['triton']} and {about['triton']}, cudnn {about['cudnn']}"
+    line = f"`{about['command']}` on {about['device']}, {versions}, commit {about['commit']}:"
     return f"{line}\n\n{_table(['3.8 / 3.6', *TRITON_COLUMNS.values()], rows)}"
 
 
