@@ -133,7 +133,7 @@ class SymmetricMemory(Lanes):
     num_posted = 0
 
     def __init__(self, group: dist.ProcessGroup, timeout_ms: int, split: HostSplit | None = None) -> None:
-        # We use no multicast objects; by default torch creates one for every area.
+        # A copy has one destination: torch need not make a multicast object for every area. A value that is set stays.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         super().__init__(torch.device("cuda", torch.cuda.current_device()))
         self.rank, self.group, self._timeout_ms = group.rank(), group, timeout_ms
