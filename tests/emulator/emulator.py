@@ -41,7 +41,8 @@ from tests.emulator.values import EmulationError, Pointer, Tensor
 
 _PACKAGE = "ringflash_kernels.hopper"
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
-_BUILTINS = {"tma_reduce_add": memory.tma_reduce_add}  # compat's own wrappers of compiler operations
+# compat's own wrappers of compiler operations
+_BUILTINS = {"tma_reduce_add": memory.tma_reduce_add, "reinterpret": memory.SharedMemory.reinterpret}
 
 __all__ = ["EmulationError", "Emulator", "TensorDescriptor"]
 

@@ -417,11 +417,9 @@ mbarrier = SimpleNamespace(
 )
 
 tma = SimpleNamespace(
-    async_copy_global_to_shared=memory.tma_load,
-    async_copy_shared_to_global=memory.tma_store,
+    # names from triton 3.8 on
     store_wait=memory.tma_store_wait,
     make_tensor_descriptor=make_tensor_descriptor,
-    # names from triton 3.8 on
     async_load=memory.tma_load,
     async_store=memory.tma_store,
     async_atomic_add=memory.tma_reduce_add,

@@ -74,7 +74,7 @@ class SharedMemory:
         assert np.shares_memory(view.data, self.data), f"reshape of {self.name} would copy"
         return view
 
-    def _reinterpret(self, dtype, shape, layout) -> SharedMemory:
+    def reinterpret(self, dtype, shape, layout) -> SharedMemory:
         stored = numpy_dtype(dtype)
         count = math.prod(integer(n) for n in shape)
         assert count * stored.itemsize == self.data.nbytes, f"{self.name} has another size than {dtype}{shape}"

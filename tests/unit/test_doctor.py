@@ -61,7 +61,7 @@ def test_a_healthy_machine_is_ok() -> None:
 @pytest.mark.parametrize(
     ("name", "version"),
     [
-        ("torch", "2.9.0"), ("triton", "3.5.1"), ("triton", "3.9.0"), ("lightning", "2.6.2"),
+        ("torch", "2.9.0"), ("triton", "3.5.1"), ("triton", "3.10.0"), ("lightning", "2.6.2"),
         ("pytorch_lightning", "2.6.3"), ("deepspeed", "0.18.0"), ("transformers", "4.57.0"), ("liger_kernel", "0.7.0"),
     ],
 )  # fmt: skip

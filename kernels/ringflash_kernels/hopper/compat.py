@@ -34,6 +34,7 @@ __all__ = [
     "named_barrier",
     "pairs_in_e4m3",
     "publish",
+    "reinterpret",
     "scale_unless_one",
     "start_of",
     "tma_load",
@@ -63,9 +64,18 @@ def aggregate(cls: type) -> Any:
     return _aggregate(cls)
 
 
-tma_load = tma.async_copy_global_to_shared
-tma_store = tma.async_copy_shared_to_global
+if hasattr(tma, "async_load"):
+    tma_load, tma_store = tma.async_load, tma.async_store
+else:  # triton 3.6 and 3.7; 3.9 has these names, but refuses to compile them
+    tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+
+
+@builtin
+def reinterpret(memory, dtype, shape, layout, _semantic=None):
+    """Return a buffer with another type, shape and layout of its bytes (a method that triton 3.9 renames)."""
+    method = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit
@@ -73,7 +83,7 @@ def start_of(memory, desc):
     """Return the start of a buffer as a tile of a descriptor (triton 3.8 reinterprets a buffer only as a whole)."""
     BITS: gl.constexpr = memory.numel * memory.dtype.primitive_bitwidth
     TILES: gl.constexpr = BITS // (8 * desc.block_type.nbytes)
-    return memory._reinterpret(desc.dtype, [TILES] + desc.block_shape, desc.layout).index(0)
+    return reinterpret(memory, desc.dtype, [TILES] + desc.block_shape, desc.layout).index(0)
 
 
 @builtin

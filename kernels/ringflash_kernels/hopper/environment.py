@@ -9,8 +9,7 @@ import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-FIRST_TRITON, END_TRITON = (3, 6), (3, 9)
-_LAUNCHER_IN_C = (3, 6)  # this release compiles a launcher for every kernel; later ones do not
+FIRST_TRITON, END_TRITON = (3, 6), (3, 10)
 
 
 @functools.cache
@@ -23,11 +22,11 @@ def check_environment() -> None:
             f"triton must be at least {_dotted(FIRST_TRITON)} and below {_dotted(END_TRITON)} for impl='hopper', "
             f"got {got}; install such a release or use impl='flash2'."
         )
-    if release == _LAUNCHER_IN_C:
-        _check_compiler()
+    _check_compiler()
 
 
 def _check_compiler() -> None:
+    """Raise RuntimeError unless triton can compile its access to the driver, and with 3.6 the launcher of a kernel."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if compiler is None or shutil.which(compiler) is None:

@@ -1,6 +1,6 @@
 """Launch of compiled kernels without triton's inspection of every argument, in a quarter of the host time.
 
-A launch is the call that triton's `JITFunction.run` makes after its inspection, the same in triton 3.6 to 3.8.
+A launch is the call that triton's `JITFunction.run` makes after its inspection, the same in triton 3.6 to 3.9.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Launcher:
                 *args, *constant_values,
             )  # fmt: skip
             return
-        compiled = self._kernel[num_programs,](*args, **constants, num_warps=self._num_warps)
+        options = {"num_warps": self._num_warps, "enable_fp_fusion": True}  # triton 3.10 will not fuse by default
+        compiled = self._kernel[num_programs,](*args, **constants, **options)
         if hasattr(compiled, "packed_metadata"):  # false for the recorder and the emulator of the tests
             names = [parameter.name for parameter in self._kernel.params][len(args) :]
             constant_values = [constants[name] for name in names]

@@ -31,6 +31,7 @@ from ringflash_kernels.hopper.compat import (
     gluon,
     mbarrier,
     named_barrier,
+    reinterpret,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -417,7 +418,7 @@ def _send(sm, desc, coord, staged):
 @gluon.jit
 def _write_piece(sm, desc, x, coord, column, W: gl.constexpr):
     """Add or store 32 columns of dK or dV in fp32, staged in this consumer's V."""
-    staged = sm.v0.index(W)._reinterpret(gl.float32, [1, 1, 64, 32], desc.layout)
+    staged = reinterpret(sm.v0.index(W), gl.float32, [1, 1, 64, 32], desc.layout)
     tma_store_wait(0)
     staged.reshape([64, 32]).store(x)
     fence_async_shared()
@@ -450,8 +451,8 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, W: gl.constexpr):
     at = [coord[0], coord[1], coord[2], 0]
     spare = dq_staging(sm, W)
     if dk_desc.dtype == gl.float32:
-        left = sm.v0.index(W)._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
-        right = spare._reinterpret(gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
+        left = reinterpret(sm.v0.index(W), gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
+        right = reinterpret(spare, gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         at_right = [coord[0], coord[1], coord[2], D // 2]
         for which in gl.static_range(2):
             x, y = halves(dk if which else dv, D)
@@ -462,7 +463,7 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, W: gl.constexpr):
             _send(sm, dk_desc if which else dv_desc, at_right, right)
             tma_store_wait(0)
     else:
-        dk_staged = spare._reinterpret(dtype, [1, 1, 64, D], dk_desc.layout)
+        dk_staged = reinterpret(spare, dtype, [1, 1, 64, D], dk_desc.layout)
         sm.v0.index(W).reshape([64, D]).store(dv.to(dtype))
         dk_staged.reshape([64, D]).store(dk.to(dtype))
         fence_async_shared()

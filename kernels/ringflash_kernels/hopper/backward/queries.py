@@ -18,6 +18,7 @@ from ringflash_kernels.hopper.compat import (
     gluon,
     mbarrier,
     named_barrier,
+    reinterpret,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -224,9 +225,9 @@ def _write_chunk(sm, dq_desc, x, at, column, buffer: gl.constexpr, W: gl.constex
     """Write half of a first piece of dQ, staged in this consumer's Q or dO; the previous chunk may be in flight."""
     N: gl.constexpr = sm.SPLIT // 2
     if buffer == 0:
-        staged = sm.q0.index(W)._reinterpret(gl.float32, [1, 64, N], dq_desc.layout)
+        staged = reinterpret(sm.q0.index(W), gl.float32, [1, 64, N], dq_desc.layout)
     else:
-        staged = sm.dout0.index(W)._reinterpret(gl.float32, [1, 64, N], dq_desc.layout)
+        staged = reinterpret(sm.dout0.index(W), gl.float32, [1, 64, N], dq_desc.layout)
     tma_store_wait(1)
     staged.reshape([64, N]).store(interleave(x, N))
     fence_async_shared()

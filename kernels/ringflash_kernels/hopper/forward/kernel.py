@@ -26,6 +26,7 @@ from ringflash_kernels.hopper.compat import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     scale_unless_one,
     start_of,
     tma_load,
@@ -789,13 +790,13 @@ def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, V: gl.constexpr):
     if V.tiles.stage_in_q:
         STATE_LAYOUT: gl.constexpr = V.state_layout
         stage = gl.allocate_shared_memory(gl.float32, box, STATE_LAYOUT)
-        q = stage._reinterpret(q_desc[0].dtype, [2 * WARPGROUPS] + q_desc[0].block_shape, q_desc[0].layout)
+        q = reinterpret(stage, q_desc[0].dtype, [2 * WARPGROUPS] + q_desc[0].block_shape, q_desc[0].layout)
         if V.tiles.parts[0] == V.tiles.parts[1]:
             q_ring = (q, q)
         else:
             RATIO: gl.constexpr = V.tiles.parts[0] // V.tiles.parts[1]
             box1: gl.constexpr = [2 * WARPGROUPS * RATIO] + q_desc[1].block_shape
-            q_ring = (q, stage._reinterpret(q_desc[1].dtype, box1, q_desc[1].layout))
+            q_ring = (q, reinterpret(stage, q_desc[1].dtype, box1, q_desc[1].layout))
     else:
         stage_dtype: gl.constexpr = gl.float32 if V.resume else o_desc[0].dtype
         stage = gl.allocate_shared_memory(stage_dtype, box, acc_desc[0].layout)

@@ -29,6 +29,7 @@ from ringflash_kernels.hopper.compat import (
     gluon,
     mbarrier,
     pairs_in_e4m3,
+    reinterpret,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -196,7 +197,7 @@ def _store_ds(sm, tile, ds):
         low, high = x.split()
         pairs = pairs_in_e4m3(low, high).reshape([32, 64]).permute((1, 0))
         layout: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-        tile._reinterpret(gl.int16, [64, 32], layout).store(pairs)
+        reinterpret(tile, gl.int16, [64, 32], layout).store(pairs)
     else:
         tile.store(ds.to(tile.dtype))
 
@@ -282,7 +283,7 @@ def _stage(sm, desc, x, which: gl.constexpr, W: gl.constexpr):
     """Return x, in the dtype of `desc`, in this consumer's dQ buffer or its spare one."""
     N: gl.constexpr = x.shape[1]
     memory = sm.spare.index(W) if which else dq_staging(sm, W)
-    staged = memory._reinterpret(desc.dtype, [1, 1, 64, N], desc.layout)
+    staged = reinterpret(memory, desc.dtype, [1, 1, 64, N], desc.layout)
     tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
     staged.reshape([64, N]).store(x.to(desc.dtype))
     fence_async_shared()

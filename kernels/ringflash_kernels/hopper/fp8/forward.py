@@ -34,6 +34,7 @@ from ringflash_kernels.hopper.compat import (
     largest_of_rows,
     mbarrier,
     named_barrier,
+    reinterpret,
     tma_load,
     tma_store_wait,
     unfused_product,
@@ -229,7 +230,7 @@ def record_matrices(tiles, V: gl.constexpr):
 @gluon.jit
 def scale_of(tails, index, WHICH: gl.constexpr):
     """Return the scale of K (0) or V (1) of a block, from the tail of its record."""
-    numbers = tails.index(index)._reinterpret(gl.float32, [_TAIL, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    numbers = reinterpret(tails.index(index), gl.float32, [_TAIL, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return gl.max(numbers.index(WHICH).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
