@@ -28,37 +28,57 @@ def test_figures_are_those_the_code_draws(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pages, with their tables and quoted figures written anew."""
+    """The pages and the sidecar of quotes, with tables and quoted figures written anew."""
     root = tmp_path_factory.mktemp("pages")
     for page in PAGES:
         (root / page.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         (root / page.relative_to(ROOT)).write_text(page.read_text())
+    (root / quotes.SIDECAR).write_text((ROOT / quotes.SIDECAR).read_text())
     write_tables.main(root)
     return root
 
 
-@pytest.mark.parametrize("name", [f"{page.relative_to(ROOT)}" for page in PAGES])
+@pytest.mark.parametrize("name", [*(f"{page.relative_to(ROOT)}" for page in PAGES), quotes.SIDECAR])
 def test_tables_and_figures_are_those_of_the_committed_results(name: str, written: Path) -> None:
     """`make figures` writes them anew."""
     assert (written / name).read_text() == (ROOT / name).read_text()
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        ("7.0<!-- a::steps::kind=timed::seconds::.1f --> s", "2.5<!-- a::steps::kind=timed::seconds::.1f --> s"),
-        ("of 9%<!-- a::worst::lse::.0% -->.", "of 50%<!-- a::worst::lse::.0% -->."),
-    ],
-)
-def test_a_quoted_figure_that_aged_is_written_anew(
-    text: str, want: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_aged_quote_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the page, over a line break, and in the sidecar; other figures of the page stay."""
     steps = [{"kind": "warm_up", "seconds": 9.0}, {"kind": "timed", "seconds": 2.5}, {"kind": "waits", "seconds": 1.0}]
     (tmp_path / "a.json").write_text(json.dumps({"steps": steps, "worst": {"lse": 0.5}}))
+    (tmp_path / "docs").mkdir()
+    page, sidecar = tmp_path / "page.md", tmp_path / quotes.SIDECAR
+    page.write_text("It took 7.0 s\nand 9% of 7.0 s.")
+    sidecar.write_text(
+        '["page.md"]\n"took {7.0} s and {9%} of" = ["a::steps::kind=timed::seconds::.1f", "a::worst::lse::.0%"]'
+    )
     monkeypatch.setattr(quotes, "RESULTS", tmp_path)
-    assert quotes.quoted(text) == want
-    with pytest.raises(ValueError, match="must name a committed figure"):
-        quotes.quoted("1<!-- a::nothing::.1f -->")
+    quotes.write_quotes(tmp_path)
+    assert page.read_text() == "It took 2.5 s\nand 50% of 7.0 s."
+    assert '"took {2.5} s and {50%} of" = [' in sidecar.read_text()
+
+
+@pytest.mark.parametrize(
+    ("key", "result", "error"),
+    [
+        ("took {7.0} s", "a::nothing::.1f", "must name a committed figure"),
+        ("takes {7.0} s", "a::worst::lse::.1f", "must have the words .* 0 times"),
+        ("{7.0} s", "a::worst::lse::.1f", "must have the words .* 2 times"),
+        ("took {7.0} {s}", "a::worst::lse::.1f", "must name a result for each figure"),
+    ],
+)
+def test_wrong_quote_is_refused(
+    key: str, result: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.json").write_text('{"worst": {"lse": 0.5}}')
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "page.md").write_text("It took 7.0 s of 7.0 s.")
+    (tmp_path / quotes.SIDECAR).write_text(f'["page.md"]\n"{key}" = ["{result}"]')
+    monkeypatch.setattr(quotes, "RESULTS", tmp_path)
+    with pytest.raises(ValueError, match=error):
+        quotes.write_quotes(tmp_path)
 
 
 def test_the_readme_is_short() -> None:
