@@ -1,4 +1,4 @@
-"""Tables that summarize several committed results, for README.md and the start of docs/performance.md."""
+"""Tables that summarize several committed results, for the pages that explain them."""
 
 from __future__ import annotations
 
@@ -48,21 +48,16 @@ TRITON_COLUMNS = {
 STEP_HEAD = ("H200s", "tokens", "precision", "s a step", "MFU", "GiB in use of 140")
 
 
-def errors(names: Iterable[str] = tuple(CASES)) -> str:
+def errors() -> str:
     """Tabulate the largest error of each set of cases, as a fraction of its budget."""
     tensors = ("out", "lse", "dq", "dk", "dv")
     rows = []
-    for name in names:
+    for name in CASES:
         result = _load(name)
         dtype = {"bfloat16": "bf16", "float16": "fp16"}[result["dtype"]]
         cells = [_limited(result["worst"][tensor]["max"]) for tensor in tensors]
         rows.append([f"{CASES[name]}, {dtype}", f"{result['num_cases']}", *cells, result["commit"]])
     return _table(["largest error / budget", "cases", *(f"`{x}`" for x in tensors), "commit"], rows)
-
-
-def errors_in_short() -> str:
-    """Tabulate the largest errors, without the rows of similar machines and dtypes."""
-    return errors(name for name in CASES if not any(x in name for x in ("4xh200", "_fp16_", "copy_engine", "by_host")))
 
 
 def _limited(ratio: float) -> str:
@@ -84,17 +79,6 @@ def kernels() -> str:
             rows.append([f"{card}, {about['commit']}", label, f"{len(passes['forward'])}", *cells])
     head = ["card, commit", "head_dim", "rows", *(f"{x} / {peer}" for x in ("forward", "backward") for peer in PEERS)]
     return "Geometric mean, in brackets the least row:\n\n" + _table(head, rows)
-
-
-def kernels_line() -> str:
-    """Write the geometric means of our speed relative to flash-attn-4 by head_dim, for more than 2k tokens."""
-    means = [
-        f"{label}: {_mean(passes['forward'], PEERS[0]):.2f} / {_mean(passes['backward'], PEERS[0]):.2f} "
-        f"({len(passes['forward'])} rows)"
-        for label, passes in _compared(*H200).items()
-        if "tokens" not in label
-    ]
-    return f"head_dim {'; '.join(means)}. Commit {_load(H200[0])['environment']['commit']}."
 
 
 def _compared(*names: str) -> dict[str, dict[str, list[dict]]]:
@@ -226,15 +210,6 @@ def training() -> str:
         rows.append([*_step(result, steps[-1]), *exposed, "first" if len(steps) == 1 else "second", result["commit"]])
     head = [*STEP_HEAD, "exposed communication, s", "exposed copies, s", "idle, s", "step at this length", "commit"]
     return _table(head, rows)
-
-
-def training_in_short() -> str:
-    """Tabulate the longest step of Qwen3-8B on each number of GPUs."""
-    rows = [
-        [*_step(result, steps[-1]), f"{steps[-1]['parts']['communication']:.1f}", result["commit"]]
-        for result, steps in _longest()
-    ]
-    return _table([*STEP_HEAD, "exposed communication, s", "commit"], rows)
 
 
 def _longest() -> Iterator[tuple[dict, list[dict]]]:
@@ -384,7 +359,6 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 SUMMARIES = {
-    "README.md": {"errors": errors_in_short, "kernels_line": kernels_line, "training": training_in_short},
     "docs/performance.md": {
         "kernel_means": kernels,
         "kernel_aims": kernel_aims,
