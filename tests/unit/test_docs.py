@@ -17,6 +17,23 @@ from ringflash.commands.doctor.judge import declared_ranges
 from tests.recipes.launching import ROOT
 
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+UNIT = re.compile(r"(?<![\w.])\d[\d.,]*\s*(?:s\b|%|GiB|TFLOP/s|ms\b|µs)")
+GENERATED = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->|```.*?```", re.DOTALL)
+UNQUOTED = {  # settings of the code, definitions, and what a table of the same page shows, rounded
+    "README.md": ["100% means", "after 600 s with"],
+    "docs/performance.md": [
+        "by about 5%, so", "`--tolerance` (5%)", "by up to 15%: a", "fresh, within 2%.", "*ideal*, 100%, is",
+        "about 11 µs of", "sleeps after 50 ms without", "kernels 2.5 to 3% of", "than 50 ms always",
+        "up to 2 GiB; above", "up to 1.25 GiB, if",
+    ],
+    "docs/fp8.md": [
+        "about 5% in `out`", "about 1% of bf16's. FP8", "loss within 1% of", "within about 1% of bf16's in",
+        "take 38 ms forward",
+        "and 54 ms in", "gains 5 to 12% from", "at most 8% anywhere", "GPUs 1.1 ms, about", "ends within 2% of",
+        "it, within 2.5%, more", "by up to 1.8%.", "ended 2 to 3% higher", "ends within 0.4% of", "about 1% higher",
+        "is 3 to 8% off", "up to 14% wrong", "is 4 to 11%.", "within 0.3% of that",
+    ],
+}  # fmt: skip
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -79,6 +96,18 @@ def test_wrong_quote_is_refused(
     monkeypatch.setattr(quotes, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match=error):
         quotes.write_quotes(tmp_path)
+
+
+@pytest.mark.parametrize("name", UNQUOTED)
+def test_figure_with_unit_has_a_result(name: str) -> None:
+    """In a generated table, in docs/quoted.toml, or in the list above, which has no phrase that the page lacks."""
+    text = (ROOT / name).read_text()
+    known = [found.span() for found in GENERATED.finditer(text)] + quotes.quoted_figures(name, text)
+    for phrase in UNQUOTED[name]:
+        (found,) = re.finditer(r"\s+".join(map(re.escape, phrase.split())), text)
+        known.append(found.span())
+    figures = [x for x in UNIT.finditer(text) if not any(begin <= x.start() < end for begin, end in known)]
+    assert [text[x.start() - 40 : x.end() + 20] for x in figures] == []
 
 
 def test_readme_is_short() -> None:
