@@ -277,8 +277,8 @@ class BackwardUnits(UnitWork):
         self.passes.pop(slot, None)  # the section before the previous one, which has ended: free its fp32 dQ first
         self.passes[slot] = begin_checked_backward(
             self.dout[section], self.q[section], self.out[section], self.lse[section], impl=call.impl,
-            softmax_scale=call.softmax_scale, dlse=self.dlse[section], deterministic=call.deterministic,
-            fp8_backward=call.fp8_backward, row_max=self.row_max[section],
+            num_kv_heads=self.gathered.heads[section], softmax_scale=call.softmax_scale, dlse=self.dlse[section],
+            deterministic=call.deterministic, fp8_backward=call.fp8_backward, row_max=self.row_max[section],
         )  # fmt: skip
 
     def _launch(self, index: int, unit: Unit) -> None:
