@@ -138,7 +138,6 @@ class HeadGather:
             except BaseException:
                 with suppress(RuntimeError):  # from a device that failed; the first error is the cause
                     self.memory.join()
-                    self.memory.wait(*self.queries_arrived)
                 raise
         if not known:
             for mask in masks:

@@ -180,6 +180,16 @@ def expect(
     _calls(group).unread.append(_Unread(arrival, call, words, senders))
 
 
+def forget(group: dist.ProcessGroup, number: int) -> None:
+    """Drop the words of a call that ended with an error.
+
+    If all ranks left it alike, a peer may have written the word of its next call over one that was not read yet.
+    """
+    unread = _calls(group).unread
+    while unread and unread[-1].call.value == number:
+        unread.pop()
+
+
 def check(group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Compare the words that have arrived so far. During a CUDA graph capture, do nothing: events cannot be queried.
 

@@ -241,6 +241,19 @@ def test_kinds_of_layers_that_take_turns_are_compared_once(ctx: Context) -> None
     assert f"call 6 (forward) on this rank and {theirs} on rank {1 - ctx.rank}, " in str(raised.value)
 
 
+def test_words_of_a_failed_call_are_forgotten() -> None:
+    """A peer that left it alike may have written the word of its next call over the one of this call."""
+    group, arrived = mock.Mock(), mock.Mock(**{"query.return_value": True})
+    for number, failing in ((1, False), (2, True)):
+        with suppress(MemoryError), agreement.tracked_call(group):
+            word = torch.tensor([call_numbers.CallNumber(number + failing).word])
+            call_numbers.expect(group, arrived, call_numbers.CallNumber(number), word, [1])
+            if failing:
+                raise MemoryError
+    assert [unread.call.value for unread in call_numbers._of_groups[group].unread] == [1]
+    call_numbers.check(group, torch.device("cpu"))
+
+
 def left_before_the_first_message(ctx: Context) -> list[str]:
     """Rank 0 has no memory for the result of its second call, whose caller goes on to a third."""
     texts = []

@@ -19,10 +19,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringflash.attention import gather_by_heads, schedule, sections
+from ringflash.attention import gather_by_heads, head_exchange, schedule, sections
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.sections import Sections
+from ringflash.attention.ulysses import Ulysses
+from ringflash.comm.call_numbers import NO_NUMBER
 from ringflash.comm.transport import MessageMemory, Pending, PointToPoint, lanes
+from ringflash.comm.watchdog import Unwatched
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import begin_checked_backward, rounds
 from ringflash_kernels.hopper.launcher import Launcher
@@ -227,3 +230,13 @@ def test_after_an_error_every_lane_is_behind_the_others(streams: Streams, failin
     assert len(issued) == failing + 1
     places = [cast(Any, lane) for lane in memory._lanes.values()]
     assert all(one.is_after(other) for one in (streams.caller, *places) for other in places)
+
+
+def test_after_an_error_copies_of_heads_are_waited_for(streams: Streams) -> None:
+    """Copies of the queries are on their way when there is no memory to open attention between hosts."""
+    memory, full = memory_of_messages(), mock.Mock(side_effect=MemoryError("no memory left"))
+    call = Ulysses(full, memory, (0, 1), memory.channel, "zigzag", NO_NUMBER)
+    q = torch.zeros(1, 8, 4, 16)
+    with mock.patch.object(head_exchange, "watching", lambda *_: Unwatched()), pytest.raises(MemoryError):
+        call.forward(q, q, q)
+    assert streams.caller.is_after(cast(Any, memory._lanes["pull"]))
