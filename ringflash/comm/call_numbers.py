@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -180,14 +180,18 @@ def expect(
     _calls(group).unread.append(_Unread(arrival, call, words, senders))
 
 
-def forget(group: dist.ProcessGroup, number: int) -> None:
-    """Drop the words of a call that ended with an error.
+def end_failed(group: dist.ProcessGroup, number: int) -> None:
+    """Compare the words of a call that ended with an error as far as they have arrived, and drop the others.
 
-    If all ranks left it alike, a peer may have written the word of its next call over one that was not read yet.
+    If all ranks left it alike, a peer may write the word of its next call over one that was not read yet. It does so
+    after the ranks have compared their errors, thus after this.
     """
-    unread = _calls(group).unread
-    while unread and unread[-1].call.value == number:
-        unread.pop()
+    calls = _calls(group)
+    if calls.unread and calls.unread[-1].call.value == number:
+        with suppress(RuntimeError):  # from a device that failed; the first error is the cause
+            _problem(calls)
+        while calls.unread and calls.unread[-1].call.value == number:
+            calls.unread.pop()
 
 
 def check(group: dist.ProcessGroup | None, device: torch.device) -> None:
