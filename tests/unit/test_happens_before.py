@@ -125,10 +125,15 @@ def one_area_reserved(self: RecordedMemory, name: str, num_bytes: int) -> None:
     _reserve(self, *(("heads", 1 << 16) if name in ("heads", "rows") else (name, num_bytes)))
 
 
-def no_wait_of_caller(self: RecordedMemory, *markers: Point) -> None:
-    """The caller's stream does not wait for lanes."""
-    if self.process.stream != CALLER:
-        _wait(self, *markers)
+def caller_without(lane: str) -> Callable[..., None]:
+    """The caller's stream does not wait for a lane."""
+
+    def wait(self: RecordedMemory, *markers: Point) -> None:
+        names = self.process.graph.names
+        at_end = self.process.stream == CALLER
+        _wait(self, *(x for x in markers if not (at_end and x.node is not None and f" {lane}]" in names[x.node])))
+
+    return wait
 
 
 class LatePass(Pass):
@@ -185,9 +190,10 @@ LEFT_OUT = {
     ),
     "sums of each section": LeftOut({(Rank, "buffer"): one_buffer("dkv.sum")}, program_of(BLOCKS), "writes"),
     "outputs of each section": LeftOut({(Rank, "buffer"): one_buffer("out")}, program_of(BLOCKS), "forward writes"),
-    "end of the lanes": LeftOut(
-        {(RecordedMemory, "wait"): no_wait_of_caller}, program_of(COPIES), "use out, lse reads"
-    ),
+    "last even section": LeftOut({(RecordedMemory, "wait"): caller_without("even")}, program_of(COPIES), "use out"),
+    "last odd section": LeftOut({(RecordedMemory, "wait"): caller_without("odd")}, program_of(MESSAGES), "use out"),
+    "last return": LeftOut({(RecordedMemory, "wait"): caller_without("begin")}, program_of(COPIES), "use dq, dk, dv"),
+    "last pull": LeftOut({(RecordedMemory, "wait"): caller_without("pull")}, program_of(COPIES), "publish writes"),
     "place of dQ": LeftOut(
         {(happens_before, "Pass"): LatePass}, program_of(COPIES), "under: rank 0 [A.copy_engine end] cast"
     ),
