@@ -9,10 +9,10 @@ turn, and the fault must be found.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,8 +22,9 @@ from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.transport.peer_memory import BEGIN, FREE, PUBLISHED, PULLED, READY
-from tests.helpers import happens_before
-from tests.helpers.happens_before import CALLER, Call, Pass, Point, Rank, RecordedMemory, Step, faults
+from tests.helpers import recorded_calls
+from tests.helpers.happens_before import CALLER, Point, Rank, RecordedMemory
+from tests.helpers.recorded_calls import Call, Pass, Step, faults
 
 
 def drawn_call(draw: random.Random, world: int) -> Call:
@@ -69,26 +70,23 @@ def test_random_programs_are_ordered(seed: int) -> None:
     assert faults(world, program, turns=turns, parts=parts, gradient_buffers=draw.choice((2, 3))) == [], program
 
 
-def program_of(call: Call, **last: Any) -> list[Step]:
+def passes(call: Call) -> list[Step]:
     """Forwards and backwards of two masks, and a third call."""
     windowed = replace(call, window=(3, 0))
     steps = [("a", call), ("b", windowed), ("b", windowed, True), ("a", call, True), ("c", call), ("c", call, True)]
     return [Step(*step) for step in steps]
 
 
-def failing(call: Call, place: int) -> list[Step]:
-    """A call that ends with an error, then one of another group, which shares its buffers."""
-    other = replace(call, group="B")
-    return [Step("a", other), Step("b", call), Step("fails", call, fails_at=place), Step("c", other)]
-
-
-def failing_backward(call: Call) -> list[Step]:
-    return [Step("a", call), Step("a", call, True), Step("b", call), Step("b", call, True, fails_at=9), Step("c", call)]
-
-
-COPIES, MESSAGES = Call("copy_engine"), Call("nccl")
-ULYSSES, HOSTS = Call("ulysses", heads=(6, 6)), Call("by_host", heads=(8, 8))
-BLOCKS = Call("copy_engine", blocks=3)
+COPIES, MESSAGES, BLOCKS, ULYSSES, HOSTS = map(
+    passes,
+    (
+        Call("copy_engine"), Call("nccl"), Call("copy_engine", blocks=3), Call("ulysses", heads=(6, 6)),
+        Call("by_host", heads=(8, 8)),
+    ),
+)  # fmt: skip
+FAILING = [*COPIES[::3], COPIES[0], COPIES[3]._replace(fails_at=9), COPIES[0]]
+ANOTHER = HOSTS[0]._replace(call=replace(HOSTS[0].call, group="B"))  # group, with the same buffers
+FAILING_HOSTS = [ANOTHER, HOSTS[0], HOSTS[0]._replace(fails_at=2), ANOTHER]
 
 
 def without(channel: int) -> Callable[..., None]:
@@ -121,10 +119,6 @@ def one_area(self: RecordedMemory, name: str, *rest: Any) -> Any:
     return _view(self, "heads" if name == "rows" else name, *rest)
 
 
-def one_area_reserved(self: RecordedMemory, name: str, num_bytes: int) -> None:
-    _reserve(self, *(("heads", 1 << 16) if name in ("heads", "rows") else (name, num_bytes)))
-
-
 def caller_without(lane: str) -> Callable[..., None]:
     """The caller's stream does not wait for a lane."""
 
@@ -146,73 +140,42 @@ class LatePass(Pass):
 
 
 _barrier, _run_in_lane, _view = RecordedMemory.barrier, RecordedMemory.run_in_lane, RecordedMemory.view
-_reserve, _wait, _pull, _buffer = RecordedMemory.reserve, RecordedMemory.wait, GatheredKV.pull, Rank.buffer
+_wait, _pull, _buffer = RecordedMemory.wait, GatheredKV.pull, Rank.buffer
+MEMORY = RecordedMemory
 
-
-class LeftOut(NamedTuple):
-    """What is left out, a program that needs it, and a part of the fault's line."""
-
-    patches: Mapping[tuple[Any, str], object]
-    program: list[Step]
-    fault: str
-    options: dict[str, Any] = {}
-
-
-_TURNS, _PARTS = {"turns": True}, {"parts": True}
-LEFT_OUT = {
-    "begin": LeftOut({(RecordedMemory, "barrier"): without(BEGIN)}, program_of(COPIES), "publish writes"),
-    "published": LeftOut(
-        {(RecordedMemory, "barrier"): without(PUBLISHED)}, program_of(COPIES), "publish writes", _PARTS
-    ),
-    "pulled": LeftOut({(RecordedMemory, "barrier"): without(PULLED)}, program_of(COPIES), "publish writes"),
-    "ready": LeftOut({(RecordedMemory, "barrier"): without(READY)}, program_of(COPIES), "backward writes"),
-    "free": LeftOut({(RecordedMemory, "barrier"): without(FREE)}, program_of(COPIES), "backward writes"),
-    "begin of heads": LeftOut({(RecordedMemory, "barrier"): without(BEGIN)}, program_of(ULYSSES), "fill heads writes"),
-    "second area of heads": LeftOut(
-        {(RecordedMemory, "view"): one_area, (RecordedMemory, "reserve"): one_area_reserved},
-        program_of(ULYSSES),
-        "fill rows writes",
-    ),
-    "arrival of queries": LeftOut(
-        {(Ulysses, "_attention"): lambda self, q, k, v, _: self.attention(q, k)},
-        program_of(HOSTS),
-        "round queries reads",
-    ),
-    "arrival of keys": LeftOut({(RecordedMemory, "run_in_lane"): no_lane("pull")}, program_of(COPIES), "forward reads"),
-    "arrival of messages": LeftOut(
-        {(RecordedMemory, "run_in_lane"): no_lane("pull")}, program_of(MESSAGES), "forward reads"
-    ),
-    "buffer in use": LeftOut({(GatheredKV, "pull"): too_early}, program_of(COPIES), "forward reads", _TURNS),
-    "buffer of messages in use": LeftOut({(GatheredKV, "pull"): too_early}, program_of(MESSAGES), "reads", _TURNS),
-    "second buffer": LeftOut({(Rank, "buffer"): one_buffer("kv")}, program_of(COPIES), "forward reads", _TURNS),
-    "buffer of gradients in use": LeftOut(
-        {(GradientReturn, "freed"): lambda *_: []}, program_of(BLOCKS), "backward writes"
-    ),
-    "sums of each section": LeftOut({(Rank, "buffer"): one_buffer("dkv.sum")}, program_of(BLOCKS), "writes"),
-    "outputs of each section": LeftOut({(Rank, "buffer"): one_buffer("out")}, program_of(BLOCKS), "forward writes"),
-    "last even section": LeftOut({(RecordedMemory, "wait"): caller_without("even")}, program_of(COPIES), "use out"),
-    "last odd section": LeftOut({(RecordedMemory, "wait"): caller_without("odd")}, program_of(MESSAGES), "use out"),
-    "last return": LeftOut({(RecordedMemory, "wait"): caller_without("begin")}, program_of(COPIES), "use dq, dk, dv"),
-    "last pull": LeftOut({(RecordedMemory, "wait"): caller_without("pull")}, program_of(COPIES), "publish writes"),
-    "place of dQ": LeftOut(
-        {(happens_before, "Pass"): LatePass}, program_of(COPIES), "under: rank 0 [A.copy_engine end] cast"
-    ),
-    "join after an error": LeftOut(
-        {(RecordedMemory, "join"): lambda _: None}, failing_backward(COPIES), "freed by [caller] under"
-    ),
-    "join of heads after an error": LeftOut(
-        {(Ulysses, "_joined_after_errors"): lambda _: nullcontext()}, failing(HOSTS, 2), "exchanged heads writes"
-    ),
+# What is left out: a program that needs it, a part of the fault's line, and what takes its place.
+LEFT_OUT: dict[str, tuple[list[Step], str, Any, str, Any]] = {
+    "begin": (COPIES, "publish writes", MEMORY, "barrier", without(BEGIN)),
+    "published": (COPIES, "publish writes", MEMORY, "barrier", without(PUBLISHED)),
+    "pulled": (COPIES, "publish writes", MEMORY, "barrier", without(PULLED)),
+    "ready": (COPIES, "backward writes", MEMORY, "barrier", without(READY)),
+    "free": (COPIES, "backward writes", MEMORY, "barrier", without(FREE)),
+    "begin of heads": (ULYSSES, "fill heads writes", MEMORY, "barrier", without(BEGIN)),
+    "second area of heads": (ULYSSES, "fill rows writes", MEMORY, "view", one_area),
+    "arrival of queries": (HOSTS, "round queries reads", Ulysses, "_attention", lambda x, q, k, *_: x.attention(q, k)),
+    "arrival of keys": (COPIES, "forward reads", MEMORY, "run_in_lane", no_lane("pull")),
+    "arrival of messages": (MESSAGES, "forward reads", MEMORY, "run_in_lane", no_lane("pull")),
+    "buffer in use": (COPIES, "forward reads", GatheredKV, "pull", too_early),
+    "buffer of messages in use": (MESSAGES, "forward reads", GatheredKV, "pull", too_early),
+    "second buffer": (COPIES, "forward reads", Rank, "buffer", one_buffer("kv")),
+    "buffer of gradients in use": (BLOCKS, "backward writes", GradientReturn, "freed", lambda *_: []),
+    "sums of each section": (BLOCKS, "collect writes", Rank, "buffer", one_buffer("dkv.sum")),
+    "outputs of each section": (BLOCKS, "forward writes", Rank, "buffer", one_buffer("out")),
+    "last even section": (COPIES, "use out, lse reads", MEMORY, "wait", caller_without("even")),
+    "last odd section": (MESSAGES, "use out, lse reads", MEMORY, "wait", caller_without("odd")),
+    "last return": (COPIES, "use dq, dk, dv reads", MEMORY, "wait", caller_without("begin")),
+    "last pull": (COPIES, "publish writes", MEMORY, "wait", caller_without("pull")),
+    "place of dQ": (COPIES, "under: rank 0 [A.copy_engine end] cast dQ", recorded_calls, "Pass", LatePass),
+    "join": (FAILING, "freed by [caller] under", MEMORY, "join", lambda _: None),
+    "join of heads": (FAILING_HOSTS, "exchanged heads", Ulysses, "_joined_after_errors", lambda _: nullcontext()),
 }
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_is_left_out_is_found(name: str) -> None:
-    patches, program, fault, options = LEFT_OUT[name]
-    world = 4 if program[0].call.transport == "by_host" else 3
-    assert faults(world, program, **options) == []
-    with ExitStack() as stack:
-        for (target, attribute), value in patches.items():
-            stack.enter_context(mock.patch.object(target, attribute, value))
-        found = faults(world, program, **options)
+    program, fault, *place = LEFT_OUT[name]
+    turns, world = "buffer" in name, 4 if program[0].call.transport == "by_host" else 3
+    assert faults(world, program, parts=True, turns=turns) == []
+    with mock.patch.object(*place):
+        found = faults(world, program, parts=True, turns=turns)
     assert any(fault in line for line in found), found[:6]
