@@ -271,7 +271,10 @@ class BackwardUnits(UnitWork):
         self.passes: dict[int, BackwardPass] = {}
 
     def begin(self, section: int) -> None:
-        """Compute the row sums of dO and O, and make fp32 zeros for dQ."""
+        """Compute the row sums of dO and O, make fp32 zeros for dQ, and with FP8 round the queries and dO.
+
+        All that a section keeps is allocated here, on the lane that waits for its end before the memory is freed.
+        """
         call, slot = self.call, section % 2
         self.passes.pop(slot, None)  # the section before the previous one, which has ended: free its fp32 dQ first
         self.passes[slot] = begin_checked_backward(

@@ -79,7 +79,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
 
 
 class Allocations(TorchDispatchMode):
-    """What torch allocates, on which stream, and what uses it; `faults` name what was freed too early."""
+    """Allocations of torch, with their streams and users; `faults` name those that were freed too early."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
