@@ -159,6 +159,7 @@ def tracked_call(group: dist.ProcessGroup | None) -> Iterator[Posted]:
         yield posted
     except BaseException:
         if group is not None:
+            call_numbers.end_failed(group, number.value)
             _interrupt(group, f"in call {number.value} {posted}")
         raise
 
