@@ -87,6 +87,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> SymmetricMemory:
     monkeypatch.setattr(peer_memory, "gather", lambda group, said: [said])
     monkeypatch.setattr(peer_memory, "_check_locations", lambda locations: None)
     monkeypatch.setattr(peer_memory, "_location", lambda device: None)
+    monkeypatch.setattr(peer_memory, "register_peers", lambda *_: None)
     for name in ("current_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     return SymmetricMemory(mock.Mock(rank=lambda: 0), 1000)

@@ -160,6 +160,7 @@ def test_each_host_is_checked() -> None:
         mock.patch.object(peer_memory.cuda_graphs, "capturing", lambda _: False),
         mock.patch.object(peer_memory.SymmetricMemory, "_count_exchanges"),
         mock.patch.object(peer_memory.SymmetricMemory, "_map"),
+        mock.patch.object(peer_memory, "register_peers"),
     ):
         memory = peer_memory.SymmetricMemory(group, 1000, HostSplit(2, 2))
         assert (memory.rank, memory.members, memory._mapping[0]) == (1, (2, 3), "of (2, 3)")
@@ -212,6 +213,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Process]], list
     monkeypatch.setattr(peer_memory, "gather", Process.gather)
     monkeypatch.setattr(peer_memory, "_check_locations", lambda _: None)
     monkeypatch.setattr(peer_memory, "_location", lambda _: None)
+    monkeypatch.setattr(peer_memory, "register_peers", lambda *_: None)
     monkeypatch.setattr(peer_memory.cuda_graphs, "capturing", lambda _: False)
     for name in ("current_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)

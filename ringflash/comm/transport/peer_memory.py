@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
-from ringflash.comm.communicator import register_members
+from ringflash.comm.communicator import register_members, register_peers
 from ringflash.comm.group import HostSplit, this_host
 from ringflash.comm.transport.copies import Copies
 from ringflash.comm.transport.exchanges import Exchanges
@@ -152,6 +152,7 @@ class SymmetricMemory(Lanes):
             self._mapping = register_members(group, self.members)
         # Barriers have a pad of their own: an area is freed when it grows, and graphs hold the address of the pad.
         self._pad = self._map(_PAD_BYTES, self._count_exchanges())
+        register_peers(group, self._device)
 
     def reserve(self, name: str, num_bytes: int) -> None:
         if name in self._areas and self._areas[name].numel() >= num_bytes:
