@@ -35,7 +35,7 @@ class Messages:
     """PointToPoint without NCCL."""
 
     def __init__(self, name: str, group: object) -> None:
-        self.name = name
+        self.name, self.whole = name, self
 
 
 NO_NCCL = mock.patch.object(transport, "PointToPoint", Messages)
@@ -115,7 +115,7 @@ class Part(Messages):
     num_posted, rank, group = 0, 0, mock.Mock(group_name="0")
 
     def among(self, members: tuple[int, ...]) -> Part:
-        self.members, self.whole = members, self
+        self.members = members
         return self
 
 

@@ -121,6 +121,8 @@ def _opened(name: str, group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     if known is None or known[0] is not group:  # a group that was destroyed may have had the same name
         _close_destroyed()
         known = _open[key] = (group, make())
+    if isinstance(messages := whole_transport(known[1]), PointToPoint):
+        messages.capture_checked = False
     return cast(T, known[1])
 
 
