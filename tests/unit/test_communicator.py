@@ -180,6 +180,6 @@ def test_the_end_waits_for_the_device_with_a_word(said: dict[str, list[str]]) ->
 
 
 def test_communicators_of_destroyed_groups_are_freed(said: dict[str, list[str]]) -> None:
-    """Those of NCCL once the other rank has found the group destroyed, too."""
+    """NCCL is freed once the other rank has found the group destroyed, too."""
     lines = [line for line in said["destroys"] if line != DEVICE]
     assert lines == ["kept: 1: 0", "aborts", "kept: 0: 0"], said["errors"]
