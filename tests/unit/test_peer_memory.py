@@ -174,17 +174,21 @@ class Process:
 
     Args:
         by_store: count by store, as torch 2.15 does, and not by process.
+        fails: sizes of the groups in which its mappings fail.
     """
 
     here = threading.local()
-    rounds = threading.Barrier(2)
+    rounds = threading.Barrier(2, timeout=30)
     answers: list[Any] = [None, None]
 
-    def __init__(self, rank: int, by_store: bool = False) -> None:
+    def __init__(self, rank: int, by_store: bool = False, fails: tuple[int, ...] = ()) -> None:
         self.rank, self.by_store, self.count, self.of_group = rank, by_store, 0, Counter[str]()
+        self.fails = fails
 
     def rendezvous(self, area: torch.Tensor, name: str) -> torch.Tensor:
         group = _resolve_process_group(name)  # type: ignore[arg-type]
+        if group.size() in self.fails:
+            raise RuntimeError("too many open files")
         store = group.get_group_store()
         for _ in range(2):
             number = self.of_group[name] if self.by_store else self.count
@@ -197,14 +201,14 @@ class Process:
     @classmethod
     def gather(cls, group: object, said: object) -> list:
         cls.answers[cls.here.process.rank] = said
-        cls.rounds.wait(10)
+        cls.rounds.wait()
         answers = cls.answers.copy()
-        cls.rounds.wait(10)
+        cls.rounds.wait()
         return answers
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Process]], list[Any]]:
+def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Function that reserves an area on two ranks at once; it returns their errors."""
     kind, here = peer_memory._SymmetricMemory, Process.here
     monkeypatch.setattr(kind, "empty_strided_p2p", lambda size, *_: torch.empty(size, dtype=torch.uint8))
@@ -218,9 +222,9 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Process]], list
     for name in ("current_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
 
-    def reserve(ranks: list[Process]) -> list[Any]:
+    def reserve(ranks: list[Process], timeout_s: float = 30.0) -> list[Any]:
         store = dist.HashStore()
-        store.set_timeout(timedelta(seconds=2))
+        store.set_timeout(timedelta(seconds=timeout_s))
 
         def run(process: Process) -> Exception | None:
             here.process = process
@@ -243,7 +247,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Process]], list
 
 
 @pytest.mark.parametrize("ahead", [0, 2, 3, 7])
-def test_ranks_that_mapped_unequally_map_together(processes: Callable[[list[Process]], list[Any]], ahead: int) -> None:
+def test_ranks_that_mapped_unequally_map_together(processes: Callable[..., list[Any]], ahead: int) -> None:
     """Other groups of one rank grew more often, or another library mapped memory, of three exchanges with multicast."""
     first, second = Process(0), Process(1)
     second.count = ahead
@@ -251,11 +255,38 @@ def test_ranks_that_mapped_unequally_map_together(processes: Callable[[list[Proc
     assert first.count == second.count
 
 
-def test_exchanges_that_torch_counts_by_store_are_equal(processes: Callable[[list[Process]], list[Any]]) -> None:
+def test_exchanges_that_torch_counts_by_store_are_equal(processes: Callable[..., list[Any]]) -> None:
     ranks = [Process(rank, by_store=True) for rank in range(2)]
     ranks[1].count = 7
     assert processes(ranks) == [None, None]
     assert ranks[1].count - 7 == ranks[0].count  # nothing was added
+
+
+def test_an_error_of_one_rank_is_raised_on_both(processes: Callable[..., list[Any]]) -> None:
+    """Before the ranks map memory together, where the other one would wait."""
+    begun = [Process(0), Process(1, fails=(1, 2))]
+    for error in processes(begun):
+        assert isinstance(error, peer_memory.NoPeerMemory) and "{1: 'too many open files'}" in str(error)
+    assert begun[0].count == 2  # only its own
+
+
+def test_a_rank_that_fails_among_others_names_its_error(
+    processes: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is in the mapping still, and does not answer."""
+    silent = RuntimeError("some of the 2 ranks of the group did not join the call")
+
+    def gather(group: object, said: object) -> list:
+        if said == "too many open files":
+            Process.rounds.abort()
+            raise silent
+        return Process.gather(group, said)
+
+    monkeypatch.setattr(peer_memory, "gather", gather)
+    monkeypatch.setattr(Process, "rounds", threading.Barrier(2))
+    error = processes([Process(0), Process(1, fails=(2,))], 0.2)[1]
+    assert isinstance(error, peer_memory.NoPeerMemory) and "too many open files" in str(error)
+    assert error.__cause__ is silent
 
 
 def test_barriers_give_up_after_the_watch_has_reported() -> None:
