@@ -15,7 +15,6 @@ that refills its buffer, does not change the mask of the backward.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, get_type_hints
 
 import torch
@@ -84,8 +83,8 @@ def _empty_row_max(q: Tensor, fp8_backward: str, grad_flags: int) -> Tensor:
 
 
 # A CUDA graph of inductor (mode "reduce-overhead") would hold buffers that outlive it, and repeat the call's number.
-_register = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-ring_attention = _register("ringflash::ring_attention", _forward)
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+ring_attention = torch.library.custom_op("ringflash::ring_attention", _forward, mutates_args=(), tags=_TAGS)
 
 
 @ring_attention.register_fake
@@ -132,7 +131,9 @@ def _gradients(
         return work.backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
 
 
-ring_attention_backward = _register("ringflash::ring_attention_backward", _gradients)
+ring_attention_backward = torch.library.custom_op(
+    "ringflash::ring_attention_backward", _gradients, mutates_args=(), tags=_TAGS
+)
 
 
 @ring_attention_backward.register_fake

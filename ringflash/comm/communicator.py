@@ -13,6 +13,8 @@ import itertools
 import os
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +29,7 @@ from ringflash.comm.group import store_of
 _BACKENDS = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
 _communicators: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 _peers: list[_Peers] = []
+_registered: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 _names = itertools.count()
 _process = os.getpid()  # a forked child lacks the threads of these communicators, and their peers belong to its parent
 _interrupted = False
@@ -76,7 +79,8 @@ class _Peers:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device, self.rank, self.size = group, device, group.rank(), group.size()
         self.nccl: list[dist.ProcessGroupNCCL] = []
-        self._store = dist.PrefixStore("ringflash/end", _get_process_group_store(group))
+        number = next(_registered[group.group_name])  # a name is given again after its group has been destroyed
+        self._store = dist.PrefixStore(f"ringflash/end {number}", _get_process_group_store(group))
         self._said: set[str] = set()
 
     def say(self, what: str) -> bool:
