@@ -67,7 +67,9 @@ def _forward(
         work = call.start(q, with_mean_head_dim(k, v))
         row_max = _empty_row_max(q, fp8_backward, grad_flags)
         out, lse = work.forward(q, k, v, row_max if row_max.numel() else None)
-        record = torch.tensor((call.number.value, *(call.checked_plan.mask.cu_seqlens or ())), dtype=torch.int64)
+        record = torch.tensor(
+            (call.number.value, *(call.checked_plan.mask.cu_seqlens or ())), dtype=torch.int64, device="cpu"
+        )
         return out, lse, row_max, record
 
 
@@ -80,7 +82,9 @@ def _empty_row_max(q: Tensor, fp8_backward: str, grad_flags: int) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[2], rows), dtype=state_dtype(q.dtype))
 
 
-ring_attention = torch.library.custom_op("ringflash::ring_attention", _forward, mutates_args=())
+# A CUDA graph of inductor (mode "reduce-overhead") would hold buffers that outlive it, and repeat the call's number.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+ring_attention = torch.library.custom_op("ringflash::ring_attention", _forward, mutates_args=(), tags=_TAGS)
 
 
 @ring_attention.register_fake
@@ -127,7 +131,9 @@ def _gradients(
         return work.backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
 
 
-ring_attention_backward = torch.library.custom_op("ringflash::ring_attention_backward", _gradients, mutates_args=())
+ring_attention_backward = torch.library.custom_op(
+    "ringflash::ring_attention_backward", _gradients, mutates_args=(), tags=_TAGS
+)
 
 
 @ring_attention_backward.register_fake

@@ -119,7 +119,7 @@ class RingOfHops:
 
     def num_posted(self) -> int:
         """Batches of messages that this rank has posted."""
-        return 0 if self.transport is None else self.transport.num_posted
+        return 0 if self.transport is None else self.transport.whole.num_posted
 
     def _arrivals(
         self, exchange: HopExchange, device: torch.device

@@ -59,6 +59,21 @@ def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
+def test_no_operator_is_put_into_graphs_of_inductor() -> None:
+    """They would hold our buffers in their pools, and replay the number of one call (`mode="reduce-overhead"`)."""
+    ours = [getattr(torch.ops.ringflash, name).default for name in ("ring_attention", "ring_attention_backward")]
+    found = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ringflash::")]
+    assert sorted(found) == sorted(op.name() for op in ours)
+    assert all(torch.Tag.cudagraph_unsafe in op.tags for op in ours)
+
+
+def test_the_record_is_on_the_host_by_any_default() -> None:
+    """The backward reads its values, for which the host would wait on a GPU."""
+    with torch.device("meta"):
+        *_, record = operators.ring_attention(*draw(False), None, "", True, 0.25, *OPTIONS, 0, False, 8)
+    assert record.device.type == "cpu"
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_have_the_strides_that_compiled_code_expects(dtype: torch.dtype) -> None:
     """inductor asserts what the operator's fake says, of heads-first q, k and v as well."""
