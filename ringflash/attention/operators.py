@@ -67,9 +67,7 @@ def _forward(
         work = call.start(q, with_mean_head_dim(k, v))
         row_max = _empty_row_max(q, fp8_backward, grad_flags)
         out, lse = work.forward(q, k, v, row_max if row_max.numel() else None)
-        record = torch.tensor(
-            (call.number.value, *(call.checked_plan.mask.cu_seqlens or ())), dtype=torch.int64, device="cpu"
-        )
+        record = torch.tensor((call.number.value, *(call.checked_plan.mask.cu_seqlens or ())), dtype=torch.int64)
         return out, lse, row_max, record
 
 

@@ -34,6 +34,7 @@ _names = itertools.count()
 _process = os.getpid()  # a forked child lacks the threads of these communicators, and their peers belong to its parent
 _interrupted = False
 _GRACE_S = 10.0  # for the other ranks to end, too: longer than healthy ranks drift apart
+_PAUSE_S = 0.1  # between two questions to their store
 _QUIET_S = 2.0  # of waiting for the device before a word
 
 
@@ -83,16 +84,20 @@ class _Peers:
         self._store = dist.PrefixStore(f"ringflash/end {number}", _get_process_group_store(group))
         self._said: set[str] = set()
 
-    def say(self, what: str) -> bool:
-        """Tell the other ranks that this one is "idle" or has "left"; return True if all ranks have said so."""
+    def say(self, what: str) -> None:
+        """Tell the other ranks that this one is "idle" or has "left"."""
         if what not in self._said and self._store.add(what, 1) >= self.size:
-            self._store.set(f"all {what}", "")
+            self._store.set(f"all {what}", "yes")
         self._said.add(what)
+
+    def all_say(self, what: str) -> bool:
+        """Return True if all ranks have said so."""
         return self._store.check([f"all {what}"])
 
     def wait(self, what: str, deadline: float) -> None:
         """Wait until all ranks have said so, or until the deadline."""
-        self._store.wait([f"all {what}"], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        while not self.all_say(what) and time.monotonic() < deadline:  # torch warns of a wait that ends without it
+            time.sleep(_PAUSE_S)
 
 
 def register_peers(group: dist.ProcessGroup, device: torch.device) -> _Peers:
@@ -197,14 +202,13 @@ def _leave() -> None:
 def _await_peers() -> None:
     """Wait until all ranks are idle; the first of a group, which may keep its store, until the others have left it."""
     deadline = time.monotonic() + _GRACE_S
-    for what in ("idle", "left"):
-        waiting = []
+    firsts = [peers for peers in _peers if peers.rank == 0]
+    for what, waiting in (("idle", _peers), ("left", firsts)):
         for peers in _peers:
             with suppress(RuntimeError):  # the store is gone
-                if not peers.say(what) and (what == "idle" or peers.rank == 0):
-                    waiting.append(peers)
+                peers.say(what)
         for peers in waiting:
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # so is the time
                 peers.wait(what, deadline)
 
 
@@ -216,7 +220,8 @@ def _free_destroyed() -> None:
     for peers in [peers for peers in _peers if store_of(peers.group) is None]:
         torch.cuda.synchronize(peers.device)
         with suppress(RuntimeError):
-            if peers.say("idle"):
+            peers.say("idle")
+            if peers.all_say("idle"):
                 _abort(peers.nccl)
                 _peers.remove(peers)
 

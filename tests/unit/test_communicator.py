@@ -123,11 +123,12 @@ def destroys():
     dist.destroy_process_group()
     communicator._free_destroyed()
     say("kept", len(communicator._peers), len(communicator._communicators))
-    peers._store.set("all idle", "")  # by the other rank
+    peers._store.set("all idle", "yes")  # by the other rank
     communicator._free_destroyed()
     say("kept", len(communicator._peers), len(communicator._communicators))
     join(size=2, store=store)  # another group of that name, whose other rank goes on
-    say("all idle", communicator._peers[0].say("idle"))
+    communicator._peers[0].say("idle")
+    say("all idle", communicator._peers[0].all_say("idle"))
     os._exit(0)
 
 ways = returns, child, raises, raised_in_a_ring, went_on_after_it, exits_alone, ends_first, slow_device, destroys
