@@ -123,9 +123,9 @@ class Layer:
         return all(bool((x - y).norm() < 0.02 * y.norm()) for x, y in pairs)
 
 
-def layers(ctx: Context, impl: str, number: int, draw: random.Random) -> list[Layer]:
+def layers(ctx: Context, second: dist.ProcessGroup, impl: str, number: int, draw: random.Random) -> list[Layer]:
     """Layers of several transports, groups, lengths and masks; on CPUs all go over the emulated copy engine."""
-    group, second = ctx.group, dist.new_group(list(range(ctx.size)))
+    group = ctx.group
     ways: list[tuple[str, Any]] = [
         ("copy_engine", group),
         ("copy_engine", second),
@@ -169,7 +169,9 @@ def calls(ctx: Context, impl: str, turns: bool, seed: int, rounds: int) -> list[
             stack.callback(torch.cuda.memory._set_allocator_settings, "expandable_segments:False")
         for context in (nullcontext() if on_gpu else copy_engine(), in_sections(turns), disorder.planted()):
             stack.enter_context(context)
-        made = layers(ctx, impl, 15 if on_gpu else 4, draw)
+        second = dist.new_group(list(range(ctx.size)))
+        assert second is not None
+        made = layers(ctx, second, impl, 15 if on_gpu else 4, draw)
         if on_gpu:
             torch.cuda.synchronize()  # other streams read the inputs
         disorder.chance = 0.15
@@ -192,6 +194,7 @@ def calls(ctx: Context, impl: str, turns: bool, seed: int, rounds: int) -> list[
                 torch.cuda.synchronize()
             wrong += [str(layer.options) for layer, got in results if not layer.is_right(got)]
         disorder.chance = 0.0  # transfers are kept for later calls
+        dist.destroy_process_group(second)
     return wrong
 
 
@@ -201,4 +204,4 @@ def test_random_delays(pool: Pool, setup: Setup, fp8: bool, turns: bool) -> None
     if fp8 and setup.impl not in ("hopper", "reference"):
         pytest.skip("needs an FP8 implementation: --impl hopper")
     impl, rounds = setup.impl + "_fp8" * fp8, 2 if setup.backend == "gloo" else 25
-    assert pool.run(calls, impl, turns, 1 + turns, rounds, timeout_s=300) == [[]] * setup.ranks
+    assert pool.run(calls, impl, turns, 1 + turns, rounds, timeout_s=480) == [[]] * setup.ranks

@@ -171,6 +171,13 @@ def test_gradients_that_do_not_fit_are_refused(change: dict[str, Any], message: 
         begin_backward(**given, impl="reference", num_kv_heads=2)
 
 
+def test_kv_heads_that_do_not_divide_heads_are_refused() -> None:
+    q, _, _, dout, _ = draw()
+    message = r"num_heads must be a multiple of num_kv_heads \(3\), got 4; repeat heads of k and v"
+    with pytest.raises(ValueError, match=message):
+        begin_backward(dout, q, q, torch.zeros(2, 4, 12).double(), impl="reference", num_kv_heads=3)
+
+
 @pytest.mark.parametrize("name", ["v", "dout"])
 def test_nan_reaches_dq_and_dk_of_pairs_that_see_it_and_no_others(name: str) -> None:
     """Row 5 of v is seen by rows 5 to 7, which see keys 3 to 7; row 5 of dout sees keys 3 to 5. 0 * NaN is NaN."""
