@@ -29,7 +29,7 @@ from ringflash.sequence.padding import PaddedBatch, pad_sequence
 
 if TYPE_CHECKING:
     from ringflash.huggingface.log_probs import log_probs
-    from ringflash.wrap import wrap_attention
+    from ringflash.wrap import disable_ring, wrap_attention
     from ringflash.wrap.check import check_wrapped
 
 __version__ = "0.1.0"
@@ -40,6 +40,7 @@ __all__ = [
     "RingAttention",
     "buffer_bytes",
     "check_wrapped",
+    "disable_ring",
     "explain",
     "local_positions",
     "log_probs",
@@ -58,6 +59,7 @@ __all__ = [
 # Imported on first access: they import torch._dynamo, which takes nearly as long as torch itself, or transformers.
 _LAZY = {
     "check_wrapped": "ringflash.wrap",
+    "disable_ring": "ringflash.wrap",
     "log_probs": "ringflash.huggingface.log_probs",
     "wrap_attention": "ringflash.wrap",
 }

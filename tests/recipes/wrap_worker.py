@@ -24,7 +24,8 @@ from lightning.pytorch.plugins import DoublePrecision
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from ringflash.lightning import ContextParallelStrategy, ModelCheckpoint
+from ringflash import disable_ring
+from ringflash.lightning import ContextParallelStrategy, ModelCheckpoint, SequenceSharding
 from ringflash.loss import shift_labels
 from ringflash.training.seeding import seeded
 from tests.helpers import own_models as own
@@ -220,6 +221,73 @@ def local_mean(module: Any, batch: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
+def shifted(module: Any, batch: Any) -> torch.Tensor:
+    """A step that gives each token the previous one's logits, too."""
+    logits = module.model(batch[0], module.positions(batch[0]))
+    return module.token_loss(logits + torch.nn.functional.pad(logits[:, :-1], (0, 0, 1, 0)), batch[1])
+
+
+def with_mask(module: Any, batch: Any, index: int) -> Any:
+    """Each sequence's last half counts; the plain module has no hook, but `masked`."""
+    return SequenceSharding.on_before_batch_transfer(module, (*batch, loss_mask(batch[0])), index)
+
+
+def loss_mask(tokens: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(tokens.shape[1]) >= tokens.shape[1] // 2).double().expand(tokens.shape)
+
+
+def local_masked_mean(module: Any, batch: Any) -> torch.Tensor:
+    """The usual mean over a loss mask, which is that of the shard."""
+    tokens, labels, mask = batch
+    logits = module.model(tokens, module.positions(tokens))
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+def masked(module: Any, batch: Any) -> torch.Tensor:
+    """The mean over a loss mask by token_loss; by the plain module, whose hook adds no mask, as it is usual."""
+    tokens, labels = batch[:2]
+    if hasattr(module, "token_loss"):
+        return module.token_loss(module.model(tokens, module.positions(tokens)), labels, batch[2])
+    losses = torch.nn.functional.cross_entropy(
+        module.model(tokens, torch.arange(tokens.shape[1])).flatten(0, 1), labels.flatten(), reduction="none"
+    )
+    mask = loss_mask(tokens) * (labels != -100)
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+def weights(run: Run) -> None:
+    """A loss mask is right as weights of token_loss."""
+    module = varied(run.kind, on_before_batch_transfer=with_mask, step=masked)
+    found = train(module, devices=2, strategy=ContextParallelStrategy())
+    assert_trained(found["weights"], plainly(step=masked)[0])
+
+
+def between_steps(run: Run) -> None:
+    """A prompt between steps is refused, by hook and by hand; off the ring its logits are those of the plain module."""
+    found: list[Any] = []
+    prompt = torch.arange(8)[None]
+
+    def sample(module: Any) -> torch.Tensor:
+        return module.model(prompt, module.positions(prompt)).detach()
+
+    def on_validation_epoch_end(module: Any) -> None:
+        found.append(error_of(sample, module))
+        with disable_ring(module):
+            found.append(sample(module))
+
+    module = varied(run.kind, on_validation_epoch_end=on_validation_epoch_end)
+    train(module, devices=2, strategy=ContextParallelStrategy(), num_sanity_val_steps=0)
+    with torch.no_grad():
+        found.append(error_of(sample, module))
+    plain = varied(GPT).double()
+    plain.load_state_dict(plainly()[0])
+    want = plain.model(prompt, torch.arange(8))
+    assert torch.allclose(found[1], want, rtol=RTOL, atol=RTOL)
+    for error in (found[0], found[2]):
+        assert error.startswith("model.blocks.0.attn must be called in a step of the module (training_step, "), error
+
+
 def drawn(module: Any, batch: Any) -> torch.Tensor:
     """A step with random numbers for each sequence, as diffusion has; the plain module has no positions to give."""
     positions = getattr(module, "positions", lambda tokens: torch.arange(tokens.shape[1]))(batch[0])
@@ -240,7 +308,7 @@ def draws(run: Run) -> None:
     torch.manual_seed(3)
     random.seed(3)
     train(varied(run.kind, step=step), devices=2, strategy=ContextParallelStrategy(), num_sanity_val_steps=0)
-    assert numbers[:3] == [numbers[0]] * 3, "on the shard, on the whole sequence, in the first step"
+    assert numbers[:5] == [numbers[0]] * 5, "twice on the shard, twice on the whole sequence, in the first step"
     assert len({*numbers}) > STEPS
 
 
@@ -336,8 +404,9 @@ def decisions(run: Run) -> None:
 
 
 def compiled(run: Run) -> None:
-    """A module with a layer that is compiled trains as the plain one."""
+    """A module with a layer that is compiled trains as the plain one; another one attends again in the backward."""
     module = build(run.kind)
+    module.model.blocks[0].reentrant = False
     module.model.blocks[1].compile(backend="aot_eager")
     found = train(module, devices=2, strategy=ContextParallelStrategy(), limit_val_batches=0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
@@ -361,6 +430,18 @@ def refusals(run: Run) -> None:
         (
             "training_step's loss, averaged over the ring, must be that of the whole sequence (",
             varied(run.kind, step=local_mean), {},
+        ),
+        (
+            "training_step's loss, averaged over the ring, must be that of the whole sequence (",
+            varied(run.kind, on_before_batch_transfer=with_mask, step=local_masked_mean), {},
+        ),
+        (
+            "token_loss must be given the logits of the whole sequence, got a difference of",
+            varied(run.kind, step=shifted), {},
+        ),
+        (
+            "training_step's loss, averaged over the ring, must be a number, got nan for the whole sequence;",
+            varied(run.kind, step=lambda self, batch: run.kind.step(self, batch) * torch.nan), {},
         ),
         (
             "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super",
@@ -429,7 +510,20 @@ def assert_trained(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
 
 TESTS = {  # by number of ranks
     1: (orders_on_one_rank, start_without_a_ring),
-    2: (orders, continue_on_a_ring, training, manual, compiled, decisions, refusals, draws, hooks, workers),
+    2: (
+        orders,
+        continue_on_a_ring,
+        training,
+        manual,
+        compiled,
+        decisions,
+        refusals,
+        draws,
+        hooks,
+        workers,
+        weights,
+        between_steps,
+    ),
 }
 
 
