@@ -8,7 +8,7 @@ from typing import Any
 def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merge two mappings: values of `above` win, mappings are merged key by key.
 
-    Exception: if the upper of two recipes names a checkpoint (`pretrained`), its `model.model` replaces the lower one's,
+    Exception: if the upper of two recipes names a checkpoint (`pretrained`), its `model.model` replaces the lower's,
     because its keys are changes of that checkpoint's config.json.
     """
     merged = dict(below)

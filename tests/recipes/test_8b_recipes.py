@@ -141,7 +141,7 @@ def test_continuing_changes_the_context_and_no_size(model: str) -> None:
     [
         (
             ["model: {model: {num_hidden_layers: 4, rope_parameters: {rope_theta: 7.0}}}", "1m_cp8_8gpus"],
-            {"num_hidden_layers": 4, "vocab_size": 151936, "rope_parameters": {"rope_type": "default", "rope_theta": 7}},
+            {"num_hidden_layers": 4, "head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 7}},
         ),
         (["qwen3_8b_continue", "model: {model: {rms_norm_eps: 1.0}}"], {"rms_norm_eps": 1.0, "hidden_size": None}),
         (["model: {model: null}"], None),
