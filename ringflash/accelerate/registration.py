@@ -265,12 +265,24 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) ->
 
 
 def create_accelerator_and_postprocess(original: Callable[..., Any], self: Any) -> None:
-    """Create the accelerator; let TRL's trainers that compare completions of a prompt count rings."""
+    """Create the accelerator; let TRL's trainers use the ring for all models that score, and count rings."""
     original(self)
-    if (size := ring_size(self.accelerator.parallelism_config)) > 1 and hasattr(self.args, "num_generations_eval"):
-        from ringflash.accelerate.trl import count_groups_of_rings
+    if (size := ring_size(self.accelerator.parallelism_config)) > 1:
+        from ringflash.accelerate.trl import count_groups_of_rings, put_on_ring_with_head
 
-        count_groups_of_rings(self.args, size)
+        put_on_ring_with_head(type(self), _put_on_this_ring)
+        if hasattr(self.args, "num_generations_eval"):
+            count_groups_of_rings(self.args, size)
+
+
+def _put_on_this_ring(model: Any) -> None:
+    from accelerate.state import AcceleratorState
+
+    from ringflash.accelerate.forward import put_on_ring
+
+    state = AcceleratorState()
+    if ring_size(state.parallelism_config) > 1:
+        put_on_ring(model, state.device_mesh["cp"].get_group())
 
 
 def get_tp_size(original: Callable[..., Any], self: Any) -> int:

@@ -243,6 +243,8 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     attempt("embeddings", model, **good, inputs_embeds=torch.zeros(2, 24, 32))
     attempt("router logits", model, **good, output_router_logits=True)
     attempt("other tokens on a rank", model, input_ids=ids + (ctx.rank == 1), labels=ids)
+    short = ids[:, : 24 - 2 * (ctx.rank == 1)]
+    attempt("other length on a rank", model, input_ids=short, labels=short)
     attempt("objects", accelerator.gather_for_metrics, input_data=["text"])
     attempt("second group", put_on_ring, model=accelerator.unwrap_model(model), group=dist.new_group())
     accelerator.dataloader_config.dispatch_batches = True
@@ -279,6 +281,7 @@ REFUSED = {
     "embeddings": "NotImplementedError: a batch must have only input_ids, .*got also .'inputs_embeds'.; leave",
     "router logits": "NotImplementedError: output_router_logits must be that of .* False, got True; set it there",
     "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
+    "other length on a rank": r"ValueError: all ranks .* got batch of accelerate \[2, 24\] .*; give .* the same seeds",
     "objects": "NotImplementedError: gather_for_metrics must be given tensors",
     "second group": "RuntimeError: model must be prepared for one group",
     "dispatched batches": "NotImplementedError: dispatch_batches must be False",
