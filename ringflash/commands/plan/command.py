@@ -256,6 +256,8 @@ def _print(plan: dict[str, Any]) -> None:
         f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['model_tflops_per_gpu']:.0f} model TFLOP/s a GPU, "
         f"MFU {100 * plan['mfu']:.0f}%{of_fp8} (attention's backward counts as twice its forward, recomputation not)"
     )
+    if machine["num_gpus"] > machine["gpus_per_host"]:
+        out.print("no run over several hosts has been measured: these times rest on assumed rates (docs/hosts.md)")
     if plan["host_memory_bytes"]:
         out.print(f"memory of a host for offloaded checkpoints: {plan['host_memory_bytes'] / GIB:.0f} GiB")
     if plan["network_bytes"]:
