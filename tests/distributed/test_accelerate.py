@@ -258,6 +258,14 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     )
     predict = transformers.Trainer(accelerator.unwrap_model(model), arguments, trainer.right_padded).predict
     attempt("logits", predict, test_dataset=trainer.sequences(4))
+
+    class TimesProcesses(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Any:
+            return model(**inputs, num_items_in_batch=num_items_in_batch).loss * self.accelerator.num_processes
+
+    arguments.gradient_accumulation_steps, other = 2, trainer.build(ctx, "llama", {"cp_size": 4})[0]
+    train = TimesProcesses(other, arguments, trainer.right_padded, train_dataset=trainer.sequences(16)).train
+    attempt("loss times processes", train)
     loss = model(**good).loss
     log_probs = ringflash.log_probs(model, ids, group=accelerator.torch_device_mesh["cp"])
     torch.testing.assert_close(loss, -log_probs.mean() * ids.shape[1] / (ids.shape[1] - 1), rtol=1e-12, atol=0)
@@ -286,6 +294,7 @@ REFUSED = {
     "second group": "RuntimeError: model must be prepared for one group",
     "dispatched batches": "NotImplementedError: dispatch_batches must be False",
     "rebalanced batches": "NotImplementedError: train_sampling_strategy must not be 'batch_rebalance'",
+    "loss times processes": "ValueError: the loss must be multiplied by the number of rings, 1, .*processes, 4, with",
     "logits": "NotImplementedError: compute_metrics and predict must be left out",
 }  # fmt: skip
 
