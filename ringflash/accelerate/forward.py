@@ -189,7 +189,7 @@ def check_loss(loss: Tensor, num_processes: int, cp_size: int) -> bool:
         raise ValueError(
             f"the loss must be multiplied by the number of rings, {num_processes // cp_size}, as Trainer.compute_loss "
             f"does, got that of the forward times the number of processes, {num_processes}, with which loss and "
-            f"gradients are {cp_size} times too large; in your compute_loss call super().compute_loss, or divide by cp_size."
+            f"gradients are {cp_size} times too large; call super().compute_loss, or divide by cp_size."
         )
     return math.isfinite(factor)
 
