@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Memory of all tests begins as NaN."""
 
 from tests.helpers.nan_memory import fill_new_memory
 

@@ -19,7 +19,7 @@ from triton.knobs import runtime
 import ringflash
 from ringflash.attention import ring_call
 from ringflash.comm import cuda_graphs
-from ringflash.comm.transport import buffer, buffers, peer_memory
+from ringflash.comm.transport import buffer, buffers, lanes, peer_memory
 from ringflash.comm.transport.message_memory import MessageMemory
 from ringflash.comm.transport.peer_memory import BEGIN, SymmetricMemory
 from ringflash_kernels.flash_calls import calls
@@ -322,3 +322,26 @@ def test_a_call_on_another_stream_waits_for_the_previous_call(monkeypatch: pytes
     for now in (first, first, second, captured, second, alone, first):
         ring_call.order_streams(None if now is alone else group, device)
     assert [stream.waited for stream in streams] == [[second], [first], [], []]
+
+
+def test_join_in_a_capture_leaves_other_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error: to wait for a stream outside of the capture would invalidate the capture and hide the error."""
+    waits: list[tuple[str, str]] = []
+
+    class Lane:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            waits.append((self.name, other.name))
+
+    captured, other, caller = Lane("pull"), Lane("even"), Lane("caller")
+    memory = object.__new__(SymmetricMemory)
+    memory._lanes, memory._device, memory._known = {"pull": captured, "even": other}, CPU, caller  # type: ignore
+    monkeypatch.setattr(lanes, "_is_captured", lambda lane: lane is captured)
+    monkeypatch.setattr(cuda_graphs, "capturing", lambda _: True)
+    memory.join()
+    assert waits == [("caller", "pull"), ("pull", "caller")]
+    monkeypatch.setattr(cuda_graphs, "capturing", lambda _: False)
+    memory.join()
+    assert len(waits) == 2 + 4
