@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -116,6 +118,32 @@ def _adapt(model: nn.Module) -> None:
     config = peft.LoraConfig(target_modules=["q", "kv"], init_lora_weights=False)
     peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     model.double()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(2, 4)
+def test_parameters_that_some_ranks_use(ctx: Context, sharded: bool) -> None:
+    """Half of the ranks need one expert, the others another; over two backwards, without and with FSDP2."""
+    ring, whole = (own.build(own.Model, is_causal=True) for _ in range(2))
+    for model in (ring, whole):
+        model.blocks = nn.ModuleList([own.build(own.Choosing)])
+    ringflash.wrap_attention(ring, ctx.group)
+    length = 4 * own.LENGTH
+    tokens = torch.randint(0, own.VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+    positions = ringflash.local_positions(length, ctx.size, ctx.rank)
+    if sharded:
+        mesh = DeviceMesh.from_group(ctx.group, "cpu")
+        fully_shard(ring.blocks[0], mesh=mesh)
+        ringflash.align_units(fully_shard(ring, mesh=mesh), ctx.group)
+    for row in tokens[:, None]:
+        ring(ringflash.shard_sequence(row, ctx.group), positions).square().sum().backward()
+        whole(row, torch.arange(length)).square().sum().backward()
+    if not sharded:
+        ringflash.average_gradients(ring.parameters(), ctx.group)
+    for (name, p), q in zip(ring.named_parameters(), whole.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == ("experts.2" in name), name
+        if q.grad is not None:
+            assert_close(ctx.size * (p.grad.full_tensor() if sharded else p.grad), q.grad)
 
 
 LATER = {"attention": _replace_attention, "blocks": _replace_blocks, "adapters": _adapt}
