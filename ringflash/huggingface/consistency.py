@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from inspect import signature
 from typing import Any, NoReturn
 from weakref import ref
@@ -21,6 +22,7 @@ from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.huggingface.validation import check_adapters, find_shape_error
+from ringflash.training.buffers import ChangedBuffers, persistent_buffers
 from ringflash.training.seeding import seeded_by_rank
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values")  # beginnings of arguments' names
@@ -68,7 +70,17 @@ class ForwardInputs:
         notes = cls(tuple(signature(type(model).forward).parameters)[1:], options, configs)
         model.register_forward_pre_hook(notes, with_kwargs=True)
         model.register_forward_hook(notes.end, always_call=True)
+        if any(True for _ in persistent_buffers(model)):
+            buffers = ChangedBuffers()
+            model.register_forward_pre_hook(partial(notes._compare, buffers.begin))
+            model.register_forward_hook(partial(notes._compare, lambda x: buffers.end(x, notes.options.group)))
         return notes
+
+    @torch.compiler.disable(reason="ranks compare the buffers that a forward changes")
+    def _compare(self, step: Callable[[nn.Module], None], model: nn.Module, *_: Any) -> None:
+        """Make a step of `ChangedBuffers`; a hook of the model's forward, in training on a ring."""
+        if model.training and torch.is_grad_enabled() and self.options.group is not None:
+            step(model)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the arguments; a forward pre-hook of the model."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import lightning
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ringflash.comm.agreement import gather
+from ringflash.training.buffers import ChangedBuffers
 from ringflash.training.mesh import DataContextRanks
 
 
@@ -39,6 +42,22 @@ class TrainerChecks(ParallelStrategy):
         assert isinstance(self, DataContextRanks)
         _auto_add_worker_init_fn(dataloader, self.dp_rank)
         return super().process_dataloader(dataloader)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a training step, and compare the buffers that it has changed.
+
+        Raises:
+            ValueError: a buffer differs between the ranks of a ring; on every rank.
+        """
+        assert isinstance(self, DataContextRanks) and self.lightning_module is not None
+        self._changed_buffers.begin(self.lightning_module)
+        output = super().training_step(*args, **kwargs)
+        self._changed_buffers.end(self.lightning_module, self.cp_group)
+        return output
+
+    @cached_property
+    def _changed_buffers(self) -> ChangedBuffers:
+        return ChangedBuffers()
 
     def finish_checkpoints(self) -> None:
         """Wait until all requested checkpoints are on disk; a strategy that saves synchronously has nothing to do."""

@@ -146,6 +146,59 @@ def test_parameters_that_some_ranks_use(ctx: Context, sharded: bool) -> None:
             assert_close(ctx.size * (p.grad.full_tensor() if sharded else p.grad), q.grad)
 
 
+def count_tokens(layer: nn.Module, group: Any) -> nn.Module:
+    """Let a layer count its calls and, by a hook, the signs of its inputs, over the group if there is one."""
+    layer.register_buffer("calls", torch.zeros(()))
+    layer.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+    layer.register_buffer("own", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    def count(layer: Any, args: Any) -> None:
+        layer.own = torch.stack([(args[0] > 0).sum(), (args[0] <= 0).sum()])
+        counts = layer.own.clone()
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        layer.counts += counts
+        layer.calls += 1
+
+    layer.register_forward_pre_hook(count)
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["own", "transformers"])
+@on_ranks(2)
+def test_buffers_that_follow_the_shard(ctx: Context, kind: str) -> None:
+    """They are refused on every rank, in the forward that makes them differ; summed over the ring they pass."""
+    for group in (None, ctx.group):
+        if kind == "own":
+            model = own.build(own.Model, is_causal=True)
+            layer = count_tokens(model.blocks[1], group)
+            ringflash.wrap_attention(model, ctx.group)
+            shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+            run = partial(model, shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank))
+        else:
+            pytest.importorskip("transformers")
+            from ringflash import huggingface
+            from tests.helpers import models
+
+            model = models.build(impl="sdpa").train()
+            layer = count_tokens(model.model.layers[0].mlp, group)
+            model.set_attn_implementation("ringflash")
+            huggingface.set_group(model, ctx.group)
+            batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
+            run = partial(huggingface.CausalLMWithLoss(model, ctx.group), **batch)
+        if group is None:
+            with pytest.raises(
+                ValueError, match="must be equal on all ranks .*, got different values of [a-z0-9.]*counts;"
+            ):
+                run()
+        else:
+            run()
+            run()
+        everywhere = layer.own.clone()
+        dist.all_reduce(everywhere, group=ctx.group)
+        assert group is None or torch.equal(layer.counts, 2 * everywhere)
+
+
 LATER = {"attention": _replace_attention, "blocks": _replace_blocks, "adapters": _adapt}
 
 

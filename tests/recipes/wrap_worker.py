@@ -394,6 +394,18 @@ def unit_of_one_rank(kind: Any, called: Callable[[Any, torch.Tensor, torch.Tenso
     return module
 
 
+def counting(module: Any, batch: Any) -> torch.Tensor:
+    """A step that counts its tokens in a buffer."""
+    module.counts += torch.bincount(batch[0].flatten(), minlength=own.VOCAB)
+    return module.token_loss(module.model(batch[0], module.positions(batch[0])), batch[1])
+
+
+def counted(kind: Any) -> Any:
+    module = varied(kind, step=counting)
+    module.register_buffer("counts", torch.zeros(own.VOCAB, dtype=torch.int64))
+    return module
+
+
 def left_out(experts: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rank 0 of two calls an expert that rank 1 leaves out."""
     return x + experts[0](x) if positions[0] == 0 else x
@@ -434,6 +446,11 @@ def refusals(run: Run) -> None:
         (
             "callbacks must not copy the module, whose parameters are sharded, got EMAWeightAveraging; average",
             build(run.kind), {"callbacks": [EMAWeightAveraging()]},
+        ),
+        (
+            "buffers that a training forward changes must be equal on all ranks of a ring, which hold different "
+            "tokens, got different values of counts; sum what they are computed from over the ring, by",
+            counted(run.kind), {},
         ),
         (
             "all ranks of the group must make the same call, got FSDP2 unit Linear 1 (rank 0), Linear 2 (rank 1);",
