@@ -153,7 +153,7 @@ def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any)
             _put_on_ring(self, x)
     prepared = original(self, *args, **options)
     for x in prepared if isinstance(prepared, tuple) else (prepared,):
-        if isinstance(x, FSDPModule):
+        if isinstance(x, torch.nn.Module) and isinstance(x, FSDPModule):
             align_units(x, dist.group.WORLD)
     if self.distributed_type == "DEEPSPEED" and self.deepspeed_engine_wrapped is not None:
         from ringflash.deepspeed import engine, parameter_use, refusals

@@ -65,10 +65,9 @@ class UnitOrder(CallOrder):
         if any(isinstance(hook, _Forward) for hook in module._forward_pre_hooks.values()):
             return
         root = f"{type(module).__name__.removeprefix('FSDP')} {self._num_modules}"
-        for name, unit in module.named_modules():
-            if not isinstance(unit, FSDPModule):
-                continue
-            state: Any = unit._get_fsdp_state()
+        units: dict[str, Any] = {name: x for name, x in module.named_modules() if isinstance(x, FSDPModule)}
+        for name, unit in units.items():
+            state = unit._get_fsdp_state()
             label = f"{root}, {name}" if name else root
             self._states.append(state)
             unit.register_forward_pre_hook(_Forward(self, label))
@@ -119,7 +118,7 @@ class UnitOrder(CallOrder):
         if not used:
             return
         by_any_rank = torch.tensor(list(used.values()), dtype=torch.uint8)
-        if len(set(gather(self.group, zlib.crc32(by_any_rank.numpy())))) > 1:
+        if len(set(gather(self.group, zlib.crc32(bytes(used.values()))))) > 1:
             by_any_rank = by_any_rank.to(next(iter(used)).device)
             dist.all_reduce(by_any_rank, dist.ReduceOp.MAX, group=self.group)
         for x, is_used in zip(used, by_any_rank.tolist(), strict=True):
