@@ -142,9 +142,6 @@ def _validate_accelerator(original: Callable[..., Any], self: Any, accelerator: 
 def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
     """Put models on the ring, before they are sharded; check that ZeRO averages over all ranks."""
     import torch
-    from torch.distributed.fsdp import FSDPModule
-
-    from ringflash.training.fsdp_units import align_units
 
     if ring_size(self.parallelism_config) == 1:
         return original(self, *args, **options)
@@ -152,9 +149,6 @@ def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any)
         if isinstance(x, torch.nn.Module):
             _put_on_ring(self, x)
     prepared = original(self, *args, **options)
-    for x in prepared if isinstance(prepared, tuple) else (prepared,):
-        if isinstance(x, torch.nn.Module) and isinstance(x, FSDPModule):
-            align_units(x, dist.group.WORLD)
     if self.distributed_type == "DEEPSPEED" and self.deepspeed_engine_wrapped is not None:
         from ringflash.deepspeed import engine, parameter_use, refusals
 

@@ -37,7 +37,8 @@ def align_units(module: nn.Module, group: Group) -> None:
     """Let ranks use different parameters inside an FSDP2 unit, and refuse ranks that call different units.
 
     Gradients are then those of one process: a parameter that only some ranks have used is averaged with zeros, and one
-    that no rank has used keeps no gradient.
+    that no rank has used keeps no gradient. Wrapped modules, transformers models and Lightning's strategy do this
+    themselves, unless the mesh has two dims and not all ranks.
 
     Args:
         module: sharded by `fully_shard`; call this before the first forward.
@@ -49,13 +50,40 @@ def align_units(module: nn.Module, group: Group) -> None:
         UnitOrder(resolved).watch(module)
 
 
+@torch.compiler.disable(reason="it looks at FSDP2's state")
+def align_during_forward(module: nn.Module) -> None:
+    """Align the units in and around a module, which is in a forward; those that are aligned already stay so.
+
+    The group is that of the units' mesh, unless it has two dims and not all ranks, for which there is no single group.
+    """
+    orders: dict[Any, UnitOrder] = {}
+    for unit in _outermost_units(module):
+        state = unit._get_fsdp_state()
+        root = next((x for x in state._state_ctx.all_states if x._is_root), state)
+        mesh = next((part.mesh_info.mesh for x in (root, state) for part in _param_groups(x)), None)
+        if mesh is None or (mesh.ndim > 1 and mesh.size() != dist.get_world_size()):
+            continue
+        group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+        order = orders.setdefault(group, UnitOrder(group))
+        order.watch(root._modules[0])
+        for label, running in order.labels.items():
+            if running._training_state.name == "FORWARD":
+                order.note_forward(label)
+
+
+def _outermost_units(module: nn.Module) -> list[Any]:
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [unit for child in module.children() for unit in _outermost_units(child)]
+
+
 class UnitOrder(CallOrder):
     """The order in which units are called and reduced, of one or more outermost FSDP2 modules."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group, "FSDP2 unit", _REMEDY)
         self._num_modules = 0
-        self._states: list[Any] = []
+        self.labels: dict[str, Any] = {}  # states of the units, by their names in errors
         self._ran: set[str] = set()  # units with a forward for the next backwards
         self._has_reduced = False  # since the last forward
         self._used: dict[Any, bool] = {}  # reduced parameters: True if this rank or an earlier backward had a gradient
@@ -69,7 +97,7 @@ class UnitOrder(CallOrder):
         for name, unit in units.items():
             state = unit._get_fsdp_state()
             label = f"{root}, {name}" if name else root
-            self._states.append(state)
+            self.labels[label] = state
             unit.register_forward_pre_hook(_Forward(self, label))
             _extend(state, "_root_post_backward_final_callback", after=self._end)
             for part in _param_groups(state):
@@ -110,10 +138,10 @@ class UnitOrder(CallOrder):
 
     def _end(self) -> None:
         """Compare the ranks after a backward, once the last outermost module has reduced its gradients."""
-        if any(state._state_ctx.post_backward_final_callback_queued for state in self._states):
+        if any(state._state_ctx.post_backward_final_callback_queued for state in self.labels.values()):
             return
         used, self._used = self._used, {}
-        self._has_reduced = any(part.reduce_grads for state in self._states for part in _param_groups(state))
+        self._has_reduced = any(part.reduce_grads for state in self.labels.values() for part in _param_groups(state))
         self.end()
         if not used:
             return

@@ -21,6 +21,7 @@ from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.sequence.layout import granularity
 from ringflash.training.buffers import ChangedBuffers
+from ringflash.training.fsdp_units import align_during_forward
 from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -77,6 +78,7 @@ def wrap_attention(
             layer.group = options.group
     state = WrappedState(options, type(module).__name__)
     module._ringflash_buffers = ChangedBuffers()  # type: ignore[assignment]
+    module._ringflash_aligned = False  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
             layer._ringflash_calls, layer._ringflash_name = state, name  # type: ignore[assignment]
@@ -184,6 +186,9 @@ def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         state: WrappedState = self._ringflash_calls
         compared = name == "forward" and self._ringflash_is_root and _is_training(self)  # steps: by the strategy
         if compared:
+            if not self._ringflash_aligned:
+                self._ringflash_aligned = True
+                align_during_forward(self)
             self._ringflash_buffers.begin(self)
         with Interception(state, self):
             result = method(self, *args, **kwargs)

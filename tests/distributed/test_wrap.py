@@ -120,30 +120,43 @@ def _adapt(model: nn.Module) -> None:
     model.double()
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+class Around(nn.Module):
+    """Computes the loss in a forward, as FSDP2 wants."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(*inputs).square().sum()
+
+
+@pytest.mark.parametrize("sharded", ["nothing", "model", "around it", "told"])
 @on_ranks(2, 4)
-def test_parameters_that_some_ranks_use(ctx: Context, sharded: bool) -> None:
+def test_parameters_that_some_ranks_use(ctx: Context, sharded: str) -> None:
     """Half of the ranks need one expert, the others another; over two backwards, without and with FSDP2."""
-    ring, whole = (own.build(own.Model, is_causal=True) for _ in range(2))
-    for model in (ring, whole):
-        model.blocks = nn.ModuleList([own.build(own.Choosing)])
-    ringflash.wrap_attention(ring, ctx.group)
+    ring, whole = (Around(own.build(own.Model, is_causal=True)) for _ in range(2))
+    for around in (ring, whole):
+        around.model.blocks = nn.ModuleList([own.build(own.Choosing)])
+    ringflash.wrap_attention(ring.model, ctx.group)
     length = 4 * own.LENGTH
     tokens = torch.randint(0, own.VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
     positions = ringflash.local_positions(length, ctx.size, ctx.rank)
-    if sharded:
+    if sharded != "nothing":
         mesh = DeviceMesh.from_group(ctx.group, "cpu")
-        fully_shard(ring.blocks[0], mesh=mesh)
-        ringflash.align_units(fully_shard(ring, mesh=mesh), ctx.group)
+        fully_shard(ring.model.blocks[0], mesh=mesh)
+        fully_shard(ring.model if sharded == "model" else ring, mesh=mesh)
+    if sharded == "told":
+        ringflash.align_units(ring, ctx.group)
     for row in tokens[:, None]:
-        ring(ringflash.shard_sequence(row, ctx.group), positions).square().sum().backward()
-        whole(row, torch.arange(length)).square().sum().backward()
-    if not sharded:
+        ring(ringflash.shard_sequence(row, ctx.group), positions).backward()
+        whole(row, torch.arange(length)).backward()
+    if sharded == "nothing":
         ringflash.average_gradients(ring.parameters(), ctx.group)
     for (name, p), q in zip(ring.named_parameters(), whole.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None) == ("experts.2" in name), name
         if q.grad is not None:
-            assert_close(ctx.size * (p.grad.full_tensor() if sharded else p.grad), q.grad)
+            assert_close(ctx.size * (p.grad if sharded == "nothing" else p.grad.full_tensor()), q.grad)
 
 
 def count_tokens(layer: nn.Module, group: Any) -> nn.Module:
