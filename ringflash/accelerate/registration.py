@@ -151,12 +151,13 @@ def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any)
             _put_on_ring(self, x)
     prepared = original(self, *args, **options)
     if self.distributed_type == "DEEPSPEED" and self.deepspeed_engine_wrapped is not None:
-        from ringflash.deepspeed import engine, refusals
+        from ringflash.deepspeed import engine, parameter_use, refusals
 
         # accelerate counts every rank as a sample in train_batch_size, as DeepSpeed does
         config = {name: x for name, x in self.deepspeed_config.items() if name != "train_batch_size"}
         refusals.check(config, {})
         engine.check_engine(self.deepspeed_engine_wrapped.engine)
+        parameter_use.watch_parameters(self.deepspeed_engine_wrapped.engine)
     return prepared
 
 

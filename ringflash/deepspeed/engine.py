@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash.comm.agreement import MESSAGE_BYTES, agree
+from ringflash.deepspeed.parameter_use import watch_parameters
 from ringflash.deepspeed.refusals import Config, check, read
 from ringflash.training.mesh import Size, data_context_mesh, mesh_sizes
 
@@ -79,6 +80,7 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
             before the engine is built, on every rank (if the processes have joined, as by `context_mesh`).
         NotImplementedError: tensor or expert parallelism, or fp16 at stage 0.
         RuntimeError: the engine nevertheless averages over other ranks.
+        ValueError: later, as `watch_parameters`.
     """
     content, error = _read_and_check(config, keywords)
     if dist.is_initialized():
@@ -88,6 +90,7 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
     skip_shared_memory_op()
     made = deepspeed.initialize(model=model, config={"gradient_clipping": 0.0, **content}, **keywords)
     check_engine(made[0])
+    watch_parameters(made[0])
     _separate_backwards(made[0])
     return made
 

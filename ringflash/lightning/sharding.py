@@ -78,8 +78,9 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         if isinstance(strategy, OneProcess):
             return
         with check_ties(self):
-            for child in _modules_to_shard(self.children()):
-                strategy.shard_parameters(child, _units(child))
+            for child in self.children():
+                for module in _modules_to_shard([child]):  # a layer of a list has no units inside
+                    strategy.shard_parameters(module, [] if isinstance(child, nn.ModuleList) else _units(module))
 
     def shard_batch(self, batch: Any, group: Group) -> Any:
         """Return this rank's shard of a batch.
@@ -147,6 +148,9 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
                 in bf16, and is inf in fp16.
         """
         group, labelled = self._group(), labels != IGNORE_INDEX
+        order = None if group is None else getattr(ranks_of(self.trainer), "unit_order", None)
+        if order is not None:  # a rank that left out a unit would wait below for one that did not
+            order.enter("token_loss", logits.device.type)
         losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         mass = labelled if weights is None else torch.where(labelled, weights, 0).double()
         if weights is not None:  # 0 times an infinite loss is 0

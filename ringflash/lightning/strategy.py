@@ -27,6 +27,7 @@ from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.safe_files import check_together
 from ringflash.sequence.layout import granularity
+from ringflash.training.fsdp_units import UnitOrder
 from ringflash.training.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 
 
@@ -83,6 +84,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         granularity(1, layout)  # raises for an unknown layout
         self._context_parallel_size, self.layout = context_parallel_size, layout
         self._shard_mesh: DeviceMesh | None = None
+        self.unit_order: UnitOrder | None = None
         self._replicate_size = replicate_size
         self._async_checkpoint = save_distributed_checkpoint if async_checkpoint is None else async_checkpoint
         self._writer: CheckpointWriter | None = None
@@ -153,6 +155,9 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
                 fully_shard(layer, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)
             fully_shard(module, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)
         module.register_forward_hook(_reshard_without_backward)
+        assert dist.group.WORLD is not None
+        self.unit_order = self.unit_order or UnitOrder(dist.group.WORLD)
+        self.unit_order.watch(module)
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Choose the dim to shard, None for rows: of 8 experts on 64 ranks, 8 ranks would hold one and 56 none."""

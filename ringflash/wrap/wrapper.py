@@ -22,6 +22,8 @@ from ringflash.attention.api import RingAttention
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.sequence.layout import granularity
+from ringflash.training.buffers import ChangedBuffers
+from ringflash.training.fsdp_units import align_during_forward
 from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -78,6 +80,8 @@ def wrap_attention(
         if isinstance(layer, RingAttention):
             layer.group = options.group
     state = WrappedState(options, type(module).__name__)
+    module._ringflash_buffers = ChangedBuffers()  # type: ignore[assignment]
+    module._ringflash_aligned = False  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
             layer._ringflash_calls, layer._ringflash_name = state, name  # type: ignore[assignment]
@@ -238,18 +242,31 @@ def _may_call_attention(layer: nn.Module) -> bool:
 @functools.cache
 def _intercepted_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose entry methods run inside an interception. FSDP2 changes a module's class the same way."""
-    entries = {name: _intercepted(getattr(cls, name), name in STEPS) for name in ENTRIES if hasattr(cls, name)}
+    entries = {name: _intercepted(name, getattr(cls, name)) for name in ENTRIES if hasattr(cls, name)}
     return type(cls.__name__, (cls,), {**entries, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _intercepted(method: Callable[..., Any], is_step: bool) -> Callable[..., Any]:
+def _is_training(module: nn.Module) -> bool:
+    """Return True in an eager forward that will have a backward."""
+    return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: WrappedState = self._ringflash_calls
-        with in_step(self) if is_step else nullcontext(), Interception(state, self):
+        compared = name == "forward" and self._ringflash_is_root and _is_training(self)  # steps: by the strategy
+        if compared:
+            if not self._ringflash_aligned:
+                self._ringflash_aligned = True
+                align_during_forward(self)
+            self._ringflash_buffers.begin(self)
+        with in_step(self) if name in STEPS else nullcontext(), Interception(state, self):
             result = method(self, *args, **kwargs)
         if self._ringflash_is_root:
             state.check_called()
+        if compared:
+            self._ringflash_buffers.end(self, state.options.group)
         return result
 
     return entry

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -118,6 +120,98 @@ def _adapt(model: nn.Module) -> None:
     config = peft.LoraConfig(target_modules=["q", "kv"], init_lora_weights=False)
     peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     model.double()
+
+
+class Around(nn.Module):
+    """Computes the loss in a forward, as FSDP2 wants."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(*inputs).square().sum()
+
+
+@pytest.mark.parametrize("sharded", ["nothing", "model", "around it", "told"])
+@on_ranks(2, 4)
+def test_parameters_that_some_ranks_use(ctx: Context, sharded: str) -> None:
+    """Half of the ranks need one expert, the others another; over two backwards, without and with FSDP2."""
+    ring, whole = (Around(own.build(own.Model, is_causal=True)) for _ in range(2))
+    for around in (ring, whole):
+        around.model.blocks = nn.ModuleList([own.build(own.Choosing)])
+    ringflash.wrap_attention(ring.model, ctx.group)
+    length = 4 * own.LENGTH
+    tokens = torch.randint(0, own.VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+    positions = ringflash.local_positions(length, ctx.size, ctx.rank)
+    if sharded != "nothing":
+        mesh = DeviceMesh.from_group(ctx.group, "cpu")
+        fully_shard(ring.model.blocks[0], mesh=mesh)
+        fully_shard(ring.model if sharded == "model" else ring, mesh=mesh)
+    if sharded == "told":
+        ringflash.align_units(ring, ctx.group)
+    for row in tokens[:, None]:
+        ring(ringflash.shard_sequence(row, ctx.group), positions).backward()
+        whole(row, torch.arange(length)).backward()
+    if sharded == "nothing":
+        ringflash.average_gradients(ring.parameters(), ctx.group)
+    for (name, p), q in zip(ring.named_parameters(), whole.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == ("experts.2" in name), name
+        if q.grad is not None:
+            assert_close(ctx.size * (p.grad if sharded == "nothing" else p.grad.full_tensor()), q.grad)
+
+
+def count_tokens(layer: nn.Module, group: Any) -> nn.Module:
+    """Let a layer count its calls and, by a hook, the signs of its inputs, over the group if there is one."""
+    layer.register_buffer("calls", torch.zeros(()))
+    layer.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+    layer.register_buffer("own", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    def count(layer: Any, args: Any) -> None:
+        layer.own = torch.stack([(args[0] > 0).sum(), (args[0] <= 0).sum()])
+        counts = layer.own.clone()
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        layer.counts += counts
+        layer.calls += 1
+
+    layer.register_forward_pre_hook(count)
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["own", "transformers"])
+@on_ranks(2)
+def test_buffers_that_follow_the_shard(ctx: Context, kind: str) -> None:
+    """They are refused on every rank, in the forward that makes them differ; summed over the ring they pass."""
+    for group in (None, ctx.group):
+        if kind == "own":
+            model = own.build(own.Model, is_causal=True)
+            layer = count_tokens(model.blocks[1], group)
+            ringflash.wrap_attention(model, ctx.group)
+            shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+            run = partial(model, shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank))
+        else:
+            pytest.importorskip("transformers")
+            from ringflash import huggingface
+            from tests.helpers import models
+
+            model = models.build(impl="sdpa").train()
+            layer = count_tokens(model.model.layers[0].mlp, group)
+            model.set_attn_implementation("ringflash")
+            huggingface.set_group(model, ctx.group)
+            batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
+            run = partial(huggingface.CausalLMWithLoss(model, ctx.group), **batch)
+        if group is None:
+            with pytest.raises(
+                ValueError, match="must be equal on all ranks .*, got different values of [a-z0-9.]*counts;"
+            ):
+                run()
+        else:
+            run()
+            run()
+        everywhere = layer.own.clone()
+        dist.all_reduce(everywhere, group=ctx.group)
+        assert group is None or torch.equal(layer.counts, 2 * everywhere)
 
 
 LATER = {"attention": _replace_attention, "blocks": _replace_blocks, "adapters": _adapt}

@@ -22,6 +22,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import ringflash
 from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
 from recipes.lightning.text import PackedSequence, PackedText, TextData, is_held_out, text_files
 from ringflash import deepspeed, huggingface
@@ -29,6 +30,8 @@ from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM
 from ringflash.lightning.module import build_model
 from ringflash.training.mesh import CONTEXT_AXIS, DATA_AXIS
+from ringflash.training.seeding import seeded
+from tests.helpers import own_models as own
 from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.recipes.deepspeed_steps import (
     CONFIGS,
@@ -122,6 +125,50 @@ def equals_one_process(run: Run) -> None:
     for name in CONFIGS[run.dp_size - 1 :: 2]:
         found = spent(run, name)
         assert found.keys() == {"gradient", "weight"} and max(found.values()) <= 1.0, (name, found)
+
+
+class WithLoss(nn.Module):
+    """A model with a list of experts, whose forward computes the loss, as DeepSpeed wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = own.Model(is_causal=True)
+        self.model.blocks = nn.ModuleList([own.Choosing()])
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens, positions).square().sum()
+
+
+def experts(run: Run) -> None:
+    """Each rank needs another expert: zeros at stages 0 and 1, an error on every rank at 2 and 3."""
+    group, length = run.mesh[CONTEXT_AXIS].get_group(), 4 * own.LENGTH
+    tokens = torch.randint(0, own.VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
+    with seeded(0):
+        whole = WithLoss()
+    whole.double()(tokens, torch.arange(length)).backward()
+    for stage in range(4):
+        with seeded(0):
+            model = ringflash.wrap_attention(WithLoss(), group)
+        config = config_of(f"zero{stage}")
+        config["zero_optimization"].update(overlap_comm=stage > 1, stage3_param_persistence_threshold=0)
+        engine, *_ = deepspeed.initialize(
+            model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+
+        def step(engine: Any = engine) -> None:
+            positions = ringflash.local_positions(length, group.size(), group.rank())
+            engine.backward(engine(ringflash.shard_sequence(tokens, group), positions))
+
+        if stage < 2:
+            step()
+            for name, p in whole.named_parameters():
+                want = torch.zeros_like(p) if p.grad is None else p.grad
+                got = CP_SIZE * safe_get_full_grad(engine.module.get_parameter(name))
+                assert (got - want).abs().max() <= 1e-4 * want.abs().max(), (stage, name)
+        else:
+            error = error_of(step)
+            named = "layer model.blocks.0.experts.0 (rank 0), " if stage == 3 else "no gradient of model.blocks.0.exp"
+            assert error.startswith(f"all ranks of the group must make the same call, got {named}"), error
 
 
 def loss_without_cp_size(run: Run) -> None:
@@ -220,7 +267,7 @@ def wrong_calls(run: Run) -> None:
 
 ALWAYS = (equals_one_process, lightning_equals_plain)
 TESTS = {  # by the number of ranks
-    2: (default_clipping, *ALWAYS, steps, checkpoints, other_stages),
+    2: (default_clipping, experts, *ALWAYS, steps, checkpoints, other_stages),
     4: (wrong_calls, *ALWAYS, loss_without_cp_size, scheduled_rates, unequal_batches),
 }
 

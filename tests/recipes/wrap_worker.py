@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -413,6 +414,78 @@ def compiled(run: Run) -> None:
     assert_trained(found["weights"], plainly()[0])
 
 
+def choosing_model() -> own.Model:
+    """A model whose layers have experts."""
+    model = own.Model(is_causal=True)
+    model.blocks = torch.nn.ModuleList(own.Choosing() for _ in range(2))
+    return model
+
+
+def start_nested(module: Any) -> None:
+    """__init__ of a module with that model."""
+    lightning.LightningModule.__init__(module)
+    module.model = choosing_model()
+
+
+def start_direct(module: Any) -> None:
+    """The same with the layers in a list of the LightningModule itself."""
+    lightning.LightningModule.__init__(module)
+    for name, child in choosing_model().named_children():
+        setattr(module, {"positions": "places"}.get(name, name), child)
+
+
+def forward_directly(module: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    x = module.embedding(tokens) + module.places(positions)
+    for block in module.blocks:
+        x = block(x, positions)
+    return module.head(x)
+
+
+def experts(run: Run) -> None:
+    """Each rank needs another expert, and no rank the third, which AdamW then neither steps nor decays."""
+    nested = {"__init__": start_nested, "configure_optimizers": adam}
+    direct = {"__init__": start_direct, "model": forward_directly, "configure_optimizers": adam}
+    for methods in (nested, direct):
+        module = varied(run.kind, **methods)
+        found = train(module, devices=2, strategy=ContextParallelStrategy(), limit_val_batches=0)
+        assert_trained(found["weights"], plainly(**methods)[0])
+
+
+def unit_of_one_rank(kind: Any, called: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
+    """A module whose experts are units of their own, of which ranks call different ones."""
+
+    def step(module: Any, batch: Any) -> torch.Tensor:
+        positions = module.positions(batch[0])
+        return module.token_loss(called(module.experts, module.model(batch[0], positions), positions), batch[1])
+
+    module = varied(kind, step=step)
+    module.experts = torch.nn.ModuleList(torch.nn.Linear(own.VOCAB, own.VOCAB) for _ in range(2))
+    return module
+
+
+def counting(module: Any, batch: Any) -> torch.Tensor:
+    """A step that counts its tokens in a buffer."""
+    module.counts += torch.bincount(batch[0].flatten(), minlength=own.VOCAB)
+    return module.token_loss(module.model(batch[0], module.positions(batch[0])), batch[1])
+
+
+def counted(kind: Any) -> Any:
+    module = varied(kind, step=counting)
+    module.register_buffer("counts", torch.zeros(own.VOCAB, dtype=torch.int64))
+    return module
+
+
+def left_out(experts: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rank 0 of two calls an expert that rank 1 leaves out."""
+    return x + experts[0](x) if positions[0] == 0 else x
+
+
+def unused(experts: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Both call it, and rank 1 has no gradient of it."""
+    y = experts[0](x)
+    return x + (y if positions[0] == 0 else y.detach())
+
+
 def refusals(run: Run) -> None:
     """Modules, batches and callbacks that would train something else are refused before the first step."""
     used = build(run.kind)
@@ -454,6 +527,23 @@ def refusals(run: Run) -> None:
         (
             "callbacks must not copy the module, whose parameters are sharded, got EMAWeightAveraging; average",
             build(run.kind), {"callbacks": [EMAWeightAveraging()]},
+        ),
+        (
+            "buffers that a training forward changes must be equal on all ranks of a ring, which hold different "
+            "tokens, got different values of counts; sum what they are computed from over the ring, by",
+            counted(run.kind), {},
+        ),
+        (
+            "all ranks of the group must make the same call, got FSDP2 unit Linear 1 (rank 0), Linear 2 (rank 1);",
+            unit_of_one_rank(run.kind, own.choose), {},
+        ),
+        (
+            "all ranks of the group must make the same call, got FSDP2 unit Linear 1 (rank 0), token_loss (rank 1);",
+            unit_of_one_rank(run.kind, left_out), {},
+        ),
+        (
+            "all ranks of the group must make the same call, got FSDP2 unit gradients of Linear 1 (rank 0), Model",
+            unit_of_one_rank(run.kind, unused), {},
         ),
         (
             "strategy must have the ring for which an earlier trainer wrapped the module, ranks [0, 1] with layout "
@@ -514,6 +604,7 @@ TESTS = {  # by number of ranks
         orders,
         continue_on_a_ring,
         training,
+        experts,
         manual,
         compiled,
         decisions,
