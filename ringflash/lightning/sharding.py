@@ -5,6 +5,7 @@ class GPT(SequenceSharding, lightning.LightningModule): ...
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+# Lightning's warning for a module with a hook of this name, beside a data module: the mixin's hook is meant.
+OWN_HOOK = "You have overridden `on_before_batch_transfer` in `LightningModule` but have passed in a"
 CHECKED_TOKENS = 8  # per chunk, in the comparison with the whole sequence
 
 
@@ -68,6 +71,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             _check_same_ring(wrapped_state(self).options, strategy)
             return
         self._ringflash_ready = True
+        warnings.filterwarnings("ignore", OWN_HOOK)
         _check_data(self.trainer.datamodule)
         wrap_attention(self, strategy.cp_group, layout=strategy.layout)
         refuse_between_steps(self)

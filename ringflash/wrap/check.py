@@ -68,22 +68,52 @@ def check_runs(module: nn.Module, run: Callable[[Group], Any], loss: str, remedy
     state = wrapped_state(module)
     group = state.options.group
     ring, whole = _both(module, state, run, _Trace(state), _Trace(state))
-    agree(group, {"check_wrapped": len(ring.calls)}, _difference(ring.calls, whole.calls, state.options)
-          or _tensor_difference(ring, whole))  # fmt: skip
+    error = _difference(ring.calls, whole.calls, state.options) or _tensor_difference(ring, whole)
+    agree(group, {"check_wrapped": len(ring.calls)}, error)
     if group is None:
         return
     dtypes = {x.dtype for call in ring.calls for x in call.tensors} or {torch.float32}
     bound = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
-    losses = gather(group, ring.loss)
-    agree(group, {}, _loss_difference(losses, whole.loss, bound, loss, remedy))
-    if whole.loss is None or None in losses:
+    losses = _Losses(loss, remedy, (1.0, 1 / group.size()))
+    losses.compare(gather(group, ring.loss), whole.loss, bound, group)
+    if whole.loss is None:
         return
     ring, whole = _both(module, state, run, _Trace(state, random_after=ring), _Trace(state, random_after=whole))
-    losses = gather(group, ring.loss)
+    found = gather(group, ring.loss)
     if whole.loss is not None and math.isfinite(whole.loss):
-        bound = min(bound, RANDOM_BOUND)
-        loss = f"{loss} with random numbers in place of the logits,"
-        agree(group, {}, _loss_difference(losses, whole.loss, bound, loss, remedy))
+        losses.name += " with random numbers in place of the logits,"
+        losses.compare(found, whole.loss, min(bound, RANDOM_BOUND), group)
+
+
+@dataclass
+class _Losses:
+    """Comparison of the losses of runs.
+
+    Args:
+        name, remedy: words of the error.
+        shares: what the mean over the ranks may be, as a share of the loss of the whole sequence; 1 / cp_size is that
+            of a run that multiplies its loss by cp_size itself, which it does on the whole sequence as well.
+    """
+
+    name: str
+    remedy: str
+    shares: tuple[float, ...]
+
+    def compare(self, losses: list[float | None], whole: float | None, bound: float, group: Group) -> None:
+        """Raise ValueError on every rank for another loss; the shares that fit are those of later runs."""
+        found, error = [x for x in losses if x is not None], None
+        if whole is None or len(found) < len(losses):
+            return
+        mean = sum(found) / len(found)
+        fitting = [x for x in self.shares if mean == x * whole or abs(mean - x * whole) <= bound * abs(x * whole)]
+        if math.isnan(whole):
+            error = ValueError(f"{self.name} must be a number, got nan for the whole sequence; check labels and mask.")
+        elif not fitting:
+            error = ValueError(
+                f"{self.name} must be that of the whole sequence ({whole:.6g}), got {mean:.6g}; {self.remedy}."
+            )
+        agree(group, {}, error)
+        self.shares = tuple(fitting)
 
 
 @dataclass(eq=False)
@@ -299,24 +329,6 @@ def _tensor_difference(ring: _Trace, whole: _Trace) -> ValueError | None:
         else:
             return pending or ValueError(f"{name} must {_RULES[kind].format(difference)}")
     return pending
-
-
-def _loss_difference(
-    losses: list[float | None], whole: float | None, bound: float, name: str, remedy: str
-) -> ValueError | None:
-    """Return the error for losses whose mean is neither that of the whole sequence nor 1 / cp_size of it.
-
-    The second case is a run that multiplies its loss by cp_size itself: it does so on the whole sequence as well.
-    """
-    found = [x for x in losses if x is not None]
-    if whole is None or len(found) < len(losses):
-        return None
-    if math.isnan(whole):
-        return ValueError(f"{name} must be a number, got nan for the whole sequence; see its labels and mask.")
-    mean = sum(found) / len(found)
-    if any(mean == x or abs(mean - x) <= bound * abs(x) for x in (whole, whole / len(found))):
-        return None
-    return ValueError(f"{name} must be that of the whole sequence ({whole:.6g}), got {mean:.6g}; {remedy}.")
 
 
 def _differs(got: Tensor, want: Tensor) -> str | None:

@@ -6,6 +6,7 @@ gloo, 2 and 4 CPU processes, fp64. The unwrapped module runs torch's own attenti
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -529,6 +530,7 @@ LOSSES: dict[str, tuple[Any, bool]] = {  # of logits, labels, mask and group; Tr
     "own_mask": (lambda x, y, m, group: (per_token(x, y) * m).sum() / m.sum(), False),
     "pooled": (lambda x, y, m, group: F.cross_entropy(x.mean(1), y[:, 0] * 0), False),
     "shifted": (lambda x, y, m, group: per_token(x.roll(1, 1), y).mean(), False),
+    "preference": (lambda x, y, m, group: F.softplus((per_token(x, y) - math.log(own.VOCAB)).sum(1)).mean(), False),
     "variance": (lambda x, y, m, group: per_token(x, y).mean() + x.var(1).mean(), False),
     "nan": (lambda x, y, m, group: (per_token(x, y) * m * 0).sum() / (m * 0).sum(), False),
     "nan_on_a_shard": (lambda x, y, m, group: (m[:, 9:] > 0).sum() * torch.nan if group else 0 * x.sum(), False),

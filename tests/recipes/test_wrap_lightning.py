@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ringflash.lightning import SequenceSharding
-from ringflash.lightning.first_step import FirstStep
+from ringflash.lightning.first_step import FirstStep, sample
 from tests.recipes.launching import ROOT, assert_made, each_part, launch_parts
 from tests.recipes.wrap_worker import TESTS
 
@@ -92,6 +92,21 @@ def test_loss_of_many_tokens_keeps_its_digits(dtype: torch.dtype) -> None:
     labels[:, ::3] = -100
     loss, want = module.token_loss(logits, labels), cross_entropy(logits[0].double(), labels[0])
     assert loss.dtype == torch.float32 and abs(loss.item() - want.item()) < torch.finfo(dtype).eps * want.item() / 10
+
+
+def test_sample_makes_the_ranks_unequal() -> None:
+    """Of labels, masks and weights, one rank keeps its first token that counts; the window has most of them."""
+    mask, held = torch.arange(16)[None] >= 9, torch.tensor([0, 1, 6, 7])
+    labels = torch.where(mask, 3, -100)
+    tokens = torch.arange(16)[None]
+    batch = [tokens, labels, mask, mask.float()[..., None], mask * 0.5, torch.ones(1, 16), torch.randn(1, 5)]
+    found = sample(batch, 8, held)
+    kept = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0]])  # of positions 8 to 15, of which 8 does not count
+    assert torch.equal(found[0], tokens[:, 8:]) and torch.equal(found[6], batch[6])
+    assert torch.equal(found[1], torch.where(kept.bool(), 3, -100))
+    assert torch.equal(found[2], kept.bool()) and torch.equal(found[3], kept.float()[..., None])
+    assert torch.equal(found[4], torch.tensor([[0, 16, 16, 16, 16, 16, 1, 1]]) / 32)
+    assert torch.equal(found[5], torch.tensor([[1.0, 0, 1, 1, 1, 1, 0, 0]]))
 
 
 @pytest.mark.parametrize("labels", [-100, 3])
