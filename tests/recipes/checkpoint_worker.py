@@ -21,12 +21,12 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 
 from recipes.lightning.resume import SameCheckpoint, complete_checkpoints, is_complete
 from recipes.lightning.text import TextData
 from ringflash.lightning import CausalLM, ContextParallelStrategy, StopOnSignal
-from ringflash.lightning.checkpoint_loading import check_fits
+from ringflash.lightning.checkpoint_loading import Folder, check_fits
 from ringflash.lightning.module import empty_model
 from tests.recipes.launching import make_parts
 from tests.recipes.strategy_worker import CONFIG
@@ -239,7 +239,7 @@ def another_model(run: Run) -> None:
     """
     path, weights = run.out / "afterwards.ckpt", run.out / "weights.ckpt"
     run.trainer.save_checkpoint(weights, weights_only=True)
-    saved, only_weights = (FileSystemReader(x).read_metadata().state_dict_metadata for x in (path, weights))
+    saved, only_weights = Folder(path), Folder(weights)
     for name, value, problem in (
         ("num_hidden_layers", 2, "no error"),
         ("num_hidden_layers", 1, "input_layernorm.weight of shape (32,) in it and none here, and 8 more"),
@@ -247,10 +247,11 @@ def another_model(run: Run) -> None:
     ):
         module = CausalLM(CONFIG)
         module.model = empty_model({**CONFIG, name: value}, None, module.memory)
-        found = message(lambda module=module: check_fits(path, saved, module, run.trainer.optimizers))
+        found = message(lambda module=module: check_fits(saved, module, 1))
         assert problem in found, found
-    found = message(lambda: check_fits(weights, only_weights, None, run.trainer.optimizers))
+    found = message(lambda: check_fits(only_weights, None, 1))
     assert "must have the optimizer's state to be continued, got only parameters" in found, found
+    assert "must have the state of 2 optimizers, got 1" in message(lambda: check_fits(saved, None, 2))
 
 
 def other_options(run: Run) -> None:
@@ -262,6 +263,7 @@ def other_options(run: Run) -> None:
     saved, options = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]
     optimizer.state.clear()
     optimizer.zero_grad()
+    assert not run.trainer.strategy.optimizer_state(optimizer)["state"] and not optimizer.state  # before a first step
     options |= {"lr": 7.0, "added": 5.0}
     run.trainer.strategy.load_checkpoint(run.out / "afterwards.ckpt")
     options = optimizer.param_groups[0]

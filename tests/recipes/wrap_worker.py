@@ -141,33 +141,82 @@ def losses_of(kind: Any, seed: int | None, strategy: Any = None, shuffle: bool =
 
 
 def adam(module: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=0.01)
+    """Groups of parameters in another order than the module's, and an empty one, because the embedding is frozen."""
+    embedding, *others = module.model.children()
+    groups = [
+        [p for p in layer.parameters() if p.requires_grad] for layer in (module.later, *reversed(others), embedding)
+    ]
+    return torch.optim.AdamW([{"params": x, "lr": 0.01 * 0.9**i} for i, x in enumerate(groups)])
 
 
-def steps_with_adam(kind: Any, strategy: Any, end: int, start: Path | None = None) -> tuple[lightning.Trainer, Losses]:
-    """Train to a number of steps, from a checkpoint if one is given.
+def steps_with_adam(
+    kind: Any, strategy: Any, end: int, start: Path | None = None, configure_optimizers: Any = adam
+) -> tuple[lightning.Trainer, Losses]:
+    """Train to a number of steps, from a checkpoint if one is given, with parameters that no step uses.
 
     The module is in fp64 from the start: Lightning's default strategy loads weights before its plugin converts them.
     """
-    losses = Losses()
+    losses, module = Losses(), varied(kind, configure_optimizers=configure_optimizers)
+    module.later = torch.nn.Linear(2, 2)
+    module.model.embedding.requires_grad_(False)
     trainer = trainer_with(losses, strategy, max_steps=end, use_distributed_sampler=False)
-    trainer.fit(varied(kind, configure_optimizers=adam).double(), loader(), ckpt_path=start)
+    trainer.fit(module.double(), loader(), ckpt_path=start)
     return trainer, losses
 
 
 def start_without_a_ring(run: Run) -> None:
-    """A checkpoint of the plain module under Lightning's default strategy, and the losses of its next steps."""
-    start = Path(run.folder, "plain.ckpt")
+    """Checkpoints of two steps on one process, in both formats, and the losses of the plain module's next steps."""
+    start = Path(run.folder, "file.ckpt")
     steps_with_adam(GPT, "auto", 2)[0].save_checkpoint(start)
-    losses = steps_with_adam(GPT, "auto", 5, start)[1].found
+    steps_with_adam(run.kind, ContextParallelStrategy(1), 2)[0].save_checkpoint(Path(run.folder, "folder.ckpt"))
+    losses = steps_with_adam(GPT, "auto", 4, start)[1].found
     Path(run.folder, "losses_after_plain").write_text(json.dumps(losses))
 
 
 def continue_on_a_ring(run: Run) -> None:
-    """Weights and optimizer state of a run without a ring."""
+    """Weights and optimizer state of both formats of one process, then of both of the ring itself."""
     want = json.loads(Path(run.folder, "losses_after_plain").read_text())
-    got = steps_with_adam(run.kind, ContextParallelStrategy(), 5, Path(run.folder, "plain.ckpt"))[1].found
-    assert len(want) == 3 and got == pytest.approx(want, rel=RTOL)
+    for name in ("file", "folder"):
+        strategy = ContextParallelStrategy(save_distributed_checkpoint=name == "folder")
+        trainer, losses = steps_with_adam(run.kind, strategy, STEPS, Path(run.folder, f"{name}.ckpt"))
+        path = Path(run.folder, f"{name}_of_ring.ckpt")
+        trainer.save_checkpoint(path)
+        last = steps_with_adam(run.kind, ContextParallelStrategy(), 4, path)[1]
+        assert len(want) == 2 and [*losses.found, *last.found] == pytest.approx(want, rel=RTOL), name
+        assert path.is_dir() == (name == "folder")
+
+
+def continue_with_others(run: Run) -> None:
+    """An optimizer whose parameters or kind are not those of the checkpoint is refused."""
+
+    def one_group(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+
+    def exchanged(module: Any) -> torch.optim.Optimizer:
+        optimizer = adam(module)
+        optimizer.param_groups[1]["params"], optimizer.param_groups[3]["params"] = (
+            optimizer.param_groups[3]["params"],
+            optimizer.param_groups[1]["params"],
+        )
+        return optimizer
+
+    def sgd(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(adam(module).param_groups, momentum=0.9)
+
+    for name, configure, message in (
+        ("file", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
+        (
+            "file",
+            exchanged,
+            "must have the optimizer's state of model.positions.weight, of shapes {'step': (), 'exp_avg'",
+        ),
+        ("folder", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
+        ("file", sgd, "must have the optimizer's state of model.head.weight, of shapes {'momentum_buffer': (31, 16)}"),
+        ("folder", sgd, "must have the optimizer's state of model."),
+    ):
+        path = Path(run.folder, f"{name}.ckpt")
+        error = error_of(steps_with_adam, run.kind, ContextParallelStrategy(), 4, path, configure)
+        assert error.startswith(f"{path} {message}"), error
 
 
 def orders_on_one_rank(run: Run) -> None:
@@ -429,8 +478,11 @@ def assert_trained(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
 
 TESTS = {  # by number of ranks
     1: (orders_on_one_rank, start_without_a_ring),
-    2: (orders, continue_on_a_ring, training, manual, compiled, decisions, refusals, draws, hooks, workers),
-}
+    2: (
+        orders, continue_on_a_ring, continue_with_others, training, manual, compiled, decisions, refusals, draws, hooks,
+        workers,
+    ),
+}  # fmt: skip
 
 
 if __name__ == "__main__":
