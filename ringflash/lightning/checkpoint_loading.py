@@ -129,9 +129,9 @@ class _OwnState:
 
     def _refuse_groups(self, found: Sequence[Any], wanted: Sequence[Any]) -> None:
         raise ValueError(
-            f"{self._path} must have the parameter groups of the optimizer, got groups of {[*map(len, found)]} parameters "
-            f"in it and of {[*map(len, wanted)]} here, or others; make the groups in configure_optimizers as the run did "
-            "that wrote it."
+            f"{self._path} must have the parameter groups of the optimizer, got groups of {[*map(len, found)]} "
+            f"parameters in it and of {[*map(len, wanted)]} here, or others; make the groups in configure_optimizers "
+            "as the run did that wrote it."
         )
 
     def place_for(self, name: str, saved: Mapping[str, Shape]) -> dict[str, Any]:
@@ -143,8 +143,8 @@ class _OwnState:
         shapes = {key: _shape(value) for key, value in own.items()}
         if shapes != saved:
             raise ValueError(
-                f"{self._path} must have the optimizer's state of {name}, of shapes {shapes}, got {dict(saved)}; make the "
-                "optimizer and its parameter groups in configure_optimizers as the run did that wrote it."
+                f"{self._path} must have the optimizer's state of {name}, of shapes {shapes}, got {dict(saved)}; make "
+                "the optimizer and its parameter groups in configure_optimizers as the run did that wrote it."
             )
         return dict(own)
 

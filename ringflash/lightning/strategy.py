@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ringflash.lightning.checkpoint_loading import Folder, SingleFile, check_fits
-from ringflash.lightning.checkpoints import CheckpointWriter, check_folders, check_local
+from ringflash.lightning.checkpoints import CheckpointWriter, check_folders, check_local, check_same_state
 from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.safe_files import check_together
@@ -185,10 +185,11 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         """Write a checkpoint, which takes its name once it is complete; during training return before that.
 
         Raises:
-            ValueError: the address of a bucket.
+            ValueError: the address of a bucket, or state of callbacks, loops or data that differs between ranks.
             RuntimeError: this checkpoint or the previous one, if that was still being written, failed; on every rank.
         """
         check_local(filepath)
+        check_same_state(checkpoint, self._trainer)
         if not self._save_distributed_checkpoint or storage_options is not None:  # Lightning refuses storage_options
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         optimizers = enumerate(checkpoint.pop("optimizer_states", []))

@@ -220,6 +220,35 @@ class Counter(lightning.Callback):
         return {"batches": self.batches}
 
 
+class Holds(lightning.Callback):
+    """Has any state."""
+
+    state: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.state}
+
+
+def unequal_state(run: Run) -> None:
+    """State that ranks would lose is refused on every rank, in both formats and also if rank 0 has none of it."""
+    holds, rank = Holds(), dist.get_rank()
+    run.trainer.callbacks.append(holds)
+    weight = next(run.trainer.lightning_module.parameters()).detach()
+    path = run.out / "unequal.ckpt"
+    for state, problem in (
+        ({"average": torch.full((2,), rank)}, "callbacks.Holds.held.average must be the same on all ranks to be saved"),
+        ([weight], "callbacks.Holds.held.0 must be the same on all ranks to be saved"),
+        (rank, "got another value on rank 1; in state_dict gather shards"),
+        ([1] * rank, "callbacks.Holds.held.0 must be the same on all ranks to be saved"),
+        ([1] * (1 - rank), "no error"),
+        ({"average": weight.full_tensor()}, "no error"),
+    ):
+        holds.state = state
+        error = message(lambda: run.trainer.save_checkpoint(path))
+        assert problem in error and is_complete(path) == (problem == "no error"), error
+    run.trainer.callbacks.remove(holds)
+
+
 def early_signal(run: Run) -> None:
     """One rank had it, once Lightning's own handler was set: that one sends, and the ranks wait for one another.
 
@@ -316,7 +345,7 @@ def hostile(run: Run) -> None:
 
 TESTS = (
     overlap, kept, another_model, damaged, other_options, synchronous, full_disk, folder_that_is_a_file,
-    error_while_writing, early_signal, twice, hostile,
+    error_while_writing, unequal_state, early_signal, twice, hostile,
 )  # fmt: skip
 
 

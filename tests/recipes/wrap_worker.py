@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +22,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
 from ringflash.lightning import ContextParallelStrategy, ModelCheckpoint
 from ringflash.loss import shift_labels
 from ringflash.training.seeding import seeded
 from tests.helpers import own_models as own
-from tests.recipes.launching import error_of, make_parts
+from tests.recipes.launching import ROOT, error_of, make_parts
 from tests.recipes.plain_gpt import GPT
 
 STEPS, RTOL = 3, 1e-10
@@ -49,12 +50,21 @@ def loader(seed: int = 2) -> DataLoader[Any]:
     return DataLoader([(x, y) for x, y in zip(rows, shift_labels(rows), strict=True)], batch_size=1)
 
 
+def moving_average() -> Any:
+    """Return a new callback of docs/lightning.md's class."""
+    (code,) = re.findall(r"```python\n(class MovingAverage.*?)```", (ROOT / "docs/lightning.md").read_text(), re.DOTALL)
+    names = {"lightning": lightning, "distribute_tensor": distribute_tensor}
+    exec(code, names)
+    average = names["MovingAverage"]()
+    average.rate = AVERAGED
+    return average
+
+
 class Sharded(lightning.Callback):
-    """Bytes of parameters that callbacks meet whole, by hook; a moving average of shards, as the refusal advises."""
+    """Bytes of parameters that callbacks meet whole, by hook."""
 
     def __init__(self) -> None:
         self.whole: dict[str, int] = {}
-        self.average: dict[str, torch.Tensor] = {}
 
     def note(self, hook: str, module: torch.nn.Module) -> None:
         found = sum(p.nbytes for p in module.parameters() if not isinstance(p, DTensor))
@@ -65,23 +75,12 @@ class Sharded(lightning.Callback):
 
     def on_train_start(self, trainer: Any, module: lightning.LightningModule) -> None:
         self.note("sanity validation", module)
-        self.average = {name: p.detach().to_local().clone() for name, p in module.named_parameters()}
 
     def on_train_batch_start(self, trainer: Any, module: lightning.LightningModule, *_: Any) -> None:
         self.note("comparison", module)
 
     def on_train_batch_end(self, trainer: Any, module: lightning.LightningModule, *_: Any) -> None:
         self.note("step", module)
-        for name, p in module.named_parameters():
-            self.average[name].lerp_(p.detach().to_local(), AVERAGED)
-
-    def full_average(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        return {
-            name: DTensor.from_local(
-                self.average[name], p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
-            ).full_tensor()
-            for name, p in module.named_parameters()
-        }  # fmt: skip
 
 
 def train(module: lightning.LightningModule, seed: int = 2, **options: Any) -> dict[str, Any]:
@@ -444,11 +443,16 @@ def training(run: Run) -> None:
     Losses are logged as the plain module logs them: the mean over the tokens of all ranks, not those of one rank. FSDP2
     leaves an outermost module whole after a forward without a backward: an evaluation, the comparison.
     """
-    changed, sharded = build(run.kind), Sharded()
-    ring = train(changed, devices=2, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded])
+    changed, sharded, averaged = build(run.kind), Sharded(), moving_average()
+    ring = train(changed, devices=2, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded, averaged])
     weights, average, loss, evaluation = plainly()
     assert_trained(ring["weights"], weights)
-    assert_trained(sharded.full_average(changed), average)
+    assert_trained(averaged.state_dict(), average)
+    resumed = moving_average()
+    resumed.load_state_dict(averaged.state_dict())
+    resumed.on_train_start(changed.trainer, changed)
+    for name, p in averaged.average.items():
+        assert torch.equal(resumed.average[name].to_local(), p.to_local()), name
     assert abs(ring["metrics"]["loss"] - loss) <= RTOL and abs(ring["metrics"]["eval_loss"] - evaluation) <= RTOL
     assert sharded.whole == dict.fromkeys(("validation batch", "sanity validation", "comparison", "step"), 0)
 
