@@ -57,7 +57,7 @@ def checkpointable_layers(model: nn.Module) -> Sequence[Any]:
 
 
 def attention_kept() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Return contexts for `torch.utils.checkpoint.checkpoint` that save ringflash's attention and recompute the rest."""
+    """Return contexts for `torch.utils.checkpoint`, which save the results of ringflash's attention only."""
     forward, recomputation = create_selective_checkpoint_contexts(_policy)
     return forward, _OnlyAttention(recomputation)
 

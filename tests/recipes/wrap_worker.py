@@ -50,11 +50,16 @@ def loader(seed: int = 2) -> DataLoader[Any]:
     return DataLoader([(x, y) for x, y in zip(rows, shift_labels(rows), strict=True)], batch_size=1)
 
 
+def documented(begin: str) -> str:
+    """Return the code in docs/lightning.md that begins so."""
+    (code,) = re.findall(rf"```python\n({begin}.*?)```", (ROOT / "docs/lightning.md").read_text(), re.DOTALL)
+    return code
+
+
 def moving_average() -> Any:
     """Return a new callback of docs/lightning.md's class."""
-    (code,) = re.findall(r"```python\n(class MovingAverage.*?)```", (ROOT / "docs/lightning.md").read_text(), re.DOTALL)
     names = {"lightning": lightning, "distribute_tensor": distribute_tensor}
-    exec(code, names)
+    exec(documented("class MovingAverage"), names)
     average = names["MovingAverage"]()
     average.rate = AVERAGED
     return average
@@ -155,12 +160,18 @@ def steps_with_adam(
 
     The module is in fp64 from the start: Lightning's default strategy loads weights before its plugin converts them.
     """
-    losses, module = Losses(), varied(kind, configure_optimizers=configure_optimizers)
+    losses, module = Losses(), partly_trained(kind, configure_optimizers)
+    trainer = trainer_with(losses, strategy, max_steps=end, use_distributed_sampler=False)
+    trainer.fit(module, loader(), ckpt_path=start)
+    return trainer, losses
+
+
+def partly_trained(kind: Any, configure_optimizers: Any = adam) -> Any:
+    """With a frozen embedding, and a layer that no step uses."""
+    module = varied(kind, configure_optimizers=configure_optimizers)
     module.later = torch.nn.Linear(2, 2)
     module.model.embedding.requires_grad_(False)
-    trainer = trainer_with(losses, strategy, max_steps=end, use_distributed_sampler=False)
-    trainer.fit(module.double(), loader(), ckpt_path=start)
-    return trainer, losses
+    return module.double()
 
 
 def start_without_a_ring(run: Run) -> None:
@@ -183,6 +194,19 @@ def continue_on_a_ring(run: Run) -> None:
         last = steps_with_adam(run.kind, ContextParallelStrategy(), 4, path)[1]
         assert len(want) == 2 and [*losses.found, *last.found] == pytest.approx(want, rel=RTOL), name
         assert path.is_dir() == (name == "folder")
+        read_plainly(path, trainer.lightning_module)
+
+
+def read_plainly(path: Path, trained: Any) -> None:
+    """Read the weights of a checkpoint into the plain module, a folder's as docs/lightning.md says."""
+    module = partly_trained(GPT)
+    if path.is_dir():
+        code = documented("from torch.distributed.checkpoint").replace("last.ckpt", str(path))
+        exec(code.replace("weights.pt", f"{path}_{dist.get_rank()}.pt"), {"torch": torch, "module": module})
+    else:
+        module.load_state_dict(torch.load(path)["state_dict"])
+    for (name, p), whole in zip(trained.named_parameters(), module.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), whole), name
 
 
 def continue_with_others(run: Run) -> None:
