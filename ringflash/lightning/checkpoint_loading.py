@@ -59,7 +59,7 @@ class Folder:
         }
         dcp.load(values, checkpoint_id=self.path)
         groups: dict[Any, Any] = {}
-        for (*within, last), (x, _) in sorted(entries.items(), key=str):
+        for (*within, last), (x, _) in entries.items():
             inner = groups
             for key in within:
                 inner = inner.setdefault(key, {})

@@ -286,17 +286,21 @@ def another_model(run: Run) -> None:
 def other_options(run: Run) -> None:
     """A checkpoint's options are loaded into an optimizer that has one more, which it keeps, and no state yet.
 
-    A scheduler adds one to its optimizer: torch would not load a checkpoint from before.
+    A scheduler adds one to its optimizer: torch would not load a checkpoint from before. The state of a parameter that
+    is frozen by now is loaded, too. Before its first step an optimizer has none.
     """
     (optimizer,) = run.trainer.optimizers
+    frozen = optimizer.param_groups[0]["params"][0].requires_grad_(False)
+    average = optimizer.state[frozen]["exp_avg"].to_local().clone()
     saved, options = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]
     optimizer.state.clear()
     optimizer.zero_grad()
-    assert not run.trainer.strategy.optimizer_state(optimizer)["state"] and not optimizer.state  # before a first step
+    assert not run.trainer.strategy.optimizer_state(optimizer)["state"] and not optimizer.state
     options |= {"lr": 7.0, "added": 5.0}
     run.trainer.strategy.load_checkpoint(run.out / "afterwards.ckpt")
     options = optimizer.param_groups[0]
-    assert (options["lr"], options["added"]) == (saved, 5) and optimizer.state
+    assert (options["lr"], options["added"]) == (saved, 5)
+    assert torch.equal(optimizer.state[frozen.requires_grad_()]["exp_avg"].to_local(), average)
 
 
 class Started(lightning.Callback):
