@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
 from ringflash import disable_ring
@@ -31,7 +32,7 @@ from ringflash.lightning import ContextParallelStrategy, ModelCheckpoint, Sequen
 from ringflash.loss import shift_labels
 from ringflash.training.seeding import seeded
 from tests.helpers import own_models as own
-from tests.recipes.launching import error_of, make_parts
+from tests.recipes.launching import ROOT, error_of, make_parts
 from tests.recipes.plain_gpt import GPT
 
 STEPS, RTOL = 3, 1e-10
@@ -52,12 +53,26 @@ def loader(seed: int = 2) -> DataLoader[Any]:
     return DataLoader([(x, y) for x, y in zip(rows, shift_labels(rows), strict=True)], batch_size=1)
 
 
+def documented(begin: str) -> str:
+    """Return the code in docs/lightning.md that begins so."""
+    (code,) = re.findall(rf"```python\n({begin}.*?)```", (ROOT / "docs/lightning.md").read_text(), re.DOTALL)
+    return code
+
+
+def moving_average() -> Any:
+    """Return a new callback of docs/lightning.md's class."""
+    names = {"lightning": lightning, "distribute_tensor": distribute_tensor}
+    exec(documented("class MovingAverage"), names)
+    average = names["MovingAverage"]()
+    average.rate = AVERAGED
+    return average
+
+
 class Sharded(lightning.Callback):
-    """Bytes of parameters that callbacks meet whole, by hook; a moving average of shards, as the refusal advises."""
+    """Bytes of parameters that callbacks meet whole, by hook."""
 
     def __init__(self) -> None:
         self.whole: dict[str, int] = {}
-        self.average: dict[str, torch.Tensor] = {}
 
     def note(self, hook: str, module: torch.nn.Module) -> None:
         found = sum(p.nbytes for p in module.parameters() if not isinstance(p, DTensor))
@@ -68,23 +83,12 @@ class Sharded(lightning.Callback):
 
     def on_train_start(self, trainer: Any, module: lightning.LightningModule) -> None:
         self.note("sanity validation", module)
-        self.average = {name: p.detach().to_local().clone() for name, p in module.named_parameters()}
 
     def on_train_batch_start(self, trainer: Any, module: lightning.LightningModule, *_: Any) -> None:
         self.note("comparison", module)
 
     def on_train_batch_end(self, trainer: Any, module: lightning.LightningModule, *_: Any) -> None:
         self.note("step", module)
-        for name, p in module.named_parameters():
-            self.average[name].lerp_(p.detach().to_local(), AVERAGED)
-
-    def full_average(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        return {
-            name: DTensor.from_local(
-                self.average[name], p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
-            ).full_tensor()
-            for name, p in module.named_parameters()
-        }  # fmt: skip
 
 
 def train(module: lightning.LightningModule, seed: int = 2, **options: Any) -> dict[str, Any]:
@@ -144,33 +148,101 @@ def losses_of(kind: Any, seed: int | None, strategy: Any = None, shuffle: bool =
 
 
 def adam(module: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=0.01)
+    """Groups of parameters in another order than the module's, and an empty one, because the embedding is frozen."""
+    embedding, *others = module.model.children()
+    groups = [
+        [p for p in layer.parameters() if p.requires_grad] for layer in (module.later, *reversed(others), embedding)
+    ]
+    return torch.optim.AdamW([{"params": x, "lr": 0.01 * 0.9**i} for i, x in enumerate(groups)])
 
 
-def steps_with_adam(kind: Any, strategy: Any, end: int, start: Path | None = None) -> tuple[lightning.Trainer, Losses]:
-    """Train to a number of steps, from a checkpoint if one is given.
+def steps_with_adam(
+    kind: Any, strategy: Any, end: int, start: Path | None = None, configure_optimizers: Any = adam
+) -> tuple[lightning.Trainer, Losses]:
+    """Train to a number of steps, from a checkpoint if one is given, with parameters that no step uses.
 
     The module is in fp64 from the start: Lightning's default strategy loads weights before its plugin converts them.
     """
-    losses = Losses()
+    losses, module = Losses(), partly_trained(kind, configure_optimizers)
     trainer = trainer_with(losses, strategy, max_steps=end, use_distributed_sampler=False)
-    trainer.fit(varied(kind, configure_optimizers=adam).double(), loader(), ckpt_path=start)
+    trainer.fit(module, loader(), ckpt_path=start)
     return trainer, losses
 
 
+def partly_trained(kind: Any, configure_optimizers: Any = adam) -> Any:
+    """With a frozen embedding, and a layer that no step uses."""
+    module = varied(kind, configure_optimizers=configure_optimizers)
+    module.later = torch.nn.Linear(2, 2)
+    module.model.embedding.requires_grad_(False)
+    return module.double()
+
+
 def start_without_a_ring(run: Run) -> None:
-    """A checkpoint of the plain module under Lightning's default strategy, and the losses of its next steps."""
-    start = Path(run.folder, "plain.ckpt")
+    """Checkpoints of two steps on one process, in both formats, and the losses of the plain module's next steps."""
+    start = Path(run.folder, "file.ckpt")
     steps_with_adam(GPT, "auto", 2)[0].save_checkpoint(start)
-    losses = steps_with_adam(GPT, "auto", 5, start)[1].found
+    steps_with_adam(run.kind, ContextParallelStrategy(1), 2)[0].save_checkpoint(Path(run.folder, "folder.ckpt"))
+    losses = steps_with_adam(GPT, "auto", 4, start)[1].found
     Path(run.folder, "losses_after_plain").write_text(json.dumps(losses))
 
 
 def continue_on_a_ring(run: Run) -> None:
-    """Weights and optimizer state of a run without a ring."""
+    """Weights and optimizer state of both formats of one process, then of both of the ring itself."""
     want = json.loads(Path(run.folder, "losses_after_plain").read_text())
-    got = steps_with_adam(run.kind, ContextParallelStrategy(), 5, Path(run.folder, "plain.ckpt"))[1].found
-    assert len(want) == 3 and got == pytest.approx(want, rel=RTOL)
+    for name in ("file", "folder"):
+        strategy = ContextParallelStrategy(save_distributed_checkpoint=name == "folder")
+        trainer, losses = steps_with_adam(run.kind, strategy, STEPS, Path(run.folder, f"{name}.ckpt"))
+        path = Path(run.folder, f"{name}_of_ring.ckpt")
+        trainer.save_checkpoint(path)
+        last = steps_with_adam(run.kind, ContextParallelStrategy(), 4, path)[1]
+        assert len(want) == 2 and [*losses.found, *last.found] == pytest.approx(want, rel=RTOL), name
+        assert path.is_dir() == (name == "folder")
+        read_plainly(path, trainer.lightning_module)
+
+
+def read_plainly(path: Path, trained: Any) -> None:
+    """Read the weights of a checkpoint into the plain module, a folder's as docs/lightning.md says."""
+    module = partly_trained(GPT)
+    if path.is_dir():
+        code = documented("from torch.distributed.checkpoint").replace("last.ckpt", str(path))
+        exec(code.replace("weights.pt", f"{path}_{dist.get_rank()}.pt"), {"torch": torch, "module": module})
+    else:
+        module.load_state_dict(torch.load(path)["state_dict"])
+    for (name, p), whole in zip(trained.named_parameters(), module.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), whole), name
+
+
+def continue_with_others(run: Run) -> None:
+    """An optimizer whose parameters or kind are not those of the checkpoint is refused."""
+
+    def one_group(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+
+    def exchanged(module: Any) -> torch.optim.Optimizer:
+        optimizer = adam(module)
+        optimizer.param_groups[1]["params"], optimizer.param_groups[3]["params"] = (
+            optimizer.param_groups[3]["params"],
+            optimizer.param_groups[1]["params"],
+        )
+        return optimizer
+
+    def sgd(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(adam(module).param_groups, momentum=0.9)
+
+    for name, configure, message in (
+        ("file", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
+        (
+            "file",
+            exchanged,
+            "must have the optimizer's state of model.positions.weight, of shapes {'step': (), 'exp_avg'",
+        ),
+        ("folder", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
+        ("file", sgd, "must have the optimizer's state of model.head.weight, of shapes {'momentum_buffer': (31, 16)}"),
+        ("folder", sgd, "must have the optimizer's state of model."),
+    ):
+        path = Path(run.folder, f"{name}.ckpt")
+        error = error_of(steps_with_adam, run.kind, ContextParallelStrategy(), 4, path, configure)
+        assert error.startswith(f"{path} {message}"), error
 
 
 def orders_on_one_rank(run: Run) -> None:
@@ -570,11 +642,16 @@ def training(run: Run) -> None:
     Losses are logged as the plain module logs them: the mean over the tokens of all ranks, not those of one rank. FSDP2
     leaves an outermost module whole after a forward without a backward: an evaluation, the comparison.
     """
-    changed, sharded = build(run.kind), Sharded()
-    ring = train(changed, devices=2, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded])
+    changed, sharded, averaged = build(run.kind), Sharded(), moving_average()
+    ring = train(changed, devices=2, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded, averaged])
     weights, average, loss, evaluation = plainly()
     assert_trained(ring["weights"], weights)
-    assert_trained(sharded.full_average(changed), average)
+    assert_trained(averaged.state_dict(), average)
+    resumed = moving_average()
+    resumed.load_state_dict(averaged.state_dict())
+    resumed.on_train_start(changed.trainer, changed)
+    for name, p in averaged.average.items():
+        assert torch.equal(resumed.average[name].to_local(), p.to_local()), name
     assert abs(ring["metrics"]["loss"] - loss) <= RTOL and abs(ring["metrics"]["eval_loss"] - evaluation) <= RTOL
     assert sharded.whole == dict.fromkeys(("validation batch", "sanity validation", "comparison", "step"), 0)
 
@@ -605,21 +682,10 @@ def assert_trained(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
 TESTS = {  # by number of ranks
     1: (orders_on_one_rank, start_without_a_ring),
     2: (
-        orders,
-        continue_on_a_ring,
-        training,
-        experts,
-        manual,
-        compiled,
-        decisions,
-        refusals,
-        draws,
-        hooks,
-        workers,
-        weights,
-        between_steps,
+        orders, continue_on_a_ring, continue_with_others, training, experts, manual, compiled, decisions, refusals, draws,
+        hooks, workers, weights, between_steps,
     ),
-}
+}  # fmt: skip
 
 
 if __name__ == "__main__":
