@@ -171,7 +171,7 @@ class RingForward:
 
 @torch.compiler.disable(reason="kept for the backward")
 def _note(loss: Tensor) -> None:
-    _losses.append(loss.detach())
+    _losses.append(loss.detach().clone())  # a trainer may change it in place
 
 
 def check_loss(loss: Tensor, num_processes: int, cp_size: int) -> bool:

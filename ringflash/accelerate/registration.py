@@ -293,7 +293,7 @@ def _put_on_this_ring(model: Any) -> None:
 
     from ringflash.accelerate.forward import put_on_ring
 
-    state = AcceleratorState()
+    state: Any = AcceleratorState()
     if ring_size(state.parallelism_config) > 1:
         put_on_ring(model, state.device_mesh["cp"].get_group())
 

@@ -261,7 +261,9 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
 
     class TimesProcesses(transformers.Trainer):
         def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Any:
-            return model(**inputs, num_items_in_batch=num_items_in_batch).loss * self.accelerator.num_processes
+            loss = model(**inputs, num_items_in_batch=num_items_in_batch).loss
+            loss *= self.accelerator.num_processes  # in place, as ms-swift does
+            return loss
 
     arguments.gradient_accumulation_steps, other = 2, trainer.build(ctx, "llama", {"cp_size": 4})[0]
     train = TimesProcesses(other, arguments, trainer.right_padded, train_dataset=trainer.sequences(16)).train
