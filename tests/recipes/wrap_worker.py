@@ -682,8 +682,8 @@ def assert_trained(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
 TESTS = {  # by number of ranks
     1: (orders_on_one_rank, start_without_a_ring),
     2: (
-        orders, continue_on_a_ring, continue_with_others, training, experts, manual, compiled, decisions, refusals, draws,
-        hooks, workers, weights, between_steps,
+        orders, continue_on_a_ring, continue_with_others, training, experts, manual, compiled, decisions, refusals,
+        draws, hooks, workers, weights, between_steps,
     ),
 }  # fmt: skip
 
