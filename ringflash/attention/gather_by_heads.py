@@ -37,8 +37,8 @@ from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Unit
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
 from ringflash.comm.transport import buffer, transport_name
+from ringflash.comm.transport.areas import GroupAreas
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.peer_memory import PeerMemory
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
@@ -62,7 +62,7 @@ class HeadGather:
     """
 
     blocks: tuple[Gathering, ...]
-    memory: PeerMemory
+    memory: GroupAreas
     impl: str
     softmax_scale: float
     deterministic: bool

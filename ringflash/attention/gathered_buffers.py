@@ -17,9 +17,9 @@ from ringflash.attention.schedule import Gathering, Piece
 from ringflash.attention.sections import Unit, buffer_heads
 from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
+from ringflash.comm.transport.areas import BEGIN, PUBLISHED, PULLED, GroupAreas, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.peer_memory import BEGIN, PUBLISHED, PULLED, Incoming, Outgoing, PeerMemory
 from ringflash_kernels.api import publish, publish_records
 
 
@@ -43,7 +43,7 @@ class GatheredKV:
 
     def __init__(
         self,
-        memory: PeerMemory,
+        memory: GroupAreas,
         blocks: tuple[Gathering, ...],
         k: torch.Tensor,
         num_heads: int,
@@ -278,7 +278,7 @@ def split_heads(
 
 
 def _number_and_kv(
-    memory: PeerMemory, owner: int, size: int, dtype: torch.dtype
+    memory: GroupAreas, owner: int, size: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the number of the call and the K/V in a rank's area; None if the area cannot be mapped."""
     area = memory.view("kv", owner, (HEADER_BYTES + size * dtype.itemsize,), torch.uint8)

@@ -11,9 +11,9 @@ from ringflash.attention import sections
 from ringflash.attention.gathered_buffers import GatheredKV, split_heads
 from ringflash.attention.schedule import Gathering, Reader
 from ringflash.attention.sections import Unit, buffer_heads
+from ringflash.comm.transport.areas import FREE, READY, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.peer_memory import FREE, READY, Incoming, Outgoing
 from ringflash_kernels.api import collect, state_dtype
 
 

@@ -28,6 +28,7 @@ from ringflash.comm.transport import (
     UNDECIDED,
     PointToPoint,
     Transport,
+    Undecided,
     choose_transport,
     exchange_memory,
     message_memory,
@@ -66,7 +67,7 @@ class CallPlan:
     mask: SequenceMask
     impl: str
     impl_reason: str
-    transport: str | None
+    transport: str | Undecided | None
     softmax_scale: float
     options: RingOptions
     members: tuple[int, ...] = ()  # ranks of the group that the sequence is divided among; empty: all
@@ -102,7 +103,7 @@ class CallPlan:
         """Dtype in which K and V travel."""
         return torch.uint8 if self.keys_of_line > 1 else k.dtype
 
-    def key_blocks(self, q: Tensor, k: Tensor, transport: str | None) -> tuple[Gathering, ...]:
+    def key_blocks(self, q: Tensor, k: Tensor, transport: str | Undecided | None) -> tuple[Gathering, ...]:
         """Return the blocks of keys that this rank gathers by heads, of equal distances on all ranks; () for hops."""
         if not self.gathers_by_heads(transport):
             return ()
@@ -112,7 +113,7 @@ class CallPlan:
         sizes = choose_blocks(k.shape, q.shape[2], *limits, steps, dtype, transport)
         return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, sizes, self.keys_of_line)
 
-    def gathers_by_heads(self, transport: str | None) -> bool:
+    def gathers_by_heads(self, transport: str | Undecided | None) -> bool:
         """True on GPUs, False on CPUs and for a single process."""
         return transport not in (None, "gloo")
 
@@ -120,7 +121,7 @@ class CallPlan:
         """Open the transport, a collective call, and return the algorithm that runs the call."""
         group: dist.ProcessGroup | None = self.options.group
         plan = self
-        if group is not None and self.transport == UNDECIDED:
+        if group is not None and self.transport is UNDECIDED:
             name = transport_name(open_transport(UNDECIDED, group))
             if name == "nccl":
                 with suppress(NotImplementedError):
@@ -245,14 +246,16 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
     }
 
 
-def split_of(transport: str | None, group: dist.ProcessGroup | None) -> HostSplit | None:
+def split_of(transport: str | Undecided | None, group: dist.ProcessGroup | None) -> HostSplit | None:
     """Return the hosts within which a transport exchanges heads; None if it does not, or they are not known yet."""
     if group is None or transport not in HEAD_EXCHANGES:
         return None
     return HostSplit(1, group.size()) if transport == "ulysses" else known_split(group)
 
 
-def _prefer_hosts(transport: str | None, options: RingOptions, q: Tensor) -> tuple[str | None, str]:
+def _prefer_hosts(
+    transport: str | Undecided | None, options: RingOptions, q: Tensor
+) -> tuple[str | Undecided | None, str]:
     """Return the transport of "auto", and why: "by_host" in place of messages if hosts and heads allow it."""
     group = options.group
     if group is None:

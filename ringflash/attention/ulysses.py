@@ -27,7 +27,7 @@ from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.head_exchange import HeadExchange
 from ringflash.attention.inputs import with_mean_head_dim
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.transport import PeerMemory, Transport, whole_transport
+from ringflash.comm.transport import GroupAreas, Transport, whole_transport
 from ringflash.comm.transport.lanes import Marker
 from ringflash.comm.wait_timer import waiting
 from ringflash_kernels.api import state_dtype
@@ -87,7 +87,7 @@ class Ulysses:
     """
 
     attention: Callable[[Tensor, Tensor], Attention]
-    memory: PeerMemory
+    memory: GroupAreas
     members: tuple[int, ...]
     channel: Transport
     layout: str

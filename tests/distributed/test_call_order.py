@@ -311,6 +311,6 @@ def test_an_error_that_no_peer_hears_is_raised_on_its_rank(ctx: Context) -> None
 def test_versions_are_compared(ctx: Context) -> None:
     """Messages are as long as this version's constants say."""
     version = "0.0.9" if ctx.rank else ringflash.__version__
-    with forgotten(), mock.patch.object(agreement, "_version", lambda: version), pytest.raises(ValueError) as raised:
+    with forgotten(), mock.patch.object(agreement, "__version__", version), pytest.raises(ValueError) as raised:
         two_layers(ctx)[0]()
     assert f"got ringflash {ringflash.__version__} (rank 0), 0.0.9 (rank 1); install one version" in str(raised.value)

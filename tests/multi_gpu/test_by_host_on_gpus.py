@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringflash
 from ringflash.comm import transport as transports
 from ringflash.comm.group import Host
-from ringflash.comm.transport import peer_memory
+from ringflash.comm.transport import copy_engine
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
@@ -52,7 +52,7 @@ def heads_over(name: str) -> Iterator[None]:
 
 
 def out_of_reach() -> mock._patch:
-    return mock.patch.object(peer_memory, "_check_locations", mock.Mock(side_effect=peer_memory.OutOfReach("planted")))
+    return mock.patch.object(copy_engine, "_check_locations", mock.Mock(side_effect=copy_engine.OutOfReach("planted")))
 
 
 def measure(ctx: Context, transport: str, way: str, *args: object) -> list[Ratio]:

@@ -21,7 +21,7 @@ import torch
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.ulysses import Ulysses
-from ringflash.comm.transport.peer_memory import BEGIN, FREE, PUBLISHED, PULLED, READY
+from ringflash.comm.transport.areas import BEGIN, FREE, PUBLISHED, PULLED, READY
 from tests.helpers import recorded_calls
 from tests.helpers.happens_before import CALLER, Point, Rank, RecordedMemory
 from tests.helpers.recorded_calls import Call, Pass, Step, faults

@@ -32,7 +32,7 @@ from ringflash.attention.plan import CallPlan
 from ringflash.attention.sections import choose_sections
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.call_numbers import NO_NUMBER
-from ringflash.comm.transport import PeerMemory, buffers
+from ringflash.comm.transport import GroupAreas, buffers
 from ringflash.comm.watchdog import Unwatched
 from ringflash.commands.cli import main
 from ringflash.commands.plan.command import visible_fraction
@@ -102,7 +102,7 @@ def small(family: str, **options: Any) -> dict[str, Any]:
 
 def peer_memory(rank: int, num_buffers: int) -> mock.Mock:
     """Return areas without memory, over which nothing moves."""
-    memory = mock.Mock(spec=PeerMemory, rank=rank, num_buffers=num_buffers)
+    memory = mock.Mock(spec=GroupAreas, rank=rank, num_buffers=num_buffers)
     memory.view.side_effect = lambda name, rank, shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
     memory.cached.side_effect = lambda key, areas, make: make()
     memory.run_in_lane.side_effect = lambda lane, work, *_, **options: work()
