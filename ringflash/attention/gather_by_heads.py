@@ -31,7 +31,7 @@ from torch.profiler import record_function
 from ringflash.attention import sections
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
-from ringflash.attention.inputs import with_mean_head_dim
+from ringflash.attention.inputs import KVShape
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Unit
@@ -107,7 +107,7 @@ class HeadGather:
         def make() -> GatheredKV:
             keys = max(block.capacity for block in self.blocks)
             operands = Operands.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
-            shape = with_mean_head_dim(k, v).shape
+            shape = KVShape.of(k, v)
             chosen = sections.choose_sections(shape, num_heads, keys, operands.dtype, len(self.blocks))
             return GatheredKV(self.memory, self.blocks, k, num_heads, getattr(chosen, pass_name), operands)
 

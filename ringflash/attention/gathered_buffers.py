@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from ringflash.attention import sections
+from ringflash.attention.inputs import KVShape
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering, Piece
 from ringflash.attention.sections import Unit, buffer_heads
@@ -54,13 +55,11 @@ class GatheredKV:
         self.memory, self.blocks, self.device, self.heads = memory, blocks, k.device, heads
         batch, rows, num_kv_heads, _ = k.shape
         self.widths, self.line = operands.widths, sum(operands.widths)  # elements of a line of gradients
-        self.mean_shape = batch, rows, num_kv_heads, self.line // 2
+        self.shape = KVShape(batch, rows, num_kv_heads, self.line // 2)
         self.heads_per_kv_head = num_heads // num_kv_heads
         self.units = sections.order_units(len(heads), len(blocks))
         self.travelling = [index for index, unit in enumerate(self.units) if unit.transfer is not None]
-        self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(
-            self.mean_shape, blocks[0].capacity, operands.dtype
-        )
+        self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(self.shape, blocks[0].capacity, operands.dtype)
         self.area_lines = (rows if self.buffered else blocks[0].capacity) // operands.keys
         self._map_areas(k)
         slots = self._buffers(k) if self.buffered else self._own_slots()

@@ -36,7 +36,7 @@ class GradientReturn:
         if len(blocks) == 1:
             pairs, dtype = blocks[0].pairs, gathered.operands.dtype
             self.num_buffers = sections.choose_num_gradient_buffers(
-                gathered.mean_shape, k.shape[2] * gathered.heads_per_kv_head, blocks[0].capacity, pairs, dtype, heads
+                gathered.shape, k.shape[2] * gathered.heads_per_kv_head, blocks[0].capacity, pairs, dtype, heads
             )
         batches = sections.return_batches(len(self._units), self.num_buffers)
         self.batches = {batch[-1]: batch for batch in batches}  # by their last transfer

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ringflash.comm.call_numbers import HEADER_BYTES
-from ringflash.comm.transport import NcclGather
+from ringflash.comm.transport import NcclGather, Undecided
 from ringflash_kernels.api import state_dtype
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -81,7 +81,7 @@ def choose_blocks(
     pairs: int,
     num_steps: int,
     dtype: torch.dtype,
-    transport: str | None,
+    transport: str | Undecided | None,
 ) -> tuple[int, ...]:
     """Return the numbers of distances of each block of keys, as `schedule.plan_blocks` takes them.
 

@@ -187,7 +187,7 @@ class Rank:
         return node
 
     def place(self) -> None:
-        """Raise MemoryError if the step is to fail here: where lanes get work, or attention between hosts opens."""
+        """Raise MemoryError if the step is to fail here: where lanes get work."""
         if self.places_left is not None:
             self.places_left -= 1
             if self.places_left < 0:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash.attention import sections
+from ringflash.attention.options import Algorithm
 from ringflash.comm.group import HostSplit
 from ringflash.comm.transport import NcclGather, PointToPoint
 from ringflash.comm.transport.areas import Incoming, Outgoing
@@ -275,7 +276,7 @@ def messages_by_heads() -> Iterator[None]:
         return made.setdefault(key, MessageThreads(key))
 
     with (
-        mock.patch("ringflash.attention.plan.CallPlan.gathers_by_heads", lambda *_: True),
+        mock.patch("ringflash.attention.plan.ring_over", lambda _: Algorithm.GATHER),
         mock.patch("ringflash.attention.plan.message_memory", memory),
     ):
         yield

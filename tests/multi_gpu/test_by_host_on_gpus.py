@@ -94,7 +94,7 @@ def chosen_by_auto(ctx: Context, *args: object) -> tuple[list[Ratio], str]:
         mock.patch("ringflash.comm.hosts.this_host", lambda: Host(f"host{2 * ctx.rank // ctx.size}", "")),
     ):
         spent = [ratio for _ in range(2) for ratio in ring_check.measure(ctx, case, *rest)]  # type: ignore[arg-type]
-        return spent, str(ringflash.explain(x, x, x, group=ctx.group).transport)
+        return spent, ringflash.explain(x, x, x, group=ctx.group).algorithm
 
 
 def test_auto(pool: Pool, setup: Setup, table: Table) -> None:

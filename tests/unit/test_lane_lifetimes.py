@@ -233,8 +233,8 @@ def test_after_an_error_every_lane_is_behind_the_others(streams: Streams, failin
 
 
 def test_after_an_error_copies_of_heads_are_waited_for(streams: Streams) -> None:
-    """Copies of the queries are on their way when there is no memory to open attention between hosts."""
-    memory, full = memory_of_messages(), mock.Mock(side_effect=MemoryError("no memory left"))
+    """Copies of the queries are on their way when there is no memory for attention between hosts."""
+    memory, full = memory_of_messages(), mock.Mock(**{"forward.side_effect": MemoryError("no memory left")})
     call = Ulysses(full, memory, (0, 1), memory.channel, "zigzag", NO_NUMBER)
     q = torch.zeros(1, 8, 4, 16)
     with mock.patch.object(head_exchange, "watching", lambda *_: Unwatched()), pytest.raises(MemoryError):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,7 +22,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringflash.attention import gather_by_heads, gradient_return, plan, schedule, sections
-from ringflash.attention.options import RingOptions
+from ringflash.attention.inputs import CallShape
+from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.comm import communicator, transport
 from ringflash.comm.group import HostSplit
 from ringflash.comm.timeouts import timeout
@@ -326,7 +328,7 @@ def test_all_ranks_choose_the_same_blocks() -> None:
     """The rank with most keys decides: of these documents ranks see different numbers of chunks."""
     mask = SequenceMask(1 << 16, True, (-1, -1), (0, 30000, 30001, 1 << 16))
     groups = [mock.Mock(**{"size.return_value": 4, "rank.return_value": rank}) for rank in range(4)]
-    plans = [plan.CallPlan(mask, "reference", "", "nccl", 1.0, RingOptions(group)) for group in groups]
+    plans = [plan.CallPlan(mask, "reference", "", Algorithm.GATHER, "nccl", CallOptions(group)) for group in groups]
     assert len({one.gathering.num_rows for one in plans}) > 1
     q, k = (torch.empty(1, 1 << 14, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     gathering = plans[0].gathering
@@ -334,8 +336,8 @@ def test_all_ranks_choose_the_same_blocks() -> None:
     for most, num_blocks in ((limit, 1), (limit - 1, 4)):
         with mock.patch.object(sections, "MAX_GATHER_BYTES", most):
             for name in ("nccl", "copy_engine", transport.UNDECIDED):
-                assert [len(one.key_blocks(q, k, name)) for one in plans] == [num_blocks] * 4
-            assert plans[0].key_blocks(q, k, "gloo") == ()
+                moved = [replace(one, transport=name) for one in plans]
+                assert [len(one.key_blocks(CallShape.of(q, k, k))) for one in moved] == [num_blocks] * 4
 
 
 def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:

@@ -30,14 +30,13 @@ from ringflash.comm.transport.copy_engine import CopyEngine, NoCopyEngine, OutOf
 from ringflash.comm.transport.message_gather import GlooGather, NcclGather
 from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoint
 
-TRANSPORTS = ("gloo", "nccl", "copy_engine", "by_host", "ulysses")
-HEAD_EXCHANGES = ("by_host", "ulysses")  # over other transports, within each host and between hosts
+TRANSPORTS = ("gloo", "nccl", "copy_engine")
 
 
 class Undecided(Enum):
-    """State of "auto" over NCCL until the ranks of a group have compared their hosts; its value is for people."""
+    """State of "auto" over NCCL until the ranks of a group have compared their hosts."""
 
-    UNDECIDED = "copy_engine, by_host or nccl"
+    UNDECIDED = "copy_engine or nccl"  # for people; never compared
 
 
 UNDECIDED: Final = Undecided.UNDECIDED
@@ -45,7 +44,6 @@ Transport = PointToPoint | GroupAreas
 T = TypeVar("T", bound=Transport)
 
 __all__ = [
-    "HEAD_EXCHANGES",
     "TRANSPORTS",
     "UNDECIDED",
     "Message",
@@ -76,20 +74,17 @@ def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.d
 
     For "auto" over NCCL, return UNDECIDED before the first call of the group.
 
+    Args:
+        name: "auto" or one of TRANSPORTS.
     Raises:
-        ValueError: unknown name.
         NotImplementedError: the group or the device does not support it.
     """
-    if name not in ("auto", *TRANSPORTS):
-        raise ValueError(
-            f"transport must be 'auto' or one of {TRANSPORTS}, got {name!r}; 'auto' takes what the GPUs' links allow."
-        )
     if group is None:
         return None
     able = message_transport(device)
     if name == "copy_engine" and device.type == "cuda":
         return name
-    if name not in ("auto", able, *HEAD_EXCHANGES):
+    if name not in ("auto", able):
         raise NotImplementedError(
             f"transport must be one for tensors on {device.type} ({able!r}), got {name!r}; use 'auto'."
         )
@@ -99,8 +94,6 @@ def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.d
             f"group must have backend {able!r} for tensors on {device.type}, got {backend!r}; "
             f"create it with init_process_group or new_group(backend={able!r})."
         )
-    if name in HEAD_EXCHANGES:
-        return name
     return _decided.get(group, UNDECIDED) if (name, able) == ("auto", "nccl") else able
 
 
@@ -122,7 +115,7 @@ def open_transport(name: str | Undecided, group: dist.ProcessGroup) -> Transport
         return PointToPoint(name, group)
     if name is UNDECIDED:
         name = _decided[group] = _decide(group)
-    chosen = name
+    chosen: str = name
     return _opened(chosen, group, lambda: _create_transport(chosen, group))
 
 
