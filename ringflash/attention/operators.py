@@ -224,8 +224,8 @@ def check_group(group: dist.ProcessGroup | None) -> None:
         present = None
     if present is not group:
         raise RuntimeError(
-            "group must be a present process group, got one that was destroyed; give the layer or model one that was "
-            "created since."
+            "the process group of this call has been destroyed; give the layer or model a group that still exists, for "
+            "example one created after the new init_process_group."
         )
 
 

@@ -130,8 +130,8 @@ class RingCall:
             self._lock = lock
         else:
             self.error = RuntimeError(
-                "ring attention must be called by one thread of a process at a time, got a call while another thread "
-                "is in one; make all calls from one thread."
+                "two threads of this process called ring attention at the same time, but calls share buffers and must "
+                "have one order on all ranks; make all calls from one thread."
             )
 
     def _release(self) -> None:

@@ -196,5 +196,5 @@ def _raise_together(problems: list) -> None:
 
 def _no_memory(failed: dict[int, str]) -> NoCopyEngine:
     return NoCopyEngine(
-        f"symmetric memory must be allocated on every rank, got errors {failed}; free memory, or use transport='nccl'."
+        f"ranks could not allocate or map symmetric memory: {failed}; free memory, or use transport='nccl'."
     )
