@@ -13,10 +13,9 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from ringflash.attention import gathered_buffers, gradient_return, sections
+from ringflash.attention import gathered_buffers, gradient_return, sections, transfers
 from ringflash.attention.schedule import Gathering, active_steps, chunks_are_multiples, plan_blocks, plan_gather
 from ringflash.comm.transport import NcclGather, PointToPoint, buffers
-from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import dense
@@ -127,22 +126,9 @@ def test_a_window_gathers_what_it_sees() -> None:
 
 @given(SHORT | LONG | problems((16,), (1, 2, 64)), st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_messages_of_two_ranks_pair_up(problem: Problem, turns: bool) -> None:
-    """One rank sends to another in the order in which that one receives: K/V there, gradients home."""
-    mask, cp_size, layout = problem
-    k, whole = torch.empty(2, mask.seqlen // cp_size, 3, 1), 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES
-    with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", whole), mock.patch.object(buffers, "_storage", {}):
-        there = [
-            gathered_buffers.GatheredKV(messages(rank, k), (gathering,), k, 3, (1, 2))
-            for rank, gathering in enumerate(of_all(problem))
-        ]
-        home = [gradient_return.GradientReturn(gathered, k) for gathered in there]
-    for section in range(2):
-        pair_up([way.sends[section] for way in there], [way.pulls[section] for way in there])
-        pair_up([way.sends[section] for way in home], [way.pulls[section] for way in home])
-        for way in (there, home):
-            for rank, part in enumerate(way):
-                nearest_first(rank, [pull.rank for pull in part.pulls[section] if pull.rank != rank])
+def test_transfers_of_two_ranks_pair_up(problem: Problem, buffered: bool) -> None:
+    """One rank sends to another in the order in which that one receives, from the rows that the other would pull."""
+    pair_up(of_all(problem), buffered)
 
 
 def nearest_first(rank: int, owners: list[int]) -> None:
@@ -155,17 +141,32 @@ def messages(rank: int, k: torch.Tensor) -> NcclGather:
     return NcclGather(cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None, members=())), k.device)
 
 
-def pair_up(sends: list[list[Outgoing]], pulls: list[list[Incoming]]) -> None:
-    """Assert that what ranks send is what the others receive, pair by pair, and not to themselves."""
-    sent, received = defaultdict(list), defaultdict(list)
-    for rank, (outgoing, incoming) in enumerate(zip(sends, pulls, strict=True)):
-        for tensor, reader in outgoing:
-            sent[rank, reader].append((tensor.is_contiguous(), tensor.shape))
-        for target, owner, source in incoming:
-            if source is None:
-                received[owner, rank].append((target.is_contiguous(), target.shape))
-    assert sent == received and all(one != other for one, other in sent)
-    assert all(contiguous for messages in (*sent.values(), *received.values()) for contiguous, _ in messages)
+def pair_up(ranks: list[Gathering], buffered: bool) -> None:
+    """Assert that what ranks send of a block is what the others receive, row by row, and not to themselves.
+
+    Rows that arrive are disjoint and nearest first; received gradients fill the rows that are counted for them.
+    """
+    keys, grads = (defaultdict[tuple[int, int], list[tuple[int, int]]](list) for _ in range(2))
+    for rank, found in enumerate(ranks):
+        pulls = transfers.key_pulls(found, rank, buffered=buffered, own_in_place=True)
+        returned = transfers.gradient_pulls(found, rank, 2)
+        for way, listed in ((keys, pulls), (grads, returned)):
+            nearest_first(rank, [pull.peer for pull in listed])
+            for pull in listed:
+                way[pull.peer, rank].append((pull.there, pull.size))
+        rows = [row for pull in pulls for row in range(pull.here, pull.here + pull.size)]
+        own = sum(piece.size for piece in found.pieces if piece.owner == rank)
+        assert len({*rows}) == len(rows) == found.num_rows - own
+        rows = [row for pull in returned for row in range(pull.here, pull.here + 2 * pull.size)]
+        assert sorted(rows) == [*range(sum(transfers.arriving_rows(found, rank, 2)))]
+    for rank, found in enumerate(ranks):
+        for way, sends in (
+            (keys, transfers.key_sends(found, rank, buffered=buffered)),
+            (grads, transfers.gradient_sends(found, rank)),
+        ):
+            for peer in range(len(ranks)):
+                sent = [(send.here, send.size) for send in sends if send.peer == peer]
+                assert sent == way.get((rank, peer), []) and not (sent and peer == rank)
 
 
 @given(SHORT | LONG, st.integers(1, 3))
@@ -187,19 +188,8 @@ def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
                 first = columns.pop((piece.owner, piece.start))
                 found[:, first : first + piece.size] = block.mask.dense()[:, piece.row : piece.row + piece.size]
         assert not columns and torch.equal(found, whole.mask.dense())
-    if len(sizes) == 1:
-        return
-    k = torch.empty(2, mask.seqlen // cp_size, 3, 1)
-    with mock.patch.object(buffers, "_storage", {}):
-        there = [
-            gathered_buffers.GatheredKV(messages(rank, k), blocks, k, 3, (1, 2)) for rank, blocks in enumerate(ranks)
-        ]
-        home = [gradient_return.GradientReturn(gathered, k) for gathered in there]
-    for index, unit in enumerate(there[0].units):
-        pair_up([way.sends[index] for way in there], [way.pulls[index] for way in there])
-        assert unit.transfer is not None or not any(way.sends[index] or way.pulls[index] for way in there)
-    for stage in range(len(there[0].travelling)):
-        pair_up([way.sends[stage] for way in home], [way.pulls[stage] for way in home])
+    for block in zip(*ranks, strict=True) if len(sizes) > 1 else ():
+        pair_up([*block], buffered=True)
 
 
 @given(SHORT | LONG, st.booleans())
@@ -221,8 +211,8 @@ def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) 
             said.add(
                 sections.gather_bytes(k.shape, 4, gathering.capacity, gathering.returned_rows, gathering.pairs, k.dtype)
             )
-            ways = [gathered_buffers.GatheredKV(memory, (gathering,), k, 4, heads) for heads in chosen]
-            gradient_return.GradientReturn(ways[1], k)
+            ways = [gathered_buffers.GatheredKV.of(memory, (gathering,), k, 4, heads) for heads in chosen]
+            gradient_return.GradientReturn.of(ways[1], k)
             assert memory.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)
     assert len(said) == 1
 

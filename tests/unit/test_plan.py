@@ -139,8 +139,8 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
 
     def gather() -> None:
         for sections in choose_sections(shape.kv, model.num_heads, keys, operands.dtype, len(blocks)):
-            gathered = GatheredKV(memory, blocks, k, model.num_heads, sections, operands)
-        GradientReturn(gathered, k)
+            gathered = GatheredKV.of(memory, blocks, k, model.num_heads, sections, operands)
+        GradientReturn.of(gathered, k)
         carrying = mock.Mock(blocks=blocks, impl=impl, memory=None)
         out, lse = q[..., : model.value_dim], torch.empty(1, model.num_heads, job.local_tokens, device="meta")
         ForwardUnits(carrying, gathered, q, out, lse, None)
