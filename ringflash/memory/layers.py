@@ -92,7 +92,7 @@ class _OnlyAttention(TorchDispatchMode):
 
 
 def _checkpointed(keep: bool, host: HostCopies | None, layer: Callable[..., Any], *args: Any) -> Any:
-    contexts = {"context_fn": attention_kept} if keep else {}
+    contexts: dict[str, Any] = {"context_fn": attention_kept} if keep else {}
     with nullcontext() if host is None else _on_host(host, args):
         return checkpoint(layer, *args, use_reentrant=False, **contexts)
 
