@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from ringflash.commands.doctor.facts import PACKAGES
+from ringflash_kernels.api import TRITON_RELEASES
 
 Facts = dict[str, Any]
 
@@ -69,8 +70,18 @@ def versions(facts: Facts) -> Iterator[Finding]:
             yield ok(name, "not installed; needed only for what uses it")
         elif not allowed.contains(found, prereleases=True):
             yield fault(name, f"{found}, outside {allowed}", f"pip install '{name}{allowed}'")
+        elif name == "triton":
+            yield _triton(found)
         else:
             yield ok(name, found)
+
+
+def _triton(found: str) -> Finding:
+    """Say what was tested with a release of triton, and its speed. Only Hopper GPUs need it: see `gpus`."""
+    known = TRITON_RELEASES.get(".".join(found.split(".")[:2]))
+    if known is None:
+        return warning("triton", f"{found}, not tested with our kernels", f"use one of {', '.join(TRITON_RELEASES)}")
+    return ok("triton", f"{found}; tested on GPUs: {known.tested}; speed relative to 3.6: {known.speed}")
 
 
 def declared_ranges() -> dict[str, SpecifierSet]:
