@@ -71,6 +71,13 @@ def test_a_version_outside_its_range_is_a_fault(name: str, version: str) -> None
     assert (level, what) == ("fault", name.replace("_", "-")) and found.startswith(f"{version}, outside")
 
 
+def test_a_version_newer_than_those_tested_is_a_warning() -> None:
+    """Not a patch of one: transformers 5.24 was wrong within the declared range."""
+    assert said(packages=packages(torch="2.15.9+cu132", transformers="5.24.1")) == []
+    (line,) = said(packages=packages(transformers="5.99.0"))
+    assert line == ("warning", "transformers", "5.99.0, newer than 5.24.0, the newest that was tested")
+
+
 def test_triton_is_shown_with_what_is_known_of_it() -> None:
     ((level, what, found),) = said(packages=packages(triton="3.99.0"))
     assert (level, what, found) == ("warning", "triton", "3.99.0, not tested with our kernels")

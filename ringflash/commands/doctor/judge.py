@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from ringflash.commands.doctor.facts import PACKAGES
 from ringflash_kernels.api import TRITON_RELEASES
@@ -18,6 +19,10 @@ from ringflash_kernels.api import TRITON_RELEASES
 Facts = dict[str, Any]
 
 _CORE = ("torch", "triton")
+NEWEST_TESTED = {  # on CPUs: by CI, but torch by hand
+    "torch": "2.15.0", "transformers": "5.24.0", "accelerate": "1.15.0", "trl": "1.16.0", "lightning": "2.6.6",
+    "pytorch-lightning": "2.6.6", "deepspeed": "0.19.8", "liger-kernel": "0.8.5",
+}  # fmt: skip
 _GIB = 1 << 30
 
 Level = Literal["ok", "warning", "fault"]
@@ -72,8 +77,15 @@ def versions(facts: Facts) -> Iterator[Finding]:
             yield fault(name, f"{found}, outside {allowed}", f"pip install '{name}{allowed}'")
         elif name == "triton":
             yield _triton(found)
+        elif name in NEWEST_TESTED and _minor(found) > _minor(NEWEST_TESTED[name]):
+            what = f"{found}, newer than {NEWEST_TESTED[name]}, the newest that was tested"
+            yield warning(name, what, "compare a run with one process: ringflash verify")
         else:
             yield ok(name, found)
+
+
+def _minor(found: str) -> tuple[int, ...]:
+    return Version(found).release[:2]
 
 
 def _triton(found: str) -> Finding:
