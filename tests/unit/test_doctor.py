@@ -9,7 +9,6 @@ import json
 import platform
 import sys
 import time
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -134,9 +133,13 @@ def test_ranges_are_those_of_the_project() -> None:
     assert ranges.keys() == HEALTHY["packages"].keys()
 
 
-def test_a_clone_that_is_not_installed_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringflash.commands.doctor.judge.requires", Mock(side_effect=PackageNotFoundError))
+def test_ranges_of_a_clone_go_before_those_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An editable installation of an older commit had older ranges."""
+    lines = [f"{name}>=1" for name in HEALTHY["packages"]]
+    monkeypatch.setattr("ringflash.commands.doctor.judge.requires", Mock(return_value=lines))
     test_ranges_are_those_of_the_project()
+    monkeypatch.setattr("ringflash.commands.doctor.judge._PROJECT", tmp_path / "pyproject.toml")  # as of a wheel
+    assert {str(x) for x in declared_ranges().values()} == {">=1"}
 
 
 def test_hosts_that_differ_are_named() -> None:

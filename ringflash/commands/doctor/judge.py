@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from ringflash_kernels.api import TRITON_RELEASES
 Facts = dict[str, Any]
 
 _CORE = ("torch", "triton")
+_PROJECT = Path(__file__).parents[3] / "pyproject.toml"  # of a clone
 NEWEST_TESTED = {  # on CPUs: by CI, but torch by hand
     "torch": "2.15.0", "transformers": "5.24.0", "accelerate": "1.15.0", "trl": "1.16.0", "lightning": "2.6.6",
     "pytorch-lightning": "2.6.6", "deepspeed": "0.19.8", "liger-kernel": "0.8.5",
@@ -97,12 +98,15 @@ def _triton(found: str) -> Finding:
 
 
 def declared_ranges() -> dict[str, SpecifierSet]:
-    """Return the version ranges that the installed ringflash, or the clone it runs from, declares."""
-    try:
-        lines = requires("ringflash") or []
-    except PackageNotFoundError:
-        project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    """Return the version ranges that the clone it runs from, or the installed ringflash, declares.
+
+    The metadata of an editable installation are those of the day it was made, and not asked.
+    """
+    if _PROJECT.exists():
+        project = tomllib.loads(_PROJECT.read_text())["project"]
         lines = [*project["dependencies"], *(x for extra in project["optional-dependencies"].values() for x in extra)]
+    else:
+        lines = requires("ringflash") or []
     found = [Requirement(line) for line in lines]
     return {requirement.name: requirement.specifier for requirement in found if requirement.name in PACKAGES}
 
