@@ -36,15 +36,15 @@ test-cpu: $(VENV)/.ready $(VENV)/triton-$(NEWEST_TRITON)
 	PYTHONPATH=$(abspath $(VENV))/triton-$(NEWEST_TRITON) $(PYTEST) tests/compile -m newest_triton
 
 # In an environment that is made anew: torch first, which nothing that follows may replace.
-test-newest: VENV := $(VENV)-newest
+test-newest: override VENV := $(VENV)-newest
 test-newest:  ## Run the CPU tests with the newest release of everything, so that users do not meet it first
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) --no-compile torch
-	$(VENV)/bin/python -m pip freeze | grep -iE '^(torch|triton|nvidia)' > $(VENV)/torch.txt
+	$(VENV)/bin/python -m pip freeze | grep -E '^(torch|triton)==' > $(VENV)/torch.txt
 	$(PIP) --no-compile -e '.[$(EXTRAS)]'
 	$(PIP) --no-compile --no-deps --target $(VENV)/float8 torchao
-	$(VENV)/bin/python -m pip freeze | grep -iE '^(torch|triton|nvidia)' | diff $(VENV)/torch.txt -
+	$(VENV)/bin/python -m pip freeze | grep -E '^(torch|triton)==' | diff $(VENV)/torch.txt -
 	$(VENV)/bin/python -m pip list
 	$(CPU_TESTS)
 
