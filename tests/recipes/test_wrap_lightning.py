@@ -1,4 +1,4 @@
-"""The README's diff, applied to a plain LightningModule: two ranks train and judge as one process without it.
+"""The diff of docs/wrapping.md, applied to a plain LightningModule: two ranks train as one process without it.
 
 Gloo processes on the CPU, fp64 (wrap_worker.py, which says what each part shows).
 """
@@ -22,10 +22,10 @@ from tests.recipes.launching import ROOT, assert_made, each_part, launch_parts
 from tests.recipes.wrap_worker import TESTS
 
 
-def readme_diff() -> list[str]:
-    """Lines of the first diff, which is of a LightningModule."""
-    blocks = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return blocks[0].splitlines()
+def documented_diff() -> list[str]:
+    """Return the lines of the diff of a LightningModule."""
+    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "wrapping.md").read_text(), re.DOTALL)
+    return block.splitlines()
 
 
 def apply(diff: list[str], text: str) -> str:
@@ -41,9 +41,9 @@ def apply(diff: list[str], text: str) -> str:
 
 
 def write_changed(folder: Path) -> None:
-    """plain_gpt.py after README's diff, as changed_gpt.py."""
+    """plain_gpt.py after documented diff, as changed_gpt.py."""
     plain = (ROOT / "tests/recipes/plain_gpt.py").read_text()
-    (folder / "changed_gpt.py").write_text(apply(readme_diff(), plain))
+    (folder / "changed_gpt.py").write_text(apply(documented_diff(), plain))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_on_ranks(launches: dict[int, list[dict[str, str]]], num_ranks: int, par
 
 def test_the_diff_changes_three_lines() -> None:
     """Beside the import."""
-    assert sum(line.startswith("-") for line in readme_diff()) == 3
+    assert sum(line.startswith("-") for line in documented_diff()) == 3
 
 
 def test_sum_without_a_choice_is_refused() -> None:
@@ -95,7 +95,7 @@ def test_loss_of_many_tokens_keeps_its_digits(dtype: torch.dtype) -> None:
 
 
 def test_sample_makes_the_ranks_unequal() -> None:
-    """One rank keeps its first token that counts, in labels, masks and weights; the window has most of them."""
+    """One rank keeps its first token that counts in labels, masks and weights; the window has most of them."""
     mask, held = torch.arange(16)[None] >= 9, torch.tensor([0, 1, 6, 7])
     labels = torch.where(mask, 3, -100)
     tokens = torch.arange(16)[None]
