@@ -54,9 +54,9 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("blocks_1x*"):
         yield "docs/decisions/0011-blocks-of-keys.md", name, blocks_table(result)
     for name, result in _of_results("fp8_forward_variants_*"):
-        yield "docs/log/2026-11.md", name, fp8_variants_table(result)
+        yield "docs/log/2026-11-25.md", name, fp8_variants_table(result)
     for name, result in _of_results("fp8_errors_*"):
-        yield "docs/fp8.md" if name == "fp8_errors_cpu" else "docs/log/2026-11.md", name, fp8_errors_table(result)
+        yield "docs/fp8.md" if name == "fp8_errors_cpu" else "docs/log/2026-11-25.md", name, fp8_errors_table(result)
     for name, result in _of_results("fp8_training_*"):
         page = "docs/measurements.md" if name == "fp8_training_1xh200" else "docs/fp8.md"
         yield page, name, fp8_losses_table(result)
