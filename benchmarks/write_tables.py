@@ -64,10 +64,8 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("ring_documents_*"):
         yield "docs/masks.md", name, ring_documents_table(result)
     for name, result in _of_results("training_*"):
-        if name.startswith("training_whole"):
-            yield "docs/measurements.md", name, steps_tables(result)
-        else:
-            yield "docs/plan.md", name, training_table(result)
+        write = steps_tables if name.startswith("training_whole") else training_table
+        yield "docs/measurements.md", name, write(result)
     for name, result in _of_results("documents"):
         yield "docs/masks.md", name, documents_table(result)
         yield "docs/data.md", "steps_of_documents", steps_of_documents_table(result)

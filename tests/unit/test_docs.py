@@ -67,8 +67,8 @@ def test_site_has_the_rows_of_every_result() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="measurements.md"))
     text = (ROOT / "docs" / "measurements.md").read_text()
     shown = write_tables.on_page_markdown(text, page=page)
-    assert "](../benchmarks/results/" in text and "\n|" not in text
-    assert "](../benchmarks/results/" not in shown and shown.count("\n|") > 500
+    assert "](../benchmarks/results/" in text
+    assert "](../benchmarks/results/" not in shown and shown.count("\n|") > text.count("\n|") + 500
 
 
 def test_aged_quote_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
