@@ -14,7 +14,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from benchmarks import draw_figures, quotes, write_tables
-from ringflash.commands.doctor.judge import declared_ranges
+from ringflash.commands.doctor.judge import NEWEST_TESTED, declared_ranges
+from ringflash_kernels.api import TRITON_RELEASES
 from tests.recipes.launching import ROOT
 
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -186,6 +187,13 @@ def test_the_table_of_versions_is_that_of_the_project() -> None:
     assert len(rows) == 8
     assert [name for name, allowed, _ in rows if SpecifierSet(allowed) != ranges[name]] == []
     assert [name for name, _, tried in rows if tried not in (pinned[name], "none:")] == []
+    assert {name: version for name, version in NEWEST_TESTED.items() if name != "torch"}.items() <= pinned.items()
+
+
+def test_the_table_of_tritons_is_that_of_the_kernels() -> None:
+    page = (ROOT / "docs" / "index.md").read_text()
+    rows = [" | ".join(("", release, *known, "")).strip() for release, known in TRITON_RELEASES.items()]
+    assert "\n".join(["|---|---|---|---|", *rows]) + "\n\n" in page
 
 
 def test_every_page_is_in_the_navigation() -> None:
