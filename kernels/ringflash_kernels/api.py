@@ -20,6 +20,7 @@ import torch
 
 from ringflash_kernels.fp8_reference import BLOCK_K, check_products
 from ringflash_kernels.fp8_reference import record_bytes as record_bytes
+from ringflash_kernels.hopper.environment import TRITON_RELEASES as TRITON_RELEASES
 from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.mask import Mask
 from ringflash_kernels.reference import keys_in_pieces as keys_in_pieces

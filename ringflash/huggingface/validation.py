@@ -32,6 +32,7 @@ _REMEDIES = {
     "seq_idx": "pass the bounds of the whole packed sequence as cu_seqlens",
     "use_cache": _CACHE_REMEDY,
     "past_key_values": _CACHE_REMEDY,
+    "cache": _CACHE_REMEDY,
     "output_attentions": "pass output_attentions=False; the weights never exist",
     "output_router_logits": "set it in the configuration and call CausalLMWithLoss; this loss would be the shard's",
 }
@@ -176,7 +177,7 @@ def check_model(base: nn.Module) -> None:
             raise NotImplementedError(
                 f"{name} must treat tokens one by one, got {type(module).__name__}, which would not see tokens of "
                 "other shards; use a model with attention, Mamba-2 layers, gated delta rules or LFM2's convolutions "
-                "(docs/hybrid.md)."
+                "(docs/huggingface.md)."
             )
         if rate := getattr(module, "layerdrop", 0):
             raise NotImplementedError(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -53,10 +54,10 @@ class Folder:
     def _read_groups(self, optimizer: str) -> list[dict[str, Any]]:
         """Read the parameter groups of an optimizer, whose parameters are names."""
         entries = {place[2:]: x for place, x in self._entries.items() if place[:2] == (optimizer, "param_groups")}
-        values = {
-            x: torch.empty(entry.size, dtype=entry.properties.dtype) if _shape(entry) is not None else None
-            for x, entry in entries.values()
-        }
+        values: dict[str, Any] = dict.fromkeys(x for x, _ in entries.values())
+        for x, entry in entries.values():
+            if isinstance(entry, TensorStorageMetadata):
+                values[x] = torch.empty(entry.size, dtype=entry.properties.dtype)
         dcp.load(values, checkpoint_id=self.path)
         groups: dict[Any, Any] = {}
         for (*within, last), (x, _) in entries.items():

@@ -170,7 +170,7 @@ def _described(value: Any, name: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, DTensor):
         yield name, _SHARDED
     elif isinstance(value, torch.Tensor):
-        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
         yield name, f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content)}"
     else:
         plain = isinstance(value, str | bytes | int | float | complex | None)

@@ -226,9 +226,10 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         assert self.lightning_module is not None and self.model is not None
         module = self.lightning_module if self.lightning_module.strict_loading else None
         check_fits(checkpoint, module, len(self.optimizers))
-        optimizers, self.optimizers = self.optimizers, []  # which Lightning would load by the order of parameters
+        optimizers = self.optimizers
+        self._optimizers: list[torch.optim.Optimizer] = []  # Lightning would load them by the order of parameters
         rest = super().load_checkpoint(path, weights_only=weights_only)
-        self.optimizers = optimizers
+        self._optimizers = optimizers
         for i, optimizer in enumerate(optimizers):
             checkpoint.load_optimizer(i, self.model, optimizer)
         return rest

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ringflash.memory.offload import HostCopies
+
+# From torch 2.15 on: attention's saved results bypass hooks that send tensors to the host, as they do before it.
+_BYPASS = "respect_saved_tensors_hooks"
+_SELECTIVE = {_BYPASS: False} if _BYPASS in signature(checkpoint).parameters else {}
 
 
 def checkpoint_layers(model: nn.Module, *, keep_attention: bool = True, offload: bool = False) -> None:
@@ -92,9 +97,9 @@ class _OnlyAttention(TorchDispatchMode):
 
 
 def _checkpointed(keep: bool, host: HostCopies | None, layer: Callable[..., Any], *args: Any) -> Any:
-    contexts = {"context_fn": attention_kept} if keep else {}
+    options: dict[str, Any] = {"context_fn": attention_kept, **_SELECTIVE} if keep else {}
     with nullcontext() if host is None else _on_host(host, args):
-        return checkpoint(layer, *args, use_reentrant=False, **contexts)
+        return checkpoint(layer, *args, use_reentrant=False, **options)
 
 
 def _on_host(host: HostCopies, args: tuple[Any, ...]) -> AbstractContextManager[Any]:

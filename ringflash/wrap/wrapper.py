@@ -24,6 +24,7 @@ from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.sequence.layout import granularity
 from ringflash.training.buffers import ChangedBuffers
 from ringflash.training.fsdp_units import align_during_forward
+from ringflash.training.gradients import FilledGradients
 from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -84,6 +85,7 @@ def wrap_attention(
             layer.group = options.group
     state = WrappedState(options, type(module).__name__)
     module._ringflash_buffers = ChangedBuffers()  # type: ignore[assignment]
+    module._ringflash_gradients = FilledGradients()  # type: ignore[assignment]
     module._ringflash_aligned = False  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
@@ -270,6 +272,7 @@ def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             state.check_called()
         if compared:
             self._ringflash_buffers.end(self, state.options.group)
+            self._ringflash_gradients.begin(self, state.options.group, result)
         return result
 
     return entry

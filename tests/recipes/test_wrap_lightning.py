@@ -95,7 +95,7 @@ def test_loss_of_many_tokens_keeps_its_digits(dtype: torch.dtype) -> None:
 
 
 def test_sample_makes_the_ranks_unequal() -> None:
-    """Of labels, masks and weights, one rank keeps its first token that counts; the window has most of them."""
+    """One rank keeps its first token that counts in labels, masks and weights; the window has most of them."""
     mask, held = torch.arange(16)[None] >= 9, torch.tensor([0, 1, 6, 7])
     labels = torch.where(mask, 3, -100)
     tokens = torch.arange(16)[None]
