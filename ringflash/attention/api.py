@@ -219,7 +219,7 @@ def _steps(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
         sections = choose_sections(shape.kv, shape.num_heads, keys, dtype, len(blocks))
         return (
             *(
-                f"{block.num_rows} keys of ranks {sorted({piece.owner for piece in block.pieces})}, "
+                f"{block.num_rows} keys of ranks {sorted({segment.owner for segment in block.segments})}, "
                 f"{block.mask.num_visible} pairs"
                 for block in blocks
             ),

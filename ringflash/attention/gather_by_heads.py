@@ -57,7 +57,7 @@ class HeadGather:
         impl: kernel implementation, chosen and checked.
         number: number of the call in its group.
         fp8_backward: as `ring_attention`.
-        rounded: K and V travel as records in FP8; all pieces of `blocks` are whole records.
+        rounded: K and V travel as records in FP8; all segments of `blocks` are whole records.
         queries_arrived: markers that readers of q must wait for, and in a backward those of dout and out.
     """
 
@@ -276,9 +276,9 @@ class BackwardUnits(UnitWork):
 
         All that a section keeps is allocated here, on the lane that waits for its end before the memory is freed.
         """
-        call, slot = self.call, section % 2
-        self.passes.pop(slot, None)  # the section before the previous one, which has ended: free its fp32 dQ first
-        self.passes[slot] = begin_checked_backward(
+        call, parity = self.call, section % 2
+        self.passes.pop(parity, None)  # the section before the previous one, which has ended: free its fp32 dQ first
+        self.passes[parity] = begin_checked_backward(
             self.dout[section], self.q[section], self.out[section], self.lse[section], impl=call.impl,
             num_kv_heads=self.sizes.heads[section], softmax_scale=call.softmax_scale, dlse=self.dlse[section],
             deterministic=call.deterministic, fp8_backward=call.fp8_backward, row_max=self.row_max[section],

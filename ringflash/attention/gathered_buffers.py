@@ -74,7 +74,7 @@ class PassSizes:
         return (self.shape.rows if self.buffered else self.blocks[0].capacity) // self.operands.keys
 
     @cached_property
-    def parts(self) -> list[slice]:
+    def published(self) -> list[slice]:
         """KV heads that are published together: the first section of large K/V before the others."""
         batch, rows, num_kv_heads, _ = self.shape
         lines = batch * -(-rows // self.operands.keys) * num_kv_heads
@@ -121,7 +121,7 @@ class GatheredKV:
         moves: transfer of each unit, to be run in a lane.
         head_offsets: first element of each head in the area and stride of its lines: (num_kv_heads, 2).
         line_map: line of the area to which each of this rank's lines is written: (lines,), int32.
-        records: with FP8, indices in the area of this rank's records, for each of `sizes.parts`.
+        records: with FP8, indices in the area of this rank's records, for each of `sizes.published`.
     """
 
     sizes: PassSizes
@@ -205,13 +205,13 @@ class GatheredKV:
         if not self.begins_in_lane:
             self.memory.barrier(BEGIN)
         arrived = self.pull(self.sizes.travelling[0], self.memory.mark(), [])
-        if len(self.sizes.parts) > 1:
+        if len(self.sizes.published) > 1:
             self._publish(k, v, impl, 1)
             self.memory.barrier(PUBLISHED)
         return arrived
 
     def _publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, part: int) -> None:
-        heads, operands = self.sizes.parts[part], self.sizes.operands
+        heads, operands = self.sizes.published[part], self.sizes.operands
         k, v = k[:, :, heads], v[:, :, heads]
         if operands.rounded:
             publish_records(impl, k, v, self.own, self.records[part], for_backward=operands.for_backward)
@@ -274,7 +274,7 @@ def _map_areas(memory: GroupAreas, sizes: PassSizes) -> dict[int, OwnerArea]:
     num_bytes = HEADER_BYTES + size * dtype.itemsize
     memory.reserve("kv", num_bytes)
     areas = {}
-    for owner in sorted({piece.owner for block in sizes.blocks for piece in block.pieces}):
+    for owner in sorted({segment.owner for block in sizes.blocks for segment in block.segments}):
         area = memory.view("kv", owner, (num_bytes,), torch.uint8)
         if area is None:
             areas[owner] = OwnerArea(None, None, None)
@@ -320,7 +320,7 @@ def _incoming(
             incoming.append(Incoming(rows[lines(here, size)], peer, source))
     if unit.section == 0:
         owners = transfers.owners(keys, rank)
-        incoming += [Incoming(words.slot_of(owner), owner, areas[owner].number) for owner in owners]
+        incoming += [Incoming(words.arrival_of(owner), owner, areas[owner].number) for owner in owners]
         incoming.sort(key=lambda pull: transfers.nearest_first(pull.rank, rank))
     return incoming
 
@@ -351,15 +351,15 @@ def _line_map(sizes: PassSizes, rank: int) -> torch.Tensor:
     """Return `GatheredKV.line_map`."""
     operands = sizes.operands
     line_map = torch.empty(sizes.shape.rows // operands.keys, dtype=torch.int32)
-    for piece in sizes.blocks[0].pieces:
-        if piece.owner == rank:
-            target = operands.lines(transfers.area_row(piece, sizes.buffered), piece.size)
-            line_map[operands.lines(piece.start, piece.size)] = torch.arange(target.start, target.stop)
+    for segment in sizes.blocks[0].segments:
+        if segment.owner == rank:
+            target = operands.lines(transfers.area_row(segment, sizes.buffered), segment.size)
+            line_map[operands.lines(segment.start, segment.size)] = torch.arange(target.start, target.stop)
     return line_map
 
 
 def _records(sizes: PassSizes, head_offsets: torch.Tensor, line_map: torch.Tensor) -> list[torch.Tensor]:
-    """Return `GatheredKV.records`: (batch, lines, heads of the part) each."""
+    """Return `GatheredKV.records`: (batch, lines, heads of each) each."""
     lines = torch.arange(sizes.shape.batch, device=line_map.device)[:, None] * sizes.area_lines + line_map
     records = (head_offsets[:, 0] + lines[..., None] * head_offsets[:, 1]) // sizes.operands.elements
-    return [records[..., part].contiguous() for part in sizes.parts]
+    return [records[..., heads].contiguous() for heads in sizes.published]

@@ -208,7 +208,7 @@ def _sources(keys: Gathering, rank: int, arriving: list[int], rows: int) -> torc
     """
     sources = torch.empty(4, rows, dtype=torch.int32)
     firsts = accumulate(arriving, initial=0)
-    for segment, readers, first in zip(keys.segments, keys.readers, firsts, strict=False):
+    for segment, readers, first in zip(keys.own_segments, keys.readers, firsts, strict=False):
         own = sources[:, segment.row : segment.row + segment.size]
         offsets = torch.arange(segment.size)
         own[0] = dict(readers).get(rank, segment.row) + offsets

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ringflash.attention.schedule import Gathering, Piece
+from ringflash.attention.schedule import Gathering, Segment
 
 
 class Pull(NamedTuple):
@@ -38,13 +38,13 @@ def nearest_first(peer: int, rank: int) -> tuple[bool, bool, int]:
     return peer <= rank, peer == rank, peer
 
 
-def area_row(piece: Piece, buffered: bool) -> int:
-    """Return the first row of a piece in its owner's area.
+def area_row(segment: Segment, buffered: bool) -> int:
+    """Return the first row of a segment in its owner's area.
 
     Args:
         buffered: areas hold the shard of their rank only, in its order. Otherwise keys are gathered in the area.
     """
-    return piece.start if buffered else piece.owner_row
+    return segment.start if buffered else segment.owner_row
 
 
 def key_pulls(keys: Gathering, rank: int, *, buffered: bool, own_in_place: bool) -> list[Pull]:
@@ -54,15 +54,15 @@ def key_pulls(keys: Gathering, rank: int, *, buffered: bool, own_in_place: bool)
         buffered: as `area_row`.
         own_in_place: kernels read this rank's own keys where it published them.
     """
-    pieces = [piece for piece in keys.pieces if piece.owner != rank or not own_in_place]
-    pieces.sort(key=lambda piece: nearest_first(piece.owner, rank))
-    return [Pull(piece.owner, piece.row, area_row(piece, buffered), piece.size) for piece in pieces]
+    segments = [segment for segment in keys.segments if segment.owner != rank or not own_in_place]
+    segments.sort(key=lambda segment: nearest_first(segment.owner, rank))
+    return [Pull(segment.owner, segment.row, area_row(segment, buffered), segment.size) for segment in segments]
 
 
 def key_sends(keys: Gathering, rank: int, *, buffered: bool) -> list[Send]:
     """List the K/V of this rank that others receive with a block of keys."""
     sends = []
-    for segment, readers in zip(keys.segments, keys.readers, strict=True):
+    for segment, readers in zip(keys.own_segments, keys.readers, strict=True):
         first = segment.row if buffered else dict(readers)[rank]
         sends += [Send(reader.rank, first, segment.size) for reader in readers if reader.rank != rank]
     return sends
@@ -70,7 +70,7 @@ def key_sends(keys: Gathering, rank: int, *, buffered: bool) -> list[Send]:
 
 def owners(keys: Gathering, rank: int) -> list[int]:
     """List the other ranks whose keys this rank gathers."""
-    return sorted({piece.owner for piece in keys.pieces} - {rank})
+    return sorted({segment.owner for segment in keys.segments} - {rank})
 
 
 def readers(keys: Gathering, rank: int) -> list[int]:
@@ -82,7 +82,7 @@ def arriving_rows(keys: Gathering, rank: int, batch: int) -> list[int]:
     """Return the rows of gradients that arrive for each segment of this rank, from all readers and for the batch."""
     return [
         batch * segment.size * sum(reader.rank != rank for reader in row)
-        for segment, row in zip(keys.segments, keys.readers, strict=True)
+        for segment, row in zip(keys.own_segments, keys.readers, strict=True)
     ]
 
 
@@ -93,7 +93,7 @@ def gradient_pulls(keys: Gathering, rank: int, batch: int) -> list[Pull]:
     `there` a row of the buffer of each sequence.
     """
     pulls, here = [], 0
-    for segment, row in zip(keys.segments, keys.readers, strict=True):
+    for segment, row in zip(keys.own_segments, keys.readers, strict=True):
         for reader in row:
             if reader.rank != rank:
                 pulls.append(Pull(reader.rank, here, reader.row, segment.size))
@@ -103,4 +103,4 @@ def gradient_pulls(keys: Gathering, rank: int, batch: int) -> list[Pull]:
 
 def gradient_sends(keys: Gathering, rank: int) -> list[Send]:
     """List the gradients that other owners receive from this rank."""
-    return [Send(piece.owner, piece.row, piece.size) for piece in keys.pieces if piece.owner != rank]
+    return [Send(segment.owner, segment.row, segment.size) for segment in keys.segments if segment.owner != rank]

@@ -176,8 +176,8 @@ def _sum_shared(grad: Tensor, shared: tuple[int, ...], num_kv_heads: int) -> Ten
         return grad
     batch, rows, _, head_dim = grad.shape
     total = torch.zeros(batch, rows, num_kv_heads, head_dim, dtype=state_dtype(grad.dtype), device=grad.device)
-    for slot, head in enumerate(shared):
-        total[:, :, head] += grad[:, :, slot]
+    for index, head in enumerate(shared):
+        total[:, :, head] += grad[:, :, index]
     return total.to(grad.dtype)
 
 

@@ -151,8 +151,8 @@ class Words:
         self.own, self.senders = own, tuple(senders)
         self.arrived = torch.zeros(len(self.senders), dtype=torch.int64, device=device)
 
-    def slot_of(self, sender: int) -> torch.Tensor:
-        """Return the slot for a peer's word: (1,)."""
+    def arrival_of(self, sender: int) -> torch.Tensor:
+        """Return the memory at which a peer's word arrives: (1,)."""
         index = self.senders.index(sender)
         return self.arrived[index : index + 1]
 

@@ -168,7 +168,7 @@ def test_low_precision_of_shared_heads(ctx: Context) -> None:
 def without(ctx: Context, name: str) -> float:
     """Largest part of the tolerance that a call spends if one step is wrong."""
     wrong: dict[str, Callable[..., Any]] = {
-        "_pieces": lambda self, x, rank, by_rank: _PIECES(self, x if by_rank else x.movedim(2, 0), rank, True),
+        "_chunks_of": lambda self, x, rank, by_rank: _CHUNKS_OF(self, x if by_rank else x.movedim(2, 0), rank, True),
         "_sum_shared": lambda grad, shared, heads: grad[:, :, :heads],
     }
     owner = ulysses if name == "_sum_shared" else AllToAll
@@ -177,10 +177,10 @@ def without(ctx: Context, name: str) -> float:
         return max(ratio.maximum for ratio in ring_check.measure(on_hosts(ctx, 2), case, 6, "float64", "reference"))
 
 
-_PIECES = AllToAll._pieces
+_CHUNKS_OF = AllToAll._chunks_of
 
 
-@pytest.mark.parametrize("name", ["_pieces", "_sum_shared"])
+@pytest.mark.parametrize("name", ["_chunks_of", "_sum_shared"])
 def test_a_wrong_step_is_noticed(pool: Pool, name: str) -> None:
     assert min(pool.run(without, name)) > 1
 

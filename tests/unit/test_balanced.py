@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import ringflash
 from ringflash.attention.schedule import plan_gather
-from ringflash.sequence.balanced import balanced_pieces
+from ringflash.sequence.balanced import balanced_chunks
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 
@@ -69,7 +69,7 @@ def test_work_is_equal_and_few_documents_are_cut(cp_size: int, longest: float) -
         for rank in range(cp_size):
             for part in chunks(bounds[-1], cp_size, rank, "balanced", bounds):
                 cuts |= {part.start, part.stop} - set(bounds)
-        assert len(cuts) <= 8 * (cp_size - 1)  # a part of a document is two pieces
+        assert len(cuts) <= 8 * (cp_size - 1)  # a part of a document is two segments
 
 
 def test_extremes() -> None:
@@ -87,7 +87,7 @@ def test_the_default_device_of_torch_is_not_used() -> None:
     """A script with torch.set_default_device("cuda") has the same shards."""
     bounds = pack(0, 8 * TOKENS, 64, TOKENS)
     want = [chunks(bounds[-1], 8, rank, "balanced", bounds) for rank in range(8)]
-    balanced_pieces.cache_clear()
+    balanced_chunks.cache_clear()
     with torch.device("meta"):
         assert [chunks(bounds[-1], 8, rank, "balanced", bounds) for rank in range(8)] == want
 
@@ -103,7 +103,7 @@ def test_only_cut_documents_are_sent() -> None:
                 owners.setdefault(document, set()).add(rank)
     for rank in range(8):
         found = plan_gather(mask, 8, rank, "balanced")
-        sent = sum(piece.size for piece in found.pieces if piece.owner != rank)
+        sent = sum(segment.size for segment in found.segments if segment.owner != rank)
         shared = [document for document, ranks in owners.items() if rank in ranks and len(ranks) > 1]
         assert 0 < sent <= sum(bounds[document + 1] - bounds[document] for document in shared)
         assert len(shared) <= 4

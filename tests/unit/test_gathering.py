@@ -34,7 +34,11 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
     assume(chunks_are_multiples(mask, cp_size, layout, 16))
     for rank in range(cp_size):
         records, keys = (plan_gather(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))
-        places = [place for piece in records.pieces for place in (piece.start, piece.row, piece.size, piece.owner_row)]
+        places = [
+            place
+            for segment in records.segments
+            for place in (segment.start, segment.row, segment.size, segment.owner_row)
+        ]
         assert not any(place % 16 for place in (*places, records.capacity, records.num_rows))
         assert records.mask.num_visible == keys.mask.num_visible
 
@@ -60,10 +64,10 @@ def test_every_visible_key_in_order(problem: Problem) -> None:
     positions = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
     ranks = of_all(problem)
     for rank, found in enumerate(ranks):
-        piece_keys = [positions[piece.owner][piece.start : piece.start + piece.size] for piece in found.pieces]
-        assert [piece.row for piece in found.pieces] == [0, *accumulate(map(len, piece_keys))][:-1]
-        assert all(want[positions[rank]][:, keys].any() for keys in piece_keys)
-        keys = torch.cat(piece_keys)
+        keys_of = [positions[segment.owner][segment.start : segment.start + segment.size] for segment in found.segments]
+        assert [segment.row for segment in found.segments] == [0, *accumulate(map(len, keys_of))][:-1]
+        assert all(want[positions[rank]][:, keys].any() for keys in keys_of)
+        keys = torch.cat(keys_of)
         assert (keys[1:] > keys[:-1]).all()
         assert torch.equal(found.mask.dense(), want[positions[rank]][:, keys])
         assert found.mask.num_visible == int(want[positions[rank]].sum())
@@ -77,24 +81,28 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
     mask, cp_size, layout = problem
     ranks = of_all(problem)
     for rank, found in enumerate(ranks):
-        assert [row for segment in found.segments for row in range(segment.row, segment.row + segment.size)] == [
+        assert [row for segment in found.own_segments for row in range(segment.row, segment.row + segment.size)] == [
             row
             for chunk in chunks(mask.seqlen, cp_size, rank, layout, mask.cu_seqlens)
             for row in range(chunk.row, chunk.row + chunk.size)
         ]
-        for segment, readers in zip(found.segments, found.readers, strict=True):
+        for segment, readers in zip(found.own_segments, found.readers, strict=True):
             want = [
-                (reader, piece.row)
+                (reader, needed.row)
                 for reader, other in enumerate(ranks)
-                for piece in other.pieces
-                if (piece.owner, piece.start, piece.size) == (rank, segment.row, segment.size)
+                for needed in other.segments
+                if (needed.owner, needed.start, needed.size) == (rank, segment.row, segment.size)
             ]
             assert list(readers) == want and rank in dict(want)
         assert all(
-            piece.owner_row == dict(rows_of(ranks[piece.owner]))[piece.owner, piece.start] for piece in found.pieces
+            segment.owner_row == dict(rows_of(ranks[segment.owner]))[segment.owner, segment.start]
+            for segment in found.segments
         )
     arriving = [
-        sum(segment.size * (len(readers) - 1) for segment, readers in zip(found.segments, found.readers, strict=True))
+        sum(
+            segment.size * (len(readers) - 1)
+            for segment, readers in zip(found.own_segments, found.readers, strict=True)
+        )
         for found in ranks
     ]
     assert all(found.returned_rows == max(arriving) for found in ranks)
@@ -102,7 +110,7 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
 
 def rows_of(found: Gathering) -> list[tuple[tuple[int, int], int]]:
     """Rows at which a rank has what it gathers, by owner and first row there."""
-    return [((piece.owner, piece.start), piece.row) for piece in found.pieces]
+    return [((segment.owner, segment.start), segment.row) for segment in found.segments]
 
 
 def test_causal_zigzag_gathers_no_later_chunk() -> None:
@@ -155,7 +163,7 @@ def pair_up(ranks: list[Gathering], buffered: bool) -> None:
             for pull in listed:
                 way[pull.peer, rank].append((pull.there, pull.size))
         rows = [row for pull in pulls for row in range(pull.here, pull.here + pull.size)]
-        own = sum(piece.size for piece in found.pieces if piece.owner == rank)
+        own = sum(segment.size for segment in found.segments if segment.owner == rank)
         assert len({*rows}) == len(rows) == found.num_rows - own
         rows = [row for pull in returned for row in range(pull.here, pull.here + 2 * pull.size)]
         assert sorted(rows) == [*range(sum(transfers.arriving_rows(found, rank, 2)))]
@@ -178,15 +186,15 @@ def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
     sizes = (1, *[most] * (others // most), *[others % most] * (others % most > 0))
     ranks = [plan_blocks(mask, cp_size, rank, layout, sizes) for rank in range(cp_size)]
     for rank, (blocks, whole) in enumerate(zip(ranks, of_all(problem), strict=True)):
-        assert {piece.owner for piece in blocks[0].pieces} == {rank} and blocks[0].num_rows == whole.mask.seqlen_q
-        assert all(piece.start == piece.row == piece.owner_row for piece in blocks[0].pieces)
-        columns = {(piece.owner, piece.start): piece.row for piece in whole.pieces}
+        assert {segment.owner for segment in blocks[0].segments} == {rank} and blocks[0].num_rows == whole.mask.seqlen_q
+        assert all(segment.start == segment.row == segment.owner_row for segment in blocks[0].segments)
+        columns = {(segment.owner, segment.start): segment.row for segment in whole.segments}
         found = torch.zeros_like(whole.mask.dense())
         for block in blocks:
             assert block.num_rows <= block.capacity
-            for piece in block.pieces:
-                first = columns.pop((piece.owner, piece.start))
-                found[:, first : first + piece.size] = block.mask.dense()[:, piece.row : piece.row + piece.size]
+            for segment in block.segments:
+                first = columns.pop((segment.owner, segment.start))
+                found[:, first : first + segment.size] = block.mask.dense()[:, segment.row : segment.row + segment.size]
         assert not columns and torch.equal(found, whole.mask.dense())
     for block in zip(*ranks, strict=True) if len(sizes) > 1 else ():
         pair_up([*block], buffered=True)
@@ -223,4 +231,4 @@ def test_a_thousand_ranks_take_the_host_no_longer_than_a_kernel_or_two() -> None
     begun = time.process_time()
     found = plan_gather.__wrapped__(SequenceMask(1 << 24, False, (1 << 20, 300), (*bounds, 1 << 24)), 1024, 7, "zigzag")
     plan_gather.__wrapped__(SequenceMask(1 << 24, False), 1024, 7, "zigzag")
-    assert time.process_time() - begun < 1 and len(found.pieces) < 10
+    assert time.process_time() - begun < 1 and len(found.segments) < 10
