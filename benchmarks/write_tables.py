@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.environment import ROOT
 from benchmarks.quotes import RESULTS, write_quotes
 from benchmarks.summaries import SUMMARIES
-from ringflash.flops import FP8_PER_BF16
+from ringflash.huggingface.flops import FP8_PER_BF16
 
 BESIDE = ("out", "dq", "dk", "dv")
 KERNELS = ("hopper", "fa4", "flash2")

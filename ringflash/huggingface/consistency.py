@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringflash.comm import agreement, cuda_graphs
+from ringflash.comm.modules.buffers import ChangedBuffers, persistent_buffers
+from ringflash.comm.modules.fsdp_units import align_during_forward
+from ringflash.comm.modules.gradients import FilledGradients
+from ringflash.comm.seeding import seeded_by_rank
 from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.huggingface.validation import check_adapters, find_shape_error
-from ringflash.training.buffers import ChangedBuffers, persistent_buffers
-from ringflash.training.fsdp_units import align_during_forward
-from ringflash.training.gradients import FilledGradients
-from ringflash.training.seeding import seeded_by_rank
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values")  # beginnings of arguments' names
 

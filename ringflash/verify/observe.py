@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.attention.options import CallOptions
-from ringflash.training.gradients import average_gradients
+from ringflash.comm.modules.gradients import average_gradients
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, gather_whole, plain_name
 from ringflash.verify.subject import Batch, Data, Factory, Training
 from ringflash.wrap.interception import WrappedState

@@ -36,9 +36,9 @@ from ringflash.attention.api import attend
 from ringflash.attention.inputs import autocast, differentiate_alike
 from ringflash.comm.agreement import agree
 from ringflash.comm.call_numbers import in_layer, is_eager
+from ringflash.comm.seeding import seeded_by_rank
 from ringflash.huggingface.generation import is_generating
 from ringflash.huggingface.options import ModelRing
-from ringflash.training.seeding import seeded_by_rank
 
 _RING = "ring_attention.default"  # of torch.ops.ringflash; RingAttention and transformers models on a ring call it
 _ATTENTION = ("attention", "flash_attn", "flash_fwd")  # parts of the names of attention operators

@@ -20,11 +20,11 @@ from torch import nn
 from ringflash import huggingface
 from ringflash.attention.api import RingAttention
 from ringflash.comm.group import Group, resolve
+from ringflash.comm.modules.buffers import ChangedBuffers
+from ringflash.comm.modules.fsdp_units import align_during_forward
+from ringflash.comm.modules.gradients import FilledGradients
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.sequence.layout import granularity
-from ringflash.training.buffers import ChangedBuffers
-from ringflash.training.fsdp_units import align_during_forward
-from ringflash.training.gradients import FilledGradients
 from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)

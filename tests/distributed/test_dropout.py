@@ -51,7 +51,7 @@ def test_transformers_model(ctx: Context, reentrant: bool | None) -> None:
 
     def step(reentrant: bool | None, rate: float) -> tuple[list[Tensor], list[Any], Tensor]:
         config = transformers.PhiConfig(**models.TINY, embd_pdrop=rate, resid_pdrop=rate, hidden_act="gelu")
-        with ringflash.training.seeding.seeded(0):
+        with ringflash.comm.seeding.seeded(0):
             model = transformers.PhiForCausalLM._from_config(
                 config, attn_implementation="ringflash", dtype=torch.float64
             )

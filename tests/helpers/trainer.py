@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from ringflash.training.seeding import seeded
+from ringflash.comm.seeding import seeded
 from tests.helpers import models
 from tests.helpers.one_step import one_process, worst
 from tests.helpers.pool import Context

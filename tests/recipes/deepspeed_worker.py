@@ -26,12 +26,12 @@ import ringflash
 from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
 from recipes.lightning.text import PackedSequence, PackedText, TextData, is_held_out, text_files
 from ringflash import deepspeed, huggingface
+from ringflash.comm.mesh import CONTEXT_AXIS, DATA_AXIS
+from ringflash.comm.seeding import seeded
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
-from ringflash.training.mesh import CONTEXT_AXIS, DATA_AXIS
-from ringflash.training.seeding import seeded
 from tests.helpers import own_models as own
 from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.recipes.deepspeed_steps import (

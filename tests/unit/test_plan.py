@@ -57,7 +57,7 @@ from ringflash.commands.plan.search import (
 )
 from ringflash.commands.plan.timing import step_time
 from ringflash.commands.plan.trace import TrafficCounter
-from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
+from ringflash.huggingface.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.lightning import float8
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
