@@ -176,6 +176,9 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     function, args = functions_and_args[0]
     result = function(*args)
     default.pause(lambda: all(task.done for task in workers), "its workers to end")
+    left = {number: threads for number, (threads, _) in block.named.items() if threads}
+    if left:
+        raise EmulationError(f"threads are left at named barriers when the kernel ends: {left}")
     return result
 
 

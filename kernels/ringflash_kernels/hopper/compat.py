@@ -25,6 +25,7 @@ from triton.language.core import _aggregate
 __all__ = [
     "TensorDescriptor",
     "aggregate",
+    "arrive_after",
     "e4m3_of_bits",
     "fence_async_shared",
     "gl",
@@ -131,6 +132,35 @@ def named_barrier(token, ID: gl.constexpr, NUM_THREADS: gl.constexpr, ARRIVE: gl
     else:
         asm: gl.constexpr = f"bar.sync {ID}, {NUM_THREADS}; mov.b32 $0, $1;"
     return gl.inline_asm_elementwise(asm, "=r,r", [token], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _arrival(count, used, barrier, num_threads):
+    """Return assembly that arrives at a hardware barrier once the first `used` of `count` registers are computed."""
+    union = " ".join(f"mov.b32 next, ${i}; or.b32 all, all, next;" for i in range(1, used))
+    asm = f"""{{
+        .reg .b32 all, next;
+        .reg .pred computed;
+        mov.b32 all, $0;
+        {union}
+        setp.ge.s32 computed, all, 0;
+        @computed bar.arrive {barrier}, {num_threads};
+    }}"""
+    return asm, ",".join(["=f"] * count + [str(i) for i in range(count)])
+
+
+@gluon.jit
+def arrive_after(x, COUNT: gl.constexpr, USED: gl.constexpr, ID: gl.constexpr, NUM_THREADS: gl.constexpr):
+    """Arrive at hardware barrier ID when each thread has computed the first USED numbers of x; return x.
+
+    ptxas moves an arrival past instructions that it does not depend on, each release to another place.
+
+    Args:
+        x: results of exp2, COUNT fp32 registers per thread. No sign bit is set, not even in NaN, so all threads arrive.
+    """
+    asm: gl.constexpr = _arrival(COUNT, USED, ID, NUM_THREADS)[0]
+    held: gl.constexpr = _arrival(COUNT, USED, ID, NUM_THREADS)[1]
+    return gl.inline_asm_elementwise(asm, held, [x], gl.float32, is_pure=False, pack=COUNT)
 
 
 @gluon.constexpr_function
